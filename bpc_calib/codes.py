@@ -1,0 +1,39 @@
+"""Packing of binary codes: bit `i` is bit `i % 64` of word `i // 64`, 1 for +1; unused upper bits are 0."""
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import InputError
+
+__all__ = ["BITS", "check_bits", "pack_codes", "unpack_codes"]
+
+BITS = (32, 64, 128)
+
+
+def check_bits(bits: int) -> None:
+    """Raise `InputError` unless `bits` is a supported code length."""
+    if bits not in BITS:
+        raise InputError(f"bits must be 32, 64 or 128, not {bits}")
+
+
+def pack_codes(positive: Tensor) -> Tensor:
+    """bool `[..., N, H]`, True for +1 -> int64 `[..., N, W]`, `W = ceil(H / 64)`."""
+    words = []
+    for word in positive.split(64, dim=-1):
+        # A shift by 63 wraps to the sign bit, and a sum of distinct powers of two is their union.
+        shifts = torch.arange(word.shape[-1], device=word.device)
+        words.append((word.to(torch.int64) << shifts).sum(-1))
+    return torch.stack(words, dim=-1)
+
+
+def unpack_codes(codes: Tensor, bits: int) -> Tensor:
+    """int64 `[..., N, W]` -> float32 `[..., N, bits]` of -1 and +1."""
+    check_bits(bits)
+    if codes.dtype != torch.int64 or codes.shape[-1] != -(-bits // 64):
+        raise InputError(
+            f"codes of {bits} bits are int64 [..., N, {-(-bits // 64)}], "
+            f"not {codes.dtype} {list(codes.shape)}"
+        )
+    shifts = torch.arange(min(bits, 64), device=codes.device)
+    ones = (codes.unsqueeze(-1) >> shifts) & 1
+    return ones.flatten(-2).to(torch.float32).mul_(2).sub_(1)

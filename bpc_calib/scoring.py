@@ -1,0 +1,69 @@
+"""Scores of cached keys from their codes alone: Algorithm 3 of the paper, with the gain."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpc_calib.codes import check_bits, unpack_codes
+from bpc_calib.encoding import GAIN_ONE
+from bpc_calib.errors import InputError
+
+__all__ = ["QuantizedQuery", "hash_scores", "quantize_query"]
+
+
+@dataclass(frozen=True)
+class QuantizedQuery:
+    """`q P^T ~ values * scale`: see `quantize_query`."""
+
+    values: Tensor  # int8 [..., G, H], in [-127, 127]
+    scale: Tensor  # float32 [...]
+
+
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
+    """Project the `G` queries that share a KV head, `[..., G, D]`, on `[..., H, D]` and round to int8.
+
+    Symmetric, rounded half to even, with one scale for the whole group so that its scores compare.
+    As in `encode`, the projection is rounded to the query's dtype first. A zero query gives zeros and
+    scale 0.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit.
+    """
+    if query.dim() < 2 or projection.dim() < 2 or query.shape[-1] != projection.shape[-1]:
+        raise InputError(
+            f"query [..., G, D] and projection [..., H, D] do not fit: "
+            f"{list(query.shape)} and {list(projection.shape)}"
+        )
+    if not query.dtype.is_floating_point:
+        raise InputError(f"query must be floating, not {query.dtype}")
+    check_bits(projection.shape[-2])
+    projected = query.float() @ projection.to(query.dtype).float().mT
+    largest = projected.abs().amax((-2, -1))
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    values = (projected * inverse[..., None, None]).round().clamp(-127, 127)
+    return QuantizedQuery(values.to(torch.int8), largest / 127)
+
+
+def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None) -> Tensor:
+    """Score every key for every query: int32 `[..., G, N]`, `c = p . u`, or `c * (gain + 32)`.
+
+    The integers are exact: `|c| <= 127 * 128`, and with the gain `|score| < 2^23`. The printed formula
+    of the paper takes XOR as agreement and so flips the sign of every score (docs/algorithm.md).
+
+    Args:
+        query: int8 values `[..., G, H]`.
+        codes: int64 `[..., N, W]`.
+        gain: uint8 `[..., N]`; None ranks as the paper does.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit.
+    """
+    signs = unpack_codes(codes, query.values.shape[-1])
+    # Exact in float32, in TF32 and in any order: integers of at most 8 bits whose sums stay below 2^24.
+    scores = (query.values.float() @ signs.mT).to(torch.int32)
+    if gain is None:
+        return scores
+    if gain.dtype != torch.uint8 or gain.shape[-1] != codes.shape[-2]:
+        raise InputError(f"gain must be uint8 [..., {codes.shape[-2]}], not {gain.dtype} {list(gain.shape)}")
+    return scores * (gain.to(torch.int32) + GAIN_ONE).unsqueeze(-2)
