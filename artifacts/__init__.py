@@ -1,5 +1,17 @@
 """The projection artifact of BPC: what is in the file, reading, writing and checking it."""
 
 from bpc_artifacts.errors import ArtifactError, BPCError
+from bpc_artifacts.file import check_writable, load, save
+from bpc_artifacts.match import check_model
+from bpc_artifacts.schema import LayerProjection, ProjectionArtifact
 
-__all__ = ["ArtifactError", "BPCError"]
+__all__ = [
+    "ArtifactError",
+    "BPCError",
+    "LayerProjection",
+    "ProjectionArtifact",
+    "check_model",
+    "check_writable",
+    "load",
+    "save",
+]

@@ -56,8 +56,7 @@ def select(
         raise InputError(f"scores must be integers [..., N], not {scores.dtype} {list(scores.shape)}")
     if recent < 0 or sink < 0 or not 0 <= safeguard <= 1:
         raise InputError(
-            f"recent and sink must be 0 or more and safeguard in [0, 1], "
-            f"not {recent}, {sink} and {safeguard}"
+            f"recent and sink must be 0 or more and safeguard in [0, 1], not {recent}, {sink} and {safeguard}"
         )
     rows, count = scores.shape[:-1], scores.shape[-1]
     device = scores.device
@@ -92,7 +91,7 @@ def select(
 
 def _rank(values: Tensor) -> Tensor:
     """The place of each value in descending order along the last dimension; ties to the lower index."""
-    order = values.sort(-1, descending=True, stable=True).indices
+    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
     places = torch.arange(values.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
 

@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha1
 from http import HTTPStatus
@@ -18,18 +18,24 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-# A quoted revision or path keeps its slashes as %2F, so these match the raw path.
-_API = re.compile(r"/api/(models|datasets)/(.+?)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
-_RESOLVE = re.compile(r"/(datasets/)?(.+?)/resolve/([^/]+)/(.+)")
+# A revision, or a path after "tree/", keeps its slashes as %2F: so these match the raw path.
+_REPO = r"([^/]+(?:/[^/]+)??)"
+_API = re.compile(rf"/api/(models|datasets)/{_REPO}(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?")
+_RESOLVE = re.compile(rf"/(datasets/)?{_REPO}/resolve/([^/]+)/(.+)")
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A running stand-in: its address, and each request so far as "METHOD path?query"."""
+    """A running stand-in: its address, and the requests so far, each as "METHOD path?query"."""
 
     url: str
     requests: list[str]
+
+
+def _blob_id(data: bytes) -> str:
+    """A file's id, made from its content as git does."""
+    return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 class _Repo:
@@ -42,30 +48,19 @@ class _Repo:
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
-        # As in git: a file's id is that of its blob, whatever its path.
-        self.oids = {
-            path: sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            for path, data in self.files.items()
-        }
+        self.oids = {path: _blob_id(data) for path, data in self.files.items()}
         folders = {str(up) for path in self.files for up in PurePosixPath(path).parents}
         self.paths = sorted({*self.files, *folders} - {"."})
         self.commit = commit or sha1(repr((repo_id, self.oids)).encode()).hexdigest()
 
     def info(self, blobs: bool) -> dict[str, Any]:
-        """What the API says about the repository, with the files' sizes if `blobs`."""
-        siblings = [
-            {"rfilename": path} | ({"size": len(data), "blobId": self.oids[path]} if blobs else {})
-            for path, data in self.files.items()
-        ]
-        return {
-            "id": self.id,
-            "sha": self.commit,
-            "private": False,
-            "gated": False,
-            "disabled": False,
-            "tags": [],
-            "siblings": siblings,
-        }
+        """What the API says about the repository, with its files' sizes if `blobs`."""
+        siblings: list[dict[str, Any]] = []
+        for path, data in self.files.items():
+            details = {"size": len(data), "blobId": self.oids[path]} if blobs else {}
+            siblings.append({"rfilename": path, **details})
+        about = {"id": self.id, "sha": self.commit, "private": False, "gated": False, "tags": []}
+        return {**about, "siblings": siblings}
 
     def entry(self, path: str) -> dict[str, Any]:
         """What the API says about one file or folder."""
@@ -92,8 +87,13 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # the client keeps connections alive
     server: _Server
+    protocol_version = "HTTP/1.1"  # the client keeps connections alive
+    disable_nagle_algorithm = True  # or each body waits 40 ms for the headers' acknowledgement
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a client that streams may leave in mid-file
+            super().handle()
 
     def do_GET(self) -> None:
         self.server.requests.append(f"{self.command} {self.path}")
@@ -103,21 +103,21 @@ class _Handler(BaseHTTPRequestHandler):
         if match := _API.fullmatch(url.path):
             kind, repo_id, action, revision, path = match.groups()
             if repo := self._find(kind, repo_id, revision or "main"):
-                self._api(repo, action, unquote(path or ""), parse_qs(url.query), parse_qs(body))
+                self._api(repo, action, unquote(path or ""), parse_qs(f"{url.query}&{body}"))
         elif match := _RESOLVE.fullmatch(url.path):
             dataset, repo_id, revision, path = match.groups()
             if repo := self._find("datasets" if dataset else "models", repo_id, revision):
                 self._resolve(repo, unquote(path))
         else:
-            self._error(HTTPStatus.NOT_FOUND, "", "Not Found")
+            self._error(HTTPStatus.NOT_FOUND, "", "Not served by this stand-in")
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_POST = do_GET  # noqa: N815 - the names that http.server looks for
 
     def _find(self, kind: str, repo_id: str, revision: str) -> _Repo | None:
-        """The repository at that revision; None once an error was sent."""
-        repo = self.server.repos.get((kind, unquote(repo_id)))
+        """The repository if it has that revision; None once an error was sent."""
+        repo = self.server.repos.get((kind, repo_id))
         if repo is None:
-            # 401 and not 404: so the Hub answers those who are not logged in.
+            # 401, not 404: what the Hub says to a client that is not logged in.
             self._error(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Repository not found")
         elif unquote(revision) not in ("main", repo.commit):
             self._error(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
@@ -125,64 +125,44 @@ class _Handler(BaseHTTPRequestHandler):
             return repo
         return None
 
-    def _api(
-        self,
-        repo: _Repo,
-        action: str | None,
-        path: str,
-        query: dict[str, list[str]],
-        form: dict[str, list[str]],
-    ) -> None:
+    def _api(self, repo: _Repo, action: str | None, path: str, args: dict[str, list[str]]) -> None:
         """Answer /api/{models,datasets}/{repo}[/{action}/{revision}[/{path}]]."""
+        answer: object
         if action == "tree":
             if path and path not in repo.paths:
-                self._missing(repo)
+                self._error(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found", repo.commit)
                 return
-            self._json([repo.entry(p) for p in repo.tree(path, query.get("recursive") == ["true"])])
+            answer = [repo.entry(p) for p in repo.tree(path, args.get("recursive") == ["true"])]
         elif action == "paths-info":
-            self._json([repo.entry(p) for p in form.get("paths", []) if p in repo.paths])
+            answer = [repo.entry(p) for p in args.get("paths", []) if p in repo.paths]
         else:
-            self._json(repo.info(blobs=query.get("blobs") == ["true"]))
+            answer = repo.info(blobs=args.get("blobs") == ["true"])
+        headers = {"Content-Type": "application/json"}
+        self._send(HTTPStatus.OK, headers, json.dumps(answer).encode())
 
     def _resolve(self, repo: _Repo, path: str) -> None:
-        """Answer with a file, or the range of it that was asked for."""
+        """Answer with a file, or with the range of it that was asked for."""
         if path not in repo.files:
-            self._missing(repo)
+            self._error(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found", repo.commit)
             return
-        data = repo.files[path]
-        headers = {
-            "X-Repo-Commit": repo.commit,
-            "ETag": f'"{repo.oids[path]}"',
-            "Accept-Ranges": "bytes",
-        }
-        wanted = _RANGE.fullmatch(self.headers.get("Range", ""))
-        if wanted is None:
-            self._send(HTTPStatus.OK, headers, data)
-            return
-        start, last = int(wanted[1]), int(wanted[2] or len(data))
-        part = data[start : last + 1]
-        if part:
-            end = start + len(part) - 1
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
-            self._send(HTTPStatus.PARTIAL_CONTENT, headers, part)
-        else:
-            headers["Content-Range"] = f"bytes */{len(data)}"
-            self._send(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, headers, b"")
+        status, data = HTTPStatus.OK, repo.files[path]
+        headers = {"X-Repo-Commit": repo.commit, "ETag": f'"{repo.oids[path]}"'}
+        if wanted := _RANGE.fullmatch(self.headers.get("Range", "")):
+            start, size = int(wanted[1]), len(data)
+            data = data[start : int(wanted[2] or size) + 1]
+            if data:
+                status = HTTPStatus.PARTIAL_CONTENT
+                headers["Content-Range"] = f"bytes {start}-{start + len(data) - 1}/{size}"
+            else:
+                status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+                headers["Content-Range"] = f"bytes */{size}"
+        self._send(status, headers, data)
 
-    def _missing(self, repo: _Repo) -> None:
-        # With the commit, the client remembers that the file does not exist at it.
-        headers = {"X-Repo-Commit": repo.commit}
-        self._error(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found", headers)
-
-    def _error(
-        self, status: HTTPStatus, code: str, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
-        self._send(
-            status, {"X-Error-Code": code, "X-Error-Message": message, **(headers or {})}, b""
-        )
-
-    def _json(self, value: object) -> None:
-        self._send(HTTPStatus.OK, {"Content-Type": "application/json"}, json.dumps(value).encode())
+    def _error(self, status: HTTPStatus, code: str, message: str, commit: str = "") -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": message}
+        if commit:  # with it, the client remembers that the file does not exist there
+            headers["X-Repo-Commit"] = commit
+        self._send(status, headers, b"")
 
     def _send(self, status: HTTPStatus, headers: Mapping[str, str], body: bytes) -> None:
         self.send_response(status)

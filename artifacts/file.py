@@ -1,0 +1,219 @@
+"""Reading and writing the artifact: one safetensors file, checked whole before use, written atomically."""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import safetensors
+import safetensors.numpy
+
+from bpc_artifacts.errors import ArtifactError
+from bpc_artifacts.schema import FORMAT_VERSION, LayerProjection, ProjectionArtifact, check
+
+__all__ = ["check_writable", "load", "save"]
+
+MAX_HEADER = 1 << 20  # bytes
+MAX_FILE = 4 << 30  # bytes; an artifact of the largest open model has some 0.1 GB
+
+_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean)")
+
+
+def load(path: str | os.PathLike[str]) -> ProjectionArtifact:
+    """Read and check an artifact of format version 1.
+
+    Raises:
+        ArtifactError: the file is missing, damaged, newer, or holds a value the format does not allow;
+            the message names the file, the place, what was found and what was expected.
+    """
+    path = Path(path)
+    try:
+        return _parse(_read(path))
+    except ArtifactError as fault:
+        raise ArtifactError(f"{path}: {fault}") from None
+    except OSError as fault:
+        raise ArtifactError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+
+
+def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Check an artifact and write it: the same artifact gives the same bytes.
+
+    Written to a temporary file beside the target, then put in its place in one step; a failure leaves
+    the folder as it was. The keys `format_version`, `key_space`, `layers` and `payload_sha256` are
+    filled in.
+
+    Raises:
+        ArtifactError: the artifact is not valid, the file exists and `overwrite` is false, or it
+            cannot be written.
+    """
+    tensors = {}
+    for index, layer in artifact.layers.items():
+        for kind in ("projection", "residual", "metric", "mean"):
+            if (array := getattr(layer, kind)) is not None:
+                tensors[f"layers.{index}.{kind}"] = array
+    payload = _payload(safetensors.numpy.save(tensors))
+    metadata = dict(artifact.metadata) | {
+        "format_version": FORMAT_VERSION,
+        "key_space": "post_rope",
+        "layers": list(artifact.layers),
+        "payload_sha256": hashlib.sha256(payload).hexdigest(),
+    }
+    check(ProjectionArtifact(artifact.layers, metadata))
+    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    blob = safetensors.numpy.save(tensors, {"bpc": text})
+    if len(blob) - len(payload) - 8 > MAX_HEADER:
+        raise ArtifactError("the metadata is larger than 1 MiB")
+    with _replacing(Path(path), overwrite) as temporary:
+        temporary.write_bytes(blob)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+
+
+def check_writable(path: str | os.PathLike[str], size: int, *, overwrite: bool = False) -> None:
+    """Raise the `ArtifactError` that `save` would raise for `size` bytes now; leaves nothing behind."""
+    path = Path(path)
+    with _replacing(path, overwrite, trial=True) as temporary:
+        temporary.touch()
+        if (free := shutil.disk_usage(temporary).free) < size:
+            raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
+
+
+@contextmanager
+def _replacing(path: Path, overwrite: bool, *, trial: bool = False) -> Iterator[Path]:
+    """A name for a new file beside `path`, which takes its place at the end unless this is a trial."""
+    target = Path(os.path.realpath(path))  # through a link, not over it
+    if not target.parent.is_dir():
+        raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
+    if target.is_dir():
+        raise ArtifactError(f"{path}: is a folder: name a file")
+    if target.exists() and not overwrite:
+        _refuse_existing(path)
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        if trial:
+            pass
+        elif overwrite:
+            os.replace(temporary, target)
+        else:
+            _rename_to_new(temporary, target)
+    except FileExistsError:
+        _refuse_existing(path)
+    except OSError as fault:
+        raise ArtifactError(f"{path}: cannot be written: {fault.strerror or fault}") from fault
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _rename_to_new(temporary: Path, target: Path) -> None:
+    try:
+        os.link(temporary, target)  # unlike a rename, fails where another run was faster
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError from None
+        os.replace(temporary, target)
+
+
+def _refuse_existing(path: Path) -> NoReturn:
+    raise ArtifactError(f"{path}: exists; pass --force (overwrite=True in Python) to replace it") from None
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a file whose size agrees with its own header."""
+    if path.is_dir():
+        raise ArtifactError("is a folder: name a file")
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(8)
+        if len(head) < 8:
+            raise ArtifactError(f"not a safetensors file: {len(head)} bytes, expected at least 8")
+        length = struct.unpack("<Q", head)[0]
+        if length > MAX_HEADER or length < 2:
+            raise ArtifactError(
+                f"not a BPC artifact: the header claims {length:,} bytes, expected 2 to {MAX_HEADER:,}"
+            )
+        if size > MAX_FILE:
+            raise ArtifactError(f"not a BPC artifact: {size:,} bytes, expected at most {MAX_FILE:,}")
+        header = file.read(length)
+        if len(header) < length:
+            raise ArtifactError(f"truncated: {size:,} bytes, expected more than {8 + length:,}")
+        return head + header + file.read()
+
+
+def _parse(blob: bytes) -> ProjectionArtifact:
+    length = struct.unpack("<Q", blob[:8])[0]
+    header = _json("the safetensors header", blob[8 : 8 + length])
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in entries.items():
+        if not _TENSOR.fullmatch(name):
+            raise ArtifactError(f"{name[:80]}: not a tensor of this format")
+        if not isinstance(entry, dict) or entry.get("dtype") != "F32":
+            found = entry.get("dtype") if isinstance(entry, dict) else entry
+            raise ArtifactError(f"{name}: expected F32, found {str(found)[:40]}")
+    strings = header.get("__metadata__")
+    if not isinstance(strings, dict) or not isinstance(strings.get("bpc"), str):
+        raise ArtifactError("not a BPC artifact: the metadata key 'bpc' is missing")
+    metadata = _json("metadata", strings["bpc"].encode("utf-8", "surrogatepass"))
+    try:
+        tensors = safetensors.numpy.load(blob)
+    except (safetensors.SafetensorError, ValueError, KeyError) as fault:
+        raise ArtifactError(f"damaged or truncated: {_one_line(fault)}") from fault
+
+    layers: dict[int, dict[str, Any]] = {}
+    for name, array in tensors.items():
+        _, index, kind = name.split(".")
+        layers.setdefault(int(index), {})[kind] = array
+    for index, arrays in layers.items():
+        for kind in ("projection", "residual"):
+            if kind not in arrays:
+                raise ArtifactError(f"layers.{index}.{kind}: missing")
+    artifact = ProjectionArtifact(
+        {index: LayerProjection(**layers[index]) for index in sorted(layers)}, metadata
+    )
+    check(artifact)
+    found = hashlib.sha256(_payload(blob)).hexdigest()
+    if found != metadata["payload_sha256"]:
+        raise ArtifactError(
+            f"damaged: the tensors' sha256 is {found[:16]}..., "
+            f"expected {metadata['payload_sha256'][:16]}...: get the file again"
+        )
+    return artifact
+
+
+def _payload(blob: bytes) -> memoryview:
+    return memoryview(blob)[8 + struct.unpack("<Q", blob[:8])[0] :]
+
+
+def _json(what: str, text: bytes) -> dict[str, Any]:
+    """Strict JSON: one object, no key twice, no NaN."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return table
+
+    def no_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a number of JSON")
+
+    try:
+        value = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except (ValueError, RecursionError) as fault:
+        raise ArtifactError(f"{what}: not valid JSON: {_one_line(fault)}") from None
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{what}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _one_line(fault: Exception) -> str:
+    return " ".join(str(fault).split())[:200]

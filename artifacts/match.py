@@ -1,0 +1,49 @@
+"""Whether an artifact belongs to a model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bpc_artifacts.errors import ArtifactError
+from bpc_artifacts.schema import ProjectionArtifact
+
+__all__ = ["check_model"]
+
+
+def check_model(artifact: ProjectionArtifact, model: Mapping[str, Any]) -> list[str]:
+    """Compare with a model described as in the metadata's `model` (see `bpc_calib.describe`).
+
+    Returns:
+        Warnings, one line each: the model may be another one, although every shape fits.
+
+    Raises:
+        ArtifactError: layers, KV heads, head_dim or RoPE differ; names each difference.
+    """
+    made_for = artifact.metadata["model"]
+    names = {
+        "num_layers": "layers",
+        "kv_heads": "KV heads",
+        "query_heads": "query heads",
+        "head_dim": "head_dim",
+        "rope": "RoPE",
+        "layer_types": "layer types",
+    }
+    differences = [
+        f"{name}: the artifact has {_short(made_for[key])}, the model {_short(model[key])}"
+        for key, name in names.items()
+        if made_for[key] != model[key]
+    ]
+    if differences:
+        raise ArtifactError(
+            f"made for {made_for['id']}, does not fit {model['id']}: {'; '.join(differences)}"
+        )
+    return [
+        f"{name} differs from the one it was calibrated on: "
+        f"the artifact has {_short(made_for[key])}, the model {_short(model[key])}"
+        for key, name in {"revision": "revision", "config_sha256": "config", "model_type": "model type"}.items()
+        if made_for[key] != model[key]
+    ]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,196 @@
+"""What a projection artifact holds, and the check of every value before it is used (format version 1)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bpc_artifacts.errors import ArtifactError
+
+__all__ = ["FORMAT_VERSION", "LayerProjection", "ProjectionArtifact", "check"]
+
+FORMAT_VERSION = 1
+BITS = (32, 64, 128)
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LayerProjection:
+    """One calibrated layer. All arrays are float32."""
+
+    projection: Array  # [kv_heads, bits, head_dim]
+    residual: Array  # [kv_heads, bits + 1]: |R|_F / |K|_F after 0..bits bits, on the calibration keys
+    metric: Array | None = None  # [kv_heads, head_dim, head_dim], symmetric positive definite; None: identity
+    mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
+
+
+@dataclass(frozen=True)
+class ProjectionArtifact:
+    """Projections by true layer index, and the metadata of docs/artifact-format.md."""
+
+    layers: Mapping[int, LayerProjection]
+    metadata: Mapping[str, Any]
+
+
+# A type, a tuple of types, a constant, a nested table, or a list of one of these. More keys are allowed:
+# a later writer of the same format version may say more.
+_TEXT_OR_NONE = (str, type(None))
+_METADATA: dict[str, Any] = {
+    "format_version": FORMAT_VERSION,
+    "bpc_version": str,
+    "key_space": "post_rope",
+    "payload_sha256": str,
+    "layers": [int],
+    "metrics": dict,
+    "algorithm": {
+        "name": str,
+        "bits": int,
+        "iterations": int,
+        "metric": bool,
+        "least_squares": int,
+        "centred": bool,
+        "position_shift": bool,
+        "seed": int,
+    },
+    "model": {
+        "id": str,
+        "revision": _TEXT_OR_NONE,
+        "config_sha256": str,
+        "model_type": str,
+        "num_layers": int,
+        "kv_heads": int,
+        "query_heads": int,
+        "head_dim": int,
+        "rope": (dict, type(None)),
+        "layer_types": [str],
+    },
+    "calibration": {
+        "sources": [
+            {
+                "name": str,
+                "path": str,
+                "revision": _TEXT_OR_NONE,
+                "split": _TEXT_OR_NONE,
+                "field": _TEXT_OR_NONE,
+                "samples": int,
+                "tokens": int,
+                "sha256": str,
+            }
+        ],
+        "samples": int,
+        "sequence_length": int,
+        "tokens": int,
+        "keys_per_head": int,
+        "dtype": str,
+    },
+}
+
+
+def check(artifact: ProjectionArtifact) -> None:
+    """Raise `ArtifactError` at the first value that format version 1 does not allow."""
+    metadata = artifact.metadata
+    version = metadata.get("format_version") if isinstance(metadata, dict) else None
+    if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
+        raise ArtifactError(
+            f"format_version is {version}, this bpc reads up to {FORMAT_VERSION}: upgrade bpc-calib"
+        )
+    _check_value("metadata", metadata, _METADATA)
+    _check_numbers(metadata)
+    model, algorithm = metadata["model"], metadata["algorithm"]
+    if list(artifact.layers) != metadata["layers"]:
+        raise ArtifactError(
+            f"metadata.layers: expected the layers of the tensors {list(artifact.layers)}, "
+            f"found {metadata['layers']}"
+        )
+    kv_heads, head_dim, bits = model["kv_heads"], model["head_dim"], algorithm["bits"]
+    for index, layer in artifact.layers.items():
+        name = f"layers.{index}"
+        _check_array(f"{name}.projection", layer.projection, (kv_heads, bits, head_dim))
+        _check_array(f"{name}.residual", layer.residual, (kv_heads, bits + 1))
+        if (layer.residual < 0).any():
+            raise ArtifactError(f"{name}.residual: expected values of 0 or more, found a negative one")
+        for kind, array, flag in (
+            ("metric", layer.metric, algorithm["metric"]),
+            ("mean", layer.mean, algorithm["centred"]),
+        ):
+            if (array is not None) != flag:
+                found = "absent" if array is None else "present"
+                raise ArtifactError(f"{name}.{kind}: {found}, but metadata.algorithm says otherwise")
+        if layer.metric is not None:
+            _check_array(f"{name}.metric", layer.metric, (kv_heads, head_dim, head_dim))
+            _check_metric(f"{name}.metric", layer.metric)
+        if layer.mean is not None:
+            _check_array(f"{name}.mean", layer.mean, (kv_heads, head_dim))
+
+
+def _check_value(where: str, found: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        _expect(where, found, "a table", isinstance(found, dict))
+        for key, inner in expected.items():
+            if key not in found:
+                raise ArtifactError(f"{where}.{key}: missing")
+            _check_value(f"{where}.{key}", found[key], inner)
+    elif isinstance(expected, list):
+        _expect(where, found, "a list", isinstance(found, list))
+        for i, item in enumerate(found):
+            _check_value(f"{where}[{i}]", item, expected[0])
+    elif isinstance(expected, type | tuple):
+        kinds = expected if isinstance(expected, tuple) else (expected,)
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        # bool is an int in Python, not in this format
+        _expect(where, found, names, isinstance(found, kinds) and (isinstance(found, bool) == (expected is bool)))
+    else:
+        _expect(where, found, repr(expected), found == expected and type(found) is type(expected))
+
+
+def _expect(where: str, found: Any, expected: str, good: bool) -> None:
+    if not good:
+        shown = repr(found)
+        raise ArtifactError(f"{where}: expected {expected}, found {shown[:60]}{'...' * (len(shown) > 60)}")
+
+
+def _check_numbers(metadata: Mapping[str, Any]) -> None:
+    model, algorithm, calibration = metadata["model"], metadata["algorithm"], metadata["calibration"]
+    _expect("metadata.algorithm.bits", algorithm["bits"], "32, 64 or 128", algorithm["bits"] in BITS)
+    positive = {f"metadata.model.{key}": model[key] for key in ("num_layers", "kv_heads", "query_heads", "head_dim")}
+    positive["metadata.algorithm.iterations"] = algorithm["iterations"]
+    positive |= {
+        f"metadata.calibration.{key}": calibration[key]
+        for key in ("samples", "sequence_length", "tokens", "keys_per_head")
+    }
+    for where, value in positive.items():
+        _expect(where, value, "at least 1", value >= 1)
+    _expect(
+        "metadata.model.query_heads",
+        model["query_heads"],
+        f"a multiple of kv_heads {model['kv_heads']}",
+        model["query_heads"] % model["kv_heads"] == 0,
+    )
+    types = model["layer_types"]
+    _expect("metadata.model.layer_types", len(types), f"{model['num_layers']} entries", len(types) == model["num_layers"])
+    layers = metadata["layers"]
+    full = [i for i, kind in enumerate(types) if kind == "full_attention"]
+    _expect("metadata.layers", layers, f"the full-attention layers {full}", layers == full and layers != [])
+
+
+def _check_array(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+        found = getattr(array, "dtype", type(array).__name__)
+        raise ArtifactError(f"{name}: expected float32, found {found}")
+    if array.shape != shape:
+        raise ArtifactError(f"{name}: expected shape {list(shape)}, found {list(array.shape)}")
+    if not np.isfinite(array).all():
+        raise ArtifactError(f"{name}: expected finite values, found NaN or infinity")
+
+
+def _check_metric(name: str, metric: Array) -> None:
+    wide = metric.astype(np.float64)
+    scale = np.abs(wide).max(axis=(-2, -1), keepdims=True)
+    if (np.abs(wide - wide.swapaxes(-2, -1)) > 1e-5 * scale).any():
+        raise ArtifactError(f"{name}: expected symmetric matrices, found one that is not")
+    lowest = float(np.linalg.eigvalsh(wide).min())
+    if lowest <= 0:
+        raise ArtifactError(f"{name}: expected positive definite matrices, found an eigenvalue of {lowest:.3g}")

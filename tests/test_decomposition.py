@@ -1,0 +1,162 @@
+"""Algorithm 1: against its literal reading, its identities, and what a caller may rely on."""
+
+from itertools import pairwise
+
+import literal
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpc_calib import InputError, decompose
+from bpc_calib.codes import unpack_codes
+from bpc_calib.decomposition import BLOCK
+
+sizes = st.integers(1, 70)
+
+
+def random_keys(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(shape, generator=generator) * torch.logspace(0, -1.5, shape[-1])
+    return (keys + 0.3 * torch.randn(shape[-1], generator=generator)).to(dtype)
+
+
+def draws(bits: int, dim: int) -> torch.Tensor:
+    return torch.randn(bits, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("iterations", [1, 8])
+@pytest.mark.parametrize("bits", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_literal_algorithm(iterations, bits, dtype):
+    keys = random_keys(3000, 64, dtype=dtype)
+    found = decompose(keys, bits, iterations=iterations)
+    codes, projection, residual = literal.decompose(keys, draws(bits, 64), iterations)
+    assert torch.equal(unpack_codes(found.codes, bits).double(), codes)
+    torch.testing.assert_close(found.projection, projection.float(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
+
+
+def test_many_blocks_equal_the_literal_algorithm():
+    keys = random_keys(2 * BLOCK + 77, 16)
+    found = decompose(keys, 32, iterations=2)
+    codes, projection, residual = literal.decompose(keys, draws(32, 16), 2)
+    assert torch.equal(unpack_codes(found.codes, 32).double(), codes)
+    torch.testing.assert_close(found.projection, projection.float(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
+
+
+def test_residual_norms_are_those_of_the_residual():
+    keys = random_keys(500, 32).double()
+    found = decompose(keys, 32)
+    codes = unpack_codes(found.codes, 32).double()
+    for bit in range(33):
+        rest = keys - codes[:, :bit] @ found.projection[:bit].double()
+        torch.testing.assert_close(found.residual_norms[bit], rest.norm(), rtol=1e-6, atol=0)
+    assert (found.residual_norms.diff() <= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_more_steps_never_raise_the_residual_of_a_bit(seed):
+    # From the same residual and draw: the first bit alone.
+    keys = random_keys(400, 24, seed=seed)
+    first_bit = [float(decompose(keys, 32, iterations=n).residual_norms[1]) for n in range(1, 9)]
+    assert all(after <= before * (1 + 1e-14) for before, after in pairwise(first_bit))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), heads=st.integers(1, 3), count=sizes, dim=sizes)
+def test_a_batch_gives_what_its_members_give_alone(seed, heads, count, dim):
+    keys = random_keys(2, heads, count, dim, seed=seed)
+    batch = decompose(keys, 32, iterations=3)
+    assert batch.projection.shape == (2, heads, 32, dim)
+    assert batch.codes.shape == (2, heads, count, 1)
+    assert batch.residual_norms.shape == (2, heads, 33)
+    for i in range(2):
+        for head in range(heads):
+            alone = decompose(keys[i, head], 32, iterations=3)
+            assert torch.equal(batch.codes[i, head], alone.codes)
+            torch.testing.assert_close(batch.projection[i, head], alone.projection, rtol=1e-6, atol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), count=sizes, padding=sizes, dim=sizes, left=st.booleans())
+def test_padding_of_weight_zero_has_no_say(seed, count, padding, dim, left):
+    keys = random_keys(count, dim, seed=seed)
+    rubbish = torch.full((padding, dim), torch.nan)
+    weights = torch.cat([torch.zeros(padding), torch.ones(count)])
+    padded = torch.cat([rubbish, keys])
+    real = slice(padding, None)
+    if not left:
+        padded, weights, real = padded.flip(0), weights.flip(0), slice(None, count)
+        keys = keys.flip(0)
+    alone, among = decompose(keys, 32), decompose(padded, 32, weights=weights)
+    assert torch.equal(among.codes[real], alone.codes)
+    torch.testing.assert_close(among.projection, alone.projection, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(among.residual_norms, alone.residual_norms, rtol=1e-9, atol=1e-9)
+
+
+def test_ragged_weights_over_several_blocks():
+    keys = random_keys(2, BLOCK + 500, 8)
+    weights = torch.ones(2, BLOCK + 500)
+    weights[1, :700] = 0
+    among = decompose(keys, 32, weights=weights)
+    torch.testing.assert_close(
+        among.projection[1], decompose(keys[1, 700:], 32).projection, rtol=1e-6, atol=1e-9
+    )
+
+
+def test_all_padding_and_zero_keys_give_zeros():
+    assert decompose(torch.ones(5, 8), 32, weights=torch.zeros(5)).projection.eq(0).all()
+    zero = decompose(torch.zeros(5, 8), 32)
+    assert zero.projection.eq(0).all()
+    assert zero.residual_norms.eq(0).all()
+    assert unpack_codes(zero.codes, 32).eq(1).all()  # sign(0) = +1
+
+
+@pytest.mark.parametrize("iterations", [1, 8])
+def test_same_bytes_for_any_number_of_threads(iterations):
+    keys = random_keys(3, 2 * BLOCK + 5, 64)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            found.append(decompose(keys, 64, iterations=iterations))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert torch.equal(other.projection, found[0].projection)
+        assert torch.equal(other.codes, found[0].codes)
+        assert torch.equal(other.residual_norms, found[0].residual_norms)
+
+
+def test_keys_are_left_alone_and_draws_follow_the_generator():
+    keys = random_keys(50, 8).double()
+    before = keys.clone()
+    one = decompose(keys, 32, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(keys, before)
+    assert torch.equal(
+        one.projection, decompose(keys, 32, generator=torch.Generator().manual_seed(1)).projection
+    )
+    assert not torch.equal(one.projection, decompose(keys, 32).projection)
+    # A shorter code is the beginning of a longer one.
+    assert torch.equal(decompose(keys, 64).projection[:32], decompose(keys, 32).projection)
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments", "message"),
+    [
+        (torch.ones(4, 8), {"bits": 48}, "bits must be 32, 64 or 128, not 48"),
+        (torch.ones(4, 8), {"iterations": 0}, "iterations must be at least 1"),
+        (torch.ones(8), {}, "keys must be a floating"),
+        (torch.ones(0, 8), {}, "keys must be a floating"),
+        (torch.ones(4, 8, dtype=torch.int64), {}, "keys must be a floating"),
+        (torch.full((4, 8), torch.inf), {}, "NaN or infinity"),
+        (torch.ones(4, 8), {"weights": torch.ones(3)}, "weights must be 0 or 1"),
+        (torch.ones(4, 8), {"weights": torch.full((4,), 0.5)}, "weights must be 0 or 1"),
+    ],
+)
+def test_refuses_what_it_cannot_do(keys, arguments, message):
+    with pytest.raises(InputError, match=message):
+        decompose(keys, **arguments)

@@ -1,0 +1,127 @@
+"""Algorithm 3: exact integers, the same in every form."""
+
+import literal
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decomposition import random_keys
+
+from bpc_calib import InputError, QuantizedQuery, hash_scores, quantize_query
+from bpc_calib.codes import pack_codes
+
+bit_lists = [32, 64, 128]
+
+
+def quantized(values: torch.Tensor) -> QuantizedQuery:
+    return QuantizedQuery(values.to(torch.int8), torch.ones(values.shape[:-2]))
+
+
+def score_all_ways(values: torch.Tensor, positive: torch.Tensor, gain: torch.Tensor) -> None:
+    """int8 values [G, H], bits [N, H], gain [N]: every form of the score must give the same integers."""
+    found = hash_scores(quantized(values), pack_codes(positive))
+    with_gain = hash_scores(quantized(values), pack_codes(positive), gain)
+    assert found.dtype == with_gain.dtype == torch.int32
+    dot = values.long() @ (2 * positive.long() - 1).T
+    assert torch.equal(found.long(), dot)
+    assert torch.equal(with_gain.long(), dot * (gain.long() + 32))
+    for g, query in enumerate(values.tolist()):
+        total = sum(abs(q) for q in query)
+        signs = [int(q >= 0) for q in query]
+        for n, code in enumerate(positive.int().tolist()):
+            assert found[g, n] == literal.bit_plane_score(query, code)
+            agree = sum(abs(q) for q, s, h in zip(query, signs, code, strict=True) if s == h)
+            assert found[g, n] == 2 * agree - total  # half the popcounts
+            assert (found[g, n] + total) % 2 == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    bits=st.sampled_from(bit_lists),
+    group=st.integers(1, 5),
+    count=st.integers(0, 12),
+    seed=st.integers(0, 10_000),
+)
+def test_every_form_gives_the_same_integers(bits, group, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-127, 128, (group, bits), generator=generator)
+    positive = torch.rand(count, bits, generator=generator) < 0.5
+    score_all_ways(values, positive, torch.randint(0, 256, (count,), generator=generator).byte())
+
+
+@pytest.mark.parametrize("bits", bit_lists)
+def test_extremes(bits):
+    values = torch.stack([torch.full((bits,), v) for v in (127, -127, 0, 1)])
+    positive = torch.stack([torch.full((bits,), v) for v in (True, False)])
+    score_all_ways(values, positive, torch.tensor([255, 0], dtype=torch.uint8))
+    largest = hash_scores(
+        quantized(values), pack_codes(positive), torch.tensor([255, 255], dtype=torch.uint8)
+    )
+    assert largest.abs().max() == 127 * bits * 287 < 2**23
+
+
+def test_leading_dimensions_broadcast():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-127, 128, (3, 2, 4, 64), generator=generator)
+    positive = torch.rand(2, 10, 64, generator=generator) < 0.5
+    scores = hash_scores(quantized(values), pack_codes(positive))
+    assert scores.shape == (3, 2, 4, 10)
+    for batch in range(3):
+        for head in range(2):
+            alone = hash_scores(quantized(values[batch, head]), pack_codes(positive[head]))
+            assert torch.equal(scores[batch, head], alone)
+
+
+@settings(max_examples=50, deadline=None)
+@given(group=st.integers(1, 8), dim=st.integers(1, 64), seed=st.integers(0, 10_000))
+def test_query_is_rounded_half_to_even_on_one_scale_a_group(group, dim, seed):
+    query = random_keys(2, 3, group, dim, seed=seed)
+    projection = random_keys(3, 64, dim, seed=seed + 1)
+    found = quantize_query(query, projection)
+    assert found.values.shape == (2, 3, group, 64)
+    assert found.scale.shape == (2, 3)
+    projected = query.double() @ projection.double().mT
+    assert found.values.abs().amax((-2, -1)).eq(127).all()
+    off = found.values.double() - projected / found.scale.double()[..., None, None]
+    assert off.abs().max() <= 0.5 + 1e-4
+    # Ranking by codes is ranking by the projected query, up to this rounding.
+    torch.testing.assert_close(
+        found.values * found.scale[..., None, None],
+        projected.float(),
+        rtol=0,
+        atol=float(found.scale.max()) * 0.51,
+    )
+
+
+def test_half_goes_to_even():
+    projection = torch.eye(64)[:, :64]
+    query = torch.zeros(1, 64)
+    query[0, :5] = torch.tensor([127.0, 0.5, 1.5, -0.5, -2.5])
+    assert quantize_query(query, projection).values[0, :5].tolist() == [127, 0, 2, 0, -2]
+
+
+def test_zero_query_scores_zero_everywhere():
+    query = quantize_query(torch.zeros(2, 64), random_keys(64, 64))
+    assert query.scale == 0
+    assert query.values.eq(0).all()
+    assert hash_scores(query, torch.tensor([[5], [-1]])).eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_projection_is_rounded_to_the_dtype_of_the_query(dtype):
+    projection = random_keys(64, 32)
+    query = random_keys(4, 32, seed=1).to(dtype)
+    found = quantize_query(query, projection)
+    assert torch.equal(found.values, quantize_query(query.float(), projection.to(dtype).float()).values)
+
+
+def test_refuses_what_does_not_fit():
+    query = quantized(torch.ones(2, 64))
+    with pytest.raises(InputError, match=r"codes of 64 bits are int64 \[..., N, 1\]"):
+        hash_scores(query, torch.zeros(5, 2, dtype=torch.int64))
+    with pytest.raises(InputError, match="gain must be uint8"):
+        hash_scores(query, torch.zeros(5, 1, dtype=torch.int64), torch.ones(4, dtype=torch.uint8))
+    with pytest.raises(InputError, match="do not fit"):
+        quantize_query(torch.ones(2, 8), torch.ones(64, 9))
+    with pytest.raises(InputError, match="bits must be"):
+        quantize_query(torch.ones(2, 8), torch.ones(48, 8))
