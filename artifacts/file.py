@@ -19,7 +19,7 @@ import safetensors.numpy
 from bpc_artifacts.errors import ArtifactError
 from bpc_artifacts.schema import FORMAT_VERSION, LayerProjection, ProjectionArtifact, check
 
-__all__ = ["check_writable", "load", "save"]
+__all__ = ["check_writable", "load", "replacing", "save"]
 
 MAX_HEADER = 1 << 20  # bytes
 MAX_FILE = 4 << 30  # bytes; an artifact of the largest open model has some 0.1 GB
@@ -71,7 +71,7 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
     blob = safetensors.numpy.save(tensors, {"bpc": text})
     if len(blob) - len(payload) - 8 > MAX_HEADER:
         raise ArtifactError("the metadata is larger than 1 MiB")
-    with _replacing(Path(path), overwrite) as temporary:
+    with replacing(Path(path), overwrite) as temporary:
         temporary.write_bytes(blob)
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
@@ -80,14 +80,14 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
 def check_writable(path: str | os.PathLike[str], size: int, *, overwrite: bool = False) -> None:
     """Raise the `ArtifactError` that `save` would raise for `size` bytes now; leaves nothing behind."""
     path = Path(path)
-    with _replacing(path, overwrite, trial=True) as temporary:
+    with replacing(path, overwrite, trial=True) as temporary:
         temporary.touch()
         if (free := shutil.disk_usage(temporary).free) < size:
             raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
 
 
 @contextmanager
-def _replacing(path: Path, overwrite: bool, *, trial: bool = False) -> Iterator[Path]:
+def replacing(path: Path, overwrite: bool, *, trial: bool = False) -> Iterator[Path]:
     """A name for a new file beside `path`, which takes its place at the end unless this is a trial."""
     target = Path(os.path.realpath(path))  # through a link, not over it
     if not target.parent.is_dir():
@@ -139,9 +139,7 @@ def _read(path: Path) -> bytes:
             raise ArtifactError(f"not a safetensors file: {len(head)} bytes, expected at least 8")
         length = struct.unpack("<Q", head)[0]
         if length > MAX_HEADER or length < 2:
-            raise ArtifactError(
-                f"not a BPC artifact: the header claims {length:,} bytes, expected 2 to {MAX_HEADER:,}"
-            )
+            raise ArtifactError(f"not a BPC artifact: the header claims {length:,} bytes, expected 2 to {MAX_HEADER:,}")
         if size > MAX_FILE:
             raise ArtifactError(f"not a BPC artifact: {size:,} bytes, expected at most {MAX_FILE:,}")
         header = file.read(length)
@@ -177,9 +175,7 @@ def _parse(blob: bytes) -> ProjectionArtifact:
         for kind in ("projection", "residual"):
             if kind not in arrays:
                 raise ArtifactError(f"layers.{index}.{kind}: missing")
-    artifact = ProjectionArtifact(
-        {index: LayerProjection(**layers[index]) for index in sorted(layers)}, metadata
-    )
+    artifact = ProjectionArtifact({index: LayerProjection(**layers[index]) for index in sorted(layers)}, metadata)
     check(artifact)
     found = hashlib.sha256(_payload(blob)).hexdigest()
     if found != metadata["payload_sha256"]:

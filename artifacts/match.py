@@ -33,13 +33,15 @@ def check_model(artifact: ProjectionArtifact, model: Mapping[str, Any]) -> list[
         if made_for[key] != model[key]
     ]
     if differences:
-        raise ArtifactError(
-            f"made for {made_for['id']}, does not fit {model['id']}: {'; '.join(differences)}"
-        )
+        raise ArtifactError(f"made for {made_for['id']}, does not fit {model['id']}: {'; '.join(differences)}")
     return [
         f"{name} differs from the one it was calibrated on: "
         f"the artifact has {_short(made_for[key])}, the model {_short(model[key])}"
-        for key, name in {"revision": "revision", "config_sha256": "config", "model_type": "model type"}.items()
+        for key, name in {
+            "revision": "revision",
+            "config_sha256": "config",
+            "model_type": "model type",
+        }.items()
         if made_for[key] != model[key]
     ]
 

@@ -94,16 +94,13 @@ def check(artifact: ProjectionArtifact) -> None:
     metadata = artifact.metadata
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
-        raise ArtifactError(
-            f"format_version is {version}, this bpc reads up to {FORMAT_VERSION}: upgrade bpc-calib"
-        )
+        raise ArtifactError(f"format_version is {version}, this bpc reads up to {FORMAT_VERSION}: upgrade bpc-calib")
     _check_value("metadata", metadata, _METADATA)
     _check_numbers(metadata)
     model, algorithm = metadata["model"], metadata["algorithm"]
     if list(artifact.layers) != metadata["layers"]:
         raise ArtifactError(
-            f"metadata.layers: expected the layers of the tensors {list(artifact.layers)}, "
-            f"found {metadata['layers']}"
+            f"metadata.layers: expected the layers of the tensors {list(artifact.layers)}, found {metadata['layers']}"
         )
     kv_heads, head_dim, bits = model["kv_heads"], model["head_dim"], algorithm["bits"]
     for index, layer in artifact.layers.items():
@@ -170,7 +167,12 @@ def _check_numbers(metadata: Mapping[str, Any]) -> None:
         model["query_heads"] % model["kv_heads"] == 0,
     )
     types = model["layer_types"]
-    _expect("metadata.model.layer_types", len(types), f"{model['num_layers']} entries", len(types) == model["num_layers"])
+    _expect(
+        "metadata.model.layer_types",
+        len(types),
+        f"{model['num_layers']} entries",
+        len(types) == model["num_layers"],
+    )
     layers = metadata["layers"]
     full = [i for i, kind in enumerate(types) if kind == "full_attention"]
     _expect("metadata.layers", layers, f"the full-attention layers {full}", layers == full and layers != [])

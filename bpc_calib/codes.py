@@ -31,8 +31,7 @@ def unpack_codes(codes: Tensor, bits: int) -> Tensor:
     check_bits(bits)
     if codes.dtype != torch.int64 or codes.shape[-1] != -(-bits // 64):
         raise InputError(
-            f"codes of {bits} bits are int64 [..., N, {-(-bits // 64)}], "
-            f"not {codes.dtype} {list(codes.shape)}"
+            f"codes of {bits} bits are int64 [..., N, {-(-bits // 64)}], not {codes.dtype} {list(codes.shape)}"
         )
     shifts = torch.arange(min(bits, 64), device=codes.device)
     ones = (codes.unsqueeze(-1) >> shifts) & 1

@@ -37,8 +37,7 @@ def encode(keys: Tensor, projection: Tensor) -> Encoded:
     """
     if keys.dim() < 2 or projection.dim() < 2 or keys.shape[-1] != projection.shape[-1]:
         raise InputError(
-            f"keys [..., N, D] and projection [..., H, D] do not fit: "
-            f"{list(keys.shape)} and {list(projection.shape)}"
+            f"keys [..., N, D] and projection [..., H, D] do not fit: {list(keys.shape)} and {list(projection.shape)}"
         )
     if not keys.dtype.is_floating_point:
         raise InputError(f"keys must be floating, not {keys.dtype}")

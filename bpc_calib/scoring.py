@@ -32,8 +32,7 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """
     if query.dim() < 2 or projection.dim() < 2 or query.shape[-1] != projection.shape[-1]:
         raise InputError(
-            f"query [..., G, D] and projection [..., H, D] do not fit: "
-            f"{list(query.shape)} and {list(projection.shape)}"
+            f"query [..., G, D] and projection [..., H, D] do not fit: {list(query.shape)} and {list(projection.shape)}"
         )
     if not query.dtype.is_floating_point:
         raise InputError(f"query must be floating, not {query.dtype}")

@@ -101,9 +101,7 @@ def test_ragged_weights_over_several_blocks():
     weights = torch.ones(2, BLOCK + 500)
     weights[1, :700] = 0
     among = decompose(keys, 32, weights=weights)
-    torch.testing.assert_close(
-        among.projection[1], decompose(keys[1, 700:], 32).projection, rtol=1e-6, atol=1e-9
-    )
+    torch.testing.assert_close(among.projection[1], decompose(keys[1, 700:], 32).projection, rtol=1e-6, atol=1e-9)
 
 
 def test_all_padding_and_zero_keys_give_zeros():
@@ -136,9 +134,7 @@ def test_keys_are_left_alone_and_draws_follow_the_generator():
     before = keys.clone()
     one = decompose(keys, 32, generator=torch.Generator().manual_seed(1))
     assert torch.equal(keys, before)
-    assert torch.equal(
-        one.projection, decompose(keys, 32, generator=torch.Generator().manual_seed(1)).projection
-    )
+    assert torch.equal(one.projection, decompose(keys, 32, generator=torch.Generator().manual_seed(1)).projection)
     assert not torch.equal(one.projection, decompose(keys, 32).projection)
     # A shorter code is the beginning of a longer one.
     assert torch.equal(decompose(keys, 64).projection[:32], decompose(keys, 32).projection)

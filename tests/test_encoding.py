@@ -24,9 +24,7 @@ def test_codes_equal_the_literal_loop_in_float32(projection):
     assert rows.sum() <= len(keys) // 10_000
     # Where a row differs, its first different bit had a running value within rounding of 0.
     first = differs[rows].to(torch.uint8).argmax(-1)
-    limit = (
-        64 * torch.finfo(torch.float32).eps * keys[rows].double().norm(dim=-1) * projection.norm(dim=-1).max()
-    )
+    limit = 64 * torch.finfo(torch.float32).eps * keys[rows].double().norm(dim=-1) * projection.norm(dim=-1).max()
     assert (running[rows].gather(-1, first[:, None])[:, 0].abs() <= limit).all()
 
 

@@ -54,9 +54,7 @@ def test_extremes(bits):
     values = torch.stack([torch.full((bits,), v) for v in (127, -127, 0, 1)])
     positive = torch.stack([torch.full((bits,), v) for v in (True, False)])
     score_all_ways(values, positive, torch.tensor([255, 0], dtype=torch.uint8))
-    largest = hash_scores(
-        quantized(values), pack_codes(positive), torch.tensor([255, 255], dtype=torch.uint8)
-    )
+    largest = hash_scores(quantized(values), pack_codes(positive), torch.tensor([255, 255], dtype=torch.uint8))
     assert largest.abs().max() == 127 * bits * 287 < 2**23
 
 

@@ -13,9 +13,7 @@ def literal_select(scores, k, valid, recent, sink, error, safeguard):
     real = [i for i, v in enumerate(valid) if v]
     forced = real[::-1][:recent]
     forced += [i for i in real[:sink] if i not in forced]
-    by_error = sorted(
-        (i for i in real if i not in forced and error[i] > -float("inf")), key=lambda i: (-error[i], i)
-    )
+    by_error = sorted((i for i in real if i not in forced and error[i] > -float("inf")), key=lambda i: (-error[i], i))
     forced += by_error[: int(k * round(safeguard * 100)) // 100]
     forced += sorted((i for i in real if i not in forced), key=lambda i: (-scores[i], i))
     return sorted(forced[:k])

@@ -1,0 +1,235 @@
+"""Calibration: text, keys, decomposition, artifact."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bpc_artifacts import LayerProjection, ProjectionArtifact
+from bpc_calib.codes import check_bits
+from bpc_calib.corpora import DEFAULT_CORPORA, Corpus, open_corpus
+from bpc_calib.decomposition import decompose
+from bpc_calib.errors import InputError, ModelError
+from bpc_calib.keys import collect_keys
+from bpc_calib.models import ModelDescription, describe
+from bpc_calib.observation import verify
+from bpc_calib.samples import draw_samples
+
+__all__ = ["METHODS", "Plan", "calibrate", "plan"]
+
+KEYS_PER_HEAD = 65_536
+SEQUENCE_LENGTH = 8192
+DECOMPOSED_AT_ONCE = 1 << 30  # bytes of float64 keys
+
+# Steps a bit, and whether positions are shifted by default.
+METHODS = {"refined": (8, True), "paper": (1, False)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a calibration will do; every number is checked. Sizes are in bytes."""
+
+    model: ModelDescription
+    method: str
+    iterations: int
+    bits: int
+    samples: int
+    sequence_length: int
+    keys_per_head: int
+    position_shift: bool
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.sequence_length
+
+    def key_bytes(self, itemsize: int) -> int:
+        """Memory of the collected keys on the CPU."""
+        model = self.model
+        return len(model.full_layers) * model.kv_heads * self.keys_per_head * model.head_dim * itemsize
+
+    @property
+    def artifact_bytes(self) -> int:
+        """Size of the file, but for its header of some kilobytes."""
+        model = self.model
+        return len(model.full_layers) * model.kv_heads * (self.bits * model.head_dim + self.bits + 1) * 4
+
+
+def plan(
+    model: ModelDescription,
+    *,
+    samples: int = 180,
+    sequence_length: int | None = None,
+    bits: int = 64,
+    method: str = "refined",
+    position_shift: bool | None = None,
+    keys_per_head: int = KEYS_PER_HEAD,
+    seed: int = 0,
+) -> Plan:
+    """Check the arguments of `calibrate` and fill in the defaults.
+
+    Raises:
+        InputError: a number out of range, or samples longer than the model's limit.
+    """
+    check_bits(bits)
+    limit = model.context_limit
+    length = sequence_length if sequence_length is not None else min(SEQUENCE_LENGTH, limit or SEQUENCE_LENGTH)
+    for name, value in (("samples", samples), ("sequence length", length), ("keys per head", keys_per_head)):
+        if value < 1:
+            raise InputError(f"{name} must be at least 1, not {value}")
+    if limit and length > limit:
+        raise InputError(f"a sequence length of {length} is over the limit of {model.id}, {limit} tokens")
+    if method not in METHODS:
+        raise InputError(f"unknown method {method!r}: known are {', '.join(METHODS)}")
+    iterations, shift = METHODS[method]
+    if position_shift and not model.can_shift:
+        raise InputError(f"{model.id} does not allow a position shift: no RoPE, or one that depends on the length")
+    return Plan(
+        model=model,
+        method=method,
+        iterations=iterations,
+        bits=bits,
+        samples=samples,
+        sequence_length=length,
+        keys_per_head=min(keys_per_head, samples * length),
+        position_shift=(shift and model.can_shift) if position_shift is None else position_shift,
+        seed=seed,
+    )
+
+
+def calibrate(
+    model: Any,
+    tokenizer: Any,
+    *,
+    corpora: Sequence[str | Corpus] = DEFAULT_CORPORA,
+    samples: int = 180,
+    sequence_length: int | None = None,
+    bits: int = 64,
+    method: str = "refined",
+    position_shift: bool | None = None,
+    keys_per_head: int = KEYS_PER_HEAD,
+    seed: int = 0,
+    text_field: str = "text",
+    revision: str | None = None,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> ProjectionArtifact:
+    """Find the projections of a causal language model from text (the paper's OPC).
+
+    Args:
+        model: a transformers causal language model, on the device that is to do the work.
+        tokenizer: its tokenizer.
+        corpora: names of `HUB_CORPORA`, paths, `NAME=PATH`, or what `open_corpus` gave; each gives an equal
+            share of the samples.
+        samples: forward passes, one sample each.
+        sequence_length: tokens a sample; None is 8,192 or the model's limit if that is lower.
+        bits: code length, 32, 64 or 128.
+        method: "refined" (8 steps a bit, position shift) or "paper" (Algorithm 1 as printed, no shift).
+        position_shift: overrides the method's; RoPE models without length-dependent scaling only.
+        keys_per_head: keys kept for each KV head.
+        seed: the same seed, model, text and software give the same artifact, byte for byte.
+        text_field: the field of local JSON and parquet files that holds the text.
+        revision: Hub commit of the model, recorded in the artifact.
+        progress: called with a stage ("text", "keys", "decompose"), how much is done, and of how much.
+
+    Raises:
+        ModelError: a model that cannot be served, or keys that are not finite.
+        CorpusError: text that cannot be had, or too little of it.
+        InputError: arguments out of range.
+    """
+    chosen = plan(
+        describe(model.config, revision=revision),
+        samples=samples,
+        sequence_length=sequence_length,
+        bits=bits,
+        method=method,
+        position_shift=position_shift,
+        keys_per_head=keys_per_head,
+        seed=seed,
+    )
+    if not corpora:
+        raise InputError("at least one corpus is needed")
+    opened = [
+        spec if isinstance(spec, Corpus) else open_corpus(spec, text_field=text_field)
+        for spec in dict.fromkeys(corpora)
+    ]
+    verify(model, chosen.model)
+    tokens, sources = draw_samples(
+        opened,
+        tokenizer,
+        samples=chosen.samples,
+        sequence_length=chosen.sequence_length,
+        seed=seed,
+        vocab_size=chosen.model.vocab_size,
+        progress=lambda done: progress("text", done, chosen.samples),
+    )
+    keys = collect_keys(
+        model,
+        chosen.model,
+        tokens,
+        keys_per_head=chosen.keys_per_head,
+        position_shift=chosen.position_shift,
+        seed=seed,
+        progress=lambda done: progress("keys", done, chosen.samples),
+    )
+    layers = {}
+    for done, layer in enumerate(list(keys), start=1):
+        try:
+            layers[layer] = _project(keys.pop(layer), chosen, _decomposition_device(model.device))
+        except InputError as fault:
+            raise ModelError(f"{chosen.model.id}: layer {layer}: {fault}; try another dtype") from fault
+        progress("decompose", done, len(chosen.model.full_layers))
+    return ProjectionArtifact(layers, _metadata(chosen, sources, layers, str(model.dtype).removeprefix("torch.")))
+
+
+def _project(keys: Tensor, chosen: Plan, device: torch.device) -> LayerProjection:
+    """Decompose `[kv_heads, N, D]`, as many heads at once as fit a fixed memory."""
+    heads = max(1, DECOMPOSED_AT_ONCE // (keys[0].numel() * 8))
+    projection, residual = [], []
+    for some in keys.split(heads):
+        generator = torch.Generator().manual_seed(chosen.seed)
+        found = decompose(some.to(device), chosen.bits, iterations=chosen.iterations, generator=generator)
+        # A head whose keys are all zero has nothing left from the start.
+        whole = found.residual_norms[..., :1].clamp(min=torch.finfo(torch.float64).tiny)
+        projection.append(found.projection.cpu().numpy())
+        residual.append((found.residual_norms / whole).float().cpu().numpy())
+    return LayerProjection(np.concatenate(projection), np.concatenate(residual))
+
+
+def _decomposition_device(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+
+
+def _metadata(
+    chosen: Plan, sources: list[dict[str, Any]], layers: dict[int, LayerProjection], dtype: str
+) -> dict[str, Any]:
+    final = {str(index): float(layer.residual[:, -1].mean(dtype=np.float64)) for index, layer in layers.items()}
+    return {
+        "format_version": 1,
+        "bpc_version": version("bpc-calib"),
+        "key_space": "post_rope",
+        "layers": list(layers),
+        "algorithm": {
+            "name": chosen.method,
+            "bits": chosen.bits,
+            "iterations": chosen.iterations,
+            "metric": False,
+            "least_squares": 0,
+            "centred": False,
+            "position_shift": chosen.position_shift,
+            "seed": chosen.seed,
+        },
+        "model": chosen.model.metadata(),
+        "calibration": {
+            "sources": sources,
+            "samples": chosen.samples,
+            "sequence_length": chosen.sequence_length,
+            "tokens": chosen.tokens,
+            "keys_per_head": chosen.keys_per_head,
+            "dtype": dtype,
+        },
+        "metrics": {"residual": sum(final.values()) / len(final), "residual_by_layer": final},
+    }

@@ -1,0 +1,284 @@
+"""Calibration text: the Hub corpora by name, and local files and folders."""
+
+import gzip
+import json
+import logging
+import os
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpc_calib.errors import CorpusError
+from bpc_calib.hub import explain
+
+__all__ = ["DEFAULT_CORPORA", "HUB_CORPORA", "Corpus", "documents", "open_corpus"]
+
+log = logging.getLogger(__name__)
+
+MAX_DOCUMENT = 64 << 20  # bytes of one text file or one line of JSON: more is no document
+MAX_GZIP_RATIO = 100  # text packs some 3 to 10 times; a gzip bomb 1,000 times
+
+TEXT_SUFFIXES = frozenset(
+    """
+    .txt .text .md .rst .tex .py .pyi .c .h .cc .cpp .hpp .cs .java .kt .scala .js .jsx .ts .tsx .go .rs .rb .php
+    .pl .r .jl .lua .swift .sh .sql .html .css .xml .yaml .yml .toml .cfg .ini .lean .v .ml .hs
+    """.split()
+)
+JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where text comes from. `repo` is set for the Hub, `files` for local text."""
+
+    name: str
+    path: str  # what the artifact records: a Hub path, or the base name of a local one
+    field: str  # of JSON and parquet; plain text has none
+    repo: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    data_file: str | None = None
+    files: tuple[Path, ...] = ()
+
+
+_AUTHORS = "namespace-Pt/long-llm-data"  # the sets of the paper's authors
+
+HUB_CORPORA = {
+    corpus.name: corpus
+    for corpus in (
+        Corpus("pg19", "emozilla/pg19", "text", repo="emozilla/pg19", split="train"),
+        Corpus(
+            "proofpile",
+            "hoskinson-center/proof-pile/test/proofpile_test.jsonl.gz",
+            "text",
+            repo="hoskinson-center/proof-pile",
+            revision="490b980249446f2f3bd2df3a8cf085d0f2de240a",
+            split="train",
+            data_file="test/proofpile_test.jsonl.gz",
+        ),
+        Corpus(
+            "codeparrot",
+            "codeparrot/codeparrot-clean-valid",
+            "content",
+            repo="codeparrot/codeparrot-clean-valid",
+            split="train",
+        ),
+        Corpus(
+            "proofpile-parquet",
+            "emozilla/proofpile-test-tokenized-mistral",
+            "text",
+            repo="emozilla/proofpile-test-tokenized-mistral",
+            split="train",
+        ),
+        *(
+            Corpus(
+                f"authors-{name}",
+                f"{_AUTHORS}/lm/{file}",
+                "text",
+                repo=_AUTHORS,
+                revision="48e96d937d87395c9223caf467ad30ae8e525191",
+                split="train",
+                data_file=f"lm/{file}",
+            )
+            for name, file in (
+                ("pg19", "pg19.json"),
+                ("proofpile", "proof-pile.json"),
+                ("codeparrot", "codeparrot.json"),
+            )
+        ),
+    )
+}
+DEFAULT_CORPORA = ("pg19", "proofpile", "codeparrot")
+
+
+def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
+    """A corpus from a name of `HUB_CORPORA`, `PATH` or `NAME=PATH`; finds the files or the Hub commit.
+
+    Raises:
+        CorpusError: an unknown name, a path without text, a Hub that cannot be reached.
+    """
+    if spec in HUB_CORPORA:
+        return _pin(HUB_CORPORA[spec])
+    name, separator, given = spec.partition("=")
+    if not separator or not name or Path(spec).exists():
+        name, given = "", spec
+    path = Path(given).expanduser()
+    if not given or not path.exists():
+        raise CorpusError(
+            f"unknown corpus {spec!r}: there is no such file or folder, and the names are {', '.join(HUB_CORPORA)}"
+        )
+    files = _find_files(path)
+    base = path.resolve().name
+    return Corpus(name or base, base, text_field, files=tuple(files))
+
+
+def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
+    """The texts of a corpus, files or shards in seeded order, never empty, never binary.
+
+    Raises:
+        CorpusError: text that cannot be read. A bad file among others of a folder is skipped with a
+            warning; a bad file named by itself is an error.
+    """
+    if corpus.repo:
+        yield from _usable(corpus.path, _hub_documents(corpus, rng.randrange(1 << 32)))
+        return
+    files = list(corpus.files)
+    rng.shuffle(files)
+    bad: list[CorpusError] = []
+    try:
+        for file in files:
+            try:
+                yield from _usable(str(file), _read_file(file, corpus.field))
+            except CorpusError as fault:
+                if len(files) == 1:
+                    raise
+                bad.append(fault)
+    finally:  # also where the reader has had enough
+        if bad:
+            log.warning("corpus %s: left out %d of %d files; the first: %s", corpus.name, len(bad), len(files), bad[0])
+
+
+def _pin(corpus: Corpus) -> Corpus:
+    """The same corpus at the Hub's present commit, so that what is recorded is what was read."""
+    from dataclasses import replace
+
+    from huggingface_hub import HfApi
+
+    from bpc_calib.hub import online
+
+    try:
+        if not online():
+            raise ConnectionError
+        if corpus.revision is None:
+            corpus = replace(corpus, revision=HfApi().dataset_info(corpus.repo or "").sha)
+    except Exception as fault:
+        raise CorpusError(_hub_fault(corpus, fault)) from fault
+    return corpus
+
+
+def _hub_fault(corpus: Corpus, fault: Exception) -> str:
+    return f"{explain(fault, f'corpus {corpus.name} ({corpus.repo})')}; local text: --corpus NAME=PATH"
+
+
+def _hub_documents(corpus: Corpus, seed: int) -> Iterator[str]:
+    import datasets
+
+    try:
+        if corpus.data_file:
+            url = f"hf://datasets/{corpus.repo}@{corpus.revision}/{corpus.data_file}"
+            rows = datasets.load_dataset("json", data_files=url, split=corpus.split, streaming=True)
+        else:
+            rows = datasets.load_dataset(corpus.repo, split=corpus.split, streaming=True, revision=corpus.revision)
+        # Shards in seeded order; documents are mixed later, when they are cut to size.
+        for row in rows.shuffle(seed=seed, buffer_size=1):
+            yield _field(row, corpus.field, corpus.path)
+    except CorpusError:
+        raise
+    except Exception as fault:
+        raise CorpusError(_hub_fault(corpus, fault)) from fault
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        if not _is_text(path.name):
+            raise CorpusError(
+                f"{path}: no text by its suffix; known are .txt, .md, code files, .jsonl, .json.gz and .parquet"
+            )
+        return [path]
+    if not path.is_dir():
+        raise CorpusError(f"{path}: neither a file nor a folder")
+    found = []
+    for folder, subfolders, names in os.walk(path):  # does not follow links to folders, so no loops
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(names):
+            # a .json among other files is seldom a corpus; named by itself it is read as JSON Lines
+            if not name.startswith(".") and not name.endswith(".json") and _is_text(name):
+                file = Path(folder, name)
+                if os.path.isfile(file):  # False for a link to nowhere or to itself
+                    found.append(file)
+    if not found:
+        raise CorpusError(f"{path}: holds no text (.txt, .md, code files, .jsonl, .json.gz, .parquet)")
+    return found
+
+
+def _is_text(name: str) -> bool:
+    name = name.lower()
+    return name.endswith((*JSON_SUFFIXES, ".parquet")) or Path(name).suffix in TEXT_SUFFIXES
+
+
+def _read_file(file: Path, field: str) -> Iterator[str]:
+    try:
+        if file.name.lower().endswith(".parquet"):
+            yield from _parquet(file, field)
+        elif file.name.lower().endswith(JSON_SUFFIXES):
+            yield from _json_lines(file, field)
+        else:
+            if (size := file.stat().st_size) > MAX_DOCUMENT:
+                raise CorpusError(_too_long(str(file), size))
+            yield file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise CorpusError(f"{file}: not UTF-8 text (byte {fault.start:,})") from fault
+    except (OSError, EOFError, zlib.error) as fault:
+        raise CorpusError(f"{file}: cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
+
+
+def _json_lines(file: Path, field: str) -> Iterator[str]:
+    compressed = file.name.lower().endswith(".gz")
+    total = 0
+    with gzip.open(file, "rb") if compressed else open(file, "rb") as lines:
+        for number in range(1, 1 << 62):
+            line = lines.readline(MAX_DOCUMENT + 1)  # bounded: a bomb or a line of a gigabyte stops here
+            total += len(line)
+            if len(line) > MAX_DOCUMENT:
+                raise CorpusError(_too_long(f"{file}: line {number}", len(line)))
+            if compressed and total > MAX_DOCUMENT and total > MAX_GZIP_RATIO * file.stat().st_size:
+                raise CorpusError(f"{file}: unpacks to over {MAX_GZIP_RATIO} times its size: not text")
+            if not line:
+                return
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as fault:
+                raise CorpusError(f"{file}: line {number} is not JSON: expected one object a line") from fault
+            yield _field(row, field, f"{file}: line {number}")
+
+
+def _parquet(file: Path, field: str) -> Iterator[str]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        for row in rows:
+            yield _field(row, field, str(file))
+    except (CorpusError, OSError):
+        raise
+    except Exception as fault:  # pyarrow's errors have no common parent
+        raise CorpusError(f"{file}: not a readable parquet file: {str(fault).splitlines()[0][:200]}") from fault
+
+
+def _field(row: Any, field: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise CorpusError(f"{where}: expected an object with a field {field!r}, found {type(row).__name__}")
+    if field not in row:
+        fields = ", ".join(map(repr, list(row)[:8])) or "none"
+        raise CorpusError(f"{where}: no field {field!r} (there are {fields}); name it with --text-field")
+    if not isinstance(row[field], str):
+        raise CorpusError(f"{where}: field {field!r} is {type(row[field]).__name__}, not text")
+    return str(row[field])
+
+
+def _usable(where: str, texts: Iterator[str]) -> Iterator[str]:
+    for text in texts:
+        if "\0" in text:
+            raise CorpusError(f"{where}: binary, not text (it holds NUL)")
+        if not text.isspace() and text:
+            # A lone surrogate, which JSON can spell, has no UTF-8 form and no token.
+            yield text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _too_long(where: str, size: int) -> str:
+    return f"{where}: {size:,} bytes and more in one document, expected at most {MAX_DOCUMENT:,}: split it"

@@ -1,0 +1,89 @@
+"""Collecting keys: one forward pass a sample, a share of its positions kept."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import ModelError
+from bpc_calib.models import ModelDescription
+from bpc_calib.observation import observing
+
+__all__ = ["collect_keys", "spread_positions"]
+
+
+def collect_keys(
+    model: Any,
+    description: ModelDescription,
+    samples: Tensor,
+    *,
+    keys_per_head: int,
+    position_shift: bool,
+    seed: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> dict[int, Tensor]:
+    """Post-RoPE keys of every full-attention layer, on the CPU, in the model's dtype.
+
+    One sample a forward pass, since the size of a batch changes the bits of keys. Each sample gives the
+    same number of keys, spread over its positions, so memory is bounded by `keys_per_head`.
+
+    Args:
+        samples: int64 `[samples, T]`, without padding.
+        keys_per_head: how many to keep at most for each KV head.
+        position_shift: start each sample at a random position up to the model's limit.
+
+    Returns:
+        `[kv_heads, min(keys_per_head, samples * T), head_dim]` by layer index.
+
+    Raises:
+        ModelError: a layer was not seen by the attention interface, or seen twice.
+    """
+    count, length = samples.shape
+    positions = spread_positions(count, length, keys_per_head, random.Random(f"{seed}/positions"))
+    offsets = [0] * count
+    if position_shift:
+        rng = random.Random(f"{seed}/position-shift")
+        offsets = [rng.randrange((description.context_limit or length) - length + 1) for _ in range(count)]
+    total = sum(map(len, positions))
+    shape = (description.kv_heads, total, description.head_dim)
+    kept = {layer: torch.empty(shape, dtype=model.dtype) for layer in description.full_layers}
+    filled = dict.fromkeys(kept, 0)
+    wanted = torch.empty(0, dtype=torch.int64)
+
+    def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
+        if (layer := module.layer_idx) in kept:
+            end = filled[layer] + len(wanted)
+            kept[layer][:, filled[layer] : end] = key[0].index_select(1, wanted).to(kept[layer].device)
+            filled[layer] = end
+
+    device = model.device
+    with observing(model, keep), torch.inference_mode():
+        for i in range(count):
+            wanted = torch.tensor(positions[i], device=device)
+            model.base_model(
+                input_ids=samples[i : i + 1].to(device),
+                position_ids=torch.arange(offsets[i], offsets[i] + length, device=device).unsqueeze(0),
+                use_cache=False,
+            )
+            progress(i + 1)
+    if any(end != total for end in filled.values()):
+        raise ModelError(f"{description.id}: some layers bypass transformers' attention interface: {filled}")
+    return kept
+
+
+def spread_positions(samples: int, length: int, keys: int, rng: random.Random) -> list[list[int]]:
+    """For each sample ascending positions in `[0, length)`: one drawn from each of equal stretches.
+
+    Together at most `keys`, and evenly: no sample has more than one position more than another.
+    """
+    if keys >= samples * length:
+        return [list(range(length))] * samples
+    chosen = []
+    for sample in range(samples):
+        parts = keys * (sample + 1) // samples - keys * sample // samples
+        edges = [length * part // parts for part in range(parts + 1)] if parts else []
+        chosen.append([rng.randrange(*edge) for edge in pairwise(edges)])
+    return chosen

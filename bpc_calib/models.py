@@ -1,0 +1,224 @@
+"""What a model is (`describe`), whether BPC can serve it, and loading it from a folder or the Hub."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bpc_calib.errors import ModelError
+from bpc_calib.hub import explain, fetch
+
+__all__ = ["ModelDescription", "describe", "load_config", "load_model", "load_tokenizer"]
+
+# These frequencies depend on the length of the context, so shifted positions are another function.
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+VOLATILE_CONFIG = {
+    "transformers_version",
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "use_cache",
+}
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """The facts about a model that a projection depends on; `metadata()` is what the artifact keeps."""
+
+    id: str
+    revision: str | None
+    config_sha256: str
+    model_type: str
+    num_layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    rope: dict[str, Any] | None  # rope_parameters; None without RoPE
+    layer_types: list[str]  # one a layer; a sliding window no smaller than the context is full attention
+    context_limit: int | None  # max_position_embeddings
+    vocab_size: int
+
+    @property
+    def full_layers(self) -> list[int]:
+        """The layers to calibrate: those that attend to the whole context."""
+        return [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether shifting all positions leaves the model's function as it is."""
+        return self.rope is not None and not LENGTH_DEPENDENT_ROPE & set(_rope_types(self.rope))
+
+    def metadata(self) -> dict[str, Any]:
+        """The `model` table of the artifact."""
+        table = asdict(self)
+        del table["context_limit"], table["vocab_size"]
+        return table
+
+
+def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
+    """Describe a causal language model from its transformers config.
+
+    Args:
+        config: of the whole model; `model.config`.
+        revision: the Hub commit it comes from.
+
+    Raises:
+        ModelError: not a causal model, or one that BPC cannot serve; says which and why.
+    """
+    text = config.get_text_config(decoder=True)
+    name = _display_name(config)
+    _refuse_unserved(config, text, name)
+    layers, query_heads = text.num_hidden_layers, text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or query_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
+    limit = getattr(text, "max_position_embeddings", None)
+    window = getattr(text, "sliding_window", None)
+    types = list(getattr(text, "layer_types", None) or [])
+    if not types:  # mistral, phi3 and starcoder2: one window for all layers
+        types = ["sliding_attention" if window else "full_attention"] * layers
+    if window and limit and window >= limit:
+        types = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
+    rope = getattr(text, "rope_parameters", None) or None
+    for value, what in (
+        (layers, "layers"),
+        (query_heads, "query heads"),
+        (kv_heads, "KV heads"),
+        (head_dim, "head_dim"),
+    ):
+        if not isinstance(value, int):
+            raise ModelError(f"{name}: {what} differ from layer to layer ({str(value)[:60]}), which BPC does not serve")
+    if "full_attention" not in types:
+        raise ModelError(f"{name}: no layer attends to the whole context ({types[0]}), nothing for BPC to do")
+    different = {k: v for k, v in config.to_diff_dict().items() if k not in VOLATILE_CONFIG}
+    canonical = json.dumps(different, sort_keys=True, separators=(",", ":"), default=str)
+    return ModelDescription(
+        id=name,
+        revision=revision,
+        config_sha256=hashlib.sha256(canonical.encode()).hexdigest(),
+        model_type=text.model_type,
+        num_layers=layers,
+        kv_heads=kv_heads,
+        query_heads=query_heads,
+        head_dim=head_dim,
+        rope=_plain(rope),
+        layer_types=types,
+        context_limit=limit,
+        vocab_size=text.vocab_size,
+    )
+
+
+def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:
+    """The config of a local folder or a Hub id, and the Hub commit (None for a folder).
+
+    Raises:
+        ModelError: there is no such model, or its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(model).expanduser()
+    commit = None
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{model}: the folder holds no config.json, so it is not a transformers model")
+    elif folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
+        raise ModelError(f"{model or '(empty)'}: no such model folder")
+    else:
+        try:
+            _, commit = fetch(model, "config.json", revision)
+        except Exception as fault:
+            raise ModelError(explain(fault, f"model {model}")) from fault
+    try:
+        source = str(folder) if commit is None else model
+        config = AutoConfig.from_pretrained(source, revision=commit, trust_remote_code=trust_remote_code)
+    except Exception as fault:
+        raise ModelError(explain(fault, f"the config of {model}")) from fault
+    return config, commit
+
+
+def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or of a Hub id at a commit. Raises `ModelError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(_source(model), revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as fault:
+        raise ModelError(explain(fault, f"the tokenizer of {model}")) from fault
+
+
+def load_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Any:
+    """A model in evaluation mode on `device`, from safetensors weights only. Raises `ModelError`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            _source(model),
+            revision=revision,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            use_safetensors=True,  # never a pickle
+            trust_remote_code=trust_remote_code,
+        )
+        return loaded.eval().to(device)
+    except torch.OutOfMemoryError as fault:
+        raise ModelError(f"model {model} does not fit the memory of {device}: try --device cpu") from fault
+    except Exception as fault:
+        raise ModelError(explain(fault, f"model {model}")) from fault
+
+
+def _source(model: str) -> str:
+    folder = Path(model).expanduser()
+    return str(folder) if folder.is_dir() else model
+
+
+def _display_name(config: Any) -> str:
+    """The Hub id, or the base name of a local folder: a full path would leak a user's name."""
+    name = getattr(config, "_name_or_path", "") or config.model_type
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() or path.is_absolute() or name.startswith(".") else name
+
+
+def _refuse_unserved(config: Any, text: Any, name: str) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = f"{name} ({text.model_type})"
+    architectures = getattr(config, "architectures", None) or []
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if (
+        getattr(config, "is_encoder_decoder", False)
+        or not (known or remote)
+        or (architectures and not any(a.endswith(CAUSAL_ENDINGS) for a in architectures))
+    ):
+        raise ModelError(f"{kind} is not a causal language model: BPC serves decoders only")
+    if getattr(text, "kv_lora_rank", None):
+        raise ModelError(f"{kind} uses multi-head latent attention (MLA), which BPC does not serve")
+    if getattr(text, "attn_logit_softcapping", None):
+        raise ModelError(f"{kind} caps its attention logits (soft-capping), which BPC does not serve")
+    if known:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class = model_class[0] if isinstance(model_class, tuple) else model_class
+        if not model_class._can_set_attn_implementation():
+            raise ModelError(f"{kind} does not use transformers' attention interface, so BPC cannot serve it")
+
+
+def _rope_types(rope: dict[str, Any]) -> list[str]:
+    """One type, or one for each layer type (gemma3)."""
+    tables = [v for v in rope.values() if isinstance(v, dict)] or [rope]
+    return [str(table.get("rope_type", "default")) for table in tables]
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types, without the entries that are None, which come and go between versions."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items() if v is not None}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,105 @@
+"""What every command shares: results on stdout, the rest on stderr, one line for an error."""
+
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["command", "fail", "note", "print_json", "printable", "quiet_libraries", "stderr", "stdout"]
+
+Result = TypeVar("Result")
+
+
+def printable(text: object) -> str:
+    """Text from a file or a model without control characters, escape codes or direction marks."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+
+def stdout() -> "Console":
+    """For tables; never interprets markup."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, emoji=False)
+
+
+def stderr() -> "Console":
+    """For progress."""
+    from rich.console import Console
+
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; escapes keep control characters out."""
+    print(json.dumps(value, indent=2))
+
+
+def note(message: str) -> None:
+    """A line for the user that is no result."""
+    print(printable(message), file=sys.stderr)
+
+
+def fail(message: str) -> NoReturn:
+    """One line on stderr, exit 1."""
+    note(f"Error: {message}")
+    raise typer.Exit(1)
+
+
+def command(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Turn exceptions into one line and an exit status; BPC_DEBUG=1 shows the traceback instead."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            note("Interrupted.")
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # the reader, `head` say, has had enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except Exception as fault:
+            if os.environ.get("BPC_DEBUG"):
+                raise
+            from bpc_artifacts.errors import BPCError
+
+            if isinstance(fault, BPCError):
+                fail(" ".join(str(fault).split()))
+            kind, text = type(fault).__name__, " ".join(str(fault).split())[:300]
+            fail(f"unexpected {kind}: {text} (BPC_DEBUG=1 shows where; please report it)")
+
+    return wrapped
+
+
+def quiet_libraries() -> None:
+    """Our own warnings on stderr, one line each; those of the libraries below, and their bars, not."""
+    import datasets
+    import huggingface_hub
+    import transformers
+
+    logger = logging.getLogger("bpc_calib")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_OneLine("Warning: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    huggingface_hub.logging.set_verbosity_error()
+
+
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

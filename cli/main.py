@@ -1,0 +1,45 @@
+"""The `bpc` entry point."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from bpc_cli.calibrate import calibrate
+from bpc_cli.inspect import inspect
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="BPC: rank the KV cache by 64-bit codes, attend to the best 2 %.",
+)
+app.command()(calibrate)
+app.command()(inspect)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"bpc {version('bpc-calib')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except KeyboardInterrupt:  # before or after a command
+        sys.exit(130)
