@@ -1,0 +1,88 @@
+"""Tiny random models and a byte tokenizer: real transformers objects, made in milliseconds."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+VOCAB = 260  # 256 bytes and four special tokens
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 256,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+}
+
+# Every family that must work, each with what makes it itself.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "phi3": {"sliding_window": 128},  # a window no smaller than the context is full attention
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "granite": {},
+    "olmo2": {},
+    "starcoder2": {"sliding_window": None},
+    "cohere": {},
+    "glm": {"head_dim": 16},
+    "stablelm": {},
+}
+
+
+def config(family: str = "llama", **changes: Any) -> Any:
+    """A tiny config of a family."""
+    return transformers.AutoConfig.for_model(family, **(_COMMON | FAMILIES.get(family, {}) | changes))
+
+
+def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model with random weights, larger than usual so that attention is not flat."""
+    torch.manual_seed(seed)
+    made = transformers.AutoModelForCausalLM.from_config(config(family, **changes)).eval()
+    with torch.no_grad():
+        for name, weight in made.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.normal_(0, weight.shape[1] ** -0.5)
+    return made
+
+
+def tokenizer(*, bos: bool = True) -> Any:
+    """One token a byte; prepends BOS as Llama's does."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<pad>", "<s>", "</s>"])
+    if bos:
+        raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def save(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    """A model folder as `save_pretrained` writes it."""
+    model(family, **changes).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def prose(words: int = 3000, seed: int = 0) -> str:
+    """Text that is not one line repeated."""
+    names = "the a small old bright river stone lantern garden and over under carried opened saw 12 345 x y".split()
+    picks = torch.randint(len(names), (words,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return " ".join(names[i] + (".\n" if n % 12 == 11 else "") for n, i in enumerate(picks))
