@@ -1,22 +1,26 @@
 """Does the position shift let short samples serve long contexts?
 
-Calibrates on short samples with and without the shift, then asks in long contexts how many of the true best
-2 % of the keys are among the best 2 % by codes.
+Calibrates on short samples without a shift, with offsets drawn evenly up to the model's limit, and with the
+offsets of `bpc calibrate`, denser towards 0; and on samples as long as a context. Then asks in contexts of
+several lengths how many of the true best 2 % of the keys are among the best 2 % by codes.
 
     python benchmarks/position_shift.py --model MODEL --corpus NAME=PATH
 """
 
 import argparse
+import random
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import report
 import torch
 from torch import Tensor
 
-from bpc_calib import calibrate, describe, encode, hash_scores, quantize_query
+from bpc_calib import decompose, describe, encode, hash_scores, quantize_query
 from bpc_calib.corpora import open_corpus
+from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
 from bpc_calib.models import load_config, load_model, load_tokenizer
 from bpc_calib.observation import observing
 from bpc_calib.samples import draw_samples
@@ -28,10 +32,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", "-m", required=True)
     parser.add_argument("--corpus", action="append", required=True)
-    parser.add_argument("--short", type=int, default=256, help="tokens of a calibration sample")
-    parser.add_argument("--long", type=int, default=2048, help="tokens of a context")
+    parser.add_argument("--short", type=int, default=256, help="tokens of a short sample")
+    parser.add_argument("--long", type=int, default=2048, help="tokens of a long sample")
     parser.add_argument("--samples", type=int, default=180)
-    parser.add_argument("--contexts", type=int, default=12)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192], help="their lengths")
     parser.add_argument("--budget", type=float, default=0.02)
     parser.add_argument("--output", "-o", type=Path)
     arguments = parser.parse_args()
@@ -41,56 +45,47 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.model, revision=commit)
     description = describe(config, revision=commit)
     corpora = [open_corpus(spec) for spec in arguments.corpus]
+    limit = description.context_limit or max(arguments.contexts)
+
+    def text(samples: int, length: int, seed: int) -> Tensor:
+        sizes = {"samples": samples, "sequence_length": length, "vocab_size": description.vocab_size}
+        return draw_samples(corpora, tokenizer, seed=seed, **sizes)[0]
+
     # Another seed gives other text than calibration saw, but for what a small corpus repeats.
-    contexts, _ = draw_samples(
-        corpora,
-        tokenizer,
-        samples=arguments.contexts,
-        sequence_length=arguments.long,
-        seed=1,
-        vocab_size=description.vocab_size,
-    )
-    seen = [watch(model, context) for context in contexts]
-
+    contexts = {n: [watch(model, each) for each in text(max(4, 24_576 // n), n, 1)] for n in arguments.contexts}
+    count, short, long = arguments.samples, arguments.short, arguments.long
+    evenly = [int((limit - short + 1) * (i + 0.5) / count) for i in range(count)]
+    random.Random(0).shuffle(evenly)
+    plans = {
+        f"{short} tokens, no shift": (short, [0] * count),
+        f"{short} tokens, shifted evenly": (short, evenly),
+        f"{short} tokens, shifted": (short, shift_offsets(count, short, limit, random.Random(0))),
+        f"{long} tokens, no shift": (long, [0] * count),
+        f"{long} tokens, shifted": (long, shift_offsets(count, long, limit, random.Random(0))),
+    }
     rows = []
-    for length, shift in ((arguments.short, False), (arguments.short, True), (arguments.long, False)):
-        print(f"calibrating on {length} tokens, shift {'on' if shift else 'off'} ...", file=sys.stderr)
-        artifact = calibrate(
-            model,
-            tokenizer,
-            corpora=corpora,
-            samples=arguments.samples,
-            sequence_length=length,
-            position_shift=shift,
-        )
+    for name, (length, offsets) in plans.items():
+        print(f"calibrating on {name} ...", file=sys.stderr)
+        positions = spread_positions(count, length, count * short, random.Random(0))  # as many keys in every plan
+        keys = collect_keys(model, description, text(count, length, 0), positions=positions, offsets=offsets)
+        projections = {layer: decompose(each).projection for layer, each in keys.items()}
         for gain in (False, True):
-            by_layer = {
-                layer: sum(
-                    recall(*each[layer], torch.from_numpy(held.projection), arguments.budget, gain) for each in seen
+            found = {
+                str(n): round(
+                    mean([recall(*one[i], p, arguments.budget, gain) for one in seen for i, p in projections.items()]),
+                    4,
                 )
-                / len(seen)
-                for layer, held in artifact.layers.items()
+                for n, seen in contexts.items()
             }
-            rows.append(
-                {
-                    "sequence_length": length,
-                    "position_shift": shift,
-                    "gain": gain,
-                    "recall": round(sum(by_layer.values()) / len(by_layer), 4),
-                    "recall_by_layer": {str(layer): round(value, 4) for layer, value in by_layer.items()},
-                }
-            )
+            rows.append({"calibrated_on": name, "gain": gain, "recall_by_context": found})
 
-    print(f"recall of the true best {arguments.budget:.1%} in contexts of {arguments.long} tokens")
-    print(f"{'calibrated on':>14} {'shift':>6} {'gain':>5} {'recall':>7}  by layer")
+    print(f"recall of the true best {arguments.budget:.1%}, mean over layers, heads and queries, by length of context")
+    print(f"{'calibrated on':<28} {'gain':<5}" + "".join(f"{n:>8,}" for n in contexts))
     for row in rows:
-        layers = " ".join(f"{value:.3f}" for value in row["recall_by_layer"].values())
-        print(
-            f"{row['sequence_length']:>14} {'on' if row['position_shift'] else 'off':>6} "
-            f"{'on' if row['gain'] else 'off':>5} {row['recall']:>7.3f}  {layers}"
-        )
+        figures = "".join(f"{value:>8.3f}" for value in row["recall_by_context"].values())
+        print(f"{row['calibrated_on']:<28} {'on' if row['gain'] else 'off':<5}{figures}")
     settings = {name: getattr(arguments, name) for name in ("short", "long", "samples", "contexts", "budget")}
-    report.write(arguments.output, {"model": description.id, "settings": settings, "rows": rows})
+    report.write(arguments.output, {"model": description.id, "limit": limit, "settings": settings, "rows": rows})
 
 
 def watch(model: Any, context: Tensor) -> dict[int, tuple[Tensor, Tensor]]:

@@ -1,5 +1,6 @@
 """Calibration: text, keys, decomposition, artifact."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from bpc_calib.codes import check_bits
 from bpc_calib.corpora import DEFAULT_CORPORA, Corpus, open_corpus
 from bpc_calib.decomposition import decompose
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.keys import collect_keys
+from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
 from bpc_calib.models import ModelDescription, describe
 from bpc_calib.observation import verify
 from bpc_calib.samples import draw_samples
@@ -166,13 +167,17 @@ def calibrate(
         vocab_size=chosen.model.vocab_size,
         progress=lambda done: progress("text", done, chosen.samples),
     )
+    shape = (chosen.samples, chosen.sequence_length)
+    offsets = [0] * chosen.samples
+    if chosen.position_shift:
+        limit = chosen.model.context_limit or chosen.sequence_length
+        offsets = shift_offsets(*shape, limit, random.Random(f"{seed}/position-shift"))
     keys = collect_keys(
         model,
         chosen.model,
         tokens,
-        keys_per_head=chosen.keys_per_head,
-        position_shift=chosen.position_shift,
-        seed=seed,
+        positions=spread_positions(*shape, chosen.keys_per_head, random.Random(f"{seed}/positions")),
+        offsets=offsets,
         progress=lambda done: progress("keys", done, chosen.samples),
     )
     layers = {}

@@ -12,7 +12,7 @@ from bpc_calib.errors import ModelError
 from bpc_calib.models import ModelDescription
 from bpc_calib.observation import observing
 
-__all__ = ["collect_keys", "spread_positions"]
+__all__ = ["collect_keys", "shift_offsets", "spread_positions"]
 
 
 def collect_keys(
@@ -20,33 +20,27 @@ def collect_keys(
     description: ModelDescription,
     samples: Tensor,
     *,
-    keys_per_head: int,
-    position_shift: bool,
-    seed: int,
+    positions: list[list[int]],
+    offsets: list[int],
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[int, Tensor]:
     """Post-RoPE keys of every full-attention layer, on the CPU, in the model's dtype.
 
-    One sample a forward pass, since the size of a batch changes the bits of keys. Each sample gives the
-    same number of keys, spread over its positions, so memory is bounded by `keys_per_head`.
+    One sample a forward pass, since the size of a batch changes the bits of keys. Only the wanted keys
+    are kept, so memory is bounded by their number, not by the text.
 
     Args:
         samples: int64 `[samples, T]`, without padding.
-        keys_per_head: how many to keep at most for each KV head.
-        position_shift: start each sample at a random position up to the model's limit.
+        positions: for each sample, the places in it whose keys are kept (see `spread_positions`).
+        offsets: for each sample, the position of its first token (see `shift_offsets`).
 
     Returns:
-        `[kv_heads, min(keys_per_head, samples * T), head_dim]` by layer index.
+        `[kv_heads, N, head_dim]` by layer index, `N` the number of all wanted positions.
 
     Raises:
         ModelError: a layer was not seen by the attention interface, or seen twice.
     """
     count, length = samples.shape
-    positions = spread_positions(count, length, keys_per_head, random.Random(f"{seed}/positions"))
-    offsets = [0] * count
-    if position_shift:
-        rng = random.Random(f"{seed}/position-shift")
-        offsets = [rng.randrange((description.context_limit or length) - length + 1) for _ in range(count)]
     total = sum(map(len, positions))
     shape = (description.kv_heads, total, description.head_dim)
     kept = {layer: torch.empty(shape, dtype=model.dtype) for layer in description.full_layers}
@@ -72,6 +66,19 @@ def collect_keys(
     if any(end != total for end in filled.values()):
         raise ModelError(f"{description.id}: some layers bypass transformers' attention interface: {filled}")
     return kept
+
+
+def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> list[int]:
+    """For each sample of `length` tokens a first position, from 0 to `limit - length`, denser towards 0.
+
+    Shifted samples show the rotations of RoPE that long contexts use. A token early in the context is
+    part of short and long contexts alike, so early positions count more: the offset is `room * u^2` with
+    one `u` from each of equal stretches of [0, 1). Compared in benchmarks/results/position_shift_*.json.
+    """
+    room = limit - length
+    stretches = list(range(samples))
+    rng.shuffle(stretches)
+    return [int((room + 1) * ((stretch + rng.random()) / samples) ** 2) for stretch in stretches]
 
 
 def spread_positions(samples: int, length: int, keys: int, rng: random.Random) -> list[list[int]]:

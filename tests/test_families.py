@@ -21,7 +21,7 @@ def test_collected_keys_are_the_cached_ones(family):
     description = describe(model.config)
     verify(model, description)
     samples = tokens()
-    keys = collect_keys(model, description, samples, keys_per_head=10_000, position_shift=False, seed=0)
+    keys = collect_keys(model, description, samples, positions=[list(range(40))] * 3, offsets=[0] * 3)
     assert list(keys) == description.full_layers
     for i, sample in enumerate(samples):
         cache = model(sample[None], use_cache=True).past_key_values
@@ -40,8 +40,7 @@ def test_a_shift_turns_the_keys_and_keeps_the_function(family):
     shifted = model(sample, position_ids=torch.arange(40)[None] + 61).logits
     torch.testing.assert_close(shifted, plain, rtol=1e-3, atol=1e-4)
     still, moved = (
-        collect_keys(model, description, sample, keys_per_head=10_000, position_shift=shift, seed=0)
-        for shift in (False, True)
+        collect_keys(model, description, sample, positions=[list(range(40))], offsets=[offset]) for offset in (0, 61)
     )
     for layer in description.full_layers:
         without_rope = family == "smollm3" and layer == 1
@@ -117,7 +116,7 @@ def test_notices_a_layer_that_bypasses_the_interface():
     with pytest.raises(ModelError, match=r"layers \[1\] bypass"):
         verify(model, description)
     with pytest.raises(ModelError, match="bypass"):
-        collect_keys(model, description, tokens(), keys_per_head=9, position_shift=False, seed=0)
+        collect_keys(model, description, tokens(), positions=[[0]] * 3, offsets=[0] * 3)
 
 
 def test_notices_heads_that_the_config_does_not_state():
