@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,7 +47,7 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
     """Check an artifact and write it: the same artifact gives the same bytes.
 
     Written to a temporary file beside the target, then put in its place in one step; a failure leaves
-    the folder as it was. The keys `format_version`, `key_space`, `layers` and `payload_sha256` are
+    the folder as it was. The keys `format_version`, `key_space`, `layers` and the two checksums are
     filled in.
 
     Raises:
@@ -66,9 +66,9 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
         "layers": list(artifact.layers),
         "payload_sha256": hashlib.sha256(payload).hexdigest(),
     }
+    metadata["metadata_sha256"] = _metadata_sha256(metadata)
     check(ProjectionArtifact(artifact.layers, metadata))
-    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    blob = safetensors.numpy.save(tensors, {"bpc": text})
+    blob = safetensors.numpy.save(tensors, {"bpc": _canonical(metadata)})
     if len(blob) - len(payload) - 8 > MAX_HEADER:
         raise ArtifactError("the metadata is larger than 1 MiB")
     with replacing(Path(path), overwrite) as temporary:
@@ -171,23 +171,36 @@ def _parse(blob: bytes) -> ProjectionArtifact:
     for name, array in tensors.items():
         _, index, kind = name.split(".")
         layers.setdefault(int(index), {})[kind] = array
-    for index, arrays in layers.items():
+    for index, arrays in sorted(layers.items()):
         for kind in ("projection", "residual"):
             if kind not in arrays:
                 raise ArtifactError(f"layers.{index}.{kind}: missing")
     artifact = ProjectionArtifact({index: LayerProjection(**layers[index]) for index in sorted(layers)}, metadata)
     check(artifact)
-    found = hashlib.sha256(_payload(blob)).hexdigest()
-    if found != metadata["payload_sha256"]:
-        raise ArtifactError(
-            f"damaged: the tensors' sha256 is {found[:16]}..., "
-            f"expected {metadata['payload_sha256'][:16]}...: get the file again"
-        )
+    for what, key, found in (
+        ("tensors", "payload_sha256", hashlib.sha256(_payload(blob)).hexdigest()),
+        ("metadata", "metadata_sha256", _metadata_sha256(metadata)),
+    ):
+        if found != metadata[key]:
+            raise ArtifactError(
+                f"damaged: the sha256 of its {what} is {found[:16]}..., "
+                f"expected {metadata[key][:16]}...: get the file again"
+            )
     return artifact
 
 
 def _payload(blob: bytes) -> memoryview:
     return memoryview(blob)[8 + struct.unpack("<Q", blob[:8])[0] :]
+
+
+def _canonical(metadata: Mapping[str, Any]) -> str:
+    return json.dumps(metadata, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _metadata_sha256(metadata: Mapping[str, Any]) -> str:
+    """Over everything but itself, so that a flipped byte in the header is noticed too."""
+    rest = {key: value for key, value in metadata.items() if key != "metadata_sha256"}
+    return hashlib.sha256(_canonical(rest).encode()).hexdigest()
 
 
 def _json(what: str, text: bytes) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def check_model(artifact: ProjectionArtifact, model: Mapping[str, Any]) -> list[
             "config_sha256": "config",
             "model_type": "model type",
         }.items()
-        if made_for[key] != model[key]
+        if made_for[key] != model[key] and None not in (made_for[key], model[key])
     ]
 
 

@@ -43,6 +43,7 @@ _METADATA: dict[str, Any] = {
     "bpc_version": str,
     "key_space": "post_rope",
     "payload_sha256": str,
+    "metadata_sha256": str,
     "layers": [int],
     "metrics": dict,
     "algorithm": {
@@ -96,12 +97,12 @@ def check(artifact: ProjectionArtifact) -> None:
     if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
         raise ArtifactError(f"format_version is {version}, this bpc reads up to {FORMAT_VERSION}: upgrade bpc-calib")
     _check_value("metadata", metadata, _METADATA)
-    _check_numbers(metadata)
-    model, algorithm = metadata["model"], metadata["algorithm"]
     if list(artifact.layers) != metadata["layers"]:
         raise ArtifactError(
             f"metadata.layers: expected the layers of the tensors {list(artifact.layers)}, found {metadata['layers']}"
         )
+    _check_numbers(metadata)
+    model, algorithm = metadata["model"], metadata["algorithm"]
     kv_heads, head_dim, bits = model["kv_heads"], model["head_dim"], algorithm["bits"]
     for index, layer in artifact.layers.items():
         name = f"layers.{index}"

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 MAX_DOCUMENT = 64 << 20  # bytes of one text file or one line of JSON: more is no document
 MAX_GZIP_RATIO = 100  # text packs some 3 to 10 times; a gzip bomb 1,000 times
+GZIP_GRACE = 4 << 20  # bytes unpacked before the ratio counts
 
 TEXT_SUFFIXES = frozenset(
     """
@@ -232,10 +233,10 @@ def _json_lines(file: Path, field: str) -> Iterator[str]:
         for number in range(1, 1 << 62):
             line = lines.readline(MAX_DOCUMENT + 1)  # bounded: a bomb or a line of a gigabyte stops here
             total += len(line)
+            if compressed and total > GZIP_GRACE and total > MAX_GZIP_RATIO * file.stat().st_size:
+                raise CorpusError(f"{file}: unpacks to over {MAX_GZIP_RATIO} times its size: not text")
             if len(line) > MAX_DOCUMENT:
                 raise CorpusError(_too_long(f"{file}: line {number}", len(line)))
-            if compressed and total > MAX_DOCUMENT and total > MAX_GZIP_RATIO * file.stat().st_size:
-                raise CorpusError(f"{file}: unpacks to over {MAX_GZIP_RATIO} times its size: not text")
             if not line:
                 return
             if line.isspace():

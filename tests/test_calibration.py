@@ -1,0 +1,223 @@
+"""Calibration as a whole: which keys are kept, what the artifact says, and that it can be made again."""
+
+import dataclasses
+import math
+import random
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpc_artifacts import load, save
+from bpc_calib import BPCError, InputError, ModelError, calibrate, decompose, describe
+from bpc_calib.calibration import plan
+from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
+
+
+@settings(max_examples=100, deadline=None)
+@given(samples=st.integers(1, 30), length=st.integers(1, 50), keys=st.integers(1, 2000), seed=st.integers(0, 99))
+def test_positions_are_spread_evenly(samples, length, keys, seed):
+    chosen = spread_positions(samples, length, keys, random.Random(seed))
+    counts = [len(positions) for positions in chosen]
+    assert sum(counts) == min(keys, samples * length)
+    assert max(counts) - min(counts) <= 1
+    for positions in chosen:
+        assert positions == sorted(set(positions))
+        assert all(0 <= position < length for position in positions)
+        stretch = math.ceil(length / len(positions)) if positions else length
+        assert all(b - a <= 2 * stretch for a, b in zip([-1, *positions], [*positions, length], strict=True))
+    assert chosen == spread_positions(samples, length, keys, random.Random(seed))
+
+
+@settings(max_examples=100, deadline=None)
+@given(samples=st.integers(1, 200), length=st.integers(1, 100), more=st.integers(0, 10_000), seed=st.integers(0, 9))
+def test_offsets_fill_the_room_and_lean_to_the_front(samples, length, more, seed):
+    offsets = shift_offsets(samples, length, length + more, random.Random(seed))
+    assert len(offsets) == samples
+    assert all(0 <= offset <= more for offset in offsets)
+    if samples >= 100 and more >= 1000:
+        ordered = sorted(offsets)
+        assert ordered[samples // 2] == pytest.approx(more / 4, rel=0.1)  # the median of room * u^2
+        assert ordered[-1] > 0.9 * more
+    assert shift_offsets(samples, length, length, random.Random(seed)) == [0] * samples
+
+
+def test_memory_is_bounded_by_the_keys_kept():
+    model = tiny.model()
+    description = describe(model.config)
+    samples = torch.randint(0, 256, (6, 100), generator=torch.Generator().manual_seed(0))
+    everything = collect_keys(model, description, samples, positions=[list(range(100))] * 6, offsets=[0] * 6)
+    positions = spread_positions(6, 100, 50, random.Random(0))
+    kept = collect_keys(model, description, samples, positions=positions, offsets=[0] * 6)
+    flat = [100 * i + p for i, own in enumerate(positions) for p in own]
+    for layer, keys in kept.items():
+        assert keys.shape == (2, 50, 8)
+        assert keys.untyped_storage().nbytes() == 2 * 50 * 8 * 4
+        assert torch.equal(keys, everything[layer][:, flat])
+
+
+@pytest.fixture(scope="module")
+def made(text_folder):
+    return calibrate(
+        tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
+    )
+
+
+def test_the_artifact_says_how_it_was_made(made, tmp_path):
+    metadata = made.metadata
+    assert metadata["algorithm"] == {
+        "name": "refined",
+        "bits": 32,
+        "iterations": 8,
+        "metric": False,
+        "least_squares": 0,
+        "centred": False,
+        "position_shift": True,
+        "seed": 0,
+    }
+    calibration = metadata["calibration"]
+    assert {k: calibration[k] for k in ("samples", "sequence_length", "tokens", "keys_per_head", "dtype")} == {
+        "samples": 5,
+        "sequence_length": 128,
+        "tokens": 640,
+        "keys_per_head": 200,
+        "dtype": "float32",
+    }
+    (source,) = calibration["sources"]
+    assert (source["name"], source["path"], source["tokens"]) == ("notes", "notes", 640)
+    last = [layer.residual[:, -1].mean() for layer in made.layers.values()]
+    assert metadata["metrics"]["residual"] == pytest.approx(float(np.mean(last)), rel=1e-6)
+    save(made, tmp_path / "a.safetensors")
+    assert load(tmp_path / "a.safetensors").metadata["model"]["model_type"] == "llama"
+
+
+def test_projections_are_the_decomposition_of_the_collected_keys(made, text_folder):
+    from bpc_calib.corpora import open_corpus
+    from bpc_calib.samples import draw_samples
+
+    model = tiny.model()
+    description = describe(model.config)
+    tokens, _ = draw_samples(
+        [open_corpus(f"notes={text_folder}")],
+        tiny.tokenizer(),
+        samples=5,
+        sequence_length=128,
+        seed=0,
+        vocab_size=tiny.VOCAB,
+    )
+    keys = collect_keys(
+        model,
+        description,
+        tokens,
+        positions=spread_positions(5, 128, 200, random.Random("0/positions")),
+        offsets=shift_offsets(5, 128, 128, random.Random("0/position-shift")),
+    )
+    for layer, held in made.layers.items():
+        found = decompose(keys[layer], 32, generator=torch.Generator().manual_seed(0))
+        assert np.array_equal(held.projection, found.projection.numpy())
+        relative = found.residual_norms / keys[layer].double().norm(dim=(-2, -1))[:, None]
+        np.testing.assert_allclose(held.residual, relative.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_seed_gives_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype):
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            model = tiny.model("qwen3", hidden_size=64).to(dtype)
+            artifact = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64)
+            save(artifact, tmp_path / f"{count}.safetensors")
+    finally:
+        torch.set_num_threads(threads)
+    assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "2.safetensors").read_bytes()
+    other = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64, seed=1)
+    assert not np.array_equal(other.layers[0].projection, artifact.layers[0].projection)
+
+
+def test_the_papers_method_is_one_step_without_shift(text_folder):
+    artifact = calibrate(tiny.model(), tiny.tokenizer(), corpora=[str(text_folder)], samples=2, method="paper")
+    algorithm = artifact.metadata["algorithm"]
+    assert (algorithm["name"], algorithm["iterations"], algorithm["position_shift"]) == ("paper", 1, False)
+
+
+def test_heads_are_decomposed_in_turns_where_memory_is_short(made, text_folder, monkeypatch):
+    monkeypatch.setattr("bpc_calib.calibration.DECOMPOSED_AT_ONCE", 1)
+    again = calibrate(
+        tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
+    )
+    for layer, held in made.layers.items():
+        np.testing.assert_allclose(held.projection, again.layers[layer].projection, rtol=1e-6, atol=1e-9)
+
+
+def test_progress_counts_each_stage_to_its_end(text_folder):
+    seen = []
+    calibrate(
+        tiny.model(),
+        tiny.tokenizer(),
+        corpora=[str(text_folder)],
+        samples=3,
+        bits=32,
+        progress=lambda *step: seen.append(step),
+    )
+    for stage in ("text", "keys", "decompose"):
+        steps = [step for step in seen if step[0] == stage]
+        assert [done for _, done, _ in steps] == [1, 2, 3]
+        assert {total for _, _, total in steps} == {3}
+
+
+def test_keys_that_overflow_are_refused(text_folder):
+    model = tiny.model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.fill_(torch.inf)
+    with pytest.raises(ModelError, match="layer 1: keys hold NaN or infinity; try another dtype"):
+        calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_dead_head_gets_a_zero_projection(text_folder, tmp_path):
+    model = tiny.model()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[:8] = 0
+    artifact = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2, bits=32)
+    assert (artifact.layers[1].projection[0] == 0).all()
+    save(artifact, tmp_path / "a.safetensors")
+    load(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"samples": 0}, "samples must be at least 1, not 0"),
+        ({"samples": -3}, "samples must be at least 1, not -3"),
+        ({"bits": 48}, "bits must be 32, 64 or 128, not 48"),
+        ({"sequence_length": 129}, "a sequence length of 129 is over the limit of llama, 128 tokens"),
+        ({"sequence_length": 0}, "sequence length must be at least 1"),
+        ({"keys_per_head": 0}, "keys per head must be at least 1"),
+        ({"method": "magic"}, "unknown method 'magic': known are refined, paper"),
+    ],
+)
+def test_arguments_out_of_range(arguments, message):
+    with pytest.raises(InputError, match=message):
+        plan(describe(tiny.config()), **arguments)
+
+
+def test_defaults_fit_the_model():
+    description = describe(tiny.config())
+    assert plan(description).sequence_length == 128
+    assert plan(description).keys_per_head == 180 * 128
+    large = dataclasses.replace(description, context_limit=131_072)
+    assert plan(large).sequence_length == 8192
+    assert plan(large).keys_per_head == 65_536
+    unshifted = describe(tiny.config("gpt2"))
+    assert plan(unshifted).position_shift is False
+    with pytest.raises(InputError, match="does not allow a position shift"):
+        plan(unshifted, position_shift=True)
+
+
+def test_no_corpus_is_an_error():
+    with pytest.raises(BPCError, match="at least one corpus"):
+        calibrate(tiny.model(), tiny.tokenizer(), corpora=[])

@@ -1,0 +1,184 @@
+"""Local text: what is read, in which order, and what is refused. Hub corpora are in test_hub.py."""
+
+import gzip
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from bpc_calib import CorpusError
+from bpc_calib.corpora import MAX_DOCUMENT, documents, open_corpus
+
+
+def read(path, seed=0, **arguments) -> list[str]:
+    return list(documents(open_corpus(str(path), **arguments), random.Random(seed)))
+
+
+def lines(*rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_reads_every_kind_in_a_folder(tmp_path):
+    (tmp_path / "sub" / ".hidden").mkdir(parents=True)
+    (tmp_path / "a.txt").write_text("plain é")
+    (tmp_path / "b.md").write_text("# marked")
+    (tmp_path / "sub" / "c.py").write_text("code = 1")
+    (tmp_path / "sub" / "d.jsonl").write_text(lines({"text": "json one"}, {"text": "json two"}) + "\n")
+    with gzip.open(tmp_path / "e.json.gz", "wt") as file:
+        file.write(lines({"text": "packed"}))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["table one", "table two"]}), tmp_path / "f.parquet")
+    for other in ("g.bin", "package.json", ".secret.txt", "sub/.hidden/h.txt"):
+        (tmp_path / other).write_text("not wanted")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.txt").write_text(" \n ")
+    wanted = {"plain é", "# marked", "code = 1", "json one", "json two", "packed", "table one", "table two"}
+    found = read(tmp_path)
+    assert set(found) == wanted
+    assert len(found) == len(wanted)
+    assert read(tmp_path) == found
+    assert any(read(tmp_path, seed=seed) != found for seed in range(1, 4))
+
+
+def test_names_and_fields(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(lines({"content": "x"}))
+    corpus = open_corpus(f"mine={file}", text_field="content")
+    assert (corpus.name, corpus.path, corpus.revision) == ("mine", "a.json", None)
+    assert open_corpus(str(file)).name == "a.json"
+    assert read(file, text_field="content") == ["x"]
+    odd = tmp_path / "a=b.txt"  # a path that holds "=" is a path
+    odd.write_text("x")
+    assert open_corpus(str(odd)).name == "a=b.txt"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"body": "x"}\n', r"a.jsonl: line 1: no field 'text' \(there are 'body'\); name it with --text-f"),
+        ("a.jsonl", '{"text": "x"}\n{"text": 3}\n', "a.jsonl: line 2: field 'text' is int, not text"),
+        ("a.jsonl", '{"text": "x"}\nnot json\n', "a.jsonl: line 2 is not JSON"),
+        ("a.jsonl", '["x"]\n', "a.jsonl: line 1: expected an object with a field 'text', found list"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl: line 1 is not JSON"),
+        ("a.txt", b"\xff\xfe\x00", r"a.txt: not UTF-8 text \(byte 0\)"),
+        ("a.txt", b"abc\0def", r"a.txt: binary, not text \(it holds NUL\)"),
+        ("a.jsonl", '{"text": "a\\u0000b"}\n', "binary, not text"),
+        ("a.json.gz", b"not gzip", "a.json.gz: cannot be read: Not a gzipped file"),
+        ("a.json.gz", gzip.compress(b'{"text": "x"}\n' * 999)[:40], "a.json.gz: cannot be read"),
+        ("a.parquet", b"PAR1 but no more", "a.parquet: not a readable parquet file"),
+        ("a.exe", b"MZ", "a.exe: no text by its suffix"),
+    ],
+)
+def test_bad_files_are_one_clear_error(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(CorpusError, match=message):
+        read(file)
+
+
+def test_a_missing_column_is_named(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(CorpusError, match=r"no field 'text' \(there are 'body'\)"):
+        read(tmp_path / "a.parquet")
+
+
+def test_a_lone_surrogate_becomes_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n')
+    assert read(tmp_path / "a.jsonl") == ["a?b"]
+
+
+def test_unknown_names_and_empty_places(tmp_path):
+    with pytest.raises(CorpusError, match="unknown corpus 'pg20': there is no such file or folder, and the names are"):
+        open_corpus("pg20")
+    for spec in ("", "name=", "name=/no/such/path"):
+        with pytest.raises(CorpusError, match="unknown corpus"):
+            open_corpus(spec)
+    with pytest.raises(CorpusError, match="holds no text"):
+        open_corpus(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(CorpusError, match="neither a file nor a folder"):
+        open_corpus(str(tmp_path / "pipe.txt"))
+    with pytest.raises(CorpusError, match="holds no text"):  # a pipe in a folder would wait for ever
+        open_corpus(str(tmp_path))
+
+
+def test_links_that_lead_nowhere_or_round_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_text("real")
+    (tmp_path / "round").symlink_to(tmp_path)
+    (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "linked.txt").symlink_to(tmp_path / "a.txt")
+    assert read(tmp_path) == ["real", "real"]
+
+
+def test_bad_files_among_good_ones_are_left_out_with_one_warning(tmp_path, caplog):
+    (tmp_path / "good.txt").write_text("good")
+    for i in range(3):
+        (tmp_path / f"bad{i}.txt").write_bytes(b"\xff")
+    assert read(tmp_path) == ["good"]
+    (record,) = caplog.records
+    assert f"corpus {tmp_path.name}: left out 3 of 4 files; the first: " in record.getMessage()
+
+
+def test_one_long_document_is_refused(tmp_path):
+    for name in ("a.txt", "a.jsonl"):
+        file = tmp_path / name
+        with open(file, "wb") as sparse:
+            sparse.truncate(MAX_DOCUMENT + 10)
+        with pytest.raises(CorpusError, match=f"{name}.*67,108,8.. bytes and more in one document.*split it"):
+            read(file)
+
+
+@pytest.mark.parametrize("unit", [b"x", b'{"text": "x"}\n', b"\n"], ids=["one line", "many lines", "empty lines"])
+def test_a_gzip_bomb_stops_in_bounded_memory(tmp_path, unit):
+    """Unpacks to 512 MB; the reader stops long before."""
+    block = unit * ((1 << 20) // len(unit))
+    with gzip.open(tmp_path / "bomb.json.gz", "wb", compresslevel=6) as file:
+        for _ in range(512):
+            file.write(block)
+    script = (
+        "import random, resource, sys\n"
+        "from bpc_calib.corpora import documents, open_corpus\n"
+        "try:\n    n = sum(1 for _ in documents(open_corpus(sys.argv[1]), random.Random(0)))\n"
+        "except Exception as fault:\n    print(type(fault).__name__, fault)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "bomb.json.gz"], capture_output=True, text=True, check=True
+    )
+    message, peak = ran.stdout.splitlines()
+    expected = "unpacks to over 100 times its size: not text"
+    assert message.startswith("CorpusError")
+    assert expected in message
+    assert int(peak) * (1 if sys.platform == "darwin" else 1024) < 700e6
+
+
+def test_an_unreadable_file_says_so(tmp_path):
+    if os.geteuid() == 0:
+        file = Path("/proc/self/mem")  # readable by its mode, and not
+        link = tmp_path / "mem.txt"
+        link.symlink_to(file)
+    else:
+        link = tmp_path / "a.txt"
+        link.write_text("x")
+        link.chmod(0)
+    with pytest.raises(CorpusError, match=r"(mem|a)\.txt: cannot be read"):
+        read(link)
+
+
+def test_no_more_files_are_opened_than_needed(tmp_path):
+    """A folder of thousands of files costs only those that are read."""
+    for i in range(50):
+        (tmp_path / f"{i}.txt").write_text("x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+    try:
+        assert len(read(tmp_path)) == 50
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
