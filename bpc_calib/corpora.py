@@ -229,11 +229,11 @@ def _read_file(file: Path, field: str) -> Iterator[str]:
 def _json_lines(file: Path, field: str) -> Iterator[str]:
     compressed = file.name.lower().endswith(".gz")
     total = 0
-    with gzip.open(file, "rb") if compressed else open(file, "rb") as lines:
+    with open(file, "rb") as raw, gzip.open(raw) if compressed else raw as lines:
         for number in range(1, 1 << 62):
             line = lines.readline(MAX_DOCUMENT + 1)  # bounded: a bomb or a line of a gigabyte stops here
             total += len(line)
-            if compressed and total > GZIP_GRACE and total > MAX_GZIP_RATIO * file.stat().st_size:
+            if compressed and total > GZIP_GRACE and total > MAX_GZIP_RATIO * raw.tell():
                 raise CorpusError(f"{file}: unpacks to over {MAX_GZIP_RATIO} times its size: not text")
             if len(line) > MAX_DOCUMENT:
                 raise CorpusError(_too_long(f"{file}: line {number}", len(line)))
