@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bpc_artifacts.errors import ArtifactError
 
-__all__ = ["explain", "fetch", "fetch_artifact", "online"]
+__all__ = ["explain", "fetch", "fetch_artifact", "first_line", "online"]
 
 MAX_DOWNLOAD = 1 << 30  # bytes
 
@@ -99,5 +99,10 @@ def explain(fault: BaseException, what: str) -> str:
             f"{what} is not in the cache and the Hub ({constants.ENDPOINT}) cannot be reached: "
             "check the network, or use local files (HF_HUB_OFFLINE=1 skips the attempt)"
         )
+    return f"{what} cannot be loaded: {first_line(fault)}"
+
+
+def first_line(fault: BaseException) -> str:
+    """The first line of an error's text, or its type."""
     lines = str(fault).strip().splitlines() or [type(fault).__name__]
-    return f"{what} cannot be loaded: {lines[0][:300]}"
+    return lines[0][:300]

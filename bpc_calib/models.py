@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bpc_calib.errors import ModelError
-from bpc_calib.hub import explain, fetch
+from bpc_calib.hub import explain, fetch, first_line
 
 __all__ = ["ModelDescription", "describe", "load_config", "load_model", "load_tokenizer"]
 
@@ -120,21 +120,22 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
 
     folder = Path(model).expanduser()
     commit = None
+    if not model:
+        raise ModelError("(empty): no such model folder")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"{model}: the folder holds no config.json, so it is not a transformers model")
-    elif folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
-        raise ModelError(f"{model or '(empty)'}: no such model folder")
+    elif folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(f"{model}: no such model folder")
     else:
         try:
             _, commit = fetch(model, "config.json", revision)
         except Exception as fault:
             raise ModelError(explain(fault, f"model {model}")) from fault
     try:
-        source = str(folder) if commit is None else model
-        config = AutoConfig.from_pretrained(source, revision=commit, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(_source(model), revision=commit, trust_remote_code=trust_remote_code)
     except Exception as fault:
-        raise ModelError(explain(fault, f"the config of {model}")) from fault
+        raise _fault(fault, "the config of", model) from fault
     return config, commit
 
 
@@ -145,7 +146,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
     try:
         return AutoTokenizer.from_pretrained(_source(model), revision=revision, trust_remote_code=trust_remote_code)
     except Exception as fault:
-        raise ModelError(explain(fault, f"the tokenizer of {model}")) from fault
+        raise _fault(fault, "the tokenizer of", model) from fault
 
 
 def load_model(
@@ -172,12 +173,19 @@ def load_model(
     except torch.OutOfMemoryError as fault:
         raise ModelError(f"model {model} does not fit the memory of {device}: try --device cpu") from fault
     except Exception as fault:
-        raise ModelError(explain(fault, f"model {model}")) from fault
+        raise _fault(fault, "model", model) from fault
 
 
 def _source(model: str) -> str:
     folder = Path(model).expanduser()
     return str(folder) if folder.is_dir() else model
+
+
+def _fault(fault: Exception, what: str, model: str) -> ModelError:
+    """The cause in one line: of the Hub only where it is the Hub that was asked."""
+    if Path(model).expanduser().is_dir():
+        return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
+    return ModelError(explain(fault, f"{what} {model}"))
 
 
 def _display_name(config: Any) -> str:

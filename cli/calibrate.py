@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.console import command, fail, note, print_json, printable, quiet_libraries, stderr, stdout
+from bpc_cli.console import command, fail, note, print_json, print_table, printable, quiet_libraries, stderr
 
 if TYPE_CHECKING:
     from bpc_calib.calibration import Plan
@@ -285,12 +285,12 @@ def _forward_seconds(chosen: "Plan", parameters: int, device: str, dtype: Any) -
 def _print_result(result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table("layer", "residual", title="Residual |K - UP| / |K|, mean over KV heads", title_justify="left")
+    table = Table("layer", "residual")
     for layer, value in result["residual_by_layer"].items():
         table.add_row(layer, f"{value:.4f}")
     table.add_section()
     table.add_row("all", f"{result['residual']:.4f}")
-    stdout().print(table)
+    print_table("Residual |K - UP| / |K|, mean over KV heads", table)
     memory = _size(result["peak_memory_bytes"])
     if result["peak_gpu_memory_bytes"]:
         memory += f" and {_size(result['peak_gpu_memory_bytes'])} on the GPU"
@@ -303,10 +303,10 @@ def _print_result(result: dict[str, Any]) -> None:
 def _print_rows(title: str, rows: dict[str, str]) -> None:
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(name, printable(value))
-    stdout().print(table)
+    print_table(title, table)
 
 
 def _size(count: float) -> str:

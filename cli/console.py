@@ -12,8 +12,9 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["command", "fail", "note", "print_json", "printable", "quiet_libraries", "stderr", "stdout"]
+__all__ = ["command", "fail", "note", "print_json", "print_table", "printable", "quiet_libraries", "stderr", "stdout"]
 
 Result = TypeVar("Result")
 
@@ -35,6 +36,13 @@ def stderr() -> "Console":
     from rich.console import Console
 
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
+
+
+def print_table(title: str, table: "Table") -> None:
+    """A table under a title that is never squeezed to the table's width."""
+    console = stdout()
+    console.print(title, style="bold")
+    console.print(table)
 
 
 def print_json(value: Any) -> None:
@@ -88,11 +96,9 @@ def quiet_libraries() -> None:
     import transformers
 
     logger = logging.getLogger("bpc_calib")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(_OneLine("Warning: %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine("Warning: %(message)s"))
+    logger.handlers = [handler]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     datasets.logging.set_verbosity_error()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.console import command, fail, note, print_json, printable, quiet_libraries, stdout
+from bpc_cli.console import command, fail, note, print_json, print_table, printable, quiet_libraries
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -97,7 +97,7 @@ def _print(artifact: "ProjectionArtifact", file: str, commit: str | None) -> Non
     if algorithm["least_squares"]:
         extras.append(f"{algorithm['least_squares']} least-squares rounds")
     left_out = model["num_layers"] - len(artifact.layers)
-    facts = Table(title="Artifact", title_justify="left", show_header=False)
+    facts = Table(show_header=False)
     for name, value in {
         "file": f"{file}{f' at {commit}' if commit else ''}",
         "format": f"version {metadata['format_version']}, written by bpc {metadata['bpc_version']}, checks passed",
@@ -113,15 +113,14 @@ def _print(artifact: "ProjectionArtifact", file: str, commit: str | None) -> Non
         f"{calibration['keys_per_head']:,} keys a KV head, {calibration['dtype']}",
     }.items():
         facts.add_row(name, printable(value))
-    console = stdout()
-    console.print(facts)
+    print_table("Artifact", facts)
 
-    sources = Table("source", "path", "revision", "samples", "tokens", title="Text", title_justify="left")
+    sources = Table("source", "path", "revision", "samples", "tokens")
     for source in calibration["sources"]:
         revision = source["revision"][:12] if source["revision"] else "local"
         numbers = (str(source["samples"]), f"{source['tokens']:,}")
         sources.add_row(*map(printable, (source["name"], source["path"], revision, *numbers)))
-    console.print(sources)
+    print_table("Text", sources)
 
     heads = list(range(model["kv_heads"])) if model["kv_heads"] <= MOST_HEADS else []
     residual = Table(
@@ -130,14 +129,12 @@ def _print(artifact: "ProjectionArtifact", file: str, commit: str | None) -> Non
         "min",
         "max",
         *(f"head {head}" for head in heads),
-        title=f"Residual |K - UP| / |K| after {algorithm['bits']} bits",
-        title_justify="left",
     )
     for index, layer in artifact.layers.items():
         last = layer.residual[:, -1]
         cells = [last.mean(), last.min(), last.max(), *(last[head] for head in heads)]
         residual.add_row(str(index), *(f"{value:.3f}" for value in cells))
-    console.print(residual)
+    print_table(f"Residual |K - UP| / |K| after {algorithm['bits']} bits", residual)
 
 
 def _plot(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:

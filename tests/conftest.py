@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test of this process talks to the Hub
+
 import pytest
 import tiny
 from typer.testing import CliRunner
@@ -37,7 +39,6 @@ def text_folder(tmp_path_factory) -> Path:
 @pytest.fixture
 def bpc(monkeypatch):
     """Run the command line in this process: `bpc("inspect", file)`."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*words: object) -> Ran:

@@ -1,5 +1,9 @@
-"""Tiny random models and a byte tokenizer: real transformers objects, made in milliseconds."""
+"""Tiny random models and a byte tokenizer: real transformers objects, made in milliseconds.
 
+python tests/tiny.py FOLDER writes a small random Llama with its tokenizer, to try the commands on.
+"""
+
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +90,8 @@ def prose(words: int = 3000, seed: int = 0) -> str:
     names = "the a small old bright river stone lantern garden and over under carried opened saw 12 345 x y".split()
     picks = torch.randint(len(names), (words,), generator=torch.Generator().manual_seed(seed)).tolist()
     return " ".join(names[i] + (".\n" if n % 12 == 11 else "") for n, i in enumerate(picks))
+
+
+if __name__ == "__main__":
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "max_position_embeddings": 1024}
+    print(f"Wrote {save(Path(sys.argv[1]), **sizes)}")

@@ -1,0 +1,39 @@
+# TORCH names the torch to install, for example TORCH=torch==2.13.0+cpu; a plain torch may bring several GB.
+TORCH ?= torch
+PYTHON ?= python3
+SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py cli/*.py)
+# Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
+INSTALL := install -q --config-settings editable_mode=strict -e '.[dev]'
+
+.PHONY: demo test test-floor clean
+
+demo: .venv/ready
+	.venv/bin/python tests/tiny.py demo/tiny-llama
+	.venv/bin/bpc calibrate -m demo/tiny-llama --corpus docs --corpus bpc_calib --samples 12 \
+	    -o demo/tiny-llama-bpc64.safetensors --force
+	.venv/bin/bpc inspect demo/tiny-llama-bpc64.safetensors -m demo/tiny-llama --plot demo/residual.png --force
+
+test: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/pytest
+
+# The oldest versions that pyproject.toml allows, but for torch.
+test-floor: .venv-floor/ready
+	.venv-floor/bin/pytest
+
+.venv/ready: pyproject.toml $(SOURCES)
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/pip install -q '$(TORCH)'
+	.venv/bin/pip $(INSTALL)
+	touch $@
+
+.venv-floor/ready: pyproject.toml $(SOURCES)
+	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
+	.venv-floor/bin/pip install -q '$(TORCH)'
+	.venv-floor/bin/pip $(INSTALL) transformers==5.17.0 datasets==4.0.0 typer==0.16.0 rich==13.0.0 safetensors==0.5.0
+	touch $@
+
+clean:
+	rm -rf .venv .venv-floor build demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

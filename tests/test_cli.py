@@ -1,0 +1,382 @@
+"""The command line: results on stdout, one line on stderr for an error, exit statuses, nothing half-written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import test_artifact
+import tiny
+
+from bpc_artifacts import load, save
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory, model_folder, text_folder) -> Path:
+    """An artifact of the tiny model."""
+    from bpc_calib import calibrate
+    from bpc_calib.models import load_model, load_tokenizer
+
+    path = tmp_path_factory.mktemp("made") / "tiny.safetensors"
+    model, tokenizer = load_model(str(model_folder)), load_tokenizer(str(model_folder))
+    save(calibrate(model, tokenizer, corpora=[str(text_folder)], samples=4, bits=32), path)
+    return path
+
+
+@pytest.fixture
+def calibrate(bpc, model_folder, text_folder, tmp_path, monkeypatch):
+    """`bpc calibrate` on the tiny model and text, in an empty folder; words replace or add options."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, model=model_folder, corpus=text_folder):
+        return bpc("calibrate", "-m", model, "--corpus", corpus, "--samples", 4, "--bits", 32, *words)
+
+    return run
+
+
+def assert_one_error(ran, *parts: str) -> None:
+    assert ran.code == 1
+    assert ran.out == ""
+    lines = [line for line in ran.err.splitlines() if not line.startswith("Loading ")]
+    assert len(lines) == 1, ran.err
+    assert lines[0].startswith("Error: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
+    ran = calibrate()
+    assert ran.code == 0
+    assert "Wrote tiny-llama-bpc32.safetensors" in ran.out
+    assert "512 tokens, 512 keys a KV head" in ran.out
+    assert ran.err == "Loading tiny-llama on cpu ...\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama-bpc32.safetensors"]
+    shown = bpc("inspect", "tiny-llama-bpc32.safetensors", "--model", model_folder)
+    assert shown.code == 0
+    assert shown.err == ""
+    for part in (
+        "tiny-llama (llama)",
+        "3 of 3",
+        "2 KV heads of 8",
+        "refined, 8 steps a bit",
+        "notes",
+        "head 1",
+        "Fits",
+    ):
+        assert part in shown.out
+    assert "\x1b" not in ran.out + shown.out
+
+
+def test_json_is_the_only_output(calibrate, bpc, model_folder):
+    ran = calibrate("--json", "-q", "-o", "a.safetensors")
+    result = json.loads(ran.out)
+    assert ran.err == ""
+    assert result["output"] == "a.safetensors"
+    assert result["tokens"] == 512
+    assert set(result["residual_by_layer"]) == {"0", "1", "2"}
+    assert result["peak_memory_bytes"] > 1e8
+    assert set(result["seconds_by_stage"]) == {"text", "keys", "decompose"}
+    shown = json.loads(bpc("inspect", "a.safetensors", "--json", "-m", model_folder).out)
+    assert shown["valid"] is True
+    assert shown["fits"] is True
+    assert shown["warnings"] == []
+    assert shown["tensors"]["layers.0.projection"] == [2, 32, 8]
+    assert shown["metadata"]["metrics"]["residual"] == result["residual"]
+    assert shown["residual"]["0"] == load("a.safetensors").layers[0].residual.tolist()
+
+
+def test_twice_gives_the_same_bytes(calibrate):
+    for name in ("a", "b"):
+        assert calibrate("-o", f"{name}.safetensors").code == 0
+    assert Path("a.safetensors").read_bytes() == Path("b.safetensors").read_bytes()
+
+
+def test_dry_run_plans_and_writes_nothing(calibrate, tmp_path):
+    ran = calibrate("--dry-run")
+    assert ran.code == 0
+    for part in ("Plan (nothing was done)", "3 of 3", "4 samples of 128 tokens", "512", "position shift on"):
+        assert part in ran.out
+    plan = json.loads(calibrate("--dry-run", "--json").out)
+    assert plan["tokens"] == 512
+    assert plan["keys_bytes"] == 3 * 2 * 512 * 8 * 4
+    assert plan["output_bytes"] == 3 * 2 * (32 * 8 + 33) * 4
+    assert plan["weights_bytes"] == 4 * sum(p.numel() for p in tiny.model().parameters())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_file_is_kept_without_force(calibrate, tmp_path):
+    (tmp_path / "a.safetensors").write_text("mine")
+    assert_one_error(calibrate("-o", "a.safetensors"), "a.safetensors: exists; pass --force")
+    assert (tmp_path / "a.safetensors").read_text() == "mine"
+    assert calibrate("-o", "a.safetensors", "--force").code == 0
+    load(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--samples", "0"), ("samples must be at least 1, not 0",)),
+        (("--bits", "48"), ("bits must be 32, 64 or 128, not 48",)),
+        (("--sequence-length", "4096"), ("a sequence length of 4096 is over the limit of tiny-llama, 128 tokens",)),
+        (("-o", "no/such/a.safetensors"), ("no/such/a.safetensors: there is no folder no/such",)),
+        (("-o", "."), (".: is a folder",)),
+        (("--samples", "900"), ("corpus notes has text for", "samples of 128 tokens, 900 are needed")),
+        (("--corpus", "pg20"), ("unknown corpus 'pg20'",)),
+        (("--corpus", "pg19"), ("corpus pg19 (emozilla/pg19)", "HF_HUB_OFFLINE", "--corpus NAME=PATH")),
+        (("--device", "cuda:99"), ("device cuda:99 cannot be used",)),
+        (("--device", "toaster"), ("device toaster cannot be used",)),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(calibrate, tmp_path, words, parts):
+    assert_one_error(calibrate(*words), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_text_is_one_line_and_writes_nothing(calibrate, tmp_path):
+    bad = {
+        "empty.txt": (b"", "has text for 0 samples"),
+        "binary.txt": (b"\x7fELF\0\0", "binary, not text"),
+        "latin.txt": (b"caf\xe9", "not UTF-8 text"),
+        "field.jsonl": (b'{"body": "x"}\n', "no field 'text'"),
+    }
+    for name, (content, message) in bad.items():
+        (tmp_path / name).write_bytes(content)
+        assert_one_error(calibrate(corpus=tmp_path / name), name, message)
+    assert {path.name for path in tmp_path.iterdir()} == set(bad)
+
+
+def write_config(folder: Path, family: str, **changes) -> Path:
+    tiny.config(family, **changes).save_pretrained(folder)
+    return folder
+
+
+def test_bad_models_are_one_line(calibrate, tmp_path, model_folder):
+    (tmp_path / "empty").mkdir()
+    for model, parts in {
+        "./nowhere": ("./nowhere: no such model folder",),
+        "/no/such/model": ("no such model folder",),
+        "empty": ("empty: the folder holds no config.json",),
+        "org/unknown": ("model org/unknown is not in the cache and HF_HUB_OFFLINE is set",),
+        "a b": ("model a b is neither a folder nor a Hub id",),
+        "": ("(empty): no such model folder",),
+    }.items():
+        assert_one_error(calibrate(model=model), *parts)
+    for family, part in {
+        "deepseek_v3": "multi-head latent attention (MLA)",
+        "gemma2": "soft-capping",
+        "bloom": "attention interface",
+        "t5": "not a causal language model",
+        "vit": "not a causal language model",
+    }.items():
+        folder = write_config(tmp_path / family, family)
+        assert_one_error(calibrate(model=folder), f"{family} ({family})", part)
+    assert_one_error(calibrate(model=write_config(tmp_path / "bare", "llama")), "tokenizer of")
+    broken = tmp_path / "broken"
+    tiny.save(broken)
+    weights = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert_one_error(calibrate(model=broken), "cannot be loaded")
+    (broken / "model.safetensors").unlink()
+    assert_one_error(calibrate(model=broken), "broken cannot be loaded", "model.safetensors")
+    (broken / "config.json").write_text("{")
+    assert_one_error(calibrate(model=broken), "the config of")
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_pickled_weights_are_never_loaded(calibrate, tmp_path):
+    import torch
+
+    folder = tiny.save(tmp_path / "pickled")
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    torch.save({k: torch.from_numpy(v) for k, v in weights.items()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert_one_error(calibrate(model=folder), "safetensors")
+
+
+def test_remote_code_is_not_run_unless_asked(calibrate, tmp_path):
+    folder = tiny.save(tmp_path / "remote")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert_one_error(calibrate(model=folder), "the config of", "trust_remote_code")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_inspect_refuses_what_is_damaged(bpc, made, tmp_path):
+    blob = made.read_bytes()
+    flipped = bytearray(blob)
+    flipped[-5] ^= 1
+    for name, content, part in (
+        ("cut", blob[: len(blob) // 2], "damaged or truncated"),
+        ("flipped", flipped, "damaged: the sha256 of its tensors"),
+        ("other", b"not an artifact at all", "not a BPC artifact"),
+    ):
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(content)
+        assert_one_error(bpc("inspect", path), str(path), part)
+        assert_one_error(bpc("inspect", path, "--json"), part)
+    assert_one_error(bpc("inspect", tmp_path / "none.safetensors"), "No such file")
+    assert_one_error(bpc("inspect", "nowhere/none.safetensors"), "nowhere/none.safetensors: cannot be read: No such")
+    assert_one_error(bpc("inspect", tmp_path), "is a folder")
+    assert_one_error(bpc("inspect", "org/artifact"), "org/artifact is not in the cache")
+
+
+def test_inspect_says_whether_it_fits(bpc, made, tmp_path):
+    other = write_config(tmp_path / "other", "llama", num_key_value_heads=4, num_hidden_layers=5)
+    assert_one_error(
+        bpc("inspect", made, "--model", other),
+        "made for tiny-llama, does not fit other",
+        "layers: the artifact has 3, the model 5",
+        "KV heads: the artifact has 2, the model 4",
+    )
+    similar = write_config(tmp_path / "similar", "llama", intermediate_size=64)
+    ran = bpc("inspect", made, "--model", similar)
+    assert ran.code == 0
+    assert ran.err.startswith("Warning: config differs from the one it was calibrated on")
+    assert "Fits" in ran.out
+
+
+def test_strings_from_a_file_are_shown_as_they_are(bpc, tmp_path):
+    hostile = "[bold red]x[/] \x1b[31m\x07\u202eabc\nnext"
+    path = tmp_path / "a.safetensors"
+    save(test_artifact.artifact(model__id=hostile, algorithm__name=hostile), path)
+    ran = bpc("inspect", path)
+    assert ran.code == 0
+    assert "[bold red]x[/]" in ran.out
+    for character in "\x1b\x07\u202e":
+        assert character not in ran.out
+    shown = bpc("inspect", path, "--json")
+    assert "\x1b" not in shown.out
+    assert json.loads(shown.out)["metadata"]["model"]["id"] == hostile
+    save(
+        test_artifact.artifact(model__id=hostile, model__kv_heads=1, model__query_heads=4), tmp_path / "b"
+    ) if 0 else None
+    (tmp_path / "\x1b[31mred").write_bytes(b"x")
+    assert "\x1b" not in bpc("inspect", tmp_path / "\x1b[31mred").err
+
+
+def test_plot(bpc, made, tmp_path):
+    for suffix, magic in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        picture = tmp_path / f"a.{suffix}"
+        assert bpc("inspect", made, "--plot", picture).code == 0
+        assert picture.read_bytes().startswith(magic)
+    before = picture.read_bytes()
+    assert_one_error(bpc("inspect", made, "--plot", picture), "a.pdf: exists; pass --force")
+    assert picture.read_bytes() == before
+    assert bpc("inspect", made, "--plot", picture, "--force").code == 0
+    assert_one_error(bpc("inspect", made, "--plot", tmp_path / "a.doc"), "a.doc: pictures are .png, .svg, .pdf")
+    assert_one_error(bpc("inspect", made, "--plot", tmp_path / "no" / "a.png"), "there is no folder")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_without_matplotlib_one_line_says_what_to_install(bpc, made, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # import raises ImportError
+    assert_one_error(bpc("inspect", made, "--plot", tmp_path / "a.png"), "pip install 'bpc-calib[plots]'")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_of_many_layers_and_heads(bpc, tmp_path):
+    rng = np.random.default_rng(0)
+    from bpc_artifacts import LayerProjection, ProjectionArtifact
+
+    layers = {
+        i: LayerProjection(rng.standard_normal((32, 32, 8)).astype(np.float32), rng.random((32, 33)).astype(np.float32))
+        for i in range(40)
+    }
+    model = {"model__num_layers": 40, "model__kv_heads": 32, "model__query_heads": 32}
+    metadata = test_artifact.metadata(**model, model__layer_types=["full_attention"] * 40)
+    save(ProjectionArtifact(layers, metadata), tmp_path / "a.safetensors")
+    ran = bpc("inspect", tmp_path / "a.safetensors", "--plot", tmp_path / "a.png")
+    assert ran.code == 0
+    assert "head 0" not in ran.out  # 32 columns would not fit
+
+
+def test_usage_errors_exit_2(bpc):
+    for words in (["calibrate"], ["inspect"], ["calibrate", "-m", "x", "--samples", "many"], ["nonsense"]):
+        ran = bpc(*words)
+        assert ran.code == 2
+        assert ran.out == ""
+
+
+def test_version_and_help(bpc):
+    from importlib.metadata import version
+
+    assert bpc("--version").out == f"bpc {version('bpc-calib')}\n"
+    for words in ([], ["calibrate"], ["inspect"]):
+        ran = bpc(*words, "--help")
+        assert ran.code == 0
+        assert "Usage" in ran.out
+
+
+def test_help_imports_nothing_heavy():
+    script = (
+        "import sys\nfrom bpc_cli.main import app\n"
+        "try:\n    app(['calibrate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'numpy', 'matplotlib') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_inspect_needs_no_torch(made):
+    script = (
+        f"import sys\nfrom bpc_cli.main import app\ntry:\n    app(['inspect', {str(made)!r}])\n"
+        "except SystemExit as done:\n    print(done.code, [m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "0 []"
+
+
+def test_debug_shows_the_traceback(bpc_process, tmp_path):
+    ran = bpc_process("inspect", tmp_path / "none.safetensors", BPC_DEBUG="1")
+    assert ran.code == 1
+    assert "Traceback" in ran.err
+
+
+def test_a_reader_that_leaves_early_is_no_error(made):
+    command = [sys.executable, "-c", "from bpc_cli.main import main; main()", "inspect", str(made), "--json"]
+    ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ran.stdout.close()
+    assert ran.stderr.read() == b""
+    assert ran.wait() == 0
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(model_folder, tmp_path):
+    (tmp_path / "text.txt").write_text(tiny.prose(200_000))
+    (tmp_path / "work").mkdir()
+    command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
+    words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "6000"]
+    ran = subprocess.Popen([*command, *words], cwd=tmp_path / "work", stderr=subprocess.PIPE, text=True)
+    assert ran.stderr.readline().startswith("Loading")
+    time.sleep(3)  # in the middle of the work
+    ran.send_signal(signal.SIGINT)
+    assert ran.stderr.read() == "Interrupted.\n"
+    assert ran.wait() == 130
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_full_disk_is_one_line(bpc, model_folder, text_folder, tmp_path):
+    """A limit on the size of files fails the write in the middle, as a full disk does."""
+    import resource
+
+    command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
+    words = ["calibrate", "-m", str(model_folder), "--corpus", str(text_folder), "--samples", "4", "-q"]
+    ran = subprocess.run(
+        [*command, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)),
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("Error: tiny-llama-bpc64.safetensors: cannot be written: ")
+    assert ran.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == []
