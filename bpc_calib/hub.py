@@ -64,7 +64,10 @@ def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
             )
         if sizes[found[0]] > MAX_DOWNLOAD:
             raise ArtifactError(f"{name}: {sizes[found[0]]:,} bytes, expected an artifact of at most {MAX_DOWNLOAD:,}")
-        return fetch(repo, found[0], info.sha)
+        path, commit = fetch(repo, found[0], revision)  # by its name, so that it is found offline too
+        if commit != info.sha:
+            raise ArtifactError(f"{name}: changed while it was read: try again")
+        return path, commit
     except ArtifactError:
         raise
     except Exception as fault:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bpc_calib.errors import ModelError
-from bpc_calib.hub import explain, fetch, first_line
+from bpc_calib.hub import explain, fetch, first_line, online
 
 __all__ = ["ModelDescription", "describe", "load_config", "load_model", "load_tokenizer"]
 
@@ -133,7 +133,7 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
         except Exception as fault:
             raise ModelError(explain(fault, f"model {model}")) from fault
     try:
-        config = AutoConfig.from_pretrained(_source(model), revision=commit, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(**_source(model, commit, trust_remote_code))
     except Exception as fault:
         raise _fault(fault, "the config of", model) from fault
     return config, commit
@@ -144,7 +144,7 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(_source(model), revision=revision, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(**_source(model, revision, trust_remote_code))
     except Exception as fault:
         raise _fault(fault, "the tokenizer of", model) from fault
 
@@ -163,11 +163,9 @@ def load_model(
 
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            _source(model),
-            revision=revision,
+            **_source(model, revision, trust_remote_code),
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,  # never a pickle
-            trust_remote_code=trust_remote_code,
         )
         return loaded.eval().to(device)
     except torch.OutOfMemoryError as fault:
@@ -176,13 +174,22 @@ def load_model(
         raise _fault(fault, "model", model) from fault
 
 
-def _source(model: str) -> str:
+def _source(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """Where `from_pretrained` is to look: a folder, or the Hub at a commit, its cache where there is no network."""
     folder = Path(model).expanduser()
-    return str(folder) if folder.is_dir() else model
+    here = folder.is_dir()
+    return {
+        "pretrained_model_name_or_path": str(folder) if here else model,
+        "revision": None if here else revision,
+        "local_files_only": here or not online(),
+        "trust_remote_code": trust_remote_code,
+    }
 
 
 def _fault(fault: Exception, what: str, model: str) -> ModelError:
     """The cause in one line: of the Hub only where it is the Hub that was asked."""
+    if "trust_remote_code" in str(fault):
+        return ModelError(f"{model} comes with its own code: read it, then pass --trust-remote-code to run it")
     if Path(model).expanduser().is_dir():
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))

@@ -92,6 +92,7 @@ def calibrate(
 
     if output is not None:  # before anything slow
         check_writable(output, 0, overwrite=force)
+    quiet_libraries(bars=not quiet)
     import torch
 
     import bpc_calib
@@ -99,7 +100,6 @@ def calibrate(
     from bpc_calib.corpora import DEFAULT_CORPORA, open_corpus
     from bpc_calib.models import describe, load_config, load_model, load_tokenizer
 
-    quiet_libraries()
     device = _device(device)
     config, commit = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
     chosen = plan(

@@ -89,21 +89,20 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
     return wrapped
 
 
-def quiet_libraries() -> None:
-    """Our own warnings on stderr, one line each; those of the libraries below, and their bars, not."""
-    import datasets
-    import huggingface_hub
-    import transformers
+def quiet_libraries(*, bars: bool = True) -> None:
+    """Our own warnings on stderr, one line each; those of the libraries below not. Before they are imported.
 
-    logger = logging.getLogger("bpc_calib")
+    Args:
+        bars: whether downloads and loading may show progress; only ever on a terminal.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("Warning: %(message)s"))
-    logger.handlers = [handler]
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    datasets.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    huggingface_hub.logging.set_verbosity_error()
+    logging.getLogger("bpc_calib").handlers = [handler]
+    for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if not (bars and sys.stderr.isatty()):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 class _OneLine(logging.Formatter):

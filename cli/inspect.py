@@ -30,6 +30,7 @@ def inspect(
     ] = False,
 ) -> None:
     """Check a projection artifact and show what is in it, how it was made and how well it fits its keys."""
+    quiet_libraries()
     from bpc_artifacts import check_model, load
 
     path, commit = _locate(file, revision)
@@ -38,7 +39,6 @@ def inspect(
     if model is not None:
         from bpc_calib.models import describe, load_config
 
-        quiet_libraries()
         config, model_commit = load_config(model, trust_remote_code=trust_remote_code)
         warnings = check_model(artifact, describe(config, revision=model_commit).metadata())
         for warning in warnings:
@@ -64,7 +64,6 @@ def _locate(file: str, revision: str | None) -> tuple[Path, str | None]:
         return path, None
     from bpc_calib.hub import fetch_artifact
 
-    quiet_libraries()
     return fetch_artifact(file, revision)
 
 

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read at import: no test of this process talks to the Hub
+# Read when the libraries are imported: no test of this process talks to the Hub, and the command line, which
+# here finds them imported, is as quiet as in a process of its own.
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 import pytest
 import tiny

@@ -205,7 +205,7 @@ def test_remote_code_is_not_run_unless_asked(calibrate, tmp_path):
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    assert_one_error(calibrate(model=folder), "the config of", "trust_remote_code")
+    assert_one_error(calibrate(model=folder), "remote comes with its own code: read it, then pass --trust-remote-code")
     assert not (tmp_path / "ran").exists()
 
 
