@@ -8,10 +8,10 @@ INSTALL := install -q --config-settings editable_mode=strict -e '.[dev]'
 .PHONY: demo test test-floor clean
 
 demo: .venv/ready
-	.venv/bin/python tests/tiny.py demo/tiny-llama
-	.venv/bin/bpc calibrate -m demo/tiny-llama --corpus docs --corpus bpc_calib --samples 12 \
-	    -o demo/tiny-llama-bpc64.safetensors --force
-	.venv/bin/bpc inspect demo/tiny-llama-bpc64.safetensors -m demo/tiny-llama --plot demo/residual.png --force
+	mkdir -p demo
+	cd demo && ../.venv/bin/python ../tests/tiny.py .
+	cd demo && ../.venv/bin/bpc calibrate -m tiny-llama --corpus notes --samples 12 --force
+	cd demo && ../.venv/bin/bpc inspect tiny-llama-bpc64.safetensors -m tiny-llama --plot residual.png --force
 
 test: .venv/ready
 	.venv/bin/ruff check .

@@ -13,7 +13,7 @@ from bpc_cli.console import command, fail, note, print_json, print_table, printa
 if TYPE_CHECKING:
     from bpc_calib.calibration import Plan
 
-STAGES = {"text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
+STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
 
 
 class Method(str, enum.Enum):
@@ -141,7 +141,7 @@ def calibrate(
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
-    seconds: dict[str, float] = {}
+    seconds = {"load": time.monotonic() - started}
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bars:
         tasks = {stage: bars.add_task(text, start=False, total=None, visible=False) for stage, text in STAGES.items()}
         last = time.monotonic()

@@ -1,6 +1,6 @@
 """Tiny random models and a byte tokenizer: real transformers objects, made in milliseconds.
 
-python tests/tiny.py FOLDER writes a small random Llama with its tokenizer, to try the commands on.
+python tests/tiny.py FOLDER writes there `tiny-llama`, a small random model, and `notes`, text to calibrate it on.
 """
 
 import sys
@@ -92,6 +92,20 @@ def prose(words: int = 3000, seed: int = 0) -> str:
     return " ".join(names[i] + (".\n" if n % 12 == 11 else "") for n, i in enumerate(picks))
 
 
+def write_playground(folder: Path) -> None:
+    """A model folder and a text folder, to try the commands on."""
+    save(
+        folder / "tiny-llama",
+        hidden_size=256,
+        num_hidden_layers=4,
+        intermediate_size=512,
+        max_position_embeddings=1024,
+    )
+    (folder / "notes").mkdir(exist_ok=True)
+    for i in range(8):
+        (folder / "notes" / f"{i}.txt").write_text(prose(2000, seed=i))
+    print(f"Wrote {folder / 'tiny-llama'} and {folder / 'notes'}")
+
+
 if __name__ == "__main__":
-    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "max_position_embeddings": 1024}
-    print(f"Wrote {save(Path(sys.argv[1]), **sizes)}")
+    write_playground(Path(sys.argv[1]))

@@ -1,0 +1,82 @@
+"""What calibration costs beside the forward passes that it cannot do without.
+
+Runs, in turn and several times, the bare forward passes over the same samples, and the whole `bpc calibrate`
+in a process of its own: start, imports, text, forward passes, decomposition, file.
+
+    python benchmarks/calibration_time.py --model MODEL --corpus NAME=PATH
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import report
+import torch
+
+from bpc_calib import describe
+from bpc_calib.corpora import open_corpus
+from bpc_calib.models import load_config, load_model, load_tokenizer
+from bpc_calib.samples import draw_samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", "-m", required=True)
+    parser.add_argument("--corpus", action="append", required=True)
+    parser.add_argument("--samples", type=int, default=180)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", "-o", type=Path)
+    arguments = parser.parse_args()
+
+    config, commit = load_config(arguments.model)
+    model = load_model(arguments.model, revision=commit)
+    samples, _ = draw_samples(
+        [open_corpus(spec) for spec in arguments.corpus],
+        load_tokenizer(arguments.model, revision=commit),
+        samples=arguments.samples,
+        sequence_length=arguments.sequence_length,
+        seed=0,
+        vocab_size=describe(config).vocab_size,
+    )
+    command = ["bpc", "calibrate", "-m", arguments.model, "--samples", arguments.samples, "--json", "-q"]
+    command += ["--sequence-length", arguments.sequence_length]
+    for spec in arguments.corpus:
+        command += ["--corpus", spec]
+    bare, whole, results = [], [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(arguments.repeats):
+            start = time.perf_counter()
+            with torch.inference_mode():
+                for sample in samples:
+                    model.base_model(input_ids=sample.unsqueeze(0), use_cache=False)
+            bare.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            words = [*map(str, command), "-o", f"{folder}/{i}.safetensors"]
+            results.append(json.loads(subprocess.run(words, capture_output=True, check=True).stdout))
+            whole.append(time.perf_counter() - start)
+            print(
+                f"run {i + 1}: bare forward passes {bare[-1]:.1f} s, bpc calibrate {whole[-1]:.1f} s", file=sys.stderr
+            )
+    rows = {
+        "bare_forward_seconds": round(median(bare), 2),
+        "calibrate_seconds": round(median(whole), 2),
+        "beyond_bare_seconds": round(median(w - b for w, b in zip(whole, bare, strict=True)), 2),
+        "seconds_by_stage": {
+            s: median(r["seconds_by_stage"][s] for r in results) for s in results[0]["seconds_by_stage"]
+        },
+        "peak_memory_bytes": max(r["peak_memory_bytes"] for r in results),
+        "runs": {"bare": [round(x, 2) for x in bare], "calibrate": [round(x, 2) for x in whole]},
+    }
+    settings = {name: getattr(arguments, name) for name in ("samples", "sequence_length", "repeats")}
+    print(json.dumps(rows, indent=2))
+    report.write(arguments.output, {"model": describe(config).id, "settings": settings, "result": rows})
+
+
+if __name__ == "__main__":
+    main()

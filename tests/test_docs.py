@@ -1,0 +1,108 @@
+"""Every example of the documents runs, and prints what they say."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import hub
+import pytest
+import test_hub
+import tiny
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+NOT_RUN = ("pip install ", "make ")  # what they do is the setting of the tests themselves
+
+
+def examples(page: str) -> list[tuple[str, str, str]]:
+    """In order: ("python", code, "") and ("console", command, the output shown below it)."""
+    found = []
+    for language, block in re.findall(
+        r"^```(console|python)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    ):
+        if language == "python":
+            found.append((language, block, ""))
+            continue
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            found.append((language, command, output))
+    return found
+
+
+def assert_same(shown: str, printed: str) -> None:
+    """Equal but for times, memory and the last digits that a processor may round its own way."""
+    number = re.compile(r"\d+\.\d+")
+    for expected, line in zip(shown.splitlines(), printed.splitlines(), strict=True):
+        if "peak memory" in expected:
+            assert "peak memory" in line
+            continue
+        assert number.sub("#", line) == number.sub("#", expected)
+        for ours, theirs in zip(number.findall(expected), number.findall(line), strict=True):
+            assert float(theirs) == pytest.approx(float(ours), abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def playground(tmp_path_factory):
+    """A folder with what the examples name, and a Hub that has the model and the corpora they name."""
+    folder = tmp_path_factory.mktemp("docs")
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    tiny.write_playground(folder)
+    texts = [tiny.prose(4000, seed=i) for i in range(4)]
+    test_hub.json_lines(folder / "mails.jsonl", "body", texts)
+    repositories = folder / "repositories"
+    models, datasets = test_hub.make_repositories(repositories)
+    for path in (repositories / "sets").rglob("*.*"):
+        if path.suffix == ".parquet":
+            test_hub.parquet(path, texts * 8)
+        else:
+            test_hub.json_lines(path, "content" if "parrot" in str(path) else "text", texts * 8)
+    with hub.serve(models, datasets, revisions=test_hub.PINNED) as server:
+        yield folder, test_hub.environment(server.url, repositories / "home")
+
+
+def run_python(block: str, folder: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    for line in block.splitlines():
+        if match := re.search(r"print\(.*\)  # ([^:]+)", line):
+            assert match[1] in ran.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_run_in_order(page, playground, bpc_process):
+    folder, environment = playground
+    for old in folder.glob("*.safetensors"):
+        old.unlink()
+    for language, example, shown in examples(page):
+        if language == "python":
+            run_python(example, folder)
+            continue
+        program, *words = example.split()
+        if program == "bpc":
+            ran = bpc_process(*words, cwd=folder, **environment)
+            assert ran.code == 0, f"{example}: {ran.err}"
+            printed = ran.err + ran.out
+        elif program == "python":
+            command = [sys.executable, *words]
+            printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+        else:
+            assert example.startswith(NOT_RUN), example
+            continue
+        if shown:
+            assert_same(shown, printed)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = ROOT / page if not path else (ROOT / page).parent / path
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]

@@ -1,0 +1,50 @@
+"""The shape of the house: which package may import which, and what the project says of itself."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import bpc_artifacts
+import bpc_calib
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "artifacts": {"bpc_artifacts"},
+    "bpc_calib": {"bpc_artifacts", "bpc_calib"},
+    "cli": {"bpc_artifacts", "bpc_calib", "bpc_cli"},
+}
+
+
+@pytest.mark.parametrize("folder", list(MAY_IMPORT))
+def test_imports_point_down_only(folder):
+    for file in (ROOT / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0
+                names = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                top = name.split(".")[0]
+                assert not top.startswith("bpc_") or top in MAY_IMPORT[folder], f"{file}: {name}"
+                if folder == "artifacts":
+                    assert top not in {"torch", "transformers", "datasets"}, f"{file}: {name}"
+
+
+def test_only_what_needs_it_imports_the_large_libraries_at_the_top():
+    for folder in MAY_IMPORT:
+        for file in (ROOT / folder).glob("*.py"):
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                    forbidden = {"transformers", "datasets", "huggingface_hub", "matplotlib", "rich"}
+                    forbidden |= {"torch", "bpc_calib", "bpc_artifacts"} if folder == "cli" else set()
+                    assert (module or "").split(".")[0] not in forbidden, f"{file}: {module}"
+
+
+@pytest.mark.parametrize("package", [bpc_artifacts, bpc_calib])
+def test_public_names_exist_and_are_documented(package):
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
