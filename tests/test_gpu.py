@@ -1,0 +1,58 @@
+"""The same functions on a GPU: exact where they must be, near where a matrix product rounds its own way."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from test_decomposition import random_keys
+
+from bpc_calib import calibrate, decompose, encode, hash_scores, quantize_query, select
+from bpc_calib.encoding import encode_gram
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+
+def test_decompose_gives_the_same_projection_as_on_the_cpu():
+    keys = random_keys(2, 10_000, 64)
+    here, there = decompose(keys), decompose(keys.cuda())
+    # A sum in another order in float64: no sign is that near to 0.
+    assert torch.equal(here.codes, there.codes.cpu())
+    torch.testing.assert_close(here.projection, there.projection.cpu(), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(here.residual_norms, there.residual_norms.cpu(), rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_encode_differs_only_where_a_product_rounds(dtype):
+    projection = decompose(random_keys(4000, 64, seed=1)).projection
+    keys = random_keys(50_000, 64).to(dtype)
+    here, there = encode(keys, projection), encode(keys.cuda(), projection.cuda())
+    assert (here.codes != there.codes.cpu()).any(-1).sum() <= 5
+    assert ((here.gain.int() - there.gain.cpu().int()).abs() > 1).sum() <= 5
+    scores, gram = torch.randn(1000, 64), torch.randn(64, 64)
+    same, other = (
+        encode_gram(scores, gram, torch.ones(1000)),
+        encode_gram(scores.cuda(), gram.cuda(), torch.ones(1000).cuda()),
+    )
+    assert torch.equal(same.codes, other.codes.cpu())  # from the same products: bit for bit
+
+
+def test_scores_and_selection_are_exact():
+    projection = decompose(random_keys(4000, 64, seed=1)).projection
+    encoded = encode(random_keys(3000, 64), projection)
+    query = quantize_query(random_keys(4, 64, seed=2), projection)
+    on_gpu = type(query)(query.values.cuda(), query.scale.cuda())
+    scores = hash_scores(query, encoded.codes, encoded.gain)
+    assert torch.equal(scores, hash_scores(on_gpu, encoded.codes.cuda(), encoded.gain.cuda()).cpu())
+    rules = {"recent": 1, "sink": 2, "safeguard": 0.1}
+    here = select(scores.amax(-2), 60, error=encoded.error, **rules)
+    there = select(scores.amax(-2).cuda(), 60, error=encoded.error.cuda(), **rules)
+    assert torch.equal(here, there.cpu())
+
+
+def test_calibrates_on_the_gpu(text_folder):
+    settings = {"corpora": [str(text_folder)], "samples": 4, "bits": 32}
+    here = calibrate(tiny.model(), tiny.tokenizer(), **settings)
+    there = calibrate(tiny.model().cuda(), tiny.tokenizer(), **settings)
+    assert here.metadata["calibration"] == there.metadata["calibration"]
+    for layer, held in here.layers.items():
+        np.testing.assert_allclose(held.residual[:, -1], there.layers[layer].residual[:, -1], atol=0.02)
