@@ -3,16 +3,18 @@
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import safetensors
 import safetensors.numpy
 
@@ -54,20 +56,25 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
         ArtifactError: the artifact is not valid, the file exists and `overwrite` is false, or it
             cannot be written.
     """
-    tensors = {}
-    for index, layer in artifact.layers.items():
-        for kind in ("projection", "residual", "metric", "mean"):
-            if (array := getattr(layer, kind)) is not None:
-                tensors[f"layers.{index}.{kind}"] = array
-    payload = _payload(safetensors.numpy.save(tensors))
     metadata = dict(artifact.metadata) | {
         "format_version": FORMAT_VERSION,
         "key_space": "post_rope",
         "layers": list(artifact.layers),
-        "payload_sha256": hashlib.sha256(payload).hexdigest(),
+        "payload_sha256": "",
+        "metadata_sha256": "",
     }
-    metadata["metadata_sha256"] = _metadata_sha256(metadata)
     check(ProjectionArtifact(artifact.layers, metadata))
+    tensors = {}
+    for index, layer in artifact.layers.items():
+        for kind in ("projection", "residual", "metric", "mean"):
+            if (array := getattr(layer, kind)) is not None:
+                tensors[f"layers.{index}.{kind}"] = np.ascontiguousarray(array)
+    payload = _payload(safetensors.numpy.save(tensors))
+    metadata["payload_sha256"] = hashlib.sha256(payload).hexdigest()
+    try:
+        metadata["metadata_sha256"] = _metadata_sha256(metadata)
+    except (TypeError, ValueError) as fault:
+        raise ArtifactError(f"metadata: not JSON: {_one_line(fault)}") from fault
     blob = safetensors.numpy.save(tensors, {"bpc": _canonical(metadata)})
     if len(blob) - len(payload) - 8 > MAX_HEADER:
         raise ArtifactError("the metadata is larger than 1 MiB")
@@ -90,14 +97,16 @@ def check_writable(path: str | os.PathLike[str], size: int, *, overwrite: bool =
 def replacing(path: Path, overwrite: bool, *, trial: bool = False) -> Iterator[Path]:
     """A name for a new file beside `path`, which takes its place at the end unless this is a trial."""
     target = Path(os.path.realpath(path))  # through a link, not over it
-    if not target.parent.is_dir():
-        raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
-    if target.is_dir():
-        raise ArtifactError(f"{path}: is a folder: name a file")
-    if target.exists() and not overwrite:
-        _refuse_existing(path)
-    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".bpc-{secrets.token_hex(8)}.tmp")
     try:
+        if not target.parent.is_dir():
+            raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
+        if target.is_dir():
+            raise ArtifactError(f"{path}: is a folder: name a file")
+        if target.exists() and not overwrite:
+            raise FileExistsError
+        if target.exists() and not target.is_file():
+            raise ArtifactError(f"{path}: is no regular file")
         yield temporary
         if trial:
             pass
@@ -106,11 +115,13 @@ def replacing(path: Path, overwrite: bool, *, trial: bool = False) -> Iterator[P
         else:
             _rename_to_new(temporary, target)
     except FileExistsError:
-        _refuse_existing(path)
+        message = f"{path}: exists; pass --force (overwrite=True in Python) to replace it"
+        raise ArtifactError(message) from None
     except OSError as fault:
         raise ArtifactError(f"{path}: cannot be written: {fault.strerror or fault}") from fault
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _rename_to_new(temporary: Path, target: Path) -> None:
@@ -122,10 +133,6 @@ def _rename_to_new(temporary: Path, target: Path) -> None:
         if target.exists():
             raise FileExistsError from None
         os.replace(temporary, target)
-
-
-def _refuse_existing(path: Path) -> NoReturn:
-    raise ArtifactError(f"{path}: exists; pass --force (overwrite=True in Python) to replace it") from None
 
 
 def _read(path: Path) -> bytes:
@@ -215,8 +222,12 @@ def _json(what: str, text: bytes) -> dict[str, Any]:
     def no_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not a number of JSON")
 
+    def finite(digits: str) -> float:
+        number = float(digits)
+        return number if math.isfinite(number) else no_constant(digits[:20])
+
     try:
-        value = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant, parse_float=finite)
     except (ValueError, RecursionError) as fault:
         raise ArtifactError(f"{what}: not valid JSON: {_one_line(fault)}") from None
     if not isinstance(value, dict):

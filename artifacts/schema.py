@@ -17,7 +17,7 @@ BITS = (32, 64, 128)
 Array = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerProjection:
     """One calibrated layer. All arrays are float32."""
 
@@ -27,7 +27,7 @@ class LayerProjection:
     mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProjectionArtifact:
     """Projections by true layer index, and the metadata of docs/artifact-format.md."""
 

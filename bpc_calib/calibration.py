@@ -1,5 +1,6 @@
 """Calibration: text, keys, decomposition, artifact."""
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,8 +81,10 @@ def plan(
     limit = model.context_limit
     length = sequence_length if sequence_length is not None else min(SEQUENCE_LENGTH, limit or SEQUENCE_LENGTH)
     for name, value in (("samples", samples), ("sequence length", length), ("keys per head", keys_per_head)):
-        if value < 1:
+        if not isinstance(value, int) or value < 1:
             raise InputError(f"{name} must be at least 1, not {value}")
+    if not 0 <= seed < 1 << 63:
+        raise InputError(f"seed must be at least 0 and below 2^63, not {seed}")
     if limit and length > limit:
         raise InputError(f"a sequence length of {length} is over the limit of {model.id}, {limit} tokens")
     if method not in METHODS:
@@ -106,7 +109,7 @@ def calibrate(
     model: Any,
     tokenizer: Any,
     *,
-    corpora: Sequence[str | Corpus] = DEFAULT_CORPORA,
+    corpora: Sequence[str | os.PathLike[str] | Corpus] = DEFAULT_CORPORA,
     samples: int = 180,
     sequence_length: int | None = None,
     bits: int = 64,
@@ -151,10 +154,10 @@ def calibrate(
         keys_per_head=keys_per_head,
         seed=seed,
     )
-    if not corpora:
-        raise InputError("at least one corpus is needed")
+    if not corpora or isinstance(corpora, str):
+        raise InputError(f"corpora must be a list of at least one corpus, not {corpora!r}")
     opened = [
-        spec if isinstance(spec, Corpus) else open_corpus(spec, text_field=text_field)
+        spec if isinstance(spec, Corpus) else open_corpus(os.fspath(spec), text_field=text_field)
         for spec in dict.fromkeys(corpora)
     ]
     verify(model, chosen.model)

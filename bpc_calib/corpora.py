@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from bpc_calib.errors import CorpusError
-from bpc_calib.hub import explain
+from bpc_calib.hub import explain, first_line, online
 
 __all__ = ["DEFAULT_CORPORA", "HUB_CORPORA", "Corpus", "documents", "open_corpus"]
 
 log = logging.getLogger(__name__)
 
 MAX_DOCUMENT = 64 << 20  # bytes of one text file or one line of JSON: more is no document
-MAX_GZIP_RATIO = 100  # text packs some 3 to 10 times; a gzip bomb 1,000 times
-GZIP_GRACE = 4 << 20  # bytes unpacked before the ratio counts
+MAX_RATIO = 100  # text packs some 3 to 10 times, a gzip bomb 1,000 times
+GRACE = 4 << 20  # bytes unpacked before the ratio counts
 
 TEXT_SUFFIXES = frozenset(
     """
@@ -119,27 +119,44 @@ def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
 def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
     """The texts of a corpus, files or shards in seeded order, never empty, never binary.
 
+    A bad file among others of a folder is left out, and a bad row after a good one; a warning counts them.
+
     Raises:
-        CorpusError: text that cannot be read. A bad file among others of a folder is skipped with a
-            warning; a bad file named by itself is an error.
+        CorpusError: the only file, or the first row of a corpus of the Hub, cannot be used.
     """
-    if corpus.repo:
-        yield from _usable(corpus.path, _hub_documents(corpus, rng.randrange(1 << 32)))
-        return
-    files = list(corpus.files)
-    rng.shuffle(files)
     bad: list[CorpusError] = []
+
+    def usable(rows: Iterator[str | CorpusError]) -> Iterator[str]:
+        """The good rows; where the first is bad, so are the others, and it is raised."""
+        for number, row in enumerate(rows):
+            if isinstance(row, str) and "\0" in row:
+                row = CorpusError("binary, not text (it holds NUL)")
+            if isinstance(row, str):
+                if row and not row.isspace():
+                    # A lone surrogate, which JSON can spell, has no UTF-8 form and no token.
+                    yield row.encode("utf-8", "replace").decode("utf-8")
+            elif number == 0:
+                raise row
+            else:
+                bad.append(row)
+
+    if corpus.repo:
+        places = [(corpus.path, _hub_rows(corpus, rng.randrange(1 << 32)))]
+    else:
+        places = [(str(file), _file_rows(file, corpus.field)) for file in corpus.files]
+        rng.shuffle(places)
     try:
-        for file in files:
+        for where, rows in places:
             try:
-                yield from _usable(str(file), _read_file(file, corpus.field))
+                yield from usable(rows)
             except CorpusError as fault:
-                if len(files) == 1:
-                    raise
-                bad.append(fault)
+                placed = CorpusError(f"{where}: {fault}")
+                if len(places) == 1:
+                    raise placed from None
+                bad.append(placed)
     finally:  # also where the reader has had enough
         if bad:
-            log.warning("corpus %s: left out %d of %d files; the first: %s", corpus.name, len(bad), len(files), bad[0])
+            log.warning("corpus %s: left out %d bad files or rows; the first: %s", corpus.name, len(bad), bad[0])
 
 
 def _pin(corpus: Corpus) -> Corpus:
@@ -147,8 +164,6 @@ def _pin(corpus: Corpus) -> Corpus:
     from dataclasses import replace
 
     from huggingface_hub import HfApi
-
-    from bpc_calib.hub import online
 
     try:
         if not online():
@@ -164,7 +179,7 @@ def _hub_fault(corpus: Corpus, fault: Exception) -> str:
     return f"{explain(fault, f'corpus {corpus.name} ({corpus.repo})')}; local text: --corpus NAME=PATH"
 
 
-def _hub_documents(corpus: Corpus, seed: int) -> Iterator[str]:
+def _hub_rows(corpus: Corpus, seed: int) -> Iterator[str | CorpusError]:
     import datasets
 
     try:
@@ -174,10 +189,8 @@ def _hub_documents(corpus: Corpus, seed: int) -> Iterator[str]:
         else:
             rows = datasets.load_dataset(corpus.repo, split=corpus.split, streaming=True, revision=corpus.revision)
         # Shards in seeded order; documents are mixed later, when they are cut to size.
-        for row in rows.shuffle(seed=seed, buffer_size=1):
-            yield _field(row, corpus.field, corpus.path)
-    except CorpusError:
-        raise
+        for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=1), start=1):
+            yield _field(row, corpus.field, f"row {number}")
     except Exception as fault:
         raise CorpusError(_hub_fault(corpus, fault)) from fault
 
@@ -210,76 +223,86 @@ def _is_text(name: str) -> bool:
     return name.endswith((*JSON_SUFFIXES, ".parquet")) or Path(name).suffix in TEXT_SUFFIXES
 
 
-def _read_file(file: Path, field: str) -> Iterator[str]:
+def _file_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
     try:
         if file.name.lower().endswith(".parquet"):
-            yield from _parquet(file, field)
+            yield from _parquet_rows(file, field)
         elif file.name.lower().endswith(JSON_SUFFIXES):
-            yield from _json_lines(file, field)
+            yield from _json_rows(file, field)
         else:
             if (size := file.stat().st_size) > MAX_DOCUMENT:
-                raise CorpusError(_too_long(str(file), size))
-            yield file.read_bytes().decode("utf-8")
+                raise CorpusError(_too_long(size))
+            yield file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise CorpusError(f"{file}: not UTF-8 text (byte {fault.start:,})") from fault
+        raise CorpusError(f"not UTF-8 text (byte {fault.start:,})") from fault
     except (OSError, EOFError, zlib.error) as fault:
-        raise CorpusError(f"{file}: cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
+        raise CorpusError(f"cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
 
 
-def _json_lines(file: Path, field: str) -> Iterator[str]:
+def _json_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
     compressed = file.name.lower().endswith(".gz")
     total = 0
     with open(file, "rb") as raw, gzip.open(raw) if compressed else raw as lines:
         for number in range(1, 1 << 62):
             line = lines.readline(MAX_DOCUMENT + 1)  # bounded: a bomb or a line of a gigabyte stops here
             total += len(line)
-            if compressed and total > GZIP_GRACE and total > MAX_GZIP_RATIO * raw.tell():
-                raise CorpusError(f"{file}: unpacks to over {MAX_GZIP_RATIO} times its size: not text")
+            if compressed and total > GRACE and total > MAX_RATIO * raw.tell():
+                raise CorpusError(f"unpacks to over {MAX_RATIO} times its size: not text")
             if len(line) > MAX_DOCUMENT:
-                raise CorpusError(_too_long(f"{file}: line {number}", len(line)))
+                raise CorpusError(f"line {number}: {_too_long(len(line))}")
             if not line:
                 return
             if line.isspace():
                 continue
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as fault:
-                raise CorpusError(f"{file}: line {number} is not JSON: expected one object a line") from fault
-            yield _field(row, field, f"{file}: line {number}")
+            except (ValueError, RecursionError):
+                yield CorpusError(f"line {number} is not JSON: expected one object a line")
+            else:
+                yield _field(row, field, f"line {number}")
 
 
-def _parquet(file: Path, field: str) -> Iterator[str]:
-    import datasets
+def _parquet_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
+    # Not through `datasets`, which takes a path for a pattern and reads whatever a file unpacks to.
+    import pyarrow
+    import pyarrow.parquet
 
     try:
-        rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
-        for row in rows:
-            yield _field(row, field, str(file))
-    except (CorpusError, OSError):
-        raise
-    except Exception as fault:  # pyarrow's errors have no common parent
-        raise CorpusError(f"{file}: not a readable parquet file: {str(fault).splitlines()[0][:200]}") from fault
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if field not in names:
+                raise CorpusError(_no_field(field, names))
+            for group in map(table.metadata.row_group, range(table.num_row_groups)):
+                unpacked, packed = (
+                    group.total_byte_size,
+                    sum(group.column(i).total_compressed_size for i in range(group.num_columns)),
+                )
+                if unpacked > GRACE and unpacked > MAX_RATIO * packed:
+                    raise CorpusError(f"unpacks to over {MAX_RATIO} times its size: not text")
+            row = 0
+            for batch in table.iter_batches(batch_size=16, columns=[field]):
+                for value in batch.column(0):
+                    row += 1
+                    yield _field({field: value.as_py()}, field, f"row {row}")
+    except pyarrow.ArrowException as fault:
+        raise CorpusError(f"not a readable parquet file: {first_line(fault)}") from fault
 
 
-def _field(row: Any, field: str, where: str) -> str:
+def _field(row: Any, field: str, where: str) -> str | CorpusError:
+    """The text of a row, or what is wrong with it."""
     if not isinstance(row, dict):
-        raise CorpusError(f"{where}: expected an object with a field {field!r}, found {type(row).__name__}")
+        return CorpusError(f"{where}: expected an object with a field {field!r}, found {type(row).__name__}")
     if field not in row:
-        fields = ", ".join(map(repr, list(row)[:8])) or "none"
-        raise CorpusError(f"{where}: no field {field!r} (there are {fields}); name it with --text-field")
-    if not isinstance(row[field], str):
-        raise CorpusError(f"{where}: field {field!r} is {type(row[field]).__name__}, not text")
-    return str(row[field])
+        return CorpusError(f"{where}: {_no_field(field, list(row))}")
+    value = row[field]
+    if not isinstance(value, str):
+        return CorpusError(f"{where}: field {field!r} is {type(value).__name__}, not text")
+    return value if len(value) <= MAX_DOCUMENT else CorpusError(f"{where}: {_too_long(len(value))}")
 
 
-def _usable(where: str, texts: Iterator[str]) -> Iterator[str]:
-    for text in texts:
-        if "\0" in text:
-            raise CorpusError(f"{where}: binary, not text (it holds NUL)")
-        if not text.isspace() and text:
-            # A lone surrogate, which JSON can spell, has no UTF-8 form and no token.
-            yield text.encode("utf-8", "replace").decode("utf-8")
+def _no_field(field: str, names: list[str]) -> str:
+    return f"no field {field!r} (there are {', '.join(map(repr, names[:8])) or 'none'}); name it with --text-field"
 
 
-def _too_long(where: str, size: int) -> str:
-    return f"{where}: {size:,} bytes and more in one document, expected at most {MAX_DOCUMENT:,}: split it"
+def _too_long(size: int) -> str:
+    return f"{size:,} bytes and more in one document, expected at most {MAX_DOCUMENT:,}: split it"

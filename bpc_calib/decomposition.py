@@ -82,7 +82,7 @@ def decompose(
 
     projection = residual.new_empty(*keys.shape[:-2], bits, dim)
     positive = torch.empty(*keys.shape[:-1], bits, dtype=torch.bool, device=keys.device)
-    squared_norm = [residual.square().sum((-2, -1))]
+    squared_norm = [_in_order(blocks.square().sum(-2)).sum(-1)]
     for bit in range(bits):
         v = draws[bit].expand(*keys.shape[:-2], dim)
         for _ in range(iterations):
@@ -102,15 +102,15 @@ def decompose(
 
 def _sign_and_sum(blocks: Tensor, weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`u = sign(R v)` as float64 `[..., blocks, BLOCK]`, 0 at weight 0, and `u R` as float64 `[..., D]`."""
-    signs = blocks.new_empty(blocks.shape[:-1])
-    total = torch.zeros_like(v)
-    # One block at a time stays in a CPU's cache; a GPU wants them all at once. The sums are the same.
-    at_once = 1 if blocks.device.type == "cpu" else blocks.shape[-3]
-    for start in range(0, blocks.shape[-3], at_once):
-        some = blocks[..., start : start + at_once, :, :]
-        along = (some @ v[..., None, :, None]).squeeze(-1)
-        u = torch.where(along >= 0, 1.0, -1.0) * weights[..., start : start + at_once, :]
-        signs[..., start : start + at_once, :] = u
-        for part in (u.unsqueeze(-2) @ some).squeeze(-2).unbind(-2):
-            total = total + part
-    return signs, total
+    along = (blocks @ v[..., None, :, None]).squeeze(-1)
+    signs = torch.where(along >= 0, 1.0, -1.0) * weights
+    parts = (signs.unsqueeze(-2) @ blocks).squeeze(-2)  # [..., blocks, D]
+    return signs, _in_order(parts)
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """Sum over dimension -2, first to last: the same rounding wherever it runs."""
+    total = parts[..., 0, :]
+    for part in parts.unbind(-2)[1:]:
+        total = total + part
+    return total

@@ -44,9 +44,10 @@ def encode(keys: Tensor, projection: Tensor) -> Encoded:
     check_bits(projection.shape[-2])
     exact = torch.promote_types(keys.dtype, torch.float32)
     rounded = projection.to(keys.dtype).to(torch.float64)
-    gram = (rounded @ rounded.mT).to(exact)
-    wide = keys.to(exact)
-    return encode_gram(wide @ rounded.to(exact).mT, gram, wide.square().sum(-1))
+    with torch.autocast(keys.device.type, enabled=False):
+        gram = (rounded @ rounded.mT).to(exact)
+        wide = keys.to(exact)
+        return encode_gram(wide @ rounded.to(exact).mT, gram, wide.square().sum(-1))
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:

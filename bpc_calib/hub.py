@@ -1,8 +1,6 @@
 """Finding files on the Hugging Face Hub, and saying in one line why they cannot be had."""
 
 import functools
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from bpc_artifacts.errors import ArtifactError
@@ -12,20 +10,25 @@ __all__ = ["explain", "fetch", "fetch_artifact", "first_line", "online"]
 MAX_DOWNLOAD = 1 << 30  # bytes
 
 
-@functools.cache
 def online() -> bool:
-    """Whether the Hub answers; asked once, so that what is cached loads at once without a network."""
+    """Whether the Hub answers: its clients would retry for half a minute before they turn to their cache."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError:
-        return True  # any answer will do
-    except (OSError, ValueError):
+        _ask_hub()
+    except Exception:  # the errors of whichever library carries its requests
         return False
     return True
+
+
+@functools.cache  # an answer is kept, a failure is not
+def _ask_hub() -> None:
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    get_session().head(constants.ENDPOINT, timeout=10)
 
 
 def fetch(repo: str, filename: str, revision: str | None) -> tuple[Path, str]:
@@ -45,17 +48,17 @@ def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
     Raises:
         ArtifactError: there is no such file, it is too large, or the Hub cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, snapshot_download
 
     parts = name.split("/")
     repo, wanted = "/".join(parts[:2]), "/".join(parts[2:])
     try:
-        if not online():
-            if not wanted:
-                raise ConnectionError
-            return fetch(repo, wanted, revision)
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        if online():
+            info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        else:
+            cached = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+            sizes = {file.relative_to(cached).as_posix(): file.stat().st_size for file in cached.rglob("*.*")}
         found = [wanted] if wanted else [file for file in sizes if file.endswith(".safetensors")]
         if len(found) != 1 or found[0] not in sizes:
             raise ArtifactError(
@@ -64,14 +67,11 @@ def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
             )
         if sizes[found[0]] > MAX_DOWNLOAD:
             raise ArtifactError(f"{name}: {sizes[found[0]]:,} bytes, expected an artifact of at most {MAX_DOWNLOAD:,}")
-        path, commit = fetch(repo, found[0], revision)  # by its name, so that it is found offline too
-        if commit != info.sha:
-            raise ArtifactError(f"{name}: changed while it was read: try again")
-        return path, commit
+        return fetch(repo, found[0], revision)
     except ArtifactError:
         raise
     except Exception as fault:
-        raise ArtifactError(explain(fault, name)) from fault
+        raise ArtifactError(explain(fault, f"{name} (no file here)")) from fault
 
 
 def explain(fault: BaseException, what: str) -> str:

@@ -22,6 +22,7 @@ VOLATILE_CONFIG = {
     "architectures",
     "use_cache",
 }
+PER_POSITION = ("attn_temperature_tuning", "llama_4_scaling_beta")  # scale queries by their absolute position
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class ModelDescription:
     layer_types: list[str]  # one a layer; a sliding window no smaller than the context is full attention
     context_limit: int | None  # max_position_embeddings
     vocab_size: int
+    scales_by_position: bool  # the attention depends on absolute positions beside RoPE
 
     @property
     def full_layers(self) -> list[int]:
@@ -49,12 +51,14 @@ class ModelDescription:
     @property
     def can_shift(self) -> bool:
         """Whether shifting all positions leaves the model's function as it is."""
-        return self.rope is not None and not LENGTH_DEPENDENT_ROPE & set(_rope_types(self.rope))
+        if self.rope is None or self.scales_by_position:
+            return False
+        return not any(table.get("rope_type") in LENGTH_DEPENDENT_ROPE for table in _rope_tables(self.rope))
 
     def metadata(self) -> dict[str, Any]:
         """The `model` table of the artifact."""
         table = asdict(self)
-        del table["context_limit"], table["vocab_size"]
+        del table["context_limit"], table["vocab_size"], table["scales_by_position"]
         return table
 
 
@@ -68,9 +72,18 @@ def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
     Raises:
         ModelError: not a causal model, or one that BPC cannot serve; says which and why.
     """
-    text = config.get_text_config(decoder=True)
     name = _display_name(config)
-    _refuse_unserved(config, text, name)
+    try:
+        text = config.get_text_config(decoder=True)
+        _refuse_unserved(config, text, name)
+        return _describe(text, name, revision)
+    except ModelError:
+        raise
+    except Exception as fault:  # a config may say anything: an attribute for each layer, a text for a number
+        raise ModelError(f"{name} ({config.model_type}) cannot be served: {first_line(fault)}") from fault
+
+
+def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
     layers, query_heads = text.num_hidden_layers, text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or query_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
@@ -88,12 +101,15 @@ def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
         (kv_heads, "KV heads"),
         (head_dim, "head_dim"),
     ):
-        if not isinstance(value, int):
+        if isinstance(value, list | tuple):
             raise ModelError(f"{name}: {what} differ from layer to layer ({str(value)[:60]}), which BPC does not serve")
+        if not isinstance(value, int) or value < 1:
+            raise ModelError(f"{name}: its config says {what}: {str(value)[:60]}")
+    if len(types) != layers or (limit is not None and limit < 1):
+        raise ModelError(f"{name}: its config says {layers} layers, {len(types)} layer types and {limit} positions")
     if "full_attention" not in types:
         raise ModelError(f"{name}: no layer attends to the whole context ({types[0]}), nothing for BPC to do")
-    different = {k: v for k, v in config.to_diff_dict().items() if k not in VOLATILE_CONFIG}
-    canonical = json.dumps(different, sort_keys=True, separators=(",", ":"), default=str)
+    canonical = json.dumps(_stable(text.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
     return ModelDescription(
         id=name,
         revision=revision,
@@ -107,6 +123,9 @@ def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
         layer_types=types,
         context_limit=limit,
         vocab_size=text.vocab_size,
+        scales_by_position=any(
+            table.get(key) for table in (vars(text), *_rope_tables(rope or {})) for key in PER_POSITION
+        ),
     )
 
 
@@ -123,6 +142,8 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
     if not model:
         raise ModelError("(empty): no such model folder")
     if folder.is_dir():
+        if revision is not None:
+            raise ModelError(f"{model} is a folder: a revision is for the Hub")
         if not (folder / "config.json").is_file():
             raise ModelError(f"{model}: the folder holds no config.json, so it is not a transformers model")
     elif folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
@@ -131,7 +152,7 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
         try:
             _, commit = fetch(model, "config.json", revision)
         except Exception as fault:
-            raise ModelError(explain(fault, f"model {model}")) from fault
+            raise ModelError(explain(fault, f"model {model} (no folder here)")) from fault
     try:
         config = AutoConfig.from_pretrained(**_source(model, commit, trust_remote_code))
     except Exception as fault:
@@ -162,12 +183,18 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded, report = AutoModelForCausalLM.from_pretrained(
             **_source(model, revision, trust_remote_code),
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,  # never a pickle
+            output_loading_info=True,
         )
+        # transformers gives a tensor that it does not find random values, with no more than a warning.
+        if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+            raise ModelError(f"the weights of {model} lack {len(lacking)} tensors of the model, such as {lacking[0]}")
         return loaded.eval().to(device)
+    except ModelError:
+        raise
     except torch.OutOfMemoryError as fault:
         raise ModelError(f"model {model} does not fit the memory of {device}: try --device cpu") from fault
     except Exception as fault:
@@ -226,10 +253,16 @@ def _refuse_unserved(config: Any, text: Any, name: str) -> None:
             raise ModelError(f"{kind} does not use transformers' attention interface, so BPC cannot serve it")
 
 
-def _rope_types(rope: dict[str, Any]) -> list[str]:
-    """One type, or one for each layer type (gemma3)."""
-    tables = [v for v in rope.values() if isinstance(v, dict)] or [rope]
-    return [str(table.get("rope_type", "default")) for table in tables]
+def _rope_tables(rope: dict[str, Any]) -> list[dict[str, Any]]:
+    """One, or one for each layer type (gemma3)."""
+    return [v for v in rope.values() if isinstance(v, dict)] or [rope]
+
+
+def _stable(value: Any) -> Any:
+    """A config without what differs between versions of transformers or ways of loading it."""
+    if isinstance(value, dict):
+        return {k: _stable(v) for k, v in value.items() if k not in VOLATILE_CONFIG}
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -35,7 +35,8 @@ def _observed_attention(
 def observing(model: Any, observer: Observer) -> Iterator[None]:
     """Call `observer` in every attention layer of every forward pass made inside the `with` block.
 
-    The passes run on SDPA; the model gets its own attention back at the end.
+    The passes run on SDPA, in evaluation mode and without autocast; the model gets its own attention and
+    mode back at the end.
 
     Raises:
         ModelError: the model does not use transformers' attention interface.
@@ -47,22 +48,26 @@ def observing(model: Any, observer: Observer) -> Iterator[None]:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     parts = model.config.sub_configs
     before = {"": model.config._attn_implementation} | {
-        part: sub._attn_implementation for part in parts if (sub := getattr(model.config, part, None)) is not None
+        part: sub._attn_implementation
+        for part in parts
+        if (sub := getattr(model.config, part, None)) is not None and sub._attn_implementation is not None
     }
-    try:
-        model.set_attn_implementation(NAME)
-    except Exception as fault:
-        raise ModelError(f"{type(model).__name__} cannot be observed: {fault}") from fault
-    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        raise ModelError(
-            f"{type(model).__name__} does not use transformers' attention interface, so BPC cannot serve it"
-        )
+    training = [module for module in model.modules() if module.training]
     token = _observer.set(observer)
     try:
-        yield
+        model.set_attn_implementation(NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            raise ModelError(
+                f"{type(model).__name__} does not use transformers' attention interface, so BPC cannot serve it"
+            )
+        model.eval()
+        with torch.autocast(model.device.type, enabled=False):
+            yield
     finally:
         _observer.reset(token)
         model.set_attn_implementation(before)
+        for module in training:
+            module.training = True
 
 
 def verify(model: Any, description: ModelDescription) -> None:
@@ -104,7 +109,8 @@ def verify(model: Any, description: ModelDescription) -> None:
         model.base_model(input_ids=ids, use_cache=False)
     if sorted(seen) != description.full_layers:
         missing = sorted(set(description.full_layers) - set(seen))
+        fault = "bypass transformers' attention interface" if missing else "attend more than once"
+        layers = missing or sorted({layer for layer in seen if seen.count(layer) > 1})
         raise ModelError(
-            f"{description.id} ({description.model_type}): layers {missing} bypass transformers' attention "
-            "interface, so BPC cannot serve it"
+            f"{description.id} ({description.model_type}): layers {layers} {fault}, so BPC cannot serve it"
         )

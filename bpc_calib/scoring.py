@@ -37,7 +37,8 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     if not query.dtype.is_floating_point:
         raise InputError(f"query must be floating, not {query.dtype}")
     check_bits(projection.shape[-2])
-    projected = query.float() @ projection.to(query.dtype).float().mT
+    with torch.autocast(query.device.type, enabled=False):
+        projected = query.float() @ projection.to(query.dtype).float().mT
     largest = projected.abs().amax((-2, -1))
     inverse = torch.where(largest > 0, 127 / largest, 0)
     values = (projected * inverse[..., None, None]).round().clamp(-127, 127)
@@ -60,7 +61,8 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
     """
     signs = unpack_codes(codes, query.values.shape[-1])
     # Exact in float32, in TF32 and in any order: integers of at most 8 bits whose sums stay below 2^24.
-    scores = (query.values.float() @ signs.mT).to(torch.int32)
+    with torch.autocast(codes.device.type, enabled=False):
+        scores = (query.values.float() @ signs.mT).to(torch.int32)
     if gain is None:
         return scores
     if gain.dtype != torch.uint8 or gain.shape[-1] != codes.shape[-2]:

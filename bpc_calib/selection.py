@@ -1,6 +1,7 @@
 """The set of tokens attended: forced ones first, then the best ranked."""
 
 from fractions import Fraction
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
     Raises:
         InputError: a budget out of range.
     """
-    if isinstance(budget, bool) or not (budget > 0) or (isinstance(budget, float) and budget > 1):
-        raise InputError(f"budget must be a share in (0, 1] or a positive number of tokens, not {budget}")
-    wanted = budget if isinstance(budget, int) else int(_exact(budget) * length)
+    is_count = isinstance(budget, Integral) and not isinstance(budget, bool)
+    if not (is_count or isinstance(budget, float)) or not budget > 0 or (not is_count and budget > 1):
+        raise InputError(f"budget must be a share in (0, 1] or a positive number of tokens, not {budget!r}")
+    wanted = int(budget) if is_count else int(_exact(float(budget)) * length)
     return min(length, max(min_tokens, wanted))
 
 

@@ -97,7 +97,7 @@ def calibrate(
 
     import bpc_calib
     from bpc_calib.calibration import plan
-    from bpc_calib.corpora import DEFAULT_CORPORA, open_corpus
+    from bpc_calib.corpora import DEFAULT_CORPORA, HUB_CORPORA, open_corpus
     from bpc_calib.models import describe, load_config, load_model, load_tokenizer
 
     device = _device(device)
@@ -115,11 +115,17 @@ def calibrate(
     target = output or Path(f"{chosen.model.id.split('/')[-1]}-bpc{bits}.safetensors")
     check_writable(target, chosen.artifact_bytes + (1 << 20), overwrite=force)
     if dry_run:
-        _print_plan(chosen, config, target, list(corpus or DEFAULT_CORPORA), device, dtype.value, as_json)
+        for spec in corpus or []:
+            if spec not in HUB_CORPORA:
+                open_corpus(spec, text_field=text_field)
+        _print_plan(
+            chosen, config, target, list(corpus or DEFAULT_CORPORA), device, dtype.value, as_json, trust_remote_code
+        )
         return
     corpora = [open_corpus(spec, text_field=text_field) for spec in dict.fromkeys(corpus or DEFAULT_CORPORA)]
     tokenizer = load_tokenizer(model, revision=commit, trust_remote_code=trust_remote_code)
-    if not quiet:
+    visible = not quiet and sys.stderr.isatty()
+    if visible:
         note(f"Loading {chosen.model.id} on {device} ...")
     loaded = load_model(model, revision=commit, dtype=dtype.value, device=device, trust_remote_code=trust_remote_code)
 
@@ -142,7 +148,7 @@ def calibrate(
         TimeRemainingColumn(),
     )
     seconds = {"load": time.monotonic() - started}
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bars:
+    with Progress(*columns, console=console, disable=not visible) as bars:
         tasks = {stage: bars.add_task(text, start=False, total=None, visible=False) for stage, text in STAGES.items()}
         last = time.monotonic()
 
@@ -196,31 +202,37 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        float(torch.zeros(1, device=name))
     except Exception as fault:
         reason = str(fault).strip().splitlines()[0]
         fail(f"device {name} cannot be used: {reason}")
     return name
 
 
-def _peak_memory() -> int:
-    try:
+def _peak_memory() -> int | None:
+    """Of this process alone: what `getrusage` says includes, on Linux, the process that started it."""
+    if sys.platform == "linux":
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    if sys.platform == "darwin":
         import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None
 
 
-def _print_plan(
-    chosen: "Plan", config: Any, target: Path, corpora: list[str], device: str, dtype: str, as_json: bool
-) -> None:
+def _meta_model(config: Any, dtype: str, trust_remote_code: bool) -> Any:
+    """The model without its weights, in the dtype it would be loaded in."""
     import torch
     from transformers import AutoModelForCausalLM
 
     kind = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config, dtype=kind).parameters())
+        return AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=trust_remote_code)
+
+
+def _print_plan(chosen: "Plan", weights: Any, target: Path, corpora: list[str], device: str, as_json: bool) -> None:
+    parameters, kind = sum(p.numel() for p in weights.parameters()), weights.dtype
     model = chosen.model
     key_bytes = chosen.key_bytes(kind.itemsize)
     seconds = _forward_seconds(chosen, parameters, device, kind)
@@ -291,7 +303,7 @@ def _print_result(result: dict[str, Any]) -> None:
     table.add_section()
     table.add_row("all", f"{result['residual']:.4f}")
     print_table("Residual |K - UP| / |K|, mean over KV heads", table)
-    memory = _size(result["peak_memory_bytes"])
+    memory = "not known here" if result["peak_memory_bytes"] is None else _size(result["peak_memory_bytes"])
     if result["peak_gpu_memory_bytes"]:
         memory += f" and {_size(result['peak_gpu_memory_bytes'])} on the GPU"
     stages = ", ".join(f"{STAGES[stage].lower()} {_time(spent)}" for stage, spent in result["seconds_by_stage"].items())

@@ -1,5 +1,6 @@
 """What every command shares: results on stdout, the rest on stderr, one line for an error."""
 
+import errno
 import functools
 import json
 import logging
@@ -67,26 +68,36 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Result:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            sys.stdout.flush()
+            return result
         except (typer.Exit, typer.Abort):
             raise
         except KeyboardInterrupt:
             note("Interrupted.")
             raise typer.Exit(130) from None
         except BrokenPipeError:  # the reader, `head` say, has had enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_stdout()
             raise typer.Exit(0) from None
         except Exception as fault:
             if os.environ.get("BPC_DEBUG"):
                 raise
             from bpc_artifacts.errors import BPCError
 
+            if isinstance(fault, OSError) and fault.errno == errno.ENOSPC:
+                _drop_stdout()
+                fail(f"the output cannot be written: {fault.strerror}")
             if isinstance(fault, BPCError):
                 fail(" ".join(str(fault).split()))
             kind, text = type(fault).__name__, " ".join(str(fault).split())[:300]
             fail(f"unexpected {kind}: {text} (BPC_DEBUG=1 shows where; please report it)")
 
     return wrapped
+
+
+def _drop_stdout() -> None:
+    """What could not be written is not tried again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def quiet_libraries(*, bars: bool = True) -> None:

@@ -1,5 +1,6 @@
 """`bpc inspect`: what is in an artifact, whether it is whole, and whether it fits a model."""
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,13 +96,12 @@ def _print(artifact: "ProjectionArtifact", file: str, commit: str | None) -> Non
     extras = [name for name, on in (("query metric", algorithm["metric"]), ("centred", algorithm["centred"])) if on]
     if algorithm["least_squares"]:
         extras.append(f"{algorithm['least_squares']} least-squares rounds")
-    left_out = model["num_layers"] - len(artifact.layers)
     facts = Table(show_header=False)
     for name, value in {
         "file": f"{file}{f' at {commit}' if commit else ''}",
         "format": f"version {metadata['format_version']}, written by bpc {metadata['bpc_version']}, checks passed",
         "model": f"{model['id']}{' at ' + model['revision'] if model['revision'] else ''} ({model['model_type']})",
-        "layers": f"{len(artifact.layers)} of {model['num_layers']}{' (the others slide)' if left_out else ''}",
+        "layers": f"{len(artifact.layers)} of {model['num_layers']} (full attention)",
         "heads": f"{model['kv_heads']} KV heads of {model['head_dim']}, {model['query_heads']} query heads",
         "RoPE": model["rope"] or "none",
         "method": ", ".join([f"{algorithm['name']}, {algorithm['iterations']} steps a bit", *extras]),
@@ -167,5 +167,6 @@ def _plot(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:
     heatmap.set_xticks(range(residual.shape[1]))
     figure.colorbar(picture, ax=heatmap)
     figure.suptitle(printable(artifact.metadata["model"]["id"]), parse_math=False)
-    with replacing(path, force) as temporary:
+    with replacing(path, force) as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a name in letters that the font lacks
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)

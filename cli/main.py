@@ -1,5 +1,6 @@
 """The `bpc` entry point."""
 
+import io
 import sys
 from typing import Annotated
 
@@ -39,6 +40,9 @@ def _root(
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a table is better with ? than not at all
+            stream.reconfigure(errors="replace")
     try:
         app()
     except KeyboardInterrupt:  # before or after a command

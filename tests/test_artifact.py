@@ -287,6 +287,7 @@ def test_tensors_are_checked(path, change, message):
         ("{", "metadata: not valid JSON"),
         ("[]", "metadata: expected a JSON object, found list"),
         ('{"a": NaN}', "metadata: not valid JSON: NaN is not a number of JSON"),
+        ('{"a": 1e999}', "metadata: not valid JSON: 1e999 is not a number of JSON"),
         ('{"a": 1, "a": 2}', "metadata: not valid JSON: a key occurs twice"),
         ("[" * 100_000, "metadata: not valid JSON"),
     ],
@@ -353,6 +354,27 @@ def test_saving_an_invalid_artifact_writes_nothing(tmp_path):
             tmp_path / "a.safetensors",
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), np.int64(3), {1, 2}])
+def test_metadata_that_is_not_json_is_refused(tmp_path, value):
+    with pytest.raises(ArtifactError, match="metadata: not JSON"):
+        save(artifact(metrics={"x": value}), tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_as_long_as_the_file_system_allows(tmp_path):
+    name = "長" * 80 + ".safetensors"
+    save(artifact(), tmp_path / name)
+    load(tmp_path / name)
+    with pytest.raises(ArtifactError, match="cannot be written: File name too long"):
+        save(artifact(), tmp_path / ("x" * 300))
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArtifactError, match="is no regular file"):
+        save(artifact(), tmp_path / "pipe", overwrite=True)
 
 
 def test_existing_files_are_kept_unless_asked(path):

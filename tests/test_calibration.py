@@ -197,6 +197,9 @@ def test_a_dead_head_gets_a_zero_projection(text_folder, tmp_path):
         ({"sequence_length": 129}, "a sequence length of 129 is over the limit of llama, 128 tokens"),
         ({"sequence_length": 0}, "sequence length must be at least 1"),
         ({"keys_per_head": 0}, "keys per head must be at least 1"),
+        ({"samples": 2.5}, "samples must be at least 1, not 2.5"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 1 << 63}, "seed must be at least 0 and below 2"),
         ({"method": "magic"}, "unknown method 'magic': known are refined, paper"),
     ],
 )
@@ -219,5 +222,19 @@ def test_defaults_fit_the_model():
 
 
 def test_no_corpus_is_an_error():
-    with pytest.raises(BPCError, match="at least one corpus"):
-        calibrate(tiny.model(), tiny.tokenizer(), corpora=[])
+    for corpora in ([], "notes"):
+        with pytest.raises(BPCError, match="at least one corpus"):
+            calibrate(tiny.model(), tiny.tokenizer(), corpora=corpora)
+
+
+def test_the_mode_of_the_model_and_autocast_change_nothing(text_folder):
+    model = tiny.model(attention_dropout=0.5)
+    settings = {"corpora": [text_folder], "samples": 3, "bits": 32}
+    plain = calibrate(model, tiny.tokenizer(), **settings)
+    model.train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    with torch.autocast("cpu", torch.bfloat16):
+        again = calibrate(model, tiny.tokenizer(), **settings)
+    assert np.array_equal(plain.layers[2].projection, again.layers[2].projection)
+    assert [module.training for module in model.modules()] == modes

@@ -62,8 +62,8 @@ def test_names_and_fields(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"body": "x"}\n', r"a.jsonl: line 1: no field 'text' \(there are 'body'\); name it with --text-f"),
-        ("a.jsonl", '{"text": "x"}\n{"text": 3}\n', "a.jsonl: line 2: field 'text' is int, not text"),
-        ("a.jsonl", '{"text": "x"}\nnot json\n', "a.jsonl: line 2 is not JSON"),
+        ("a.jsonl", '{"text": 3}\n', "a.jsonl: line 1: field 'text' is int, not text"),
+        ("a.jsonl", "not json\n", "a.jsonl: line 1 is not JSON"),
         ("a.jsonl", '["x"]\n', "a.jsonl: line 1: expected an object with a field 'text', found list"),
         ("a.jsonl", "[" * 100_000, "a.jsonl: line 1 is not JSON"),
         ("a.txt", b"\xff\xfe\x00", r"a.txt: not UTF-8 text \(byte 0\)"),
@@ -123,7 +123,42 @@ def test_bad_files_among_good_ones_are_left_out_with_one_warning(tmp_path, caplo
         (tmp_path / f"bad{i}.txt").write_bytes(b"\xff")
     assert read(tmp_path) == ["good"]
     (record,) = caplog.records
-    assert f"corpus {tmp_path.name}: left out 3 of 4 files; the first: " in record.getMessage()
+    assert f"corpus {tmp_path.name}: left out 3 bad files or rows; the first: " in record.getMessage()
+
+
+def test_bad_rows_after_a_good_one_are_left_out_with_one_warning(tmp_path, caplog):
+    rows = [
+        '{"text": "one"}',
+        "not json",
+        '{"text": null}',
+        '{"body": "x"}',
+        '{"text": "a\\u0000b"}',
+        '{"text": "two"}',
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert read(tmp_path / "a.jsonl") == ["one", "two"]
+    (record,) = caplog.records
+    assert "left out 4 bad files or rows; the first: line 2 is not JSON" in record.getMessage()
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
+    assert read(tmp_path / "a.txt") == ["abc"]
+
+
+def test_a_path_is_no_pattern(tmp_path):
+    for name in ("a1", "a[1]", "b*", "x::y"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / f"{name}.parquet")
+    for name in ("a[1]", "b*", "x::y"):
+        assert read(tmp_path / f"{name}.parquet") == [name]
+
+
+def test_a_parquet_bomb_is_refused(tmp_path):
+    table = pyarrow.table({"text": ["x" * (100 << 20)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 100_000
+    with pytest.raises(CorpusError, match=r"a.parquet: unpacks to over 100 times its size"):
+        read(tmp_path / "a.parquet")
 
 
 def test_one_long_document_is_refused(tmp_path):

@@ -112,9 +112,10 @@ def test_all_padding_and_zero_keys_give_zeros():
     assert unpack_codes(zero.codes, 32).eq(1).all()  # sign(0) = +1
 
 
+@pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("iterations", [1, 8])
-def test_same_bytes_for_any_number_of_threads(iterations):
-    keys = random_keys(3, 2 * BLOCK + 5, 64)
+def test_same_bytes_for_any_number_of_threads(iterations, heads):
+    keys = random_keys(heads, 2 * BLOCK + 5, 64)
     threads = torch.get_num_threads()
     found = []
     try:

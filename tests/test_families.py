@@ -89,6 +89,11 @@ def test_multimodal_gemma3_is_served_through_its_language_model(text_folder):
         ("bert", {"architectures": ["BertForMaskedLM"]}, "not a causal language model"),
         ("mistral", {"sliding_window": 32}, "no layer attends to the whole context"),
         ("llama", {"num_attention_heads": [4, 2, 4]}, "differ from layer to layer"),
+        ("llama", {"num_hidden_layers": 0}, "its config says layers: 0"),
+        ("llama", {"max_position_embeddings": -5}, "and -5 positions"),
+        ("llama", {"head_dim": "x"}, "its config says head_dim: x"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "3 layers, 1 layer types"),
+        ("llama", {"architectures": 5}, r"llama \(llama\) cannot be served"),
     ],
 )
 def test_refuses_what_it_cannot_serve_by_its_config(family, changes, message):
@@ -147,6 +152,21 @@ def test_two_models_are_observed_apart():
 def test_no_shift_where_rope_depends_on_the_length(rope, can):
     rope = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64} | rope
     assert describe(tiny.config(rope_parameters=rope)).can_shift is can
+
+
+def test_no_shift_where_queries_are_scaled_by_position():
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "llama_4_scaling_beta": 0.5}
+    assert not describe(tiny.config(rope_parameters=rope)).can_shift
+    assert not describe(tiny.config(attn_temperature_tuning=True)).can_shift
+
+
+def test_a_composite_model_has_one_config_hash_however_it_is_loaded():
+    text = tiny.config("gemma3_text").to_dict()
+    hashes = {
+        describe(tiny.config("gemma3", text_config=text | {"dtype": dtype})).config_sha256
+        for dtype in ("float32", "bfloat16", None)
+    }
+    assert hashes == {describe(tiny.config("gemma3_text")).config_sha256}
 
 
 def test_no_shift_without_rope():

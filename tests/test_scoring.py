@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decomposition import random_keys
 
-from bpc_calib import InputError, QuantizedQuery, hash_scores, quantize_query
+from bpc_calib import InputError, QuantizedQuery, encode, hash_scores, quantize_query
 from bpc_calib.codes import pack_codes
 
 bit_lists = [32, 64, 128]
@@ -96,6 +96,18 @@ def test_half_goes_to_even():
     query = torch.zeros(1, 64)
     query[0, :5] = torch.tensor([127.0, 0.5, 1.5, -0.5, -2.5])
     assert quantize_query(query, projection).values[0, :5].tolist() == [127, 0, 2, 0, -2]
+
+
+def test_autocast_changes_nothing():
+    keys, projection = random_keys(500, 64), random_keys(64, 64, seed=1)
+
+    def everything():
+        encoded, query = encode(keys, projection), quantize_query(keys[:4], projection)
+        return encoded.codes, encoded.gain, query.values, hash_scores(query, encoded.codes, encoded.gain)
+
+    plain = everything()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(plain, everything(), strict=True))
 
 
 def test_zero_query_scores_zero_everywhere():

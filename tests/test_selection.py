@@ -1,5 +1,6 @@
 """The set attended: exactly k, in order of right, ties to the lower index."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,9 +88,11 @@ def test_sizes_of_the_set():
     assert attended(100, 2048, 1) == 100
     assert attended(100_000, 2048) == 2048
     assert attended(0, 0.02) == 0
+    assert attended(100_000, np.int64(2048)) == 2048
+    assert attended(100_000, np.float64(0.02)) == 2000
 
 
-@pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, float("nan"), True])
+@pytest.mark.parametrize("budget", [0, -1, 1.5, 0.0, float("nan"), True, "2%", None, torch.tensor(0.02)])
 def test_refuses_budgets_out_of_range(budget):
     with pytest.raises(InputError, match="budget must be a share in"):
         attended(100, budget)
