@@ -118,9 +118,8 @@ def calibrate(
         for spec in corpus or []:
             if spec not in HUB_CORPORA:
                 open_corpus(spec, text_field=text_field)
-        _print_plan(
-            chosen, config, target, list(corpus or DEFAULT_CORPORA), device, dtype.value, as_json, trust_remote_code
-        )
+        weights = _meta_model(config, dtype.value, trust_remote_code)
+        _print_plan(chosen, weights, target, list(corpus or DEFAULT_CORPORA), device, as_json)
         return
     corpora = [open_corpus(spec, text_field=text_field) for spec in dict.fromkeys(corpus or DEFAULT_CORPORA)]
     tokenizer = load_tokenizer(model, revision=commit, trust_remote_code=trust_remote_code)

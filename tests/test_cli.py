@@ -234,7 +234,7 @@ def test_inspect_refuses_what_is_damaged(bpc, made, tmp_path):
     assert_one_error(bpc("inspect", tmp_path / "none.safetensors"), "No such file")
     assert_one_error(bpc("inspect", "nowhere/none.safetensors"), "nowhere/none.safetensors: cannot be read: No such")
     assert_one_error(bpc("inspect", tmp_path), "is a folder")
-    assert_one_error(bpc("inspect", "org/artifact"), "org/artifact is not in the cache")
+    assert_one_error(bpc("inspect", "org/artifact"), "org/artifact (no file here) is not in the cache")
 
 
 def test_inspect_says_whether_it_fits(bpc, made, tmp_path):
