@@ -104,10 +104,10 @@ def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
     if spec in HUB_CORPORA:
         return _pin(HUB_CORPORA[spec])
     name, separator, given = spec.partition("=")
-    if not separator or not name or Path(spec).exists():
+    if not separator or not name or os.path.exists(spec):
         name, given = "", spec
-    path = Path(given).expanduser()
-    if not given or not path.exists():
+    path = Path(os.path.expanduser(given))
+    if not given or not os.path.exists(path):
         raise CorpusError(
             f"unknown corpus {spec!r}: there is no such file or folder, and the names are {', '.join(HUB_CORPORA)}"
         )
@@ -124,10 +124,42 @@ def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
     Raises:
         CorpusError: the only file, or the first row of a corpus of the Hub, cannot be used.
     """
-    bad: list[CorpusError] = []
+    if corpus.repo:
+        places = [(corpus.path, _hub_rows(corpus, rng.randrange(1 << 32)))]
+    else:
+        places = [(str(file), _file_rows(file, corpus.field)) for file in corpus.files]
+        rng.shuffle(places)
+    left_out = _LeftOut()
+    try:
+        for where, rows in places:
+            try:
+                yield from _usable(where, rows, left_out)
+            except CorpusError as fault:
+                if len(places) == 1:
+                    raise
+                left_out.add(fault)
+    finally:  # also where the reader has had enough
+        if left_out.count:
+            log.warning(
+                "corpus %s: left out %d bad files or rows; the first: %s", corpus.name, left_out.count, left_out.first
+            )
 
-    def usable(rows: Iterator[str | CorpusError]) -> Iterator[str]:
-        """The good rows; where the first is bad, so are the others, and it is raised."""
+
+@dataclass
+class _LeftOut:
+    """How much could not be used, and the first of it: there may be millions."""
+
+    count: int = 0
+    first: CorpusError | None = None
+
+    def add(self, fault: CorpusError) -> None:
+        self.count += 1
+        self.first = self.first or fault
+
+
+def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -> Iterator[str]:
+    """The good rows of one place; where the first is bad, so are the others, and it is raised."""
+    try:
         for number, row in enumerate(rows):
             if isinstance(row, str) and "\0" in row:
                 row = CorpusError("binary, not text (it holds NUL)")
@@ -138,25 +170,9 @@ def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
             elif number == 0:
                 raise row
             else:
-                bad.append(row)
-
-    if corpus.repo:
-        places = [(corpus.path, _hub_rows(corpus, rng.randrange(1 << 32)))]
-    else:
-        places = [(str(file), _file_rows(file, corpus.field)) for file in corpus.files]
-        rng.shuffle(places)
-    try:
-        for where, rows in places:
-            try:
-                yield from usable(rows)
-            except CorpusError as fault:
-                placed = CorpusError(f"{where}: {fault}")
-                if len(places) == 1:
-                    raise placed from None
-                bad.append(placed)
-    finally:  # also where the reader has had enough
-        if bad:
-            log.warning("corpus %s: left out %d bad files or rows; the first: %s", corpus.name, len(bad), bad[0])
+                left_out.add(CorpusError(f"{where}: {row}"))
+    except CorpusError as fault:
+        raise CorpusError(f"{where}: {fault}") from fault.__cause__
 
 
 def _pin(corpus: Corpus) -> Corpus:
@@ -196,13 +212,13 @@ def _hub_rows(corpus: Corpus, seed: int) -> Iterator[str | CorpusError]:
 
 
 def _find_files(path: Path) -> list[Path]:
-    if path.is_file():
+    if os.path.isfile(path):
         if not _is_text(path.name):
             raise CorpusError(
                 f"{path}: no text by its suffix; known are .txt, .md, code files, .jsonl, .json.gz and .parquet"
             )
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CorpusError(f"{path}: neither a file nor a folder")
     found = []
     for folder, subfolders, names in os.walk(path):  # does not follow links to folders, so no loops

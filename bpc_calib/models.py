@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,16 +138,16 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
     """
     from transformers import AutoConfig
 
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     commit = None
     if not model:
         raise ModelError("(empty): no such model folder")
-    if folder.is_dir():
+    if os.path.isdir(folder):
         if revision is not None:
             raise ModelError(f"{model} is a folder: a revision is for the Hub")
         if not (folder / "config.json").is_file():
             raise ModelError(f"{model}: the folder holds no config.json, so it is not a transformers model")
-    elif folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    elif os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such model folder")
     else:
         try:
@@ -203,8 +204,8 @@ def load_model(
 
 def _source(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
     """Where `from_pretrained` is to look: a folder, or the Hub at a commit, its cache where there is no network."""
-    folder = Path(model).expanduser()
-    here = folder.is_dir()
+    folder = Path(os.path.expanduser(model))
+    here = os.path.isdir(folder)
     return {
         "pretrained_model_name_or_path": str(folder) if here else model,
         "revision": None if here else revision,
@@ -217,7 +218,7 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
     """The cause in one line: of the Hub only where it is the Hub that was asked."""
     if "trust_remote_code" in str(fault):
         return ModelError(f"{model} comes with its own code: read it, then pass --trust-remote-code to run it")
-    if Path(model).expanduser().is_dir():
+    if os.path.isdir(Path(os.path.expanduser(model))):
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))
 
@@ -225,7 +226,7 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
 def _display_name(config: Any) -> str:
     """The Hub id, or the base name of a local folder: a full path would leak a user's name."""
     name = getattr(config, "_name_or_path", "") or config.model_type
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return path.resolve().name if path.is_dir() or path.is_absolute() or name.startswith(".") else name
 
 

@@ -89,6 +89,8 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
                 fail(f"the output cannot be written: {fault.strerror}")
             if isinstance(fault, BPCError):
                 fail(" ".join(str(fault).split()))
+            if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's, unimported
+                fail("out of memory: try a shorter --sequence-length, fewer --keys-per-head, or --device cpu")
             kind, text = type(fault).__name__, " ".join(str(fault).split())[:300]
             fail(f"unexpected {kind}: {text} (BPC_DEBUG=1 shows where; please report it)")
 

@@ -1,5 +1,6 @@
 """`bpc inspect`: what is in an artifact, whether it is whole, and whether it fits a model."""
 
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,9 +58,9 @@ def inspect(
 
 
 def _locate(file: str, revision: str | None) -> tuple[Path, str | None]:
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     parts = file.split("/")
-    if path.exists() or len(parts) < 2 or not all(parts) or parts[0] in (".", "..", "~"):
+    if os.path.exists(path) or len(parts) < 2 or not all(parts) or parts[0] in (".", "..", "~"):
         return path, None
     if len(parts) == 2 and file.endswith(".safetensors"):  # FOLDER/FILE, mistyped
         return path, None

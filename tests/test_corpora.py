@@ -96,7 +96,7 @@ def test_a_lone_surrogate_becomes_text(tmp_path):
 def test_unknown_names_and_empty_places(tmp_path):
     with pytest.raises(CorpusError, match="unknown corpus 'pg20': there is no such file or folder, and the names are"):
         open_corpus("pg20")
-    for spec in ("", "name=", "name=/no/such/path"):
+    for spec in ("", "name=", "name=/no/such/path", "x" * 5000, "~nobody-of-that-name/x"):
         with pytest.raises(CorpusError, match="unknown corpus"):
             open_corpus(spec)
     with pytest.raises(CorpusError, match="holds no text"):
@@ -138,7 +138,8 @@ def test_bad_rows_after_a_good_one_are_left_out_with_one_warning(tmp_path, caplo
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     assert read(tmp_path / "a.jsonl") == ["one", "two"]
     (record,) = caplog.records
-    assert "left out 4 bad files or rows; the first: line 2 is not JSON" in record.getMessage()
+    assert "left out 4 bad files or rows; the first: " in record.getMessage()
+    assert record.getMessage().endswith("a.jsonl: line 2 is not JSON: expected one object a line")
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
