@@ -139,6 +139,8 @@ def _read(path: Path) -> bytes:
     """The bytes of a file whose size agrees with its own header."""
     if path.is_dir():
         raise ArtifactError("is a folder: name a file")
+    if path.exists() and not path.is_file():  # a pipe would wait for ever
+        raise ArtifactError("is no regular file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)

@@ -45,12 +45,12 @@ def collect_keys(
     shape = (description.kv_heads, total, description.head_dim)
     kept = {layer: torch.empty(shape, dtype=model.dtype) for layer in description.full_layers}
     filled = dict.fromkeys(kept, 0)
-    wanted = torch.empty(0, dtype=torch.int64)
+    wanted = torch.empty(0, dtype=torch.int64)  # the positions of the sample under way
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
         if (layer := module.layer_idx) in kept:
             end = filled[layer] + len(wanted)
-            kept[layer][:, filled[layer] : end] = key[0].index_select(1, wanted).to(kept[layer].device)
+            kept[layer][:, filled[layer] : end] = key[0].index_select(1, wanted.to(key.device)).to("cpu")
             filled[layer] = end
 
     device = model.device

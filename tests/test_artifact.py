@@ -319,6 +319,9 @@ def test_other_files_are_refused(tmp_path, content, message):
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArtifactError, match="is no regular file"):
+        load(tmp_path / "pipe")
     with pytest.raises(ArtifactError, match="No such file"):
         load(tmp_path / "no.safetensors")
     with pytest.raises(ArtifactError, match="is a folder"):
