@@ -3,6 +3,7 @@
 import enum
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,7 +148,8 @@ def calibrate(
         TimeRemainingColumn(),
     )
     seconds = {"load": time.monotonic() - started}
-    with Progress(*columns, console=console, disable=not visible) as bars:
+    bars = Progress(*columns, console=console)
+    with bars if visible else nullcontext():
         tasks = {stage: bars.add_task(text, start=False, total=None, visible=False) for stage, text in STAGES.items()}
         last = time.monotonic()
 
