@@ -103,16 +103,16 @@ def calibrate(
 
     device = _device(device)
     config, commit = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
-    chosen = plan(
-        describe(config, revision=commit),
-        samples=samples,
-        sequence_length=sequence_length,
-        bits=bits,
-        method=method.value,
-        position_shift=position_shift,
-        keys_per_head=keys_per_head,
-        seed=seed,
-    )
+    settings: dict[str, Any] = {
+        "samples": samples,
+        "sequence_length": sequence_length,
+        "bits": bits,
+        "method": method.value,
+        "position_shift": position_shift,
+        "keys_per_head": keys_per_head,
+        "seed": seed,
+    }
+    chosen = plan(describe(config, revision=commit), **settings)
     target = output or Path(f"{chosen.model.id.split('/')[-1]}-bpc{bits}.safetensors")
     check_writable(target, chosen.artifact_bytes + (1 << 20), overwrite=force)
     if dry_run:
@@ -161,20 +161,7 @@ def calibrate(
             bars.start_task(tasks[stage])
             bars.update(tasks[stage], completed=done, total=total, visible=True)
 
-        artifact = bpc_calib.calibrate(
-            loaded,
-            tokenizer,
-            corpora=corpora,
-            samples=samples,
-            sequence_length=sequence_length,
-            bits=bits,
-            method=method.value,
-            position_shift=position_shift,
-            keys_per_head=keys_per_head,
-            seed=seed,
-            revision=commit,
-            progress=show,
-        )
+        artifact = bpc_calib.calibrate(loaded, tokenizer, corpora=corpora, revision=commit, progress=show, **settings)
     save(artifact, target, overwrite=force)
 
     on_gpu = torch.device(device).type == "cuda"
