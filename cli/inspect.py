@@ -142,7 +142,7 @@ def _plot(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:
     try:
         import matplotlib
     except ImportError:
-        fail("--plot needs matplotlib: pip install 'bpc-calib[plots]'")
+        fail("--plot needs matplotlib: pip install matplotlib")
     matplotlib.use("agg")
     import numpy as np
     from matplotlib import pyplot
