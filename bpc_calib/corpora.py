@@ -213,11 +213,7 @@ def _hub_rows(corpus: Corpus, seed: int) -> Iterator[str | CorpusError]:
 
 def _find_files(path: Path) -> list[Path]:
     if os.path.isfile(path):
-        if not _is_text(path.name):
-            raise CorpusError(
-                f"{path}: no text by its suffix; known are .txt, .md, code files, .jsonl, .json.gz and .parquet"
-            )
-        return [path]
+        return [path]  # whatever its suffix: what is not UTF-8 text is found out when it is read
     if not os.path.isdir(path):
         raise CorpusError(f"{path}: neither a file nor a folder")
     found = []
@@ -235,8 +231,10 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _is_text(name: str) -> bool:
+    """By its suffix; LICENSE and GPL-3.0 have none."""
     name = name.lower()
-    return name.endswith((*JSON_SUFFIXES, ".parquet")) or Path(name).suffix in TEXT_SUFFIXES
+    suffix = Path(name).suffix
+    return name.endswith((*JSON_SUFFIXES, ".parquet")) or suffix in TEXT_SUFFIXES or suffix.strip(".0123456789") == ""
 
 
 def _file_rows(file: Path, field: str) -> Iterator[str | CorpusError]:

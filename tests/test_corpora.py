@@ -29,6 +29,8 @@ def test_reads_every_kind_in_a_folder(tmp_path):
     (tmp_path / "sub" / ".hidden").mkdir(parents=True)
     (tmp_path / "a.txt").write_text("plain é")
     (tmp_path / "b.md").write_text("# marked")
+    (tmp_path / "LICENSE").write_text("without suffix")
+    (tmp_path / "GPL-3.0").write_text("a version, no suffix")
     (tmp_path / "sub" / "c.py").write_text("code = 1")
     (tmp_path / "sub" / "d.jsonl").write_text(lines({"text": "json one"}, {"text": "json two"}) + "\n")
     with gzip.open(tmp_path / "e.json.gz", "wt") as file:
@@ -38,12 +40,30 @@ def test_reads_every_kind_in_a_folder(tmp_path):
         (tmp_path / other).write_text("not wanted")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "blank.txt").write_text(" \n ")
-    wanted = {"plain é", "# marked", "code = 1", "json one", "json two", "packed", "table one", "table two"}
+    wanted = {
+        "without suffix",
+        "a version, no suffix",
+        "plain é",
+        "# marked",
+        "code = 1",
+        "json one",
+        "json two",
+        "packed",
+        "table one",
+        "table two",
+    }
     found = read(tmp_path)
     assert set(found) == wanted
     assert len(found) == len(wanted)
     assert read(tmp_path) == found
     assert any(read(tmp_path, seed=seed) != found for seed in range(1, 4))
+
+
+def test_a_file_named_by_itself_may_have_any_suffix(tmp_path):
+    (tmp_path / "a.log").write_text("text")
+    assert read(tmp_path / "a.log") == ["text"]
+    with pytest.raises(CorpusError, match="holds no text"):
+        open_corpus(str(tmp_path))
 
 
 def test_names_and_fields(tmp_path):
@@ -72,7 +92,7 @@ def test_names_and_fields(tmp_path):
         ("a.json.gz", b"not gzip", "a.json.gz: cannot be read: Not a gzipped file"),
         ("a.json.gz", gzip.compress(b'{"text": "x"}\n' * 999)[:40], "a.json.gz: cannot be read"),
         ("a.parquet", b"PAR1 but no more", "a.parquet: not a readable parquet file"),
-        ("a.exe", b"MZ", "a.exe: no text by its suffix"),
+        ("a.exe", b"MZ\0\x90", "a.exe: not UTF-8 text"),
     ],
 )
 def test_bad_files_are_one_clear_error(tmp_path, name, content, message):
