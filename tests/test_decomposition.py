@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpc_calib import InputError, decompose
+from bpc_calib import Decomposition, InputError, decompose
 from bpc_calib.codes import unpack_codes
 from bpc_calib.decomposition import BLOCK
 
@@ -19,6 +19,16 @@ def random_keys(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) 
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(shape, generator=generator) * torch.logspace(0, -1.5, shape[-1])
     return (keys + 0.3 * torch.randn(shape[-1], generator=generator)).to(dtype)
+
+
+def assert_same(one: Decomposition, other: Decomposition) -> None:
+    """Equal but for the rounding of sums, and for bits that have nothing left to describe but rounding."""
+    left = one.residual_norms[:-1] > 1e-9 * one.residual_norms[0]
+    bits = len(left)
+    differs = unpack_codes(one.codes, bits) != unpack_codes(other.codes, bits)
+    assert not differs[:, left].any()
+    torch.testing.assert_close(one.projection, other.projection, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(one.residual_norms, other.residual_norms, rtol=1e-9, atol=1e-9)
 
 
 def draws(bits: int, dim: int) -> torch.Tensor:
@@ -74,9 +84,8 @@ def test_a_batch_gives_what_its_members_give_alone(seed, heads, count, dim):
     assert batch.residual_norms.shape == (2, heads, 33)
     for i in range(2):
         for head in range(heads):
-            alone = decompose(keys[i, head], 32, iterations=3)
-            assert torch.equal(batch.codes[i, head], alone.codes)
-            torch.testing.assert_close(batch.projection[i, head], alone.projection, rtol=1e-6, atol=1e-9)
+            own = Decomposition(batch.projection[i, head], batch.codes[i, head], batch.residual_norms[i, head])
+            assert_same(decompose(keys[i, head], 32, iterations=3), own)
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,9 +100,7 @@ def test_padding_of_weight_zero_has_no_say(seed, count, padding, dim, left):
         padded, weights, real = padded.flip(0), weights.flip(0), slice(None, count)
         keys = keys.flip(0)
     alone, among = decompose(keys, 32), decompose(padded, 32, weights=weights)
-    assert torch.equal(among.codes[real], alone.codes)
-    torch.testing.assert_close(among.projection, alone.projection, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(among.residual_norms, alone.residual_norms, rtol=1e-9, atol=1e-9)
+    assert_same(alone, Decomposition(among.projection, among.codes[real], among.residual_norms))
 
 
 def test_ragged_weights_over_several_blocks():
