@@ -64,11 +64,7 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
         "metadata_sha256": "",
     }
     check(ProjectionArtifact(artifact.layers, metadata))
-    tensors = {}
-    for index, layer in artifact.layers.items():
-        for kind in ("projection", "residual", "metric", "mean"):
-            if (array := getattr(layer, kind)) is not None:
-                tensors[f"layers.{index}.{kind}"] = np.ascontiguousarray(array)
+    tensors = {name: np.ascontiguousarray(array) for name, array in artifact.tensors().items()}
     payload = _payload(safetensors.numpy.save(tensors))
     metadata["payload_sha256"] = hashlib.sha256(payload).hexdigest()
     try:

@@ -1,7 +1,7 @@
 """What a projection artifact holds, and the check of every value before it is used (format version 1)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,15 @@ class ProjectionArtifact:
 
     layers: Mapping[int, LayerProjection]
     metadata: Mapping[str, Any]
+
+    def tensors(self) -> dict[str, Array]:
+        """All arrays by their name in the file."""
+        return {
+            f"layers.{index}.{field.name}": array
+            for index, layer in self.layers.items()
+            for field in fields(layer)
+            if (array := getattr(layer, field.name)) is not None
+        }
 
 
 # A type, a tuple of types, a constant, a nested table, or a list of one of these. More keys are allowed:

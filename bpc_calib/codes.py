@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
+from bpc_artifacts.schema import BITS
 from bpc_calib.errors import InputError
 
-__all__ = ["BITS", "check_bits", "pack_codes", "unpack_codes"]
-
-BITS = (32, 64, 128)
+__all__ = ["check_bits", "pack_codes", "unpack_codes"]
 
 
 def check_bits(bits: int) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +177,6 @@ def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -
 
 def _pin(corpus: Corpus) -> Corpus:
     """The same corpus at the Hub's present commit, so that what is recorded is what was read."""
-    from dataclasses import replace
-
     from huggingface_hub import HfApi
 
     try:
@@ -287,11 +285,8 @@ def _parquet_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
             if field not in names:
                 raise CorpusError(_no_field(field, names))
             for group in map(table.metadata.row_group, range(table.num_row_groups)):
-                unpacked, packed = (
-                    group.total_byte_size,
-                    sum(group.column(i).total_compressed_size for i in range(group.num_columns)),
-                )
-                if unpacked > GRACE and unpacked > MAX_RATIO * packed:
+                packed = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+                if group.total_byte_size > GRACE and group.total_byte_size > MAX_RATIO * packed:
                     raise CorpusError(f"unpacks to over {MAX_RATIO} times its size: not text")
             row = 0
             for batch in table.iter_batches(batch_size=16, columns=[field]):

@@ -37,7 +37,7 @@ def decompose(
     For each bit: draw `v ~ N(0, I)`, then `iterations` times `u = sign(R v)`, `v = u R / N`; subtract
     `u^T v` from the residual `R`, which starts as `K`. `iterations=1` is Algorithm 1 of "Training-Free
     Hashing-Based Attention via Binary Principal Components" as printed; more steps never raise the
-    residual (docs/algorithm.md).
+    residual of a bit (docs/algorithm.md).
 
     Everything is computed in float64 and `v` is summed over fixed blocks of keys in order, so the
     result does not depend on the number of threads. The draws are made on the CPU, once a bit, and

@@ -58,7 +58,7 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     """
     bits = scores.shape[-1]
     original = scores.mT
-    running = original.contiguous() if not original.is_contiguous() else original.clone()
+    running = original.clone(memory_format=torch.contiguous_format)
     positive = torch.empty_like(running, dtype=torch.bool)
     squared_error = squared_norm.clone()
     dot = torch.zeros_like(squared_norm)  # <k, u P>

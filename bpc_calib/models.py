@@ -138,16 +138,15 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
     """
     from transformers import AutoConfig
 
-    folder = Path(os.path.expanduser(model))
-    commit = None
+    folder, commit = _folder(model), None
     if not model:
         raise ModelError("(empty): no such model folder")
-    if os.path.isdir(folder):
+    if folder is not None:
         if revision is not None:
             raise ModelError(f"{model} is a folder: a revision is for the Hub")
         if not (folder / "config.json").is_file():
             raise ModelError(f"{model}: the folder holds no config.json, so it is not a transformers model")
-    elif os.path.exists(folder) or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    elif os.path.exists(os.path.expanduser(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such model folder")
     else:
         try:
@@ -202,14 +201,19 @@ def load_model(
         raise _fault(fault, "model", model) from fault
 
 
+def _folder(model: str) -> Path | None:
+    """The folder that a model's name means here; None if there is none, and it may be a Hub id."""
+    path = Path(os.path.expanduser(model))
+    return path if model and os.path.isdir(path) else None
+
+
 def _source(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
     """Where `from_pretrained` is to look: a folder, or the Hub at a commit, its cache where there is no network."""
-    folder = Path(os.path.expanduser(model))
-    here = os.path.isdir(folder)
+    folder = _folder(model)
     return {
-        "pretrained_model_name_or_path": str(folder) if here else model,
-        "revision": None if here else revision,
-        "local_files_only": here or not online(),
+        "pretrained_model_name_or_path": str(folder or model),
+        "revision": revision if folder is None else None,
+        "local_files_only": folder is not None or not online(),
         "trust_remote_code": trust_remote_code,
     }
 
@@ -218,7 +222,7 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
     """The cause in one line: of the Hub only where it is the Hub that was asked."""
     if "trust_remote_code" in str(fault):
         return ModelError(f"{model} comes with its own code: read it, then pass --trust-remote-code to run it")
-    if os.path.isdir(Path(os.path.expanduser(model))):
+    if _folder(model) is not None:
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))
 

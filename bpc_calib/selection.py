@@ -70,18 +70,17 @@ def select(
     nth = valid.cumsum(-1) - 1  # the place of each token among the valid ones of its row
     newest = valid & (nth >= valid.sum(-1, keepdim=True) - recent)
     first = valid & ~newest & (nth < sink)
+    position = torch.arange(count, device=device).expand(scores.shape)
+    # One sort by (rule, value): a rule outweighs every value, and a stable sort keeps ties in order.
+    value = torch.where(newest, position, torch.where(first, 0, scores.to(torch.int64)))
     guarded = torch.zeros_like(valid)
     if error is not None and safeguard > 0:
         share = _exact(safeguard)
         places = wanted * share.numerator // share.denominator
         candidates = error.expand(scores.shape).masked_fill(newest | first | ~valid, -torch.inf)
-        guarded = (_rank(candidates) < places.unsqueeze(-1)) & (candidates > -torch.inf)
-
-    position = torch.arange(count, device=device).expand(scores.shape)
-    # One sort by (rule, value): a rule outweighs every value, and a stable sort keeps ties in order.
-    value = torch.where(newest, position, torch.where(first | guarded, 0, scores.to(torch.int64)))
-    if error is not None:
-        value = torch.where(guarded, -_rank(error.expand(scores.shape)), value)
+        rank = _rank(candidates)
+        guarded = (rank < places.unsqueeze(-1)) & (candidates > -torch.inf)
+        value = torch.where(guarded, -rank, value)
     rule = 3 * newest.long() + 2 * first.long() + guarded.long() - (~valid).long()
     chosen = _rank(rule * (1 << 40) + value) < wanted.unsqueeze(-1)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["command", "fail", "note", "print_json", "print_table", "printable", "quiet_libraries", "stderr", "stdout"]
+__all__ = ["command", "fail", "note", "print_json", "print_table", "printable", "quiet_libraries", "stderr"]
 
 Result = TypeVar("Result")
 
@@ -25,15 +25,8 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
-def stdout() -> "Console":
-    """For tables; never interprets markup."""
-    from rich.console import Console
-
-    return Console(markup=False, highlight=False, emoji=False)
-
-
 def stderr() -> "Console":
-    """For progress."""
+    """For progress; never interprets markup."""
     from rich.console import Console
 
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
@@ -41,7 +34,9 @@ def stderr() -> "Console":
 
 def print_table(title: str, table: "Table") -> None:
     """A table under a title that is never squeezed to the table's width."""
-    console = stdout()
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False, emoji=False)
     console.print(title, style="bold")
     console.print(table)
 

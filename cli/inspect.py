@@ -37,18 +37,18 @@ def inspect(
 
     path, commit = _locate(file, revision)
     artifact = load(path)
-    warnings = None
+    doubts = None
     if model is not None:
         from bpc_calib.models import describe, load_config
 
         config, model_commit = load_config(model, trust_remote_code=trust_remote_code)
-        warnings = check_model(artifact, describe(config, revision=model_commit).metadata())
-        for warning in warnings:
-            note(f"Warning: {warning}")
+        doubts = check_model(artifact, describe(config, revision=model_commit).metadata())
+        for doubt in doubts:
+            note(f"Warning: {doubt}")
     if plot is not None:
         _plot(artifact, plot, force)
     if as_json:
-        print_json(_as_table(artifact, path, commit, model, warnings))
+        print_json(_as_table(artifact, path, commit, model, doubts))
         return
     _print(artifact, file, commit)
     if model is not None:
@@ -74,17 +74,12 @@ def _as_table(
     path: Path,
     commit: str | None,
     model: str | None,
-    warnings: list[str] | None,
+    doubts: list[str] | None,
 ) -> dict[str, Any]:
     table: dict[str, Any] = {"file": str(path), "commit": commit, "bytes": path.stat().st_size, "valid": True}
     if model is not None:
-        table |= {"model": model, "fits": True, "warnings": warnings}
-    tensors = {
-        f"layers.{index}.{kind}": list(array.shape)
-        for index, layer in artifact.layers.items()
-        for kind in ("projection", "residual", "metric", "mean")
-        if (array := getattr(layer, kind)) is not None
-    }
+        table |= {"model": model, "fits": True, "warnings": doubts}
+    tensors = {name: list(array.shape) for name, array in artifact.tensors().items()}
     residual = {str(index): layer.residual.tolist() for index, layer in artifact.layers.items()}
     return table | {"metadata": dict(artifact.metadata), "tensors": tensors, "residual": residual}
 
@@ -123,13 +118,7 @@ def _print(artifact: "ProjectionArtifact", file: str, commit: str | None) -> Non
     print_table("Text", sources)
 
     heads = list(range(model["kv_heads"])) if model["kv_heads"] <= MOST_HEADS else []
-    residual = Table(
-        "layer",
-        "mean",
-        "min",
-        "max",
-        *(f"head {head}" for head in heads),
-    )
+    residual = Table("layer", "mean", "min", "max", *(f"head {head}" for head in heads))
     for index, layer in artifact.layers.items():
         last = layer.residual[:, -1]
         cells = [last.mean(), last.min(), last.max(), *(last[head] for head in heads)]
