@@ -1,14 +1,22 @@
 """BPC: fast long-context decoding with binary codes of the cached keys."""
 
+from typing import TYPE_CHECKING, Any
+
 from bpc_calib.calibration import calibrate
 from bpc_calib.decomposition import Decomposition, decompose
 from bpc_calib.encoding import Encoded, encode
 from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
 from bpc_calib.models import ModelDescription, describe
+from bpc_calib.runtime import disable, enable
 from bpc_calib.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.selection import attended, select
+from bpc_calib.sparse_attention import sparse_attention
+
+if TYPE_CHECKING:
+    from bpc_calib.cache import BPCCache
 
 __all__ = [
+    "BPCCache",
     "BPCError",
     "CorpusError",
     "Decomposition",
@@ -21,8 +29,19 @@ __all__ = [
     "calibrate",
     "decompose",
     "describe",
+    "disable",
+    "enable",
     "encode",
     "hash_scores",
     "quantize_query",
     "select",
+    "sparse_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BPCCache":  # a class of transformers', which takes seconds to import
+        from bpc_calib.cache import BPCCache
+
+        return BPCCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from typing import Any
 from bpc_calib.errors import ModelError
 from bpc_calib.hub import explain, fetch, first_line, online
 
-__all__ = ["ModelDescription", "describe", "load_config", "load_model", "load_tokenizer"]
+__all__ = ["ModelDescription", "config_sha256", "describe", "load_config", "load_model", "load_tokenizer"]
 
 # These frequencies depend on the length of the context, so shifted positions are another function.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -110,11 +110,10 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
         raise ModelError(f"{name}: its config says {layers} layers, {len(types)} layer types and {limit} positions")
     if "full_attention" not in types:
         raise ModelError(f"{name}: no layer attends to the whole context ({types[0]}), nothing for BPC to do")
-    canonical = json.dumps(_stable(text.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
     return ModelDescription(
         id=name,
         revision=revision,
-        config_sha256=hashlib.sha256(canonical.encode()).hexdigest(),
+        config_sha256=config_sha256(text),
         model_type=text.model_type,
         num_layers=layers,
         kv_heads=kv_heads,
@@ -128,6 +127,12 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
             table.get(key) for table in (vars(text), *_rope_tables(rope or {})) for key in PER_POSITION
         ),
     )
+
+
+def config_sha256(config: Any) -> str:
+    """Of a text model's config, without what differs between versions of transformers or ways of loading it."""
+    canonical = json.dumps(_stable(config.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:

@@ -38,11 +38,12 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
         raise InputError(f"query must be floating, not {query.dtype}")
     check_bits(projection.shape[-2])
     with torch.autocast(query.device.type, enabled=False):
-        projected = query.float() @ projection.to(query.dtype).float().mT
+        exact = torch.promote_types(query.dtype, torch.float32)
+        projected = query.to(exact) @ projection.to(query.dtype).to(exact).mT
     largest = projected.abs().amax((-2, -1))
     inverse = torch.where(largest > 0, 127 / largest, 0)
     values = (projected * inverse[..., None, None]).round().clamp(-127, 127)
-    return QuantizedQuery(values.to(torch.int8), largest / 127)
+    return QuantizedQuery(values.to(torch.int8), (largest / 127).float())
 
 
 def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None) -> Tensor:

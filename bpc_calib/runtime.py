@@ -1,0 +1,182 @@
+"""Switching a model to BPC's attention and back: `enable`, `disable`.
+
+transformers calls the registered function in every layer. It finds the cache by an attribute of the keys that
+`BPCLayer.update` returns, so nothing is shared by models, caches or threads. Whatever is not sparse goes to the
+attention the model had, with the masks that are its own.
+"""
+
+import functools
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import InputError, ModelError
+from bpc_calib.models import describe
+from bpc_calib.observation import verify
+
+__all__ = ["disable", "enable"]
+
+PREFIX = "bpc_"
+
+
+def enable(model: Any) -> None:
+    """Let a transformers model serve a `BPCCache`; without one its attention stays bit for bit what it was.
+
+    The model's own attention (SDPA, eager, FlashAttention, flex) keeps serving every step that is not
+    sparse. Runs four tokens through the model to see that its layers can be served. Enabling twice is
+    enabling once; `disable` undoes it.
+
+    Args:
+        model: a `PreTrainedModel` with a language-model head, or the part of it that holds the text model.
+
+    Raises:
+        ModelError: a model that BPC cannot serve; says why.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from bpc_calib.cache import check_layers
+
+    part, base = _implementation(model)
+    if _base(base) is not None:
+        return
+    description = describe(model.config)
+    check_layers(model.config, description)
+    masks = AttentionMaskInterface()
+    if base not in masks:
+        raise ModelError(f"{description.id}: its attention ({base}) registers no masks, so BPC cannot tell padding")
+    verify(model, description)
+    # transformers tests for "flash" and "/" in names, to load a kernel of that name.
+    name = PREFIX + re.sub(r"\W", "_", base).replace("flash", "fa")
+    AttentionInterface.register(name, functools.partial(_attention, base))
+    AttentionMaskInterface.register(name, masks[base])
+    model.set_attn_implementation({part: name})
+    if _implementation(model)[1] != name:
+        raise ModelError(f"{description.id} does not let its attention be set, so BPC cannot serve it")
+
+
+def disable(model: Any) -> None:
+    """Give the model its own attention back; nothing happens to a model that is not enabled."""
+    part, name = _implementation(model)
+    if (base := _base(name)) is not None:
+        model.set_attn_implementation({part: base})
+
+
+def _implementation(model: Any) -> tuple[str, str]:
+    """Where the text model's attention is set ("" is the model itself), and to what."""
+    try:
+        text = model.config.get_text_config(decoder=True)
+        if text is model.config:
+            return "", str(text._attn_implementation)
+        for part in model.config.sub_configs:
+            if getattr(model.config, part, None) is text:
+                return part, str(text._attn_implementation)
+    except AttributeError:
+        raise InputError(f"expected a transformers model, not {type(model).__name__}") from None
+    raise ModelError(f"{type(model).__name__}: its text model cannot be set apart, so BPC cannot serve it")
+
+
+def _base(name: str) -> str | None:
+    """The attention below ours; None where the name is not ours."""
+    from transformers import AttentionInterface
+
+    function = AttentionInterface().get(name)
+    if isinstance(function, functools.partial) and function.func is _attention:
+        return str(function.args[0])
+    return None
+
+
+def _attention(
+    base: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Called by transformers: `[batch, heads, tokens, head_dim]` in, `[batch, tokens, heads, head_dim]` out."""
+    layer = getattr(key, "bpc_layer", None)
+    if layer is not None:
+        layer.serve(module)
+        if query.shape[2] == 1:
+            visible = _visible(attention_mask, key, arguments.get("sliding_window"))
+            k = layer.chosen(visible)
+            if k is not None:
+                return layer.attend(query, k, visible, arguments.get("scaling")), None
+        else:
+            _check_continued(query, key, attention_mask, arguments.get("position_ids"))
+    return _own_attention(base, module)(_named(base, module), query, key, value, attention_mask, **arguments)
+
+
+def _own_attention(base: str, module: Any) -> Any:
+    from transformers import AttentionInterface
+
+    if base != "eager":
+        return AttentionInterface()[base]
+    # Every modelling file has an eager attention of its own.
+    for kind in type(module).__mro__:
+        if function := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
+            return function
+    raise ModelError(f"{type(module).__name__} has no eager attention")
+
+
+def _named(base: str, module: Any) -> Any:
+    """FlashAttention asks the module's config which implementation to load: it must not see our name."""
+    return _Renamed(module, config=_Renamed(module.config, _attn_implementation=base)) if "flash" in base else module
+
+
+class _Renamed:
+    """An object but for some of its attributes."""
+
+    def __init__(self, original: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+def _visible(mask: Any, key: Tensor, window: int | None) -> Tensor | None:
+    """bool `[batch, N]`: the cached tokens that the newest may attend to; None for all of them.
+
+    Args:
+        mask: in the form of any implementation: None, bool or additive `[batch, 1, 1, N]`, `[batch, N]`, or
+            flex attention's.
+    """
+    batch, length = key.shape[0], key.shape[2]
+    place = torch.arange(length, device=key.device)
+    if mask is None:
+        visible = torch.ones(batch, length, dtype=torch.bool, device=key.device)
+    elif hasattr(mask, "mask_mod"):
+        rows = torch.arange(batch, device=key.device).unsqueeze(-1)
+        zero = torch.zeros((), dtype=torch.long, device=key.device)
+        visible = mask.mask_mod(rows, zero, zero, place).expand(batch, length)
+    else:
+        if mask.dim() == 4:
+            if mask.shape[1] != 1:
+                raise ModelError("an attention mask of its own for each head, which BPC does not serve")
+            mask = mask[:, 0, -1]
+        visible = _as_bool(mask[:, :length]).expand(batch, length)
+    if window is not None:
+        visible = visible & (place >= length - window)
+    return None if visible.all() else visible
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    if not mask.dtype.is_floating_point:
+        return mask.bool()
+    visible = mask == 0
+    if (visible | (mask <= torch.finfo(mask.dtype).min / 2)).all():
+        return visible
+    raise ModelError("an attention mask that weighs tokens, which BPC does not serve: it selects or leaves out")
+
+
+def _check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | None) -> None:
+    """Refuse what `generate` makes of a continued cache and `prefill_chunk_size` before transformers 5.21.
+
+    It begins again at position 0, and masks the tokens out that it feeds.
+    """
+    if key.shape[2] == query.shape[2]:
+        return
+    masked = isinstance(mask, Tensor) and mask.dim() == 4 and not (_as_bool(mask[:, :, -1, key.shape[2] - 1]).any())
+    if masked or (positions is not None and (positions[..., 0] == 0).all()):
+        raise InputError(
+            f"new tokens are given as the first ones, behind {key.shape[2] - query.shape[2]} cached tokens: "
+            "generate(prefill_chunk_size=...) cannot continue a cache before transformers 5.21; leave it out"
+        )

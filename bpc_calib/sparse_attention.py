@@ -1,0 +1,36 @@
+"""Exact attention of one new token over chosen tokens of the cache."""
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import InputError
+
+__all__ = ["sparse_attention"]
+
+
+def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
+    """Softmax attention of the `G` queries of each KV head over the tokens `indices` alone.
+
+    Args:
+        query: `[..., G, D]`.
+        keys: `[..., N, D]`, and values of the same shape.
+        indices: int64 `[..., k]`, one list a KV head, as `select` gives it; -1 is no token.
+        scale: of the logits; None is `D ** -0.5`.
+
+    Returns:
+        `[..., G, D]` in the query's dtype.
+
+    Raises:
+        InputError: shapes that do not fit.
+    """
+    if keys.shape != values.shape or query.shape[-1] != keys.shape[-1] or indices.shape[:-1] != keys.shape[:-2]:
+        raise InputError(
+            "query [..., G, D], keys and values [..., N, D] and indices [..., k] do not fit: "
+            f"{list(query.shape)}, {list(keys.shape)}, {list(values.shape)} and {list(indices.shape)}"
+        )
+    rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
+    none = indices < 0
+    mask = ~none.unsqueeze(-2) if none.any() else None
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, keys.gather(-2, rows), values.gather(-2, rows), attn_mask=mask, scale=scale
+    )

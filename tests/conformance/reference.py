@@ -1,0 +1,172 @@
+"""The masked reference: full attention with everything outside the selected set masked out.
+
+Written from the definitions in docs/generating.md alone, in float64, slowly: plain transformers caches, one
+sequence and KV head at a time, codes, scores and the set by the literal algorithms. It shares no code with the
+runtime but `decompose`, which has tests of its own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from fractions import Fraction
+from typing import Any
+
+import literal
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.masking_utils import eager_mask
+
+from bpc_calib import decompose
+
+NAME = "masked_reference"
+
+_cache: ContextVar["ReferenceCache"] = ContextVar("reference")
+
+
+class ReferenceCache(DynamicCache):
+    """transformers' own cache, and beside it what decides the set."""
+
+    def __init__(self, config: Any, artifact: Any, sparse_layers: list[int], **rules: Any) -> None:
+        super().__init__(config=config)
+        self.rules = rules
+        self.sparse_layers = sparse_layers
+        self.calibrated = {} if artifact is None else {i: each.projection for i, each in artifact.layers.items()}
+        self.online: dict[int, Tensor] = {}  # [batch, kv_heads, bits, head_dim]
+        self.guarded = dict.fromkeys(sparse_layers, 0)
+
+    def projection(self, layer: int, row: int, head: int) -> Tensor:
+        if layer in self.calibrated:
+            return torch.from_numpy(self.calibrated[layer][head])
+        return self.online[layer][row, head]
+
+    def reset(self) -> None:
+        for layer in self.layers:  # 5.17 keeps the length
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = 0
+        self.online = {}
+        self.guarded = dict.fromkeys(self.sparse_layers, 0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        length = self.get_seq_length()
+        self.guarded = {layer: min(each, length) for layer, each in self.guarded.items()}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.online = {layer: each[beam_idx] for layer, each in self.online.items()}
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.online = {layer: each.repeat_interleave(repeats, 0) for layer, each in self.online.items()}
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.online = {layer: each[indices] for layer, each in self.online.items()}
+
+
+@contextmanager
+def masked_reference(model: Any) -> Iterator[None]:
+    """Let the model's attention be the reference."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, eager_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    hook = model.register_forward_pre_hook(_remember_cache, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+        model.set_attn_implementation(before)
+
+
+def _remember_cache(model: Any, args: Any, kwargs: Any) -> None:
+    _cache.set(kwargs.get("past_key_values"))
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, **arguments):
+    group = query.shape[1] // key.shape[1]
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    logits = query.double() @ key.repeat_interleave(group, 1).double().mT * scale
+    if attention_mask is not None:
+        # Finite: a row of padding may see nothing, and its output goes nowhere.
+        logits = logits.masked_fill(attention_mask[..., : key.shape[2]] != 0, -1e30)
+    cache, layer = _cache.get(), module.layer_idx
+    if isinstance(cache, ReferenceCache) and layer in cache.sparse_layers:
+        if query.shape[2] > 1:
+            cache.guarded[layer] = key.shape[2]
+        else:
+            _mask_unselected(cache, layer, logits, query, key, attention_mask, group)
+    weights = logits.softmax(-1)
+    return (weights @ value.repeat_interleave(group, 1).double()).to(query.dtype).transpose(1, 2), None
+
+
+def _mask_unselected(cache, layer, logits, query, key, attention_mask, group) -> None:
+    rules = cache.rules
+    batch, heads, length = key.shape[:3]
+    visible = [
+        [i for i in range(length) if attention_mask is None or attention_mask[row, 0, 0, i] == 0] for row in range(batch)
+    ]
+    wanted = [how_many(len(tokens), rules["budget"], rules["min_tokens"]) for tokens in visible]
+    if all(k == len(tokens) for k, tokens in zip(wanted, visible, strict=True)):
+        return
+    if layer not in cache.calibrated and layer not in cache.online:
+        cache.online[layer] = torch.stack(
+            [torch.stack([_online(key[row, head, visible[row]], rules) for head in range(heads)]) for row in range(batch)]
+        )
+    for row in range(batch):
+        for head in range(heads):
+            queries = query[row, head * group : (head + 1) * group, 0]
+            keys, projection = key[row, head], cache.projection(layer, row, head)
+            scores, error = score(queries, keys, projection, rules)
+            chosen = choose(scores, error, visible[row], wanted[row], cache.guarded[layer], rules)
+            outside = [i for i in range(length) if i not in chosen]
+            logits[row, head * group : (head + 1) * group, 0, outside] = -torch.inf
+
+
+def _online(keys: Tensor, rules: dict[str, Any]) -> Tensor:
+    generator = torch.Generator().manual_seed(rules["seed"])
+    return decompose(keys, rules["bits"], iterations=4, generator=generator).projection
+
+
+def how_many(count: int, budget: float | int, min_tokens: int) -> int:
+    """`k = min(N, max(min_tokens, b))`."""
+    wanted = budget if isinstance(budget, int) else int(Fraction(str(budget)) * count)
+    return min(count, max(min_tokens, wanted))
+
+
+def score(queries: Tensor, keys: Tensor, projection: Tensor, rules: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """The integer that ranks each key, and its error, for queries `[G, D]`, keys `[N, D]` and `P [H, D]`."""
+    rounded = projection.to(keys.dtype).double()
+    codes, _, residual = literal.encode(keys, rounded)
+    projected = queries.double() @ rounded.T
+    largest = projected.abs().max()
+    quantized = (projected * (127 / largest)).round() if largest else projected
+    ranked = quantized @ codes.T  # [G, N]
+    if rules["gain"]:
+        approximation = codes @ rounded
+        gains = [literal.gain(*pair) for pair in zip(keys.double(), approximation, strict=True)]
+        ranked = ranked * (torch.tensor(gains) + 32)
+    grouped = ranked.amax(0) if rules["group"] == "max" else ranked.sum(0)
+    return [int(each) for each in grouped], residual.norm(dim=1).float().tolist()
+
+
+def choose(
+    scores: list[int], error: list[float], visible: list[int], k: int, guarded: int, rules: dict[str, Any]
+) -> list[int]:
+    """The set attended, rule by rule."""
+    newest = sorted(visible, reverse=True)[: rules["recent"]]
+    first = visible[: rules["sink"]]
+    worst = sorted((i for i in visible if i < guarded), key=lambda i: (-error[i], i))
+    best = sorted(visible, key=lambda i: (-scores[i], i))
+    chosen: list[int] = []
+    for tokens, places in (
+        (newest, k),
+        (first, k),
+        (worst, int(Fraction(str(rules["safeguard"])) * k)),
+        (best, k),
+    ):
+        chosen += [i for i in tokens if i not in chosen][: min(places, k - len(chosen))]
+    return chosen

@@ -1,0 +1,229 @@
+"""The conformance suite: what a cache must do, as a specification that runs.
+
+`check` takes any way to make a cache, runs an operation on it and on the masked reference, and compares the tokens
+and the logits of every step. To hold another backend or cache to it, give its `make_cache`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import reference
+import torch
+from torch import Tensor
+
+from bpc_artifacts import LayerProjection, ProjectionArtifact
+from bpc_calib import BPCCache, describe, disable, enable
+
+DEFAULTS = {
+    "budget": 0.15,
+    "min_tokens": 1,
+    "safeguard": 0.3,
+    "recent": 1,
+    "sink": 0,
+    "dense_layers": (),
+    "group": "max",
+    "gain": True,
+    "bits": 64,
+    "seed": 0,
+}
+
+Cache = Any
+Model = Any
+MakeCache = Callable[..., Cache]
+
+
+@dataclass
+class Trace:
+    """What an operation gave: tokens, and logits a step."""
+
+    tokens: list[Tensor]
+    logits: list[Tensor]
+
+
+def check(
+    model: Model, operation: Callable[[Model, Cache], Trace], make_cache: MakeCache = BPCCache, *, online=False, **settings
+) -> None:
+    """Raise `AssertionError` where a cache of `make_cache(config, artifact, **settings)` leaves the reference."""
+    settings = DEFAULTS | settings
+    artifact = None if online else random_artifact(model.config, settings["bits"])
+    sparse = [layer for layer in describe(model.config).full_layers if layer not in settings["dense_layers"]]
+    rules = {name: value for name, value in settings.items() if name != "dense_layers"}
+    with reference.masked_reference(model):
+        expected = operation(model, reference.ReferenceCache(model.config, artifact, sparse, **rules))
+    enable(model)
+    try:
+        found = operation(model, make_cache(model.config, artifact, **settings))
+    finally:
+        disable(model)
+    assert len(found.logits) == len(expected.logits)
+    for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits, strict=True)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5, msg=lambda text, step=step: f"step {step}: {text}")
+    for ours, theirs in zip(found.tokens, expected.tokens, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def random_artifact(config: Any, bits: int = 64) -> ProjectionArtifact:
+    """Projections that fit the model's shape and nothing else: every selection is as good as any other here."""
+    model = describe(config)
+    generator = torch.Generator().manual_seed(1)
+    shape = (model.kv_heads, bits, model.head_dim)
+    layers = {}
+    for layer in model.full_layers:
+        # Rows that shrink, as those of a decomposition do.
+        projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, bits).unsqueeze(-1) * 0.3
+        layers[layer] = LayerProjection(projection.numpy(), torch.zeros(model.kv_heads, bits + 1).numpy())
+    algorithm = {"name": "bpc", "bits": bits, "metric": False, "centred": False}
+    return ProjectionArtifact(layers, {"model": model.metadata(), "algorithm": algorithm})
+
+
+def prompt(*lengths: int, vocab: int = 250) -> dict[str, Tensor]:
+    """Random tokens, padded on the left to the longest."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    width = max(lengths)
+    ids = torch.randint(vocab, (len(lengths), width), generator=generator)
+    mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
+    return {"input_ids": ids.masked_fill(~mask, 256), "attention_mask": mask.long()}
+
+
+def _generate(model: Model, cache: Cache, tokens: int = 6, **arguments: Any) -> Trace:
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False} | arguments
+    torch.manual_seed(0)
+    made = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **settings)
+    return Trace([made.sequences], list(made.logits))
+
+
+@torch.no_grad()
+def _forward(model: Model, cache: Cache, trace: Trace, ids: Tensor, mask: Tensor | None = None) -> None:
+    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    trace.logits.append(logits[:, -1])
+
+
+def greedy(model: Model, cache: Cache) -> Trace:
+    """One sequence."""
+    return _generate(model, cache, **prompt(45))
+
+
+def sampling(model: Model, cache: Cache) -> Trace:
+    """One sequence, tokens drawn."""
+    return _generate(model, cache, do_sample=True, temperature=1.5, **prompt(41))
+
+
+def ragged_batch(model: Model, cache: Cache) -> Trace:
+    """Sequences of several lengths, padded on the left."""
+    return _generate(model, cache, **prompt(40, 23, 31))
+
+
+def beams(model: Model, cache: Cache) -> Trace:
+    """Beam search over a padded batch: sequences change places."""
+    return _generate(model, cache, num_beams=3, **prompt(36, 27))
+
+
+def several_returned(model: Model, cache: Cache) -> Trace:
+    """Several draws for each prompt."""
+    return _generate(model, cache, do_sample=True, num_return_sequences=2, **prompt(30, 38))
+
+
+def chunked_prefill(model: Model, cache: Cache) -> Trace:
+    """The prompt in chunks."""
+    return _generate(model, cache, prefill_chunk_size=16, **prompt(44, 35))
+
+
+def prompt_lookup(model: Model, cache: Cache) -> Trace:
+    """Drafts from the prompt: steps of several tokens, some taken back."""
+    # Every second token, so that drafts are found and soon fail.
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 7 + [5, 6]])
+    return _generate(model, cache, 10, prompt_lookup_num_tokens=3, input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+def conversation(model: Model, cache: Cache) -> Trace:
+    """Two turns on one cache, with padding."""
+    inputs = prompt(34, 21)
+    first = _generate(model, cache, 3, **inputs)
+    ids = torch.cat([first.tokens[0], prompt(7, 7)["input_ids"]], dim=1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 10, dtype=torch.long)], dim=1)
+    second = _generate(model, cache, 4, input_ids=ids, attention_mask=mask)
+    return Trace(first.tokens + second.tokens, first.logits + second.logits)
+
+
+def crop(model: Model, cache: Cache) -> Trace:
+    """Tokens are taken back, in two sizes, and others come in their place."""
+    trace = Trace([], [])
+    ids = prompt(48)["input_ids"]
+    cache.activate_past_recording()  # or sliding layers have forgotten what was before
+    _forward(model, cache, trace, ids[:, :30])
+    for i in range(30, 36):
+        _forward(model, cache, trace, ids[:, i : i + 1])
+    cache.crop(-4)
+    for i in range(36, 42):
+        _forward(model, cache, trace, ids[:, i : i + 1])
+    cache.crop(-12)
+    for i in range(42, 46):
+        _forward(model, cache, trace, ids[:, i : i + 1])
+    return trace
+
+
+def token_by_token(model: Model, cache: Cache) -> Trace:
+    """A prompt fed one token at a time after a prefill, and the cache used anew after a reset from nothing."""
+    trace = Trace([], [])
+    ids = prompt(40)["input_ids"]
+    _forward(model, cache, trace, ids[:, :20])
+    for i in range(20, 32):
+        _forward(model, cache, trace, ids[:, i : i + 1])
+    cache.reset()
+    for i in range(12):
+        _forward(model, cache, trace, ids[:, i : i + 1])
+    return trace
+
+
+def chunks_between_tokens(model: Model, cache: Cache) -> Trace:
+    """Steps of several tokens between single ones renew the safeguard."""
+    trace = Trace([], [])
+    ids = prompt(48)["input_ids"]
+    for start, end in ((0, 25), (25, 26), (26, 27), (27, 36), (36, 37), (37, 38), (38, 40), (40, 41)):
+        _forward(model, cache, trace, ids[:, start:end])
+    return trace
+
+
+def batch_changes(model: Model, cache: Cache) -> Trace:
+    """Sequences are repeated, dropped and put in another order, with padding inside and on the right."""
+    trace = Trace([], [])
+    inputs = prompt(28, 28)
+    mask = inputs["attention_mask"].clone()
+    mask[0, :5] = mask[1, 9:13] = mask[1, 25:] = 0
+    _forward(model, cache, trace, inputs["input_ids"], mask)
+
+    def one_more(rows: int) -> None:
+        nonlocal mask
+        mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
+        _forward(model, cache, trace, torch.arange(rows).unsqueeze(1) + 10 * mask.shape[1] % 240, mask)
+
+    one_more(2)
+    cache.batch_repeat_interleave(2)
+    mask = mask.repeat_interleave(2, dim=0)
+    one_more(4)
+    cache.reorder_cache(torch.tensor([3, 0, 2, 2]))
+    mask = mask[[3, 0, 2, 2]]
+    one_more(4)
+    cache.batch_select_indices(torch.tensor([1, 3]))
+    mask = mask[[1, 3]]
+    one_more(2)
+    one_more(2)
+    return trace
+
+
+OPERATIONS = [
+    greedy,
+    sampling,
+    ragged_batch,
+    beams,
+    several_returned,
+    chunked_prefill,
+    prompt_lookup,
+    conversation,
+    crop,
+    token_by_token,
+    chunks_between_tokens,
+    batch_changes,
+]
