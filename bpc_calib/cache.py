@@ -31,105 +31,6 @@ logger = logging.getLogger(__name__)
 ONLINE_ITERATIONS = 4
 
 
-class BPCCache(Cache):
-    """Keys, values and codes of one batch of sequences; give it to an enabled model (`bpc_calib.enable`).
-
-    `model.generate(..., past_key_values=BPCCache(model.config, artifact))`, or a forward pass. A step of
-    one new token attends, for each sequence and KV head, to exactly `k = min(N, max(min_tokens, b))` of
-    the `N` real tokens cached, itself included: `b = floor(budget * N)` for a float, `b = budget` for an
-    int. In this order of right: the newest `recent`, the first `sink`, `floor(safeguard * k)` whose keys
-    are coded worst, then the best scores by code (`select`). Steps of several tokens (prefill, chunks,
-    the verification of drafts), sliding-window layers and `dense_layers` attend to everything.
-
-    The keys that the safeguard draws from are those cached at the last step of several tokens. Online
-    projections (`artifact=None`) are found in the keys cached when the first choice is to be made, and
-    stay until `reset`.
-
-    Args:
-        config: the model's, `model.config`.
-        artifact: projections of this model (`bpc_artifacts.load`, `bpc_calib.calibrate`); None: online.
-        budget: share of the tokens in (0, 1], or how many.
-        min_tokens: never fewer than these, where there are as many.
-        safeguard: share of the chosen kept for the keys whose codes fit worst.
-        recent: newest tokens always attended.
-        sink: first tokens always attended.
-        dense_layers: indices of layers that attend to everything.
-        group: how the scores of the query heads of a KV head become one: "max" or "sum".
-        gain: rank by scores with the gain; False is the paper.
-        bits: code length of online projections.
-        seed: of the draws of online projections.
-
-    Raises:
-        InputError: an argument out of range.
-        ModelError: a model that BPC cannot serve.
-        ArtifactError: the artifact of another model; names what differs.
-    """
-
-    is_compileable = False  # else `generate` compiles by itself on CUDA
-
-    def __init__(
-        self,
-        config: Any,
-        artifact: ProjectionArtifact | None = None,
-        *,
-        budget: float | int = 0.02,
-        min_tokens: int = 128,
-        safeguard: float = 0.1,
-        recent: int = 1,
-        sink: int = 0,
-        dense_layers: Sequence[int] = (0, 1),
-        group: str = "max",
-        gain: bool = True,
-        bits: int = 64,
-        seed: int = 0,
-    ) -> None:
-        rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
-        rules.check()
-        model = describe(config)
-        sparse = _sparse_layers(model, dense_layers)
-        projections: dict[int, Tensor] = {}
-        if artifact is not None:
-            projections = _projections(artifact, model, bits)
-        layers: list[Any] = check_layers(config, model)
-        for index in model.full_layers:
-            layers[index] = GrowingLayer()
-            if index in sparse:
-                layers[index] = BPCLayer(index, rules, model.config_sha256, projections.get(index))
-        super().__init__(layers=layers)
-
-    def reset(self) -> None:
-        """Forget every token, online projections and the model, and keep the settings."""
-        for layer in self.layers:
-            layer.reset()
-
-    def activate_past_recording(self) -> None:
-        """Called by transformers when a generation starts that drafts tokens and verifies several at once."""
-        # The cache is not told what drafts. With a model every step verifies, so all would run dense.
-        if sys._getframe(1).f_locals.get("assistant_model") is not None:
-            raise InputError(
-                "a BPCCache does not serve an assistant model: every step would verify several tokens, and such steps "
-                "attend to everything; leave out assistant_model, or the BPCCache"
-            )
-        super().activate_past_recording()
-
-    def kv_bytes(self, length: int) -> tuple[int, int]:
-        """Bytes of the cache that a step reads a sequence when `length` tokens are cached: here, and by full attention.
-
-        Counted are keys, values, codes and gains, not the queries, the masks or what is written. Before
-        the first step: 0 and 0.
-        """
-        read = full = 0
-        for layer in self.layers:
-            if not layer.is_initialized:
-                continue
-            heads, dim = layer.keys.shape[1], layer.keys.shape[3]
-            token = 2 * heads * dim * layer.keys.element_size()
-            seen = min(length, layer.keys.shape[2]) if layer.is_sliding else length
-            full += seen * token
-            read += layer.step_bytes(length, token) if isinstance(layer, BPCLayer) else seen * token
-        return read, full
-
-
 @dataclass(frozen=True)
 class Rules:
     """What is attended, and how it is ranked: the arguments of `BPCCache` that every layer needs."""
@@ -151,7 +52,11 @@ class Rules:
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
                 raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
-        if isinstance(self.safeguard, bool) or not isinstance(self.safeguard, int | float) or not 0 <= self.safeguard <= 1:
+        if (
+            isinstance(self.safeguard, bool)
+            or not isinstance(self.safeguard, int | float)
+            or not 0 <= self.safeguard <= 1
+        ):
             raise InputError(f"safeguard must be a share in [0, 1], not {self.safeguard!r}")
         if self.group not in ("max", "sum"):
             raise InputError(f'group must be "max" or "sum", not {self.group!r}')
@@ -178,12 +83,6 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._append("values", length, value_states)
         self._show(length + key_states.shape[2])
         return self.keys, self.values
-
-    def reset(self) -> None:
-        """Forget every token."""
-        self.buffers = {}
-        self.keys = self.values = None
-        self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence `i` the former `beam_idx[i]`."""
@@ -219,15 +118,19 @@ class BPCLayer(GrowingLayer):
         self.rules = rules
         self.config_sha256 = config_sha256
         self.calibrated = projection  # float32 [kv_heads, bits, head_dim]; None: online
-        self._forget()
+        self.projection = projection  # the one in use; online: [batch, kv_heads, bits, head_dim]
+        self.hashed = 0  # how many tokens have codes
+        self.guarded = 0  # how many were cached at the last step of several tokens
+        self.served = True  # whether BPC's attention was called for every update
+        self.module: weakref.ref[Any] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Cache `[batch, kv_heads, new, head_dim]`; the keys returned lead BPC's attention to this layer."""
         if not self.served:
             raise ModelError(
-                f"layer {self.index} cached keys without BPC's attention: call bpc_calib.enable(model) before a BPCCache "
-                "is used (the model was not enabled or was disabled, the pass before this one failed, or the model "
-                "bypasses transformers' attention interface), and begin a new cache"
+                f"layer {self.index} cached keys without BPC's attention: call bpc_calib.enable(model) before a "
+                "BPCCache is used (the model was not enabled or was disabled, the pass before this one failed, or the "
+                "model bypasses transformers' attention interface), and begin a new cache"
             )
         self.served = False
         keys, values = super().update(key_states, value_states)
@@ -235,7 +138,7 @@ class BPCLayer(GrowingLayer):
             self.guarded = keys.shape[2]
         # A view of its own: on the stored tensor the attribute would be a cycle that keeps the cache alive.
         keys = keys[:]
-        keys.bpc_layer = self
+        keys.bpc_layer = self  # type: ignore[attr-defined]
         return keys, values
 
     def serve(self, module: Any) -> None:
@@ -271,7 +174,7 @@ class BPCLayer(GrowingLayer):
         Returns:
             `[batch, 1, query_heads, head_dim]`.
         """
-        self._hash(visible)
+        projection = self._hash(visible)
         rules, heads, length = self.rules, self.keys.shape[1], self.get_seq_length()
         grouped = query.squeeze(2).unflatten(1, (heads, -1))
         error = None
@@ -279,7 +182,7 @@ class BPCLayer(GrowingLayer):
             error = torch.full_like(self.buffers["error"][:, :, :length], -torch.inf)
             error[:, :, : self.guarded] = self.buffers["error"][:, :, : self.guarded]
         indices = select(
-            self.rank(grouped),
+            self.rank(grouped, projection),
             k,
             valid=None if visible is None else visible.unsqueeze(1),
             recent=rules.recent,
@@ -289,11 +192,11 @@ class BPCLayer(GrowingLayer):
         )
         return sparse_attention(grouped, self.keys, self.values, indices, scale).flatten(1, 2).unsqueeze(1)
 
-    def rank(self, query: Tensor) -> Tensor:
+    def rank(self, query: Tensor, projection: Tensor) -> Tensor:
         """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the best is attended first."""
         length = self.get_seq_length()
         gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
-        scores = hash_scores(quantize_query(query, self.projection), self.buffers["codes"][:, :, :length], gain)
+        scores = hash_scores(quantize_query(query, projection), self.buffers["codes"][:, :, :length], gain)
         return scores.amax(-2) if self.rules.group == "max" else scores.sum(-2)
 
     def step_bytes(self, length: int, token: int) -> int:
@@ -310,25 +213,13 @@ class BPCLayer(GrowingLayer):
         length = self.get_seq_length()
         self.hashed, self.guarded = min(self.hashed, length), min(self.guarded, length)
 
-    def reset(self) -> None:
-        """Forget every token, online projections and the model."""
-        super().reset()
-        self._forget()
-
-    def _forget(self) -> None:
-        self.projection = self.calibrated
-        self.hashed = 0  # how many tokens have codes
-        self.guarded = 0  # how many were cached at the last step of several tokens
-        self.served = True
-        self.module: weakref.ref[Any] | None = None
-
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._rebatch(change)
         if self.calibrated is None and self.projection is not None:
             self.projection = change(self.projection)
 
-    def _hash(self, visible: Tensor | None) -> None:
-        """Codes, errors and gains of the tokens that have none yet."""
+    def _hash(self, visible: Tensor | None) -> Tensor:
+        """Give the tokens that have none yet codes, errors and gains; return the projection of them all."""
         length, bits = self.get_seq_length(), self.rules.bits
         if self.projection is None:
             weights = None if visible is None else visible.unsqueeze(1).expand(self.keys.shape[:3])
@@ -340,7 +231,8 @@ class BPCLayer(GrowingLayer):
             self.projection = self.projection.to(self.keys.device)
         if self.projection.shape[-3] != self.keys.shape[1]:
             raise ModelError(
-                f"layer {self.index} has {self.keys.shape[1]} KV heads here, the projections {self.projection.shape[-3]}"
+                f"layer {self.index} has {self.keys.shape[1]} KV heads here, the projections "
+                f"{self.projection.shape[-3]}"
             )
         if self.hashed < length:
             encoded = encode(self.keys[:, :, self.hashed :], self.projection)
@@ -350,6 +242,113 @@ class BPCLayer(GrowingLayer):
             if self.rules.gain:
                 self._append("gain", self.hashed, encoded.gain)
             self.hashed = length
+        return self.projection
+
+
+class BPCCache(Cache):  # type: ignore[misc]
+    """Keys, values and codes of one batch of sequences; give it to an enabled model (`bpc_calib.enable`).
+
+    `model.generate(..., past_key_values=BPCCache(model.config, artifact))`, or a forward pass. A step of
+    one new token attends, for each sequence and KV head, to exactly `k = min(N, max(min_tokens, b))` of
+    the `N` real tokens cached, itself included: `b = floor(budget * N)` for a float, `b = budget` for an
+    int. In this order of right: the newest `recent`, the first `sink`, `floor(safeguard * k)` whose keys
+    are coded worst, then the best scores by code (`select`). Steps of several tokens (prefill, chunks,
+    the verification of drafts), sliding-window layers and `dense_layers` attend to everything.
+
+    The keys that the safeguard draws from are those cached at the last step of several tokens. Online
+    projections (`artifact=None`) are found in the keys cached when the first choice is to be made, and
+    stay until `reset`.
+
+    Args:
+        config: the model's, `model.config`.
+        artifact: projections of this model (`bpc_artifacts.load`, `bpc_calib.calibrate`); None: online.
+        budget: share of the tokens in (0, 1], or how many.
+        min_tokens: never fewer than these, where there are as many.
+        safeguard: share of the chosen kept for the keys whose codes fit worst.
+        recent: newest tokens always attended.
+        sink: first tokens always attended.
+        dense_layers: indices of layers that attend to everything.
+        group: how the scores of the query heads of a KV head become one: "max" or "sum".
+        gain: rank by scores with the gain; False is the paper.
+        bits: code length of online projections.
+        seed: of the draws of online projections.
+
+    Raises:
+        InputError: an argument out of range.
+        ModelError: a model that BPC cannot serve.
+        ArtifactError: the artifact of another model; names what differs.
+    """
+
+    is_compileable = False  # else `generate` compiles by itself on CUDA
+    layer_class = BPCLayer  # a subclass that ranks in another way is compared in the same place
+
+    def __init__(
+        self,
+        config: Any,
+        artifact: ProjectionArtifact | None = None,
+        *,
+        budget: float | int = 0.02,
+        min_tokens: int = 128,
+        safeguard: float = 0.1,
+        recent: int = 1,
+        sink: int = 0,
+        dense_layers: Sequence[int] = (0, 1),
+        group: str = "max",
+        gain: bool = True,
+        bits: int = 64,
+        seed: int = 0,
+    ) -> None:
+        rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
+        rules.check()
+        model = describe(config)
+        sparse = _sparse_layers(model, dense_layers)
+        projections: dict[int, Tensor] = {}
+        if artifact is not None:
+            projections = _projections(artifact, model, bits)
+
+        layer_class = self.layer_class  # not self: a cycle would keep the cache alive
+
+        def fresh() -> list[Any]:
+            layers = check_layers(config, model)
+            for index in model.full_layers:
+                layers[index] = GrowingLayer()
+                if index in sparse:
+                    layers[index] = layer_class(index, rules, model.config_sha256, projections.get(index))
+            return layers
+
+        self._fresh = fresh
+        super().__init__(layers=fresh())
+
+    def reset(self) -> None:
+        """Forget every token, online projections and the model, and keep the settings."""
+        self.layers = self._fresh()  # the reset of transformers 5.17 keeps the length
+
+    def activate_past_recording(self) -> None:
+        """Called by transformers when a generation starts that drafts tokens and verifies several at once."""
+        # The cache is not told what drafts. With a model every step verifies, so all would run dense.
+        if sys._getframe(1).f_locals.get("assistant_model") is not None:
+            raise InputError(
+                "a BPCCache does not serve an assistant model: every step would verify several tokens, and such steps "
+                "attend to everything; leave out assistant_model, or the BPCCache"
+            )
+        super().activate_past_recording()
+
+    def kv_bytes(self, length: int) -> tuple[int, int]:
+        """Bytes of the cache that a step reads a sequence when `length` tokens are cached: here, and by full attention.
+
+        Counted are keys, values, codes and gains, not the queries, the masks or what is written. Before
+        the first step: 0 and 0.
+        """
+        read = full = 0
+        for layer in self.layers:
+            if not layer.is_initialized:
+                continue
+            heads, dim = layer.keys.shape[1], layer.keys.shape[3]
+            token = 2 * heads * dim * layer.keys.element_size()
+            seen = min(length, layer.keys.shape[2]) if layer.is_sliding else length
+            full += seen * token
+            read += layer.step_bytes(length, token) if isinstance(layer, BPCLayer) else seen * token
+        return read, full
 
 
 def check_layers(config: Any, model: ModelDescription) -> list[Any]:
@@ -374,7 +373,9 @@ def check_layers(config: Any, model: ModelDescription) -> list[Any]:
 def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list[int]:
     for index in dense_layers:
         if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < model.num_layers:
-            raise InputError(f"dense_layers: {index!r} is no layer of {model.id}, which has 0 to {model.num_layers - 1}")
+            raise InputError(
+                f"dense_layers: {index!r} is no layer of {model.id}, which has 0 to {model.num_layers - 1}"
+            )
     sparse = [index for index in model.full_layers if index not in dense_layers]
     if not sparse:
         raise InputError(
@@ -393,5 +394,7 @@ def _projections(artifact: ProjectionArtifact, model: ModelDescription, bits: in
     if algorithm["metric"] or algorithm["centred"]:
         raise InputError("the artifact has a query metric or means, which this version does not decode with")
     if bits not in (64, algorithm["bits"]):
-        raise InputError(f"the artifact's codes have {algorithm['bits']} bits, not {bits}; bits is for online projections")
+        raise InputError(
+            f"the artifact's codes have {algorithm['bits']} bits, not {bits}; bits is for online projections"
+        )
     return {index: torch.from_numpy(layer.projection) for index, layer in artifact.layers.items()}

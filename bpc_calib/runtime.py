@@ -66,15 +66,15 @@ def disable(model: Any) -> None:
 
 def _implementation(model: Any) -> tuple[str, str]:
     """Where the text model's attention is set ("" is the model itself), and to what."""
-    try:
-        text = model.config.get_text_config(decoder=True)
-        if text is model.config:
-            return "", str(text._attn_implementation)
-        for part in model.config.sub_configs:
-            if getattr(model.config, part, None) is text:
-                return part, str(text._attn_implementation)
-    except AttributeError:
-        raise InputError(f"expected a transformers model, not {type(model).__name__}") from None
+    if not callable(getattr(model, "set_attn_implementation", None)):
+        raise InputError(f"expected a transformers model, not {type(model).__name__}")
+    text = model.config.get_text_config(decoder=True)
+    name = str(text._attn_implementation)
+    if text is model.config:
+        return "", name
+    for part in model.config.sub_configs:
+        if getattr(model.config, part, None) is text:
+            return part, name
     raise ModelError(f"{type(model).__name__}: its text model cannot be set apart, so BPC cannot serve it")
 
 

@@ -8,7 +8,9 @@ from bpc_calib.errors import InputError
 __all__ = ["sparse_attention"]
 
 
-def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
+def sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+) -> Tensor:
     """Softmax attention of the `G` queries of each KV head over the tokens `indices` alone.
 
     Args:

@@ -69,9 +69,7 @@ def test_calibrates(family, text_folder):
 
 
 def test_multimodal_gemma3_is_served_through_its_language_model(text_folder):
-    text = tiny.config("gemma3_text").to_dict()
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = tiny.model("gemma3", text_config=text, vision_config=vision)
+    model = tiny.multimodal()
     before = (model.config._attn_implementation, model.config.vision_config._attn_implementation)
     artifact = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2, bits=32)
     assert list(artifact.layers) == [1, 2]

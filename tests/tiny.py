@@ -64,6 +64,12 @@ def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     return made
 
 
+def multimodal() -> Any:
+    """A model that sees and reads: gemma3, whose language model is a part of it."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return model("gemma3", text_config=config("gemma3_text").to_dict(), vision_config=vision)
+
+
 def tokenizer(*, bos: bool = True) -> Any:
     """One token a byte; prepends BOS as Llama's does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

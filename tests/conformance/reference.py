@@ -107,14 +107,18 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group) ->
     rules = cache.rules
     batch, heads, length = key.shape[:3]
     visible = [
-        [i for i in range(length) if attention_mask is None or attention_mask[row, 0, 0, i] == 0] for row in range(batch)
+        [i for i in range(length) if attention_mask is None or attention_mask[row, 0, 0, i] == 0]
+        for row in range(batch)
     ]
     wanted = [how_many(len(tokens), rules["budget"], rules["min_tokens"]) for tokens in visible]
     if all(k == len(tokens) for k, tokens in zip(wanted, visible, strict=True)):
         return
     if layer not in cache.calibrated and layer not in cache.online:
         cache.online[layer] = torch.stack(
-            [torch.stack([_online(key[row, head, visible[row]], rules) for head in range(heads)]) for row in range(batch)]
+            [
+                torch.stack([_online(key[row, head, visible[row]], rules) for head in range(heads)])
+                for row in range(batch)
+            ]
         )
     for row in range(batch):
         for head in range(heads):

@@ -1,0 +1,520 @@
+"""`enable`, `disable` and `BPCCache` around the conformance suite: what is left alone, refused and shared by nobody."""
+
+import copy
+import gc
+import logging
+import threading
+import weakref
+
+import pytest
+import tiny
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+import bpc_calib
+from bpc_artifacts import ArtifactError, LayerProjection, ProjectionArtifact
+from bpc_calib import BPCCache, InputError, ModelError, describe, disable, enable, runtime, sparse_attention
+from bpc_calib.growing import append
+
+SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
+
+
+def ids(length: int = 40, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(250, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, prompt=None, **arguments):
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "output_logits": True} | arguments
+    prompt = ids() if prompt is None else prompt
+    made = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), return_dict_in_generate=True, pad_token_id=256, **settings
+    )
+    return made.sequences, torch.stack(made.logits)
+
+
+def enabled(family="llama", **changes):
+    model = tiny.model(family, **changes)
+    enable(model)
+    return model
+
+
+def artifact_for(config, bits=64, **changes) -> ProjectionArtifact:
+    model = describe(config)
+    shape = (model.kv_heads, bits, model.head_dim)
+    layers = {
+        i: LayerProjection(torch.randn(shape).numpy(), torch.zeros(shape[0], bits + 1).numpy())
+        for i in model.full_layers
+    }
+    algorithm = {"bits": bits, "metric": False, "centred": False} | changes
+    return ProjectionArtifact(layers, {"model": model.metadata(), "algorithm": algorithm})
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_without_a_bpc_cache_an_enabled_model_is_untouched(family, attention):
+    model = tiny.model(family)
+    model.set_attn_implementation(attention)
+    prompt, padded = ids(30, rows=2), torch.ones(2, 30, dtype=torch.long)
+    padded[0, :7] = 0
+
+    def everything():
+        arguments = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+        made = model.generate(prompt, attention_mask=padded, **arguments)
+        with torch.no_grad():
+            plain = model(prompt).logits
+            again = model(prompt, attention_mask=padded, use_cache=False).logits
+        return made.sequences, *made.logits, plain, again
+
+    before = everything()
+    enable(model)
+    assert all(map(torch.equal, before, everything()))
+    disable(model)
+    assert model.config._attn_implementation == attention
+    assert all(map(torch.equal, before, everything()))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_whole_budget_is_full_attention(family):
+    model = tiny.model(family)
+    tokens, logits = generate(model)
+    enable(model)
+    for rules in ({"budget": 1.0}, {"budget": 10_000}, {"min_tokens": 1000}):
+        same, near = generate(model, past_key_values=BPCCache(model.config, **(SMALL | rules)))
+        assert torch.equal(tokens, same)
+        torch.testing.assert_close(near, logits)
+
+
+def test_all_but_none_through_the_sparse_path_is_full_attention():
+    """The shortcut aside: the functions below, given every token, are full attention within rounding."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 2, 3, 64, generator=generator)
+    keys, values = torch.randn(2, 2, 2, 50, 64, generator=generator)
+    found = sparse_attention(query, keys, values, torch.arange(50).expand(2, 2, 50))
+    expected = nn.functional.scaled_dot_product_attention(query, keys, values)
+    torch.testing.assert_close(found, expected)
+
+
+def test_no_token_has_no_weight():
+    keys = torch.randn(1, 1, 6, 8)
+    query = torch.randn(1, 1, 2, 8)
+    found = sparse_attention(query, keys, keys, torch.tensor([[[1, 4, -1, -1]]]))
+    torch.testing.assert_close(found, sparse_attention(query, keys, keys, torch.tensor([[[1, 4]]])))
+
+
+def test_sparse_attention_refuses_shapes_that_do_not_fit():
+    keys = torch.zeros(2, 6, 8)
+    with pytest.raises(InputError, match="do not fit"):
+        sparse_attention(torch.zeros(2, 1, 8), keys, keys, torch.zeros(3, 4, dtype=torch.long))
+
+
+def test_buffers_grow_by_blocks():
+    buffer, copies = None, 0
+    for length in range(5000):
+        grown = append(buffer, length, torch.full((1, 1, 1), float(length)))
+        copies += grown is not buffer
+        buffer = grown
+    assert copies < 25
+    assert buffer.shape[2] < 5000 * 1.07
+    assert torch.equal(buffer[0, 0, :5000], torch.arange(5000.0))
+
+
+def test_memory_grows_by_the_new_tokens_alone():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    generate(model, ids(40), past_key_values=cache)
+    layer = cache.layers[1]
+    before = {name: buffer.data_ptr() for name, buffer in layer.buffers.items()}
+    tokens = generate(model, ids(60), past_key_values=cache)[0]
+    assert cache.get_seq_length() == tokens.shape[1] - 1
+    assert {name: buffer.data_ptr() for name, buffer in layer.buffers.items()} == before
+    assert set(before) == {"keys", "values", "codes", "error", "gain"}
+
+
+def test_settings_that_need_no_error_or_gain_store_none():
+    model = enabled()
+    cache = BPCCache(model.config, gain=False, safeguard=0.0, **SMALL)
+    generate(model, past_key_values=cache)
+    assert set(cache.layers[0].buffers) == {"keys", "values", "codes"}
+
+
+def test_a_cache_is_freed_when_it_is_dropped():
+    model = enabled()
+    gc.disable()
+    try:
+        cache = BPCCache(model.config, **SMALL)
+        generate(model, past_key_values=cache)
+        watched = weakref.ref(cache.layers[0].buffers["keys"])
+        del cache
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_is_freed_though_its_cache_lives():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    generate(model, past_key_values=cache)
+    watched = weakref.ref(model.model.layers[0].self_attn)
+    del model
+    gc.collect()
+    assert watched() is None
+    assert cache.get_seq_length() == 45
+
+
+def test_inference_mode_and_no_grad_mix():
+    model = enabled()
+    made = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = BPCCache(model.config, **SMALL)
+        with mode():
+            model(ids(), past_key_values=cache)
+            model(ids(1), past_key_values=cache)
+        made.append(generate(model, ids(50), past_key_values=cache)[0])
+    assert torch.equal(*made)
+    model(ids(3), past_key_values=(fresh := BPCCache(model.config, **SMALL)))  # with gradients on
+    assert not fresh.layers[0].buffers["keys"].requires_grad
+
+
+def test_a_copy_of_a_cache_goes_its_own_way():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    generate(model, past_key_values=cache, max_new_tokens=2, min_new_tokens=2)
+    cache.crop(-1)
+    once, again = copy.deepcopy(cache), copy.deepcopy(cache)
+    first = generate(model, ids(50, seed=1), past_key_values=once)
+    generate(model, ids(60, seed=2), past_key_values=cache)
+    second = generate(model, ids(50, seed=1), past_key_values=again)
+    assert all(map(torch.equal, first, second))
+
+
+def test_two_models_and_two_threads_share_nothing():
+    models = [enabled(), enabled("qwen3"), None]
+    models[2] = models[0]  # one model, two threads
+    rules = [SMALL, SMALL | {"bits": 128, "gain": False}, SMALL | {"budget": 9, "sink": 3}]
+    prompts = [ids(30 + i, seed=i) for i in range(3)]
+
+    def run(i):
+        return generate(
+            models[i], prompts[i], past_key_values=BPCCache(models[i].config, **rules[i]), max_new_tokens=12
+        )[0]
+
+    alone = [run(i) for i in range(3)]
+    together: list = [None] * 3
+
+    def work(i):
+        for _ in range(3):
+            together[i] = run(i)
+            assert torch.equal(together[i], alone[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(torch.equal, alone, together))
+
+
+def test_enabling_twice_is_enabling_once():
+    model = enabled()
+    name = model.config._attn_implementation
+    enable(model)
+    assert model.config._attn_implementation == name
+    disable(model)
+    disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_enabled_model_is_saved_as_it_was(tmp_path):
+    model = enabled()
+    model.save_pretrained(tmp_path)
+    assert "bpc" not in (tmp_path / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+def test_the_text_part_of_a_larger_model_is_enabled_alone():
+    model = tiny.multimodal()
+    before = model.config.vision_config._attn_implementation
+    enable(model)
+    assert model.config.vision_config._attn_implementation == before
+    made, _ = generate(model, past_key_values=BPCCache(model.config, **SMALL))
+    assert made.shape == (1, 46)
+    disable(model)
+    assert model.config.text_config._attn_implementation == before
+
+
+def test_flash_attention_is_called_under_its_own_name():
+    """It loads the implementation that the module's config names; here it must find its own."""
+    seen = []
+
+    def flash(module, query, key, value, attention_mask, **arguments):
+        seen.append((module.config._attn_implementation, module.is_causal, module.config.hidden_size))
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **arguments)
+
+    AttentionInterface.register("flash_stand_in", flash)
+    module = tiny.model().model.layers[0].self_attn
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    found = runtime._attention("flash_stand_in", module, query, key, key, None, scaling=0.3)
+    expected = AttentionInterface()["sdpa"](module, query, key, key, None, scaling=0.3)
+    assert torch.equal(found[0], expected[0])
+    assert seen == [("flash_stand_in", True, 32)]
+
+
+def test_masks_of_two_dimensions_tell_padding():
+    """As FlashAttention's do."""
+
+    def mask_2d(*arguments, attention_mask=None, kv_length=0, **rest):
+        return None if attention_mask is None else attention_mask[:, :kv_length]
+
+    def attention(module, query, key, value, attention_mask, **arguments):
+        if attention_mask is not None:
+            causal = torch.ones(query.shape[2], key.shape[2]).tril(key.shape[2] - query.shape[2]).bool()
+            attention_mask = attention_mask[:, None, None].bool() & causal
+        return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **arguments)
+
+    AttentionInterface.register("padding_2d", attention)
+    AttentionMaskInterface.register("padding_2d", mask_2d)
+    prompt = {"input_ids": ids(30, rows=2), "attention_mask": (torch.arange(30) >= torch.tensor([[0], [11]])).long()}
+    arguments = {"max_new_tokens": 5, "do_sample": False}
+    model = enabled()
+    expected = model.generate(**prompt, past_key_values=BPCCache(model.config, **SMALL), **arguments)
+    model = tiny.model()
+    model.set_attn_implementation("padding_2d")
+    enable(model)
+    assert torch.equal(model.generate(**prompt, past_key_values=BPCCache(model.config, **SMALL), **arguments), expected)
+
+
+def test_an_attention_without_masks_is_refused():
+    AttentionInterface.register("maskless", AttentionInterface()["sdpa"])
+    model = tiny.model()
+    model.set_attn_implementation("maskless")
+    with pytest.raises(ModelError, match="registers no masks"):
+        enable(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "fault"),
+    [
+        ("gemma2", {"head_dim": 16}, "caps its attention logits"),
+        ("deepseek_v3", {}, "MLA"),
+        ("mistral", {"sliding_window": 16}, "no layer attends to the whole context"),
+        ("bloom", {}, "interface"),
+        ("gpt_oss", {"head_dim": 16, "layer_types": ["full_attention"] * 3, "num_local_experts": 4}, "sinks"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_reason(family, changes, fault):
+    model = tiny.model(family, **changes)
+    with pytest.raises(ModelError, match=fault) as refused:
+        enable(model)
+    assert "\n" not in str(refused.value)
+    assert not str(model.config._attn_implementation).startswith("bpc")
+
+
+def test_something_else_than_a_model_is_refused():
+    with pytest.raises(InputError, match="expected a transformers model, not Linear"):
+        enable(nn.Linear(2, 2))
+
+
+class BypassedAttention(nn.Module):
+    """Calls SDPA itself, once it has cached the keys."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments, **keywords):
+        config = self.inner.config
+        try:
+            self.inner.config = copy.copy(config)
+            self.inner.config._attn_implementation_internal = "sdpa"
+            return self.inner(*arguments, **keywords)
+        finally:
+            self.inner.config = config
+
+
+def test_a_model_that_bypasses_the_attention_is_noticed():
+    model = enabled()
+    for layer in model.model.layers:
+        layer.self_attn = BypassedAttention(layer.self_attn)
+    with pytest.raises(ModelError, match=r"layer 0 cached keys without BPC's attention|layer 1"):
+        generate(model, past_key_values=BPCCache(model.config, **SMALL))
+    disable(model)
+    with pytest.raises(ModelError, match="bypass"):
+        enable(model)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_on_a_model_that_is_not_enabled_is_noticed(layers):
+    model = tiny.model(num_hidden_layers=layers)
+    with pytest.raises(ModelError, match=r"call bpc_calib\.enable\(model\)"):
+        generate(model, past_key_values=BPCCache(model.config, **SMALL))
+
+
+def test_a_cache_after_disable_is_noticed():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    generate(model, past_key_values=cache)
+    disable(model)
+    with pytest.raises(ModelError, match=r"call bpc_calib\.enable\(model\)"):
+        generate(model, ids(50), past_key_values=cache)
+
+
+def test_a_cache_of_another_model_is_noticed():
+    model, twin, other = enabled(), enabled(), enabled(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    cache = BPCCache(model.config, **SMALL)
+    with pytest.raises(ModelError, match="belongs to another model"):
+        generate(other, past_key_values=BPCCache(model.config, **SMALL))
+    generate(model, past_key_values=cache)
+    with pytest.raises(ModelError, match="belongs to another model"):
+        generate(twin, ids(50), past_key_values=cache)
+    cache.reset()
+    generate(twin, past_key_values=cache)
+
+
+def test_an_assistant_model_is_refused():
+    model = enabled()
+    assistant = tiny.model(num_hidden_layers=1)
+    with pytest.raises(InputError, match="assistant model"):
+        generate(model, past_key_values=BPCCache(model.config, **SMALL), assistant_model=assistant)
+
+
+def test_a_batch_of_another_size_is_refused():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    model(ids(10), past_key_values=cache)
+    with pytest.raises(InputError, match="holds 1 sequences, and 2 came"):
+        model(ids(1, rows=2), past_key_values=cache)
+
+
+def test_masks_that_weigh_are_refused():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    with torch.no_grad():
+        model(ids(10), past_key_values=cache)
+        with pytest.raises(ModelError, match="weighs tokens"):
+            model(ids(1), past_key_values=cache, attention_mask=torch.full((1, 1, 1, 11), -0.5))
+        cache.reset()
+        model(ids(10), past_key_values=cache)
+        with pytest.raises(ModelError, match="for each head"):
+            model(ids(1), past_key_values=cache, attention_mask=torch.zeros(1, 4, 1, 11))
+
+
+def test_new_tokens_given_as_the_first_ones_are_refused():
+    """What transformers before 5.21 makes of a continued cache and prefill_chunk_size."""
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    with torch.no_grad():
+        model(ids(10), past_key_values=cache)
+        with pytest.raises(InputError, match="prefill_chunk_size"):
+            model(ids(4), past_key_values=cache, position_ids=torch.arange(4).unsqueeze(0))
+    cache.reset()
+    with torch.no_grad():
+        model(ids(10), past_key_values=cache)
+        with pytest.raises(InputError, match="prefill_chunk_size"):
+            model(ids(4), past_key_values=cache, attention_mask=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_continued_cache_with_chunks_is_right_or_refused():
+    model = enabled()
+    prompt = ids(60)
+
+    def continued(**arguments):
+        cache = BPCCache(model.config, **SMALL)
+        generate(model, prompt[:, :30], past_key_values=cache, max_new_tokens=1, min_new_tokens=1)
+        return generate(model, prompt, past_key_values=cache, **arguments)[0]
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
+        with pytest.raises(InputError, match="prefill_chunk_size"):
+            continued(prefill_chunk_size=8)
+    else:
+        assert torch.equal(continued(prefill_chunk_size=8), continued())
+
+
+@pytest.mark.parametrize(
+    ("rules", "fault"),
+    [
+        ({"budget": 0}, "budget"),
+        ({"budget": -1}, "budget"),
+        ({"budget": 1.5}, "budget"),
+        ({"budget": "abc"}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"budget": float("nan")}, "budget"),
+        ({"min_tokens": 0}, "min_tokens"),
+        ({"min_tokens": 2.5}, "min_tokens"),
+        ({"recent": -1}, "recent"),
+        ({"sink": -1}, "sink"),
+        ({"safeguard": 1.1}, "safeguard"),
+        ({"safeguard": "x"}, "safeguard"),
+        ({"group": "mean"}, "group"),
+        ({"gain": 1}, "gain"),
+        ({"bits": 63}, "bits"),
+        ({"seed": -1}, "seed"),
+        ({"dense_layers": (99,)}, "dense_layers: 99 is no layer of llama, which has 0 to 2"),
+        ({"dense_layers": (-1,)}, "dense_layers"),
+        ({"dense_layers": (0, 1, 2)}, "leave nothing to do"),
+    ],
+)
+def test_settings_out_of_range_are_refused(rules, fault):
+    with pytest.raises(InputError, match=fault):
+        BPCCache(tiny.config(), **rules)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 4}, "layers: the artifact has 4, the model 3"),
+        ({"num_key_value_heads": 4}, "KV heads: the artifact has 4, the model 2"),
+        ({"head_dim": 16}, "head_dim: the artifact has 16, the model 8"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "RoPE"),
+    ],
+)
+def test_the_artifact_of_another_model_is_refused(changes, named):
+    with pytest.raises(ArtifactError, match=named):
+        BPCCache(tiny.config(), artifact_for(tiny.config(**changes)))
+
+
+def test_doubts_about_an_artifact_are_said(caplog):
+    with caplog.at_level(logging.WARNING, "bpc_calib"):
+        BPCCache(tiny.config(), artifact_for(tiny.config(vocab_size=300)))
+    assert "config differs" in caplog.text
+
+
+def test_artifacts_that_this_version_does_not_decode_with_are_refused():
+    config = tiny.config()
+    with pytest.raises(InputError, match="query metric or means"):
+        BPCCache(config, artifact_for(config, metric=True))
+    with pytest.raises(InputError, match="64 bits, not 128"):
+        BPCCache(config, artifact_for(config), bits=128)
+    with pytest.raises(InputError, match=r"what bpc_artifacts\.load returns, not str"):
+        BPCCache(config, "file.safetensors")
+    assert BPCCache(config, artifact_for(config, 32)).layers[2].calibrated.shape[1] == 32
+
+
+def test_online_projections_wait_until_there_is_something_to_choose():
+    model = enabled()
+    cache = BPCCache(model.config, budget=0.1, min_tokens=44, dense_layers=())
+    generate(model, ids(40), past_key_values=cache, max_new_tokens=5, min_new_tokens=5)  # 44 tokens cached
+    assert cache.layers[0].projection is None
+    generate(model, ids(45), past_key_values=cache, max_new_tokens=2, min_new_tokens=2)
+    assert cache.layers[0].projection.shape == (1, 2, 64, 8)
+
+
+def test_kv_bytes_counts_what_a_step_reads():
+    model = enabled()
+    cache = BPCCache(model.config, budget=5, min_tokens=1, dense_layers=(1,))
+    assert cache.kv_bytes(100) == (0, 0)
+    generate(model, past_key_values=cache)
+    token = 2 * 2 * 8 * 4  # keys and values, 2 heads of 8, float32
+    assert cache.kv_bytes(100) == (2 * (5 * token + 100 * 2 * 9) + 100 * token, 3 * 100 * token)
+    assert cache.kv_bytes(4) == (3 * 4 * token, 3 * 4 * token)
+
+
+def test_the_package_does_not_import_transformers_for_its_functions():
+    import subprocess
+    import sys
+
+    code = "import sys, bpc_calib; bpc_calib.enable; assert 'transformers' not in sys.modules; bpc_calib.BPCCache"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="nothing"):
+        bpc_calib.nothing  # noqa: B018
