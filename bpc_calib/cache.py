@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 # Steps a bit for projections found in the prompt: it waits for them. The authors' release takes as many.
 ONLINE_ITERATIONS = 4
+HASHED_AT_ONCE = 1 << 16  # tokens: hashing takes some 20 bytes a bit and key on its way
 
 
 @dataclass(frozen=True)
@@ -234,14 +235,15 @@ class BPCLayer(GrowingLayer):
                 f"layer {self.index} has {self.keys.shape[1]} KV heads here, the projections "
                 f"{self.projection.shape[-3]}"
             )
-        if self.hashed < length:
-            encoded = encode(self.keys[:, :, self.hashed :], self.projection)
+        while self.hashed < length:
+            end = min(length, self.hashed + HASHED_AT_ONCE)
+            encoded = encode(self.keys[:, :, self.hashed : end], self.projection)
             self._append("codes", self.hashed, encoded.codes)
             if self.rules.safeguard:
                 self._append("error", self.hashed, encoded.error)
             if self.rules.gain:
                 self._append("gain", self.hashed, encoded.gain)
-            self.hashed = length
+            self.hashed = end
         return self.projection
 
 

@@ -58,19 +58,21 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     """
     bits = scores.shape[-1]
     original = scores.mT
-    running = original.clone(memory_format=torch.contiguous_format)
-    positive = torch.empty_like(running, dtype=torch.bool)
+    running = original.clone(memory_format=torch.contiguous_format)  # row i is final once bits 0 to i - 1 are known
+    signs = torch.empty_like(running)
+    one, minus_one = running.new_tensor(1.0), running.new_tensor(-1.0)
+    for i in range(bits):
+        u = torch.where(running[..., i : i + 1, :] >= 0, one, minus_one)  # sign(0) = +1
+        signs[..., i : i + 1, :] = u
+        running[..., i + 1 :, :].addcmul_(u, gram[..., i, i + 1 :, None], value=-1)
     squared_error = squared_norm.clone()
     dot = torch.zeros_like(squared_norm)  # <k, u P>
-    for i in range(bits):
-        t = running[..., i, :]
-        positive[..., i, :] = t >= 0  # sign(0) = +1
-        u = torch.where(t >= 0, 1.0, -1.0).to(t.dtype)
-        squared_error -= 2 * t.abs() - gram[..., i, i, None]
-        dot += u * original[..., i, :]
-        running[..., i + 1 :, :] -= u.unsqueeze(-2) * gram[..., i, i + 1 :, None]
+    falls = 2 * running.abs() - gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    for fall, part in zip(falls.unbind(-2), (signs * original).unbind(-2), strict=True):
+        squared_error -= fall
+        dot += part
     return Encoded(
-        codes=pack_codes(positive.mT),
+        codes=pack_codes(signs.mT > 0),
         error=squared_error.clamp(min=0).sqrt().float(),
         gain=_gain_byte(squared_norm, dot),
     )
