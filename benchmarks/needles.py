@@ -10,6 +10,7 @@ attention, the exact best tokens and tokens drawn by chance stand beside BPC. Th
 import argparse
 import math
 import random
+import re
 import sys
 from itertools import islice
 from pathlib import Path
@@ -90,8 +91,10 @@ def main() -> None:
     report.write(arguments.output, {"settings": settings, "artifact": artifact.metadata["algorithm"], "rows": rows})
 
 
-def prompt(tokenizer: Any, rng: random.Random, tokens: int, facts: int) -> tuple[list[int], list[int], str]:
-    """Context and question as token ids, and the answer."""
+def prompt(
+    tokenizer: Any, rng: random.Random, tokens: int, facts: int, digits: bool = True
+) -> tuple[list[int], list[int], str]:
+    """Context and question as token ids, and the answer; without `digits` the facts alone have any."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -102,7 +105,7 @@ def prompt(tokenizer: Any, rng: random.Random, tokens: int, facts: int) -> tuple
     wanted = rng.randrange(facts)
     question = ids(f" what is the {names[wanted][0]} of {names[wanted][1]}?")
     room = tokens - len(question) - sum(map(len, stated))
-    filler = (text for text in sentences(rng) if " is " not in text)
+    filler = (text for text in sentences(rng) if " is " not in text and (digits or not re.search(r"\d", text)))
     parts: list[list[int]] = []
     while sum(map(len, parts)) < room:
         parts += [ids(text) for text in islice(filler, 16)]
@@ -164,7 +167,7 @@ def row(name: str, budget: float, model: Any, tokenizer: Any, asked: list[Any], 
             tokenizer.decode(ids).strip().startswith(text) for ids, text in zip(made.tolist(), answers, strict=True)
         )
     low, high = interval(right, len(asked))
-    print(f"{name:<22} {budget:>6.1%} {right:>4} of {len(asked)}   95 % interval {low:.2f} to {high:.2f}", flush=True)
+    print(f"{name:<30} {budget:>6.1%} {right:>4} of {len(asked)}   95 % interval {low:.2f} to {high:.2f}", flush=True)
     if name == "full attention" and right < 0.9 * len(asked):
         print("this model does not find such facts even with full attention: the figures say little", file=sys.stderr)
     return {"method": name, "budget": budget, "right": right, "of": len(asked), "interval": [low, high]}

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.console import command, fail, note, print_json, print_table, printable, quiet_libraries, stderr
+from bpc_cli.arguments import Dtype, pick_device
+from bpc_cli.console import command, note, print_json, print_table, printable, quiet_libraries, stderr
 
 if TYPE_CHECKING:
     from bpc_calib.calibration import Plan
@@ -22,15 +23,6 @@ class Method(str, enum.Enum):
 
     refined = "refined"
     paper = "paper"
-
-
-class Dtype(str, enum.Enum):
-    """Of the model's weights."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 @command
@@ -101,7 +93,7 @@ def calibrate(
     from bpc_calib.corpora import DEFAULT_CORPORA, HUB_CORPORA, open_corpus
     from bpc_calib.models import describe, load_config, load_model, load_tokenizer
 
-    device = _device(device)
+    device = pick_device(device)
     config, commit = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
     settings: dict[str, Any] = {
         "samples": samples,
@@ -182,19 +174,6 @@ def calibrate(
         print_json(result)
     else:
         _print_result(result)
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        float(torch.zeros(1, device=name))
-    except Exception as fault:
-        reason = str(fault).strip().splitlines()[0]
-        fail(f"device {name} cannot be used: {reason}")
-    return name
 
 
 def _peak_memory() -> int | None:

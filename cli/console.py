@@ -20,9 +20,9 @@ __all__ = ["command", "fail", "note", "print_json", "print_table", "printable", 
 Result = TypeVar("Result")
 
 
-def printable(text: object) -> str:
-    """Text from a file or a model without control characters, escape codes or direction marks."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+def printable(text: object, keep: str = "") -> str:
+    """Text from a file or a model without control characters, escape codes or direction marks, but for `keep`."""
+    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
 def stderr() -> "Console":
@@ -85,7 +85,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
             if isinstance(fault, BPCError):
                 fail(" ".join(str(fault).split()))
             if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's, unimported
-                fail("out of memory: try a shorter --sequence-length, fewer --keys-per-head, or --device cpu")
+                fail("out of memory: try a shorter prompt or --sequence-length, fewer --keys-per-head, or --device cpu")
             kind, text = type(fault).__name__, " ".join(str(fault).split())[:300]
             fail(f"unexpected {kind}: {text} (BPC_DEBUG=1 shows where; please report it)")
 

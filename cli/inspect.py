@@ -1,12 +1,12 @@
 """`bpc inspect`: what is in an artifact, whether it is whole, and whether it fits a model."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpc_cli.arguments import find_artifact
 from bpc_cli.console import command, fail, note, print_json, print_table, printable, quiet_libraries
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def inspect(
     quiet_libraries()
     from bpc_artifacts import check_model, load
 
-    path, commit = _locate(file, revision)
+    path, commit = find_artifact(file, revision)
     artifact = load(path)
     doubts = None
     if model is not None:
@@ -55,18 +55,6 @@ def inspect(
         print(f"Fits {printable(model)}.")
     if plot is not None:
         print(f"Wrote {printable(plot)}")
-
-
-def _locate(file: str, revision: str | None) -> tuple[Path, str | None]:
-    path = Path(os.path.expanduser(file))
-    parts = file.split("/")
-    if os.path.exists(path) or len(parts) < 2 or not all(parts) or parts[0] in (".", "..", "~"):
-        return path, None
-    if len(parts) == 2 and file.endswith(".safetensors"):  # FOLDER/FILE, mistyped
-        return path, None
-    from bpc_calib.hub import fetch_artifact
-
-    return fetch_artifact(file, revision)
 
 
 def _as_table(

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from bpc_cli.calibrate import calibrate
+from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
 
 __all__ = ["app", "main"]
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command()(inspect)
+app.command()(generate)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,66 @@
+"""What several commands read from their words: dtypes, devices, artifacts, budgets, layers."""
+
+import enum
+import os
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+from bpc_cli.console import fail
+
+__all__ = ["Dtype", "find_artifact", "parse_budget", "parse_layers", "pick_device"]
+
+
+class Dtype(str, enum.Enum):
+    """Of the model's weights."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def pick_device(name: str) -> str:
+    """A device that works here; "auto" is a GPU if there is one."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        float(torch.zeros(1, device=name))
+    except Exception as fault:
+        reason = str(fault).strip().splitlines()[0]
+        fail(f"device {name} cannot be used: {reason}")
+    return name
+
+
+def find_artifact(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """The file of a path or of a Hub id, and the Hub commit (None for a path)."""
+    path = Path(os.path.expanduser(name))
+    parts = name.split("/")
+    if os.path.exists(path) or len(parts) < 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        return path, None
+    if len(parts) == 2 and name.endswith(".safetensors"):  # FOLDER/FILE, mistyped
+        return path, None
+    from bpc_calib.hub import fetch_artifact
+
+    return fetch_artifact(name, revision)
+
+
+def parse_budget(text: str) -> float | int:
+    """`2%` and `0.02` are a share of the tokens, `2048` is a number of them."""
+    try:
+        if text.endswith("%"):
+            return float(Decimal(text[:-1]) / 100)
+        return int(text) if text.lstrip("+-").isdecimal() else float(Decimal(text))
+    except (InvalidOperation, ValueError):
+        fail(f"--budget {text}: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)")
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """`0,1` names layers, `none` none."""
+    if text.strip() in ("", "none"):
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        fail(f"--dense-layers {text}: expected layers like 0,1 or none")
