@@ -66,7 +66,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
             result = function(*args, **kwargs)
             sys.stdout.flush()
             return result
-        except (typer.Exit, typer.Abort):
+        except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except KeyboardInterrupt:
             note("Interrupted.")

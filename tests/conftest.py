@@ -40,13 +40,13 @@ def text_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bpc(monkeypatch):
-    """Run the command line in this process: `bpc("inspect", file)`."""
+    """Run the command line in this process: `bpc("inspect", file)`; `stdin` is what is piped in."""
     monkeypatch.setenv("COLUMNS", "100")
 
-    def run(*words: object) -> Ran:
+    def run(*words: object, stdin: str | bytes = "") -> Ran:
         from bpc_cli.main import app
 
-        result = CliRunner().invoke(app, [str(word) for word in words])
+        result = CliRunner().invoke(app, [str(word) for word in words], input=stdin)
         return Ran(result.exit_code, result.stdout, result.stderr)
 
     return run

@@ -1,0 +1,209 @@
+"""`bpc generate`: what it prints, where it reads, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bpc_artifacts import save
+from bpc_calib import BPCCache, calibrate, enable
+
+PROMPT = "the old stone bridge over the river saw a small lantern"
+ALL_SPARSE = ("--dense-layers", "none", "--min-tokens", "1")
+
+
+@pytest.fixture(scope="module")
+def artifact(model_folder, text_folder, tmp_path_factory):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    path = tmp_path_factory.mktemp("artifact") / "tiny.safetensors"
+    save(calibrate(model, tokenizer, corpora=[str(text_folder)], samples=4), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(model_folder):
+    """The tokens of the library itself: a function of the cache's settings, None for full attention."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    enable(model)
+
+    def generate(new, artifact=None, prompt=PROMPT, **rules):
+        cache = BPCCache(model.config, artifact, **rules) if rules else None
+        inputs = tokenizer(prompt, return_tensors="pt")
+        made = model.generate(**inputs, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=256)
+        return made[0, inputs["input_ids"].shape[1] :].tolist()
+
+    return generate
+
+
+def as_json(ran):
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def test_decodes_with_what_it_was_told(bpc, model_folder, artifact, expected):
+    from bpc_artifacts import load
+
+    words = ("-m", model_folder, "-a", artifact, "-p", PROMPT, "--budget", "8", *ALL_SPARSE)
+    made = as_json(bpc("generate", *words, "--max-new-tokens", "20", "--json"))
+    assert made["tokens"] == expected(20, load(artifact), budget=8, min_tokens=1, dense_layers=())
+    assert made["tokens"] != expected(20)
+    assert made["prompt_tokens"] == len(PROMPT) + 1
+    # A step reads 8 tokens of 2 heads x 8 x 4 bytes, keys and values, and 9 bytes of every token and head.
+    lengths = range(len(PROMPT) + 2, len(PROMPT) + 1 + 20)
+    share = sum(8 * 128 + n * 18 for n in lengths) / sum(128 * n for n in lengths)
+    assert made["kv_bytes_share"] == pytest.approx(share)
+
+
+def test_online_is_the_default(bpc, model_folder, expected):
+    words = ("-m", model_folder, "-p", PROMPT, "--budget", "0.2", *ALL_SPARSE, "--max-new-tokens", "12", "--json")
+    made = as_json(bpc("generate", *words))
+    assert made["artifact"] == "online"
+    assert made["tokens"] == expected(12, budget=0.2, min_tokens=1, dense_layers=())
+    assert made == as_json(bpc("generate", *words, "--artifact", "online")) | {
+        name: made[name] for name in ("seconds_to_first_token", "tokens_per_second")
+    }
+
+
+@pytest.mark.parametrize("budget", ["100%", "1.0", "5000"])
+def test_the_whole_budget_gives_the_text_of_full_attention(bpc, model_folder, expected, budget):
+    made = as_json(
+        bpc("generate", "-m", model_folder, "-p", PROMPT, "--budget", budget, "--max-new-tokens", "15", "--json")
+    )
+    assert made["tokens"] == expected(15)
+
+
+def test_reads_the_prompt_from_a_file_and_from_stdin(bpc, model_folder, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT + "\n")
+    words = ("generate", "-m", model_folder, "--max-new-tokens", "5", "--json")
+    texts = {
+        as_json(ran)["text"]
+        for ran in (bpc(*words, "-p", PROMPT), bpc(*words, "--prompt-file", file), bpc(*words, stdin=PROMPT + "\n"))
+    }
+    assert len(texts) == 1
+
+
+def test_prints_the_text_and_nothing_else_on_stdout(bpc, model_folder):
+    words = ("generate", "-m", model_folder, "-p", PROMPT, "--max-new-tokens", "30")
+    text = as_json(bpc(*words, "--json"))["text"]
+    assert any(not c.isprintable() for c in text)  # or the next line shows little
+    ran = bpc(*words)
+    assert ran.out == "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) + "\n"
+    assert "30 tokens, " in ran.err
+    assert bpc(*words, "--quiet") == (0, ran.out, "")
+
+
+def test_compare_prints_both_texts_and_where_they_part(bpc, model_folder, artifact, expected):
+    words = ("generate", "-m", model_folder, "-a", artifact, "-p", PROMPT, "--max-new-tokens", "20", "--compare")
+    made = as_json(bpc(*words, "--budget", "3", *ALL_SPARSE, "--json"))
+    full = expected(20)
+    assert made["full_attention"]["tokens"] == full
+    first = next(i for i in range(20) if made["tokens"][i] != full[i])
+    assert made["first_difference"]["token"] == first + 1
+    printed = bpc(*words, "--budget", "3", *ALL_SPARSE).out
+    for line in (
+        "--- BPC (calibrated, budget 3) ---",
+        "--- full attention ---",
+        f"first difference: token {first + 1}: ",
+    ):
+        assert line in printed
+    assert "% of the KV bytes of full attention" in printed
+    same = as_json(bpc(*words, "--budget", "100%", "--json"))
+    assert same["first_difference"] is None
+    assert "first difference: none in 20 tokens" in bpc(*words, "--budget", "100%").out
+
+
+def test_sampling_is_repeated_by_its_seed(bpc, model_folder):
+    words = ("generate", "-m", model_folder, "-p", PROMPT, "--max-new-tokens", "12", "--temperature", "2", "--json")
+    texts = [as_json(bpc(*words, "--seed", seed))["tokens"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_chat_uses_the_template_of_the_model(bpc, tmp_path):
+    folder = tiny.save(tmp_path / "chatty")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    tokenizer.save_pretrained(folder)
+    words = ("generate", "-m", folder, "--max-new-tokens", "4", "--json")
+    told = as_json(bpc(*words, "-p", "hello", "--chat"))
+    plain = as_json(bpc(*words, "-p", "<user>hello<assistant>"))
+    assert told["prompt_tokens"] == plain["prompt_tokens"] - 1  # the template says whether there is a <s>
+
+
+def test_stops_at_the_limit_of_the_model(bpc, model_folder):
+    ran = bpc("generate", "-m", model_folder, "-p", "x" * 120, "--max-new-tokens", "50")
+    assert ran.code == 0
+    assert "Stopping after 7 tokens, at the limit of tiny-llama" in ran.err
+
+
+def test_streams(model_folder):
+    words = ["generate", "-m", str(model_folder), "-p", PROMPT, "--max-new-tokens", "60", *ALL_SPARSE]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from bpc_cli.main import main; main()", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+    )
+    assert process.stdout is not None
+    first = os.read(process.stdout.fileno(), 1 << 16)
+    rest = process.stdout.read()
+    assert process.wait() == 0
+    assert first
+    assert rest
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--budget", "0"], "budget"),
+        (["--budget", "-1"], "budget"),
+        (["--budget", "1.5"], "budget"),
+        (["--budget", "abc"], "--budget abc: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)"),
+        (["--budget", "%"], "--budget %"),
+        (["--budget", "nan"], "budget"),
+        (["--budget", "150%"], "budget"),
+        (["--min-tokens", "0"], "min_tokens"),
+        (["--dense-layers", "99"], "99 is no layer of tiny-llama, which has 0 to 2"),
+        (["--dense-layers", "0,x"], "--dense-layers 0,x"),
+        (["--dense-layers", "0,1,2"], "leave nothing to do"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x" * 128], "the prompt has 129 tokens, and tiny-llama takes 128 in all"),
+        (["--chat"], "tiny-llama has no chat template"),
+        (["--artifact", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--device", "nonsense"], "device nonsense"),
+    ],
+)
+def test_what_is_refused_is_refused_in_one_line(bpc, model_folder, words, fault):
+    prompt = [] if "--prompt" in words else ["--prompt", "hello"]
+    ran = bpc("generate", "-m", model_folder, *prompt, *words)
+    assert ran.code == 1
+    assert ran.out == ""
+    assert ran.err.startswith("Error: ")
+    assert ran.err.count("\n") == 1
+    assert fault in ran.err
+
+
+def test_an_artifact_of_another_model_is_refused(bpc, artifact, tmp_path):
+    other = tiny.save(tmp_path / "other", num_hidden_layers=4, head_dim=16)
+    ran = bpc("generate", "-m", other, "-a", artifact, "-p", "hello")
+    assert ran.code == 1
+    assert "made for tiny-llama, does not fit other" in ran.err
+    assert "layers: the artifact has 3, the model 4" in ran.err
+    assert "head_dim: the artifact has 8, the model 16" in ran.err
+
+
+def test_prompts_that_cannot_be_read_are_refused(bpc, model_folder, tmp_path):
+    assert "cannot be read" in bpc("generate", "-m", model_folder, "--prompt-file", tmp_path / "none").err
+    assert "stdin: the prompt is not UTF-8 text" in bpc("generate", "-m", model_folder, stdin=b"\xff\xfe").err
+    assert bpc("generate", "-m", model_folder, "-p", "a", "--prompt-file", "b").code == 2
+
+
+def test_a_model_that_cannot_be_served_is_refused(bpc, tmp_path):
+    folder = tiny.save(tmp_path / "windows", "mistral", sliding_window=16)
+    ran = bpc("generate", "-m", folder, "-p", "hello")
+    assert ran.code == 1
+    assert "no layer attends to the whole context" in ran.err
