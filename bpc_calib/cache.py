@@ -198,7 +198,7 @@ class BPCLayer(GrowingLayer):
         length = self.get_seq_length()
         gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
         scores = hash_scores(quantize_query(query, projection), self.buffers["codes"][:, :, :length], gain)
-        return scores.amax(-2) if self.rules.group == "max" else scores.sum(-2)
+        return scores.amax(-2) if self.rules.group == "max" else scores.sum(-2, dtype=torch.int32)
 
     def step_bytes(self, length: int, token: int) -> int:
         """Bytes that a step reads a sequence, where the keys and values of a token take `token`."""

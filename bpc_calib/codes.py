@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_artifacts.schema import BITS
 from bpc_calib.errors import InputError
 
-__all__ = ["check_bits", "pack_codes", "unpack_codes"]
+__all__ = ["check_bits", "check_codes", "pack_codes", "unpack_codes"]
 
 
 def check_bits(bits: int) -> None:
@@ -25,13 +25,18 @@ def pack_codes(positive: Tensor) -> Tensor:
     return torch.stack(words, dim=-1)
 
 
-def unpack_codes(codes: Tensor, bits: int) -> Tensor:
-    """int64 `[..., N, W]` -> float32 `[..., N, bits]` of -1 and +1."""
+def check_codes(codes: Tensor, bits: int) -> None:
+    """Raise `InputError` unless `codes` are int64 `[..., N, W]` of a supported length."""
     check_bits(bits)
     if codes.dtype != torch.int64 or codes.shape[-1] != -(-bits // 64):
         raise InputError(
             f"codes of {bits} bits are int64 [..., N, {-(-bits // 64)}], not {codes.dtype} {list(codes.shape)}"
         )
+
+
+def unpack_codes(codes: Tensor, bits: int) -> Tensor:
+    """int64 `[..., N, W]` -> float32 `[..., N, bits]` of -1 and +1."""
+    check_codes(codes, bits)
     shifts = torch.arange(min(bits, 64), device=codes.device)
     ones = (codes.unsqueeze(-1) >> shifts) & 1
     return ones.flatten(-2).to(torch.float32).mul_(2).sub_(1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpc_calib.codes import check_bits, unpack_codes
+from bpc_calib.codes import check_bits, check_codes
 from bpc_calib.encoding import GAIN_ONE
 from bpc_calib.errors import InputError
 
@@ -60,12 +60,34 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
     Raises:
         InputError: shapes or dtypes that do not fit.
     """
-    signs = unpack_codes(codes, query.values.shape[-1])
-    # Exact in float32, in TF32 and in any order: integers of at most 8 bits whose sums stay below 2^24.
-    with torch.autocast(codes.device.type, enabled=False):
-        scores = (query.values.float() @ signs.mT).to(torch.int32)
+    check_codes(codes, query.values.shape[-1])
+    scores = _dot(query.values, codes)
     if gain is None:
         return scores
     if gain.dtype != torch.uint8 or gain.shape[-1] != codes.shape[-2]:
         raise InputError(f"gain must be uint8 [..., {codes.shape[-2]}], not {gain.dtype} {list(gain.shape)}")
     return scores * (gain.to(torch.int32) + GAIN_ONE).unsqueeze(-2)
+
+
+def _dot(values: Tensor, codes: Tensor) -> Tensor:
+    """`c = p . u` of int8 `[..., G, H]` and int64 `[..., N, W]`, by the bytes of the codes.
+
+    A byte of a code can be 256 things, so for each byte a table holds what its 8 bits add to the score, and a
+    key costs one look-up a byte.
+    """
+    group, bits = values.shape[-2:]
+    parts = bits // 8
+    lead = torch.broadcast_shapes(values.shape[:-2], codes.shape[:-2])
+    values, codes = values.expand(*lead, group, bits), codes.expand(*lead, *codes.shape[-2:])
+    byte = torch.arange(256, device=values.device).unsqueeze(-1) >> torch.arange(8, device=values.device)
+    # Exact in float32, in TF32 and in any order: integers of at most 8 bits whose sums stay below 2^24.
+    signs = (byte & 1).float() * 2 - 1
+    with torch.autocast(values.device.type, enabled=False):
+        table = values.float().unflatten(-1, (parts, 8)) @ signs.mT  # [..., G, parts, 256]
+    table = table.movedim(-3, -1).reshape(-1, group)  # a row for each KV head, part and byte
+    # Byte i of a word holds its bits 8i to 8i + 7, on machines with the low byte first.
+    index = codes.contiguous().view(torch.uint8)[..., :parts].to(torch.int32)
+    first = torch.arange(lead.numel() * parts, device=values.device, dtype=torch.int32) * 256
+    index = (index + first.view(*lead, 1, parts)).reshape(-1, parts)
+    scores = torch.nn.functional.embedding_bag(index, table, mode="sum")
+    return scores.view(*lead, -1, group).mT.to(torch.int32)

@@ -10,6 +10,9 @@ from bpc_calib.errors import InputError
 
 __all__ = ["attended", "select"]
 
+# A token's rule, value and index share one int64: at most 2, 32 and these bits.
+INDEX_BITS = 28
+
 
 def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
     """`k = min(N, max(min_tokens, b))`, `b = floor(budget * N)` for a float, `b = budget` for an int.
@@ -44,11 +47,11 @@ def select(
     the forced ones exceed `k`, the earlier rule wins and `k` holds.
 
     Args:
-        scores: integer `[..., N]`, one row a KV head (already reduced over its group).
+        scores: integers that fit int32 `[..., N]`, one row a KV head (already reduced over its group).
         k: how many, at most the number of valid tokens; or int64 `[...]`, one a row. Rows shorter than
             the longest end in -1.
         valid: bool `[..., N]`; False is padding: never selected, and not counted by `recent` and `sink`.
-        error: float `[..., N]`; a token of error `-inf` does not enter the safeguard.
+        error: float32 `[..., N]`; a token of error `-inf` does not enter the safeguard.
         safeguard: share of `k` in [0, 1] that the safeguard may take.
 
     Raises:
@@ -56,45 +59,57 @@ def select(
     """
     if scores.dtype.is_floating_point or scores.dim() < 1:
         raise InputError(f"scores must be integers [..., N], not {scores.dtype} {list(scores.shape)}")
+    if scores.dtype == torch.int64 and (scores.abs() >= 1 << 31).any():
+        raise InputError("scores must fit int32")
     if recent < 0 or sink < 0 or not 0 <= safeguard <= 1:
         raise InputError(
             f"recent and sink must be 0 or more and safeguard in [0, 1], not {recent}, {sink} and {safeguard}"
         )
     rows, count = scores.shape[:-1], scores.shape[-1]
     device = scores.device
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.expand(scores.shape)
+    if count >= 1 << INDEX_BITS:
+        raise InputError(f"select serves fewer than {1 << INDEX_BITS:,} tokens, not {count:,}")
     wanted = torch.as_tensor(k, device=device).expand(rows)
-    if (wanted < 0).any() or (wanted > valid.sum(-1)).any():
+    position = torch.arange(count, device=device)
+    if valid is None:
+        lengths, nth = torch.full(rows, count, device=device), position
+        valid = torch.ones((), dtype=torch.bool, device=device)
+    else:
+        valid = valid.expand(scores.shape)
+        lengths, nth = valid.sum(-1), valid.cumsum(-1) - 1  # the place of each token among those of its row
+    if (wanted < 0).any() or (wanted > lengths).any():
         raise InputError("k must be between 0 and the number of valid tokens")
+    width = int(wanted.max()) if wanted.numel() else 0
 
-    nth = valid.cumsum(-1) - 1  # the place of each token among the valid ones of its row
-    newest = valid & (nth >= valid.sum(-1, keepdim=True) - recent)
+    newest = valid & (nth >= lengths.unsqueeze(-1) - recent)
     first = valid & ~newest & (nth < sink)
-    position = torch.arange(count, device=device).expand(scores.shape)
-    # One sort by (rule, value): a rule outweighs every value, and a stable sort keeps ties in order.
-    value = torch.where(newest, position, torch.where(first, 0, scores.to(torch.int64)))
-    guarded = torch.zeros_like(valid)
+    # One number a token, all different: its rule outweighs every value, and the value every index.
+    rule = 3 * newest.long() + 2 * first.long()
+    value = torch.where(newest, position, torch.where(first, 0, scores))
     if error is not None and safeguard > 0:
         share = _exact(safeguard)
         places = wanted * share.numerator // share.denominator
         candidates = error.expand(scores.shape).masked_fill(newest | first | ~valid, -torch.inf)
-        rank = _rank(candidates)
-        guarded = (rank < places.unsqueeze(-1)) & (candidates > -torch.inf)
-        value = torch.where(guarded, -rank, value)
-    rule = 3 * newest.long() + 2 * first.long() + guarded.long() - (~valid).long()
-    chosen = _rank(rule * (1 << 40) + value) < wanted.unsqueeze(-1)
-
-    width = int(wanted.max()) if wanted.numel() else 0
-    # Tokens not chosen go to the end, as `count`, and become -1 there.
-    indices = torch.where(chosen, position, count).sort(-1).values[..., :width]
+        # The bits of a float, read as an integer, are in its order once those of a negative one are turned over.
+        bits = (candidates.float() + 0.0).view(torch.int32)
+        bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        worst = _best(torch.zeros((), dtype=torch.long, device=device), bits, int(places.max()) if width else 0)
+        order = torch.arange(worst.shape[-1], device=device).expand(worst.shape)
+        guarded = (order < places.unsqueeze(-1)) & (candidates.gather(-1, worst) > -torch.inf)
+        rule = rule.expand(scores.shape).scatter_add(-1, worst, guarded.long())
+        value = value.scatter(-1, worst, torch.where(guarded, -order, value.gather(-1, worst).long()).to(value.dtype))
+    best = _best(torch.where(valid, rule, -1), value, width)
+    # Places beyond the row's own k go to the end, as `count`, and become -1 there.
+    chosen = torch.arange(width, device=device) < wanted.unsqueeze(-1)
+    indices = torch.where(chosen, best, count).sort(-1).values
     return indices.masked_fill(indices == count, -1)
 
 
-def _rank(values: Tensor) -> Tensor:
-    """The place of each value in descending order along the last dimension; ties to the lower index."""
-    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
-    places = torch.arange(values.shape[-1], device=order.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+def _best(rule: Tensor, value: Tensor, k: int) -> Tensor:
+    """Indices of the `k` largest along the last dimension, by rule, then value, then the lower index; best first."""
+    last = (1 << INDEX_BITS) - 1
+    key = (((rule << 32) + value.long()) << INDEX_BITS) + (last - torch.arange(value.shape[-1], device=value.device))
+    return key.topk(k, dim=-1).indices
 
 
 def _exact(share: float) -> Fraction:

@@ -1,12 +1,12 @@
 """`bpc generate`: what it prints, where it reads, and what it refuses."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import tiny
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bpc_artifacts import save
@@ -141,19 +141,27 @@ def test_stops_at_the_limit_of_the_model(bpc, model_folder):
 
 
 def test_streams(model_folder):
-    words = ["generate", "-m", str(model_folder), "-p", PROMPT, "--max-new-tokens", "60", *ALL_SPARSE]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from bpc_cli.main import main; main()", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
-    )
-    assert process.stdout is not None
-    first = os.read(process.stdout.fileno(), 1 << 16)
-    rest = process.stdout.read()
-    assert process.wait() == 0
-    assert first
-    assert rest
+    """Words are printed before the last step of the model."""
+    from bpc_cli.generate import _run
+
+    events = []
+
+    class Recorder(io.StringIO):
+        def write(self, text):
+            events.append(text)
+            return super().write(text)
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
+    model.register_forward_hook(lambda *_: events.append(None))
+    ids = tokenizer("the old stone bridge", return_tensors="pt")["input_ids"]
+    words = set(tokenizer("ab ", add_special_tokens=False)["input_ids"])  # a word is printed when it is whole
+    arguments = {"do_sample": True, "suppress_tokens": [i for i in range(tiny.VOCAB) if i not in words]}
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(Recorder()):
+        made = _run(model, tokenizer, ids, True, max_new_tokens=60, **arguments)
+    steps = [i for i, event in enumerate(events) if event is None]
+    assert len(steps) == len(made["tokens"])
+    assert any(event for event in events[: steps[-1]] if event)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ def test_only_what_needs_it_imports_the_large_libraries_at_the_top():
                     module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                     forbidden = {"transformers", "datasets", "huggingface_hub", "matplotlib", "rich"}
                     forbidden |= {"torch", "bpc_calib", "bpc_artifacts"} if folder == "cli" else set()
+                    if file.name == "cache.py":  # a subclass; imported when BPCCache is first asked for
+                        forbidden -= {"transformers"}
                     assert (module or "").split(".")[0] not in forbidden, f"{file}: {module}"
 
 

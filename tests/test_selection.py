@@ -116,3 +116,14 @@ def test_refuses_what_cannot_be_selected(arguments, message):
 def test_refuses_float_scores():
     with pytest.raises(InputError, match="scores must be integers"):
         select(torch.ones(4), 1)
+
+
+def test_the_widest_scores_keep_their_order():
+    scores = torch.tensor([-(2**31) + 1, 2**31 - 1, 0, 2**31 - 2, -1])
+    assert select(scores, 3).tolist() == [1, 2, 3]
+    assert select(scores, 2, recent=1, error=torch.tensor([1e-30, 0.0, 0.0, 0.0, 9.0]), safeguard=0.5).tolist() == [
+        0,
+        4,
+    ]
+    with pytest.raises(InputError, match="int32"):
+        select(scores * 2, 3)
