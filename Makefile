@@ -12,6 +12,7 @@ demo: .venv/ready
 	cd demo && ../.venv/bin/python ../tests/tiny.py .
 	cd demo && ../.venv/bin/bpc calibrate -m tiny-llama --corpus notes --samples 12 --force
 	cd demo && ../.venv/bin/bpc inspect tiny-llama-bpc64.safetensors -m tiny-llama --plot residual.png --force
+	cd demo && ../.venv/bin/bpc generate -m tiny-llama -a tiny-llama-bpc64.safetensors --prompt-file prompt.txt --compare --max-new-tokens 32
 
 test: .venv/ready
 	.venv/bin/ruff check .

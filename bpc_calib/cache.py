@@ -343,7 +343,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         """
         read = full = 0
         for layer in self.layers:
-            if not layer.is_initialized:
+            if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
                 continue
             heads, dim = layer.keys.shape[1], layer.keys.shape[3]
             token = 2 * heads * dim * layer.keys.element_size()

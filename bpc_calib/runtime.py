@@ -140,6 +140,8 @@ def _visible(mask: Any, key: Tensor, window: int | None) -> Tensor | None:
             flex attention's.
     """
     batch, length = key.shape[0], key.shape[2]
+    if mask is None and (window is None or window >= length):
+        return None
     place = torch.arange(length, device=key.device)
     if mask is None:
         visible = torch.ones(batch, length, dtype=torch.bool, device=key.device)

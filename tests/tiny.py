@@ -1,6 +1,7 @@
 """Tiny random models and a byte tokenizer: real transformers objects, made in milliseconds.
 
-python tests/tiny.py FOLDER writes there `tiny-llama`, a small random model, and `notes`, text to calibrate it on.
+python tests/tiny.py FOLDER writes there `tiny-llama`, a small random model, `notes`, text to calibrate it on, and
+`prompt.txt`.
 """
 
 import sys
@@ -99,7 +100,7 @@ def prose(words: int = 3000, seed: int = 0) -> str:
 
 
 def write_playground(folder: Path) -> None:
-    """A model folder and a text folder, to try the commands on."""
+    """A model folder, a text folder and a prompt, to try the commands on."""
     save(
         folder / "tiny-llama",
         hidden_size=256,
@@ -110,7 +111,8 @@ def write_playground(folder: Path) -> None:
     (folder / "notes").mkdir(exist_ok=True)
     for i in range(8):
         (folder / "notes" / f"{i}.txt").write_text(prose(2000, seed=i))
-    print(f"Wrote {folder / 'tiny-llama'} and {folder / 'notes'}")
+    (folder / "prompt.txt").write_text(prose(2000)[:900])  # the model takes 1,024 tokens, which are bytes
+    print(f"Wrote {folder / 'tiny-llama'}, {folder / 'notes'} and {folder / 'prompt.txt'}")
 
 
 if __name__ == "__main__":
