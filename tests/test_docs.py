@@ -1,6 +1,7 @@
 """Every example of the documents runs, and prints what they say."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_examples_run_in_order(page, playground, bpc_process):
         if language == "python":
             run_python(example, folder)
             continue
-        program, *words = example.split()
+        program, *words = shlex.split(example)
         if program == "bpc":
             ran = bpc_process(*words, cwd=folder, **environment)
             assert ran.code == 0, f"{example}: {ran.err}"
