@@ -9,7 +9,7 @@ import tiny
 import torch
 from suite import check
 
-from bpc_calib import BPCCache
+from bpc_calib import BPCCache, enable
 from bpc_calib.cache import BPCLayer
 
 FAMILIES = {family: (family, {}) for family in tiny.FAMILIES} | {
@@ -66,6 +66,21 @@ def test_families(name, operation):
         pytest.skip("transformers crops a sliding layer only to before its last step: see prompt_lookup")
     family, changes = FAMILIES[name]
     check(model(family, **changes), operation, online=operation in (suite.beams, suite.batch_changes))
+
+
+@operations(*suite.OPERATIONS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_whole_budget_is_full_attention(name, operation):
+    if (name, operation) == ("gemma3_text", suite.crop):
+        pytest.skip("transformers crops a sliding layer only to before its last step: see prompt_lookup")
+    family, changes = FAMILIES[name]
+    made = tiny.model(family, **changes)  # in float32, on the model's own attention on both sides
+    plain = operation(made, reference.ReferenceCache(made.config, None, []))
+    enable(made)
+    for rules in ({"budget": 1.0}, {"budget": 10_000}, {"budget": 1, "min_tokens": 1000}):
+        found = operation(made, BPCCache(made.config, **rules))
+        torch.testing.assert_close(found.logits, plain.logits)
+        assert all(map(torch.equal, found.tokens, plain.tokens))
 
 
 @operations(suite.ragged_batch, suite.chunked_prefill)
