@@ -65,11 +65,8 @@ def main() -> None:
     parser.add_argument("--output", "-o", type=Path)
     arguments = parser.parse_args()
 
-    commit = load_config(arguments.model)[1]
-    model = load_model(arguments.model, revision=commit)
-    tokenizer = load_tokenizer(arguments.model, revision=commit)
+    model, tokenizer = open_model(arguments.model)
     artifact = load(arguments.artifact)
-    enable(model)
     asked = [
         prompt(tokenizer, random.Random(f"{arguments.seed}/{i}"), arguments.tokens, arguments.facts)
         for i in range(arguments.prompts)
@@ -89,6 +86,14 @@ def main() -> None:
             rows.append(row(name, budget, model, tokenizer, asked, lambda m=make, b=budget: m(budget=b, **HARD)))
     settings = {name: getattr(arguments, name) for name in ("tokens", "facts", "prompts", "budgets", "seed")}
     report.write(arguments.output, {"settings": settings, "artifact": artifact.metadata["algorithm"], "rows": rows})
+
+
+def open_model(name: str) -> tuple[Any, Any]:
+    """An enabled model and its tokenizer."""
+    commit = load_config(name)[1]
+    model = load_model(name, revision=commit)
+    enable(model)
+    return model, load_tokenizer(name, revision=commit)
 
 
 def prompt(

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import report
-from needles import HARD, prompt, row
+from needles import HARD, open_model, prompt, row
 
-from bpc_calib import BPCCache, enable
-from bpc_calib.models import load_config, load_model, load_tokenizer
+from bpc_calib import BPCCache
 
 
 def main() -> None:
@@ -28,10 +27,7 @@ def main() -> None:
     parser.add_argument("--output", "-o", type=Path)
     arguments = parser.parse_args()
 
-    commit = load_config(arguments.model)[1]
-    model = load_model(arguments.model, revision=commit)
-    tokenizer = load_tokenizer(arguments.model, revision=commit)
-    enable(model)
+    model, tokenizer = open_model(arguments.model)
     asked = [
         prompt(tokenizer, random.Random(f"outlier {arguments.seed}/{i}"), arguments.tokens, 1, digits=False)
         for i in range(arguments.prompts)

@@ -320,16 +320,17 @@ def test_version_and_help(bpc):
     from importlib.metadata import version
 
     assert bpc("--version").out == f"bpc {version('bpc-calib')}\n"
-    for words in ([], ["calibrate"], ["inspect"]):
+    for words in ([], ["calibrate"], ["inspect"], ["generate"]):
         ran = bpc(*words, "--help")
         assert ran.code == 0
         assert "Usage" in ran.out
 
 
-def test_help_imports_nothing_heavy():
+@pytest.mark.parametrize("command", ["calibrate", "generate"])
+def test_help_imports_nothing_heavy(command):
     script = (
         "import sys\nfrom bpc_cli.main import app\n"
-        "try:\n    app(['calibrate', '--help'])\nexcept SystemExit:\n    pass\n"
+        f"try:\n    app(['{command}', '--help'])\nexcept SystemExit:\n    pass\n"
         "print([m for m in ('torch', 'transformers', 'datasets', 'numpy', 'matplotlib') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
