@@ -122,17 +122,11 @@ class BPCLayer(GrowingLayer):
         self.projection = projection  # the one in use; online: [batch, kv_heads, bits, head_dim]
         self.hashed = 0  # how many tokens have codes
         self.guarded = 0  # how many were cached at the last step of several tokens
-        self.served = True  # whether BPC's attention was called for every update
+        self.served = True  # whether BPC's attention was called since the last update
         self.module: weakref.ref[Any] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Cache `[batch, kv_heads, new, head_dim]`; the keys returned lead BPC's attention to this layer."""
-        if not self.served:
-            raise ModelError(
-                f"layer {self.index} cached keys without BPC's attention: call bpc_calib.enable(model) before a "
-                "BPCCache is used (the model was not enabled or was disabled, the pass before this one failed, or the "
-                "model bypasses transformers' attention interface), and begin a new cache"
-            )
         self.served = False
         keys, values = super().update(key_states, value_states)
         if key_states.shape[2] > 1:
@@ -319,19 +313,40 @@ class BPCCache(Cache):  # type: ignore[misc]
             return layers
 
         self._fresh = fresh
+        self._last: BPCLayer | None = None  # the last one updated: its attention must be called before the next
         super().__init__(layers=fresh())
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Cache the keys and values of a layer and return all of them."""
+        last = self._last
+        if last is not None and not last.served:
+            raise ModelError(
+                f"layer {last.index} cached keys without BPC's attention: call bpc_calib.enable(model) before a "
+                "BPCCache is used (the model was not enabled or was disabled, the pass before this one failed, or the "
+                "model bypasses transformers' attention interface), and begin a new cache"
+            )
+        layer = self.layers[layer_idx]
+        self._last = layer if isinstance(layer, BPCLayer) else None
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reset(self) -> None:
         """Forget every token, online projections and the model, and keep the settings."""
         self.layers = self._fresh()  # the reset of transformers 5.17 keeps the length
+        self._last = None
 
     def activate_past_recording(self) -> None:
         """Called by transformers when a generation starts that drafts tokens and verifies several at once."""
-        # The cache is not told what drafts. With a model every step verifies, so all would run dense.
-        if sys._getframe(1).f_locals.get("assistant_model") is not None:
+        # The cache is not told what drafts. Where prompt lookup finds nothing, a step has one token; with a model, or
+        # layers of the model itself, every step verifies several.
+        caller = sys._getframe(1).f_locals
+        settings = caller.get("generation_config")
+        looks_up = getattr(settings, "prompt_lookup_num_tokens", None) is not None
+        if caller.get("assistant_model") is not None or (settings is not None and not looks_up):
             raise InputError(
-                "a BPCCache does not serve an assistant model: every step would verify several tokens, and such steps "
-                "attend to everything; leave out assistant_model, or the BPCCache"
+                "a BPCCache does not serve an assistant model, nor drafts of the model itself: every step would verify "
+                "several tokens, and such steps attend to everything; leave it out, or take prompt_lookup_num_tokens"
             )
         super().activate_past_recording()
 

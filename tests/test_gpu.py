@@ -6,8 +6,10 @@ import tiny
 import torch
 from test_decomposition import random_keys
 
-from bpc_calib import calibrate, decompose, encode, hash_scores, quantize_query, select
+from bpc_calib import BPCCache, calibrate, decompose, enable, encode, hash_scores, quantize_query, select
 from bpc_calib.encoding import encode_gram
+
+SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -56,3 +58,18 @@ def test_calibrates_on_the_gpu(text_folder):
     assert here.metadata["calibration"] == there.metadata["calibration"]
     for layer, held in here.layers.items():
         np.testing.assert_allclose(held.residual[:, -1], there.layers[layer].residual[:, -1], atol=0.02)
+
+
+@pytest.mark.parametrize("rules", [SMALL, SMALL | {"bits": 128, "gain": False}, SMALL | {"group": "sum", "sink": 3}])
+def test_decoding_is_the_same_as_on_the_cpu(rules):
+    """In float64, so that no selection hangs on how a product is rounded."""
+    ids = torch.randint(250, (2, 60), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(60) >= torch.tensor([[0], [17]])).long()
+    made = []
+    for device in ("cpu", "cuda"):
+        model = tiny.model().double().to(device)
+        enable(model)
+        arguments = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2, "pad_token_id": 256}
+        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+        made.append(model.generate(**inputs, past_key_values=BPCCache(model.config, **rules), **arguments).cpu())
+    assert torch.equal(*made)

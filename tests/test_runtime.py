@@ -347,8 +347,8 @@ def test_a_cache_after_disable_is_noticed():
     cache = BPCCache(model.config, **SMALL)
     generate(model, past_key_values=cache)
     disable(model)
-    with pytest.raises(ModelError, match=r"call bpc_calib\.enable\(model\)"):
-        generate(model, ids(50), past_key_values=cache)
+    with pytest.raises(ModelError, match=r"layer 0 .* call bpc_calib\.enable\(model\)"):  # in the first step
+        model(ids(1), past_key_values=cache)
 
 
 def test_a_cache_of_another_model_is_noticed():
@@ -368,6 +368,8 @@ def test_an_assistant_model_is_refused():
     assistant = tiny.model(num_hidden_layers=1)
     with pytest.raises(InputError, match="assistant model"):
         generate(model, past_key_values=BPCCache(model.config, **SMALL), assistant_model=assistant)
+    with pytest.raises(InputError, match="drafts of the model itself"):
+        generate(model, past_key_values=BPCCache(model.config, **SMALL), assistant_early_exit=1)
 
 
 def test_a_batch_of_another_size_is_refused():

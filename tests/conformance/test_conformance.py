@@ -116,7 +116,6 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
     visible = torch.arange(150) >= torch.tensor([[0], [37]])
     layer = BPCCache(config, artifact, **settings).layers[1]
     layer.update(keys[:, :, :120], values[:, :, :120])
-    layer.served = True
     layer.update(keys[:, :, 120:], values[:, :, 120:])
     found = layer.attend(queries, layer.chosen(visible), visible, None)
     for row in range(2):
