@@ -18,7 +18,7 @@ from bpc_calib.decomposition import decompose
 from bpc_calib.encoding import encode
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.growing import append
-from bpc_calib.models import ModelDescription, config_sha256, describe
+from bpc_calib.models import ModelDescription, describe
 from bpc_calib.scoring import hash_scores, quantize_query
 from bpc_calib.selection import attended, select
 from bpc_calib.sparse_attention import sparse_attention
@@ -63,6 +63,8 @@ class Rules:
             raise InputError(f'group must be "max" or "sum", not {self.group!r}')
         if not isinstance(self.gain, bool):
             raise InputError(f"gain must be True or False, not {self.gain!r}")
+        if self.seed >= 1 << 63:
+            raise InputError(f"seed must be below 2^63, not {self.seed}")
         check_bits(self.bits)
 
 
@@ -84,6 +86,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._append("values", length, value_states)
         self._show(length + key_states.shape[2])
         return self.keys, self.values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove `-tokens_to_remove` of the newest tokens."""
+        super().crop(tokens_to_remove)
+        if not self.get_seq_length():  # the next tokens may come in a batch of another size
+            self.buffers = {}
+            self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make sequence `i` the former `beam_idx[i]`."""
@@ -113,11 +122,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 class BPCLayer(GrowingLayer):
     """Keys, values, codes, errors and gains of one layer, and its sparse attention."""
 
-    def __init__(self, index: int, rules: Rules, config_sha256: str, projection: Tensor | None) -> None:
+    def __init__(self, index: int, rules: Rules, model: ModelDescription, projection: Tensor | None) -> None:
         super().__init__()
         self.index = index
         self.rules = rules
-        self.config_sha256 = config_sha256
+        self.model = model
         self.calibrated = projection  # float32 [kv_heads, bits, head_dim]; None: online
         self.projection = projection  # the one in use; online: [batch, kv_heads, bits, head_dim]
         self.hashed = 0  # how many tokens have codes
@@ -140,7 +149,7 @@ class BPCLayer(GrowingLayer):
         """BPC's attention was called with this layer's keys, by this module of the model."""
         owner = None if self.module is None else self.module()
         if owner is not module:
-            if self.module is not None or config_sha256(module.config) != self.config_sha256:
+            if self.module is not None or not self.model.fits(module.config):
                 raise ModelError(
                     f"layer {self.index}: this BPCCache belongs to another model; make one from this model's config"
                 )
@@ -199,7 +208,7 @@ class BPCLayer(GrowingLayer):
         rules, heads = self.rules, self.keys.shape[1]
         k = attended(length, rules.budget, rules.min_tokens)
         bits = rules.bits if self.calibrated is None else self.calibrated.shape[1]
-        code = 8 * -(-bits // 64) + rules.gain
+        code = 8 * -(-bits // 64) + rules.gain + 4 * bool(rules.safeguard)
         return k * token + (length * heads * code if k < length else 0)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -207,6 +216,8 @@ class BPCLayer(GrowingLayer):
         super().crop(tokens_to_remove)
         length = self.get_seq_length()
         self.hashed, self.guarded = min(self.hashed, length), min(self.guarded, length)
+        if not length:
+            self.projection = self.calibrated
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._rebatch(change)
@@ -253,7 +264,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     The keys that the safeguard draws from are those cached at the last step of several tokens. Online
     projections (`artifact=None`) are found in the keys cached when the first choice is to be made, and
-    stay until `reset`.
+    stay until nothing is left of them (`reset`, or a `crop` of all).
 
     Args:
         config: the model's, `model.config`.
@@ -296,6 +307,8 @@ class BPCCache(Cache):  # type: ignore[misc]
     ) -> None:
         rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
         rules.check()
+        if not hasattr(config, "get_text_config"):
+            raise InputError(f"expected a model's config (model.config), not {type(config).__name__}")
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)
         projections: dict[int, Tensor] = {}
@@ -309,10 +322,11 @@ class BPCCache(Cache):  # type: ignore[misc]
             for index in model.full_layers:
                 layers[index] = GrowingLayer()
                 if index in sparse:
-                    layers[index] = layer_class(index, rules, model.config_sha256, projections.get(index))
+                    layers[index] = layer_class(index, rules, model, projections.get(index))
             return layers
 
         self._fresh = fresh
+        self._first = model.full_layers[0]
         self._last: BPCLayer | None = None  # the last one updated: its attention must be called before the next
         super().__init__(layers=fresh())
 
@@ -328,8 +342,36 @@ class BPCCache(Cache):  # type: ignore[misc]
                 "model bypasses transformers' attention interface), and begin a new cache"
             )
         layer = self.layers[layer_idx]
+        if layer_idx == self._first:
+            self._check_level()
         self._last = layer if isinstance(layer, BPCLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_level(self) -> None:
+        """A pass that failed leaves its tokens in some layers only."""
+        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, GrowingLayer)}
+        if len(lengths) > 1:
+            raise ModelError(
+                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: a pass before this one "
+                "failed, so begin a new cache"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove `-tokens_to_remove` of the newest tokens from every layer.
+
+        Raises:
+            InputError: a positive number, or a sliding-window layer that no longer has the tokens before them.
+        """
+        if tokens_to_remove > 0:
+            raise InputError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one")
+        for index, layer in enumerate(self.layers):
+            full = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
+            if full and not layer.record_past:
+                raise InputError(
+                    f"crop: layer {index} has a sliding window of {layer.sliding_window} and has forgotten what came "
+                    "before; call cache.activate_past_recording() before the tokens that may be taken back"
+                )
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget every token, online projections and the model, and keep the settings."""
@@ -353,7 +395,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     def kv_bytes(self, length: int) -> tuple[int, int]:
         """Bytes of the cache that a step reads a sequence when `length` tokens are cached: here, and by full attention.
 
-        Counted are keys, values, codes and gains, not the queries, the masks or what is written. Before
+        Counted are keys, values, codes, gains and errors, not the queries, the masks or what is written. Before
         the first step: 0 and 0.
         """
         read = full = 0
@@ -388,6 +430,8 @@ def check_layers(config: Any, model: ModelDescription) -> list[Any]:
 
 
 def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list[int]:
+    if not isinstance(dense_layers, Sequence) or isinstance(dense_layers, str):
+        raise InputError(f"dense_layers must be a list of layers, such as (0, 1), not {dense_layers!r}")
     for index in dense_layers:
         if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < model.num_layers:
             raise InputError(

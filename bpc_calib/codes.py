@@ -11,7 +11,7 @@ __all__ = ["check_bits", "check_codes", "pack_codes", "unpack_codes"]
 
 def check_bits(bits: int) -> None:
     """Raise `InputError` unless `bits` is a supported code length."""
-    if bits not in BITS:
+    if not isinstance(bits, int) or bits not in BITS:
         raise InputError(f"bits must be 32, 64 or 128, not {bits}")
 
 

@@ -3,14 +3,14 @@
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bpc_calib.errors import ModelError
 from bpc_calib.hub import explain, fetch, first_line, online
 
-__all__ = ["ModelDescription", "config_sha256", "describe", "load_config", "load_model", "load_tokenizer"]
+__all__ = ["ModelDescription", "describe", "load_config", "load_model", "load_tokenizer"]
 
 # These frequencies depend on the length of the context, so shifted positions are another function.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -55,6 +55,13 @@ class ModelDescription:
         if self.rope is None or self.scales_by_position:
             return False
         return not any(table.get("rope_type") in LENGTH_DEPENDENT_ROPE for table in _rope_tables(self.rope))
+
+    def fits(self, text_config: Any) -> bool:
+        """Whether a text model's config has the same kind, layers, heads and RoPE."""
+        other = _describe(text_config, self.id, self.revision)
+        return self == replace(
+            other, config_sha256=self.config_sha256, vocab_size=self.vocab_size, context_limit=self.context_limit
+        )
 
     def metadata(self) -> dict[str, Any]:
         """The `model` table of the artifact."""
@@ -113,7 +120,7 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
     return ModelDescription(
         id=name,
         revision=revision,
-        config_sha256=config_sha256(text),
+        config_sha256=_config_sha256(text),
         model_type=text.model_type,
         num_layers=layers,
         kv_heads=kv_heads,
@@ -129,7 +136,7 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
     )
 
 
-def config_sha256(config: Any) -> str:
+def _config_sha256(config: Any) -> str:
     """Of a text model's config, without what differs between versions of transformers or ways of loading it."""
     canonical = json.dumps(_stable(config.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()

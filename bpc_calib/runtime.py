@@ -6,6 +6,7 @@ attention the model had, with the masks that are its own.
 """
 
 import functools
+import hashlib
 import re
 import sys
 from typing import Any
@@ -48,8 +49,7 @@ def enable(model: Any) -> None:
     if base not in masks:
         raise ModelError(f"{description.id}: its attention ({base}) registers no masks, so BPC cannot tell padding")
     verify(model, description)
-    # transformers tests for "flash" and "/" in names, to load a kernel of that name.
-    name = PREFIX + re.sub(r"\W", "_", base).replace("flash", "fa")
+    name = _name(base)
     AttentionInterface.register(name, functools.partial(_attention, base))
     AttentionMaskInterface.register(name, masks[base])
     model.set_attn_implementation({part: name})
@@ -76,6 +76,12 @@ def _implementation(model: Any) -> tuple[str, str]:
         if getattr(model.config, part, None) is text:
             return part, name
     raise ModelError(f"{type(model).__name__}: its text model cannot be set apart, so BPC cannot serve it")
+
+
+def _name(base: str) -> str:
+    """Ours for an attention of this name; transformers takes one with "flash" or "/" for a kernel to load."""
+    plain = re.sub(r"\W", "_", base).replace("flash", "fa")
+    return PREFIX + plain if plain == base else f"{PREFIX}{plain}_{hashlib.sha256(base.encode()).hexdigest()[:8]}"
 
 
 def _base(name: str) -> str | None:
@@ -172,13 +178,23 @@ def _as_bool(mask: Tensor) -> Tensor:
 def _check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | None) -> None:
     """Refuse what `generate` makes of a continued cache and `prefill_chunk_size` before transformers 5.21.
 
-    It begins again at position 0, and masks the tokens out that it feeds.
+    It feeds the whole text again, from position 0, behind the tokens it has cached.
     """
-    if key.shape[2] == query.shape[2]:
+    past = key.shape[2] - query.shape[2]
+    if not past or positions is None or not _restarts_positions():
         return
-    masked = isinstance(mask, Tensor) and mask.dim() == 4 and not (_as_bool(mask[:, :, -1, key.shape[2] - 1]).any())
-    if masked or (positions is not None and (positions[..., 0] == 0).all()):
+    visible = _visible(mask, key, None)
+    began = torch.ones(1, dtype=torch.bool) if visible is None else visible[:, :past].any(-1).cpu()
+    if began.any() and (positions[:, 0].cpu() == 0)[began.expand(len(positions))].all():
         raise InputError(
-            f"new tokens are given as the first ones, behind {key.shape[2] - query.shape[2]} cached tokens: "
-            "generate(prefill_chunk_size=...) cannot continue a cache before transformers 5.21; leave it out"
+            f"new tokens are given as the first ones, behind {past} cached tokens: generate(prefill_chunk_size=...) "
+            "cannot continue a cache before transformers 5.21; leave it out"
         )
+
+
+@functools.cache
+def _restarts_positions() -> bool:
+    import transformers
+
+    major, minor = transformers.__version__.split(".")[:2]
+    return (int(major), int(minor)) < (5, 21)

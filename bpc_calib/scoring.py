@@ -37,6 +37,7 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     if not query.dtype.is_floating_point:
         raise InputError(f"query must be floating, not {query.dtype}")
     check_bits(projection.shape[-2])
+    _check_lead("query [..., G, D] and projection [..., H, D]", query, projection)
     with torch.autocast(query.device.type, enabled=False):
         exact = torch.promote_types(query.dtype, torch.float32)
         projected = query.to(exact) @ projection.to(query.dtype).to(exact).mT
@@ -61,12 +62,20 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
         InputError: shapes or dtypes that do not fit.
     """
     check_codes(codes, query.values.shape[-1])
+    if gain is not None and (gain.dtype != torch.uint8 or gain.shape != codes.shape[:-1]):
+        raise InputError(f"gain must be uint8 {list(codes.shape[:-1])}, not {gain.dtype} {list(gain.shape)}")
+    _check_lead("query [..., G, H] and codes [..., N, W]", query.values, codes)
     scores = _dot(query.values, codes)
     if gain is None:
         return scores
-    if gain.dtype != torch.uint8 or gain.shape[-1] != codes.shape[-2]:
-        raise InputError(f"gain must be uint8 [..., {codes.shape[-2]}], not {gain.dtype} {list(gain.shape)}")
     return scores * (gain.to(torch.int32) + GAIN_ONE).unsqueeze(-2)
+
+
+def _check_lead(what: str, one: Tensor, other: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(one.shape[:-2], other.shape[:-2])
+    except RuntimeError:
+        raise InputError(f"{what} do not fit: {list(one.shape)} and {list(other.shape)}") from None
 
 
 def _dot(values: Tensor, codes: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
     is_count = isinstance(budget, Integral) and not isinstance(budget, bool)
     if not (is_count or isinstance(budget, float)) or not budget > 0 or (not is_count and budget > 1):
         raise InputError(f"budget must be a share in (0, 1] or a positive number of tokens, not {budget!r}")
-    wanted = int(budget) if is_count else int(_exact(float(budget)) * length)
+    wanted = int(budget) if is_count else int(Fraction(str(float(budget))) * length)
     return min(length, max(min_tokens, wanted))
 
 
@@ -87,7 +87,8 @@ def select(
     rule = 3 * newest.long() + 2 * first.long()
     value = torch.where(newest, position, torch.where(first, 0, scores))
     if error is not None and safeguard > 0:
-        share = _exact(safeguard)
+        # Multiplied in integers, as exact on every device; the limit keeps the product below 2^63.
+        share = Fraction(str(safeguard)).limit_denominator(1_000_000)
         places = wanted * share.numerator // share.denominator
         candidates = error.expand(scores.shape).masked_fill(newest | first | ~valid, -torch.inf)
         # The bits of a float, read as an integer, are in its order once those of a negative one are turned over.
@@ -110,8 +111,3 @@ def _best(rule: Tensor, value: Tensor, k: int) -> Tensor:
     last = (1 << INDEX_BITS) - 1
     key = (((rule << 32) + value.long()) << INDEX_BITS) + (last - torch.arange(value.shape[-1], device=value.device))
     return key.topk(k, dim=-1).indices
-
-
-def _exact(share: float) -> Fraction:
-    """The decimal that a float prints as, so that shares multiply in integers on every device."""
-    return Fraction(str(share)).limit_denominator(1_000_000)

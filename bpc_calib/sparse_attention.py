@@ -23,12 +23,14 @@ def sparse_attention(
         `[..., G, D]` in the query's dtype.
 
     Raises:
-        InputError: shapes that do not fit.
+        InputError: shapes or dtypes that do not fit.
     """
-    if keys.shape != values.shape or query.shape[-1] != keys.shape[-1] or indices.shape[:-1] != keys.shape[:-2]:
+    fit = keys.shape == values.shape and query.shape[-1:] == keys.shape[-1:] and query.dtype == keys.dtype
+    if not fit or not query.shape[:-2] == keys.shape[:-2] == indices.shape[:-1]:
         raise InputError(
             "query [..., G, D], keys and values [..., N, D] and indices [..., k] do not fit: "
-            f"{list(query.shape)}, {list(keys.shape)}, {list(values.shape)} and {list(indices.shape)}"
+            f"{list(query.shape)} {query.dtype}, {list(keys.shape)} {keys.dtype}, {list(values.shape)} and "
+            f"{list(indices.shape)}"
         )
     rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
     none = indices < 0

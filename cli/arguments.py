@@ -2,7 +2,7 @@
 
 import enum
 import os
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from pathlib import Path
 
 from bpc_cli.console import fail
@@ -52,7 +52,7 @@ def parse_budget(text: str) -> float | int:
         if text.endswith("%"):
             return float(Decimal(text[:-1]) / 100)
         return int(text) if text.lstrip("+-").isdecimal() else float(Decimal(text))
-    except (InvalidOperation, ValueError):
+    except (ArithmeticError, ValueError):
         fail(f"--budget {text}: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)")
 
 

@@ -1,5 +1,8 @@
 """`bpc generate`: text from a model whose steps attend to the best-ranked tokens alone."""
 
+import logging
+import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -37,7 +40,7 @@ def generate(
         str, typer.Option(help="Layers that attend to everything, like 0,1; or none.", metavar="LAYERS")
     ] = "0,1",
     max_new_tokens: Annotated[int, typer.Option(help="Stop after so many.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token.", min=0.0)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Of sampling; 0 takes the likeliest token.")] = 0.0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run full attention; print both, where they differ, and speeds.")
     ] = False,
@@ -57,8 +60,11 @@ def generate(
     """
     dense = parse_layers(dense_layers)
     rules: dict[str, Any] = {"budget": parse_budget(budget), "min_tokens": min_tokens, "dense_layers": dense}
+    if temperature and not (math.isfinite(temperature) and temperature >= 0.01):
+        fail(f"--temperature {temperature}: expected 0, or a number of at least 0.01")
     text = _read_prompt(prompt, prompt_file)
     quiet_libraries(bars=not quiet)
+    logging.getLogger("bpc_calib").setLevel(logging.ERROR if quiet else logging.WARNING)
     from bpc_artifacts import load
 
     projections = None if artifact == "online" else load(find_artifact(artifact)[0])
@@ -85,6 +91,9 @@ def generate(
     loaded = load_model(model, revision=commit, dtype=dtype.value, device=device, trust_remote_code=trust_remote_code)
     enable(loaded)
 
+    # Some models come with settings of their own that one stream of text, or a cache, does not allow.
+    own = loaded.generation_config
+    own.num_beams, own.num_return_sequences, own.return_dict_in_generate, own.cache_implementation = 1, 1, False, None
     settings: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if temperature > 0:
         settings = {"do_sample": True, "temperature": temperature}
@@ -95,7 +104,7 @@ def generate(
 
     show = not as_json
     if compare:
-        for past in (BPCCache(config, projections, seed=seed, **rules), None):
+        for past in (BPCCache(config, budget=1, min_tokens=1, dense_layers=()), None):
             run(past, 2, ids[:, :64], False)  # what happens once in a process is in no figure
         if show:
             print(f"--- BPC ({artifact if projections is None else 'calibrated'}, budget {budget}) ---")
@@ -134,16 +143,17 @@ def generate(
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise typer.BadParameter("give --prompt or --prompt-file, not both")
-    if prompt is None and file is None and sys.stdin.isatty():
+    if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter("give --prompt or --prompt-file, or pipe the prompt in")
     try:
         if prompt is None:
-            raw = sys.stdin.buffer.read() if file is None else file.expanduser().read_bytes()
+            raw = sys.stdin.buffer.read() if file is None else Path(os.path.expanduser(file)).read_bytes()
             prompt = raw.decode().removesuffix("\n")
+        prompt.encode()
     except OSError as fault:
         fail(f"{file}: the prompt cannot be read: {fault.strerror}")
-    except UnicodeDecodeError:
-        fail(f"{file or 'stdin'}: the prompt is not UTF-8 text")
+    except UnicodeError:
+        fail(f"{file or 'the prompt'} is not UTF-8 text")
     if not prompt.strip():
         fail(f"{file or 'the prompt'} is empty")
     return prompt

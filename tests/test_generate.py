@@ -52,9 +52,9 @@ def test_decodes_with_what_it_was_told(bpc, model_folder, artifact, expected):
     assert made["tokens"] == expected(20, load(artifact), budget=8, min_tokens=1, dense_layers=())
     assert made["tokens"] != expected(20)
     assert made["prompt_tokens"] == len(PROMPT) + 1
-    # A step reads 8 tokens of 2 heads x 8 x 4 bytes, keys and values, and 9 bytes of every token and head.
+    # A step reads 8 tokens of 2 heads x 8 x 4 bytes, keys and values; code, gain and error of every token and head.
     lengths = range(len(PROMPT) + 2, len(PROMPT) + 1 + 20)
-    share = sum(8 * 128 + n * 18 for n in lengths) / sum(128 * n for n in lengths)
+    share = sum(8 * 128 + n * 26 for n in lengths) / sum(128 * n for n in lengths)
     assert made["kv_bytes_share"] == pytest.approx(share)
 
 
@@ -173,6 +173,12 @@ def test_streams(model_folder):
         (["--budget", "abc"], "--budget abc: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)"),
         (["--budget", "%"], "--budget %"),
         (["--budget", "nan"], "budget"),
+        (["--budget", "1e9999999%"], "--budget 1e9999999%"),
+        (["--prompt", "\udcff"], "the prompt is not UTF-8 text"),
+        (["--prompt-file", "~nosuchuser/x"], "~nosuchuser/x: the prompt cannot be read"),
+        (["--temperature", "1e-42"], "--temperature 1e-42"),
+        (["--temperature", "nan"], "--temperature nan"),
+        (["--seed", str(2**64)], "seed must be below 2^63"),
         (["--budget", "150%"], "budget"),
         (["--min-tokens", "0"], "min_tokens"),
         (["--dense-layers", "99"], "99 is no layer of tiny-llama, which has 0 to 2"),
@@ -186,7 +192,7 @@ def test_streams(model_folder):
     ],
 )
 def test_what_is_refused_is_refused_in_one_line(bpc, model_folder, words, fault):
-    prompt = [] if "--prompt" in words else ["--prompt", "hello"]
+    prompt = [] if words[0].startswith("--prompt") else ["--prompt", "hello"]
     ran = bpc("generate", "-m", model_folder, *prompt, *words)
     assert ran.code == 1
     assert ran.out == ""
@@ -206,7 +212,7 @@ def test_an_artifact_of_another_model_is_refused(bpc, artifact, tmp_path):
 
 def test_prompts_that_cannot_be_read_are_refused(bpc, model_folder, tmp_path):
     assert "cannot be read" in bpc("generate", "-m", model_folder, "--prompt-file", tmp_path / "none").err
-    assert "stdin: the prompt is not UTF-8 text" in bpc("generate", "-m", model_folder, stdin=b"\xff\xfe").err
+    assert "the prompt is not UTF-8 text" in bpc("generate", "-m", model_folder, stdin=b"\xff\xfe").err
     assert bpc("generate", "-m", model_folder, "-p", "a", "--prompt-file", "b").code == 2
 
 
@@ -215,3 +221,24 @@ def test_a_model_that_cannot_be_served_is_refused(bpc, tmp_path):
     ran = bpc("generate", "-m", folder, "-p", "hello")
     assert ran.code == 1
     assert "no layer attends to the whole context" in ran.err
+
+
+def test_settings_that_come_with_the_model_do_not_break_the_stream(bpc, tmp_path):
+    folder = tiny.save(tmp_path / "settings")
+    settings = {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "return_dict_in_generate": True,
+        "cache_implementation": "static",
+    }
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 258}))
+    ran = bpc("generate", "-m", folder, "-p", PROMPT, "--max-new-tokens", "3", "--compare")
+    assert ran.code == 0, ran.err
+    assert "first difference: none in 3 tokens" in ran.out
+
+
+def test_quiet_says_nothing_of_doubts(bpc, artifact, tmp_path):
+    other = tiny.save(tmp_path / "other", vocab_size=300)
+    words = ("generate", "-m", other, "-a", artifact, "-p", "hello", "--max-new-tokens", "2", "--compare")
+    assert bpc(*words).err.count("config differs") == 1
+    assert bpc(*words, "--quiet").err == ""

@@ -3,8 +3,8 @@
 import copy
 import gc
 import logging
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny
@@ -192,19 +192,9 @@ def test_two_models_and_two_threads_share_nothing():
         )[0]
 
     alone = [run(i) for i in range(3)]
-    together: list = [None] * 3
-
-    def work(i):
+    with ThreadPoolExecutor(3) as pool:
         for _ in range(3):
-            together[i] = run(i)
-            assert torch.equal(together[i], alone[i])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(map(torch.equal, alone, together))
+            assert all(map(torch.equal, alone, pool.map(run, range(3))))
 
 
 def test_enabling_twice_is_enabling_once():
@@ -303,6 +293,8 @@ def test_what_cannot_be_served_is_refused_with_its_reason(family, changes, fault
 
 
 def test_something_else_than_a_model_is_refused():
+    with pytest.raises(InputError, match=r"expected a model's config \(model\.config\), not LlamaForCausalLM"):
+        BPCCache(tiny.model())
     with pytest.raises(InputError, match="expected a transformers model, not Linear"):
         enable(nn.Linear(2, 2))
 
@@ -393,19 +385,69 @@ def test_masks_that_weigh_are_refused():
             model(ids(1), past_key_values=cache, attention_mask=torch.zeros(1, 4, 1, 11))
 
 
-def test_new_tokens_given_as_the_first_ones_are_refused():
-    """What transformers before 5.21 makes of a continued cache and prefill_chunk_size."""
+def test_a_pass_that_failed_is_noticed():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     with torch.no_grad():
-        model(ids(10), past_key_values=cache)
-        with pytest.raises(InputError, match="prefill_chunk_size"):
-            model(ids(4), past_key_values=cache, position_ids=torch.arange(4).unsqueeze(0))
-    cache.reset()
-    with torch.no_grad():
-        model(ids(10), past_key_values=cache)
-        with pytest.raises(InputError, match="prefill_chunk_size"):
-            model(ids(4), past_key_values=cache, attention_mask=torch.ones(1, 4, dtype=torch.long))
+        model(ids(), past_key_values=cache)
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids(1), past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ModelError, match="hold 40 to 41 tokens: a pass before this one failed"):
+            model(ids(1), past_key_values=cache)
+
+
+def test_a_cache_cropped_to_nothing_takes_another_batch():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    generate(model, ids(30, rows=2), past_key_values=cache)
+    cache.crop(-cache.get_seq_length())
+    cache.batch_select_indices(torch.tensor([0]))
+    found = generate(model, ids(33), past_key_values=cache)
+    assert all(map(torch.equal, found, generate(model, ids(33), past_key_values=BPCCache(model.config, **SMALL))))
+
+
+def test_crops_that_cannot_be_made_are_refused_whole():
+    model = enabled("gemma3_text")
+    cache = BPCCache(model.config, **SMALL)
+    generate(model, past_key_values=cache)
+    with pytest.raises(InputError, match="layer 0 has a sliding window of 16"):
+        cache.crop(-1)
+    with pytest.raises(InputError, match="as a negative one"):
+        cache.crop(3)
+    assert {layer.get_seq_length() for layer in cache.layers} == {45}
+
+
+def test_settings_beside_the_shape_may_change():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    model.config.pad_token_id = 3
+    model.resize_token_embeddings(300)
+    generate(model, past_key_values=cache)
+
+
+def test_attentions_of_like_names_are_told_apart():
+    called = []
+    for name in ("my-attn", "my_attn", "my.attn"):
+
+        def attention(*arguments, name=name, **keywords):
+            called.append(name)
+            return AttentionInterface()["sdpa"](*arguments, **keywords)
+
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    models = {}
+    for name in ("my-attn", "my_attn", "my.attn"):
+        models[name] = tiny.model()
+        models[name].set_attn_implementation(name)
+        enable(models[name])
+    for name, model in models.items():
+        called.clear()
+        model(ids(3))
+        assert set(called) == {name}
+        disable(model)
+        assert model.config._attn_implementation == name
 
 
 def test_a_continued_cache_with_chunks_is_right_or_refused():
@@ -442,7 +484,12 @@ def test_a_continued_cache_with_chunks_is_right_or_refused():
         ({"group": "mean"}, "group"),
         ({"gain": 1}, "gain"),
         ({"bits": 63}, "bits"),
+        ({"bits": 64.0}, "bits"),
         ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
+        ({"dense_layers": 1}, "dense_layers"),
+        ({"dense_layers": None}, "dense_layers"),
+        ({"dense_layers": "0"}, "dense_layers"),
         ({"dense_layers": (99,)}, "dense_layers: 99 is no layer of llama, which has 0 to 2"),
         ({"dense_layers": (-1,)}, "dense_layers"),
         ({"dense_layers": (0, 1, 2)}, "leave nothing to do"),
@@ -499,7 +546,8 @@ def test_kv_bytes_counts_what_a_step_reads():
     assert cache.kv_bytes(100) == (0, 0)
     generate(model, past_key_values=cache)
     token = 2 * 2 * 8 * 4  # keys and values, 2 heads of 8, float32
-    assert cache.kv_bytes(100) == (2 * (5 * token + 100 * 2 * 9) + 100 * token, 3 * 100 * token)
+    code = 2 * (8 + 1 + 4)  # code, gain and error of 2 heads
+    assert cache.kv_bytes(100) == (2 * (5 * token + 100 * code) + 100 * token, 3 * 100 * token)
     assert cache.kv_bytes(4) == (3 * 4 * token, 3 * 4 * token)
 
 

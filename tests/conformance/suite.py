@@ -138,6 +138,13 @@ def chunked_prefill(model: Model, cache: Cache) -> Trace:
     return _generate(model, cache, prefill_chunk_size=16, **prompt(44, 35))
 
 
+def padded_chunks(model: Model, cache: Cache) -> Trace:
+    """Prompts padded to a fixed length, so that whole chunks are padding."""
+    inputs = {name: torch.nn.functional.pad(each, (24, 0), value=256) for name, each in prompt(30, 21).items()}
+    inputs["attention_mask"][:, :24] = 0
+    return _generate(model, cache, prefill_chunk_size=16, **inputs)
+
+
 def prompt_lookup(model: Model, cache: Cache) -> Trace:
     """Drafts from the prompt: steps of several tokens, some taken back."""
     # Every second token, so that drafts are found and soon fail.
@@ -227,6 +234,7 @@ OPERATIONS = [
     beams,
     several_returned,
     chunked_prefill,
+    padded_chunks,
     prompt_lookup,
     conversation,
     crop,
