@@ -160,6 +160,8 @@ def _visible(mask: Any, key: Tensor, window: int | None) -> Tensor | None:
             if mask.shape[1] != 1:
                 raise ModelError("an attention mask of its own for each head, which BPC does not serve")
             mask = mask[:, 0, -1]
+        if mask.shape[-1] < length:
+            raise InputError(f"the attention mask covers {mask.shape[-1]} of {length} cached tokens")
         visible = _as_bool(mask[:, :length]).expand(batch, length)
     if window is not None:
         visible = visible & (place >= length - window)

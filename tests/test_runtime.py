@@ -559,3 +559,12 @@ def test_the_package_does_not_import_transformers_for_its_functions():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nothing"):
         bpc_calib.nothing  # noqa: B018
+
+
+def test_a_mask_that_ends_before_the_cache_is_refused():
+    model = enabled()
+    cache = BPCCache(model.config, **SMALL)
+    with torch.no_grad():
+        model(ids(10), past_key_values=cache)
+        with pytest.raises(InputError, match="the attention mask covers 9 of 11 cached tokens"):
+            model(ids(1), past_key_values=cache, attention_mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))
