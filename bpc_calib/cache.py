@@ -46,7 +46,7 @@ class Rules:
     bits: int
     seed: int
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise `InputError` at the first value out of range."""
         attended(1, self.budget)
         for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0)):
@@ -306,9 +306,6 @@ class BPCCache(Cache):  # type: ignore[misc]
         seed: int = 0,
     ) -> None:
         rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
-        rules.check()
-        if not hasattr(config, "get_text_config"):
-            raise InputError(f"expected a model's config (model.config), not {type(config).__name__}")
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)
         projections: dict[int, Tensor] = {}

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bpc_calib.errors import ModelError
+from bpc_calib.errors import InputError, ModelError
 from bpc_calib.hub import explain, fetch, first_line, online
 
 __all__ = ["ModelDescription", "describe", "load_config", "load_model", "load_tokenizer"]
@@ -78,8 +78,11 @@ def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
         revision: the Hub commit it comes from.
 
     Raises:
+        InputError: something else than a config.
         ModelError: not a causal model, or one that BPC cannot serve; says which and why.
     """
+    if not hasattr(config, "get_text_config"):
+        raise InputError(f"expected a model's config (model.config), not {type(config).__name__}")
     name = _display_name(config)
     try:
         text = config.get_text_config(decoder=True)
@@ -117,10 +120,11 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
         raise ModelError(f"{name}: its config says {layers} layers, {len(types)} layer types and {limit} positions")
     if "full_attention" not in types:
         raise ModelError(f"{name}: no layer attends to the whole context ({types[0]}), nothing for BPC to do")
+    canonical = json.dumps(_stable(text.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
     return ModelDescription(
         id=name,
         revision=revision,
-        config_sha256=_config_sha256(text),
+        config_sha256=hashlib.sha256(canonical.encode()).hexdigest(),
         model_type=text.model_type,
         num_layers=layers,
         kv_heads=kv_heads,
@@ -134,12 +138,6 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
             table.get(key) for table in (vars(text), *_rope_tables(rope or {})) for key in PER_POSITION
         ),
     )
-
-
-def _config_sha256(config: Any) -> str:
-    """Of a text model's config, without what differs between versions of transformers or ways of loading it."""
-    canonical = json.dumps(_stable(config.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:

@@ -98,7 +98,7 @@ def select(
         order = torch.arange(worst.shape[-1], device=device).expand(worst.shape)
         guarded = (order < places.unsqueeze(-1)) & (candidates.gather(-1, worst) > -torch.inf)
         rule = rule.expand(scores.shape).scatter_add(-1, worst, guarded.long())
-        value = value.scatter(-1, worst, torch.where(guarded, -order, value.gather(-1, worst).long()).to(value.dtype))
+        value = value.scatter(-1, worst, torch.where(guarded, -order, value.gather(-1, worst)))
     best = _best(torch.where(valid, rule, -1), value, width)
     # Places beyond the row's own k go to the end, as `count`, and become -1 there.
     chosen = torch.arange(width, device=device) < wanted.unsqueeze(-1)

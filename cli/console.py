@@ -97,15 +97,18 @@ def _drop_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def quiet_libraries(*, bars: bool = True) -> None:
+def quiet_libraries(*, bars: bool = True, warnings: bool = True) -> None:
     """Our own warnings on stderr, one line each; those of the libraries below not. Before they are imported.
 
     Args:
         bars: whether downloads and loading may show progress; only ever on a terminal.
+        warnings: whether ours are shown.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("Warning: %(message)s"))
-    logging.getLogger("bpc_calib").handlers = [handler]
+    ours = logging.getLogger("bpc_calib")
+    ours.handlers = [handler]
+    ours.setLevel(logging.WARNING if warnings else logging.ERROR)
     for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

@@ -1,6 +1,5 @@
 """`bpc generate`: text from a model whose steps attend to the best-ranked tokens alone."""
 
-import logging
 import math
 import os
 import sys
@@ -63,8 +62,7 @@ def generate(
     if temperature and not (math.isfinite(temperature) and temperature >= 0.01):
         fail(f"--temperature {temperature}: expected 0, or a number of at least 0.01")
     text = _read_prompt(prompt, prompt_file)
-    quiet_libraries(bars=not quiet)
-    logging.getLogger("bpc_calib").setLevel(logging.ERROR if quiet else logging.WARNING)
+    quiet_libraries(bars=not quiet, warnings=not quiet)
     from bpc_artifacts import load
 
     projections = None if artifact == "online" else load(find_artifact(artifact)[0])
