@@ -3,6 +3,8 @@
 import copy
 import gc
 import logging
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,8 +16,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 import bpc_calib
-from bpc_artifacts import ArtifactError, LayerProjection, ProjectionArtifact
-from bpc_calib import BPCCache, InputError, ModelError, describe, disable, enable, runtime, sparse_attention
+from bpc_artifacts import ArtifactError
+from bpc_calib import BPCCache, InputError, ModelError, disable, enable, runtime, sparse_attention
 from bpc_calib.growing import append
 
 SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
@@ -38,17 +40,6 @@ def enabled(family="llama", **changes):
     model = tiny.model(family, **changes)
     enable(model)
     return model
-
-
-def artifact_for(config, bits=64, **changes) -> ProjectionArtifact:
-    model = describe(config)
-    shape = (model.kv_heads, bits, model.head_dim)
-    layers = {
-        i: LayerProjection(torch.randn(shape).numpy(), torch.zeros(shape[0], bits + 1).numpy())
-        for i in model.full_layers
-    }
-    algorithm = {"bits": bits, "metric": False, "centred": False} | changes
-    return ProjectionArtifact(layers, {"model": model.metadata(), "algorithm": algorithm})
 
 
 @pytest.mark.parametrize(
@@ -511,24 +502,24 @@ def test_settings_out_of_range_are_refused(rules, fault):
 )
 def test_the_artifact_of_another_model_is_refused(changes, named):
     with pytest.raises(ArtifactError, match=named):
-        BPCCache(tiny.config(), artifact_for(tiny.config(**changes)))
+        BPCCache(tiny.config(), tiny.artifact(tiny.config(**changes)))
 
 
 def test_doubts_about_an_artifact_are_said(caplog):
     with caplog.at_level(logging.WARNING, "bpc_calib"):
-        BPCCache(tiny.config(), artifact_for(tiny.config(vocab_size=300)))
+        BPCCache(tiny.config(), tiny.artifact(tiny.config(vocab_size=300)))
     assert "config differs" in caplog.text
 
 
 def test_artifacts_that_this_version_does_not_decode_with_are_refused():
     config = tiny.config()
     with pytest.raises(InputError, match="query metric or means"):
-        BPCCache(config, artifact_for(config, metric=True))
+        BPCCache(config, tiny.artifact(config, metric=True))
     with pytest.raises(InputError, match="64 bits, not 128"):
-        BPCCache(config, artifact_for(config), bits=128)
+        BPCCache(config, tiny.artifact(config), bits=128)
     with pytest.raises(InputError, match=r"what bpc_artifacts\.load returns, not str"):
         BPCCache(config, "file.safetensors")
-    assert BPCCache(config, artifact_for(config, 32)).layers[2].calibrated.shape[1] == 32
+    assert BPCCache(config, tiny.artifact(config, 32)).layers[2].calibrated.shape[1] == 32
 
 
 def test_online_projections_wait_until_there_is_something_to_choose():
@@ -552,9 +543,6 @@ def test_kv_bytes_counts_what_a_step_reads():
 
 
 def test_the_package_does_not_import_transformers_for_its_functions():
-    import subprocess
-    import sys
-
     code = "import sys, bpc_calib; bpc_calib.enable; assert 'transformers' not in sys.modules; bpc_calib.BPCCache"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="nothing"):

@@ -71,6 +71,23 @@ def multimodal() -> Any:
     return model("gemma3", text_config=config("gemma3_text").to_dict(), vision_config=vision)
 
 
+def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
+    """Random projections that fit the model's shape and nothing else: every selection is as good as any other here."""
+    from bpc_artifacts import LayerProjection, ProjectionArtifact
+    from bpc_calib import describe
+
+    described = describe(config)
+    generator = torch.Generator().manual_seed(1)
+    shape = (described.kv_heads, bits, described.head_dim)
+    layers = {}
+    for layer in described.full_layers:
+        # Rows that shrink, as those of a decomposition do.
+        projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, bits).unsqueeze(-1) * 0.3
+        layers[layer] = LayerProjection(projection.numpy(), torch.zeros(described.kv_heads, bits + 1).numpy())
+    made_by = {"name": "refined", "bits": bits, "metric": False, "centred": False} | algorithm
+    return ProjectionArtifact(layers, {"model": described.metadata(), "algorithm": made_by})
+
+
 def tokenizer(*, bos: bool = True) -> Any:
     """One token a byte; prepends BOS as Llama's does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

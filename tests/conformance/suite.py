@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import reference
+import tiny
 import torch
 from torch import Tensor
 
-from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib import BPCCache, describe, disable, enable
 
 DEFAULTS = {
@@ -52,7 +52,7 @@ def check(
 ) -> None:
     """Raise `AssertionError` where a cache of `make_cache(config, artifact, **settings)` leaves the reference."""
     settings = DEFAULTS | settings
-    artifact = None if online else random_artifact(model.config, settings["bits"])
+    artifact = None if online else tiny.artifact(model.config, settings["bits"])
     sparse = [layer for layer in describe(model.config).full_layers if layer not in settings["dense_layers"]]
     rules = {name: value for name, value in settings.items() if name != "dense_layers"}
     with reference.masked_reference(model):
@@ -69,20 +69,6 @@ def check(
         )
     for ours, theirs in zip(found.tokens, expected.tokens, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def random_artifact(config: Any, bits: int = 64) -> ProjectionArtifact:
-    """Projections that fit the model's shape and nothing else: every selection is as good as any other here."""
-    model = describe(config)
-    generator = torch.Generator().manual_seed(1)
-    shape = (model.kv_heads, bits, model.head_dim)
-    layers = {}
-    for layer in model.full_layers:
-        # Rows that shrink, as those of a decomposition do.
-        projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, bits).unsqueeze(-1) * 0.3
-        layers[layer] = LayerProjection(projection.numpy(), torch.zeros(model.kv_heads, bits + 1).numpy())
-    algorithm = {"name": "bpc", "bits": bits, "metric": False, "centred": False}
-    return ProjectionArtifact(layers, {"model": model.metadata(), "algorithm": algorithm})
 
 
 def prompt(*lengths: int, vocab: int = 250) -> dict[str, Tensor]:
@@ -106,6 +92,11 @@ def _forward(model: Model, cache: Cache, trace: Trace, ids: Tensor, mask: Tensor
     positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
     trace.logits.append(logits[:, -1])
+
+
+def _token_by_token(model: Model, cache: Cache, trace: Trace, ids: Tensor) -> None:
+    for token in ids.split(1, dim=1):
+        _forward(model, cache, trace, token)
 
 
 def greedy(model: Model, cache: Cache) -> Trace:
@@ -147,7 +138,7 @@ def padded_chunks(model: Model, cache: Cache) -> Trace:
 
 def prompt_lookup(model: Model, cache: Cache) -> Trace:
     """Drafts from the prompt: steps of several tokens, some taken back."""
-    # Every second token, so that drafts are found and soon fail.
+    # A text that repeats itself: drafts are found, and fail where the model does not go on like that.
     ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 7 + [5, 6]])
     return _generate(model, cache, 10, prompt_lookup_num_tokens=3, input_ids=ids, attention_mask=torch.ones_like(ids))
 
@@ -167,14 +158,11 @@ def crop(model: Model, cache: Cache) -> Trace:
     trace = Trace([], [])
     ids = prompt(48)["input_ids"]
     _forward(model, cache, trace, ids[:, :30])
-    for i in range(30, 36):
-        _forward(model, cache, trace, ids[:, i : i + 1])
+    _token_by_token(model, cache, trace, ids[:, 30:36])
     cache.crop(-4)
-    for i in range(36, 42):
-        _forward(model, cache, trace, ids[:, i : i + 1])
+    _token_by_token(model, cache, trace, ids[:, 36:42])
     cache.crop(-12)
-    for i in range(42, 46):
-        _forward(model, cache, trace, ids[:, i : i + 1])
+    _token_by_token(model, cache, trace, ids[:, 42:46])
     return trace
 
 
@@ -183,11 +171,9 @@ def token_by_token(model: Model, cache: Cache) -> Trace:
     trace = Trace([], [])
     ids = prompt(40)["input_ids"]
     _forward(model, cache, trace, ids[:, :20])
-    for i in range(20, 32):
-        _forward(model, cache, trace, ids[:, i : i + 1])
+    _token_by_token(model, cache, trace, ids[:, 20:32])
     cache.reset()
-    for i in range(12):
-        _forward(model, cache, trace, ids[:, i : i + 1])
+    _token_by_token(model, cache, trace, ids[:, :12])
     return trace
 
 
