@@ -54,15 +54,9 @@ class RandomCache(BPCCache):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", "-m", required=True)
+    parser = make_parser(__doc__)
     parser.add_argument("--artifact", "-a", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=2048, help="of the context and the question")
     parser.add_argument("--facts", type=int, default=14)
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.005])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", "-o", type=Path)
     arguments = parser.parse_args()
 
     model, tokenizer = open_model(arguments.model)
@@ -86,6 +80,18 @@ def main() -> None:
             rows.append(row(name, budget, model, tokenizer, asked, lambda m=make, b=budget: m(budget=b, **HARD)))
     settings = {name: getattr(arguments, name) for name in ("tokens", "facts", "prompts", "budgets", "seed")}
     report.write(arguments.output, {"settings": settings, "artifact": artifact.metadata["algorithm"], "rows": rows})
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """With what every benchmark of needles takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", "-m", required=True)
+    parser.add_argument("--tokens", type=int, default=2048, help="of the context and the question")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.005])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", "-o", type=Path)
+    return parser
 
 
 def open_model(name: str) -> tuple[Any, Any]:

@@ -6,26 +6,17 @@ digits badly. Asked as in needles.py, with the safeguard and without.
     python benchmarks/outlier_needle.py --model MODEL
 """
 
-import argparse
 import random
-from pathlib import Path
 from typing import Any
 
 import report
-from needles import HARD, open_model, prompt, row
+from needles import HARD, make_parser, open_model, prompt, row
 
 from bpc_calib import BPCCache
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", "-m", required=True)
-    parser.add_argument("--tokens", type=int, default=2048, help="of the context and the question")
-    parser.add_argument("--prompts", type=int, default=100)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.005])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", "-o", type=Path)
-    arguments = parser.parse_args()
+    arguments = make_parser(__doc__).parse_args()
 
     model, tokenizer = open_model(arguments.model)
     asked = [

@@ -15,10 +15,10 @@ from typing import Any
 
 import report
 import torch
+from needles import open_model
 
 from bpc_artifacts import load
-from bpc_calib import BPCCache, enable
-from bpc_calib.models import load_config, load_model
+from bpc_calib import BPCCache
 
 
 def main() -> None:
@@ -34,9 +34,8 @@ def main() -> None:
 
     from transformers import DynamicCache
 
-    model = load_model(arguments.model, revision=load_config(arguments.model)[1])
+    model, _ = open_model(arguments.model)
     artifact = load(arguments.artifact)
-    enable(model)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, arguments.prompt), generator=generator)
     rows = []
