@@ -2,9 +2,7 @@
 
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -13,243 +11,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from bpc_artifacts import ProjectionArtifact, check_model
-from bpc_calib.codes import check_bits
-from bpc_calib.decomposition import decompose
-from bpc_calib.encoding import encode
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.growing import append
+from bpc_calib.hashed_layer import BPCLayer
+from bpc_calib.layers import GrowingLayer, Rules, SparseLayer
 from bpc_calib.models import ModelDescription, describe
-from bpc_calib.scoring import hash_scores, quantize_query
-from bpc_calib.selection import attended, select
-from bpc_calib.sparse_attention import sparse_attention
 
-__all__ = ["BPCCache", "BPCLayer", "check_layers"]
+__all__ = ["BPCCache", "check_layers"]
 
 logger = logging.getLogger(__name__)
-
-# Steps a bit for projections found in the prompt: it waits for them. The authors' release takes as many.
-ONLINE_ITERATIONS = 4
-HASHED_AT_ONCE = 1 << 16  # tokens: hashing takes some 20 bytes a bit and key on its way
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is attended, and how it is ranked: the arguments of `BPCCache` that every layer needs."""
-
-    budget: float | int
-    min_tokens: int
-    safeguard: float
-    recent: int
-    sink: int
-    group: str
-    gain: bool
-    bits: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` at the first value out of range."""
-        attended(1, self.budget)
-        for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
-        if (
-            isinstance(self.safeguard, bool)
-            or not isinstance(self.safeguard, int | float)
-            or not 0 <= self.safeguard <= 1
-        ):
-            raise InputError(f"safeguard must be a share in [0, 1], not {self.safeguard!r}")
-        if self.group not in ("max", "sum"):
-            raise InputError(f'group must be "max" or "sum", not {self.group!r}')
-        if not isinstance(self.gain, bool):
-            raise InputError(f"gain must be True or False, not {self.gain!r}")
-        if self.seed >= 1 << 63:
-            raise InputError(f"seed must be below 2^63, not {self.seed}")
-        check_bits(self.bits)
-
-
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values in buffers that grow by blocks; attends to everything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffers: dict[str, Tensor] = {}  # [batch, kv_heads, room, ...]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cache `[batch, kv_heads, new, head_dim]` and return all keys and values."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        length = self.get_seq_length()
-        if length and key_states.shape[0] != self.keys.shape[0]:
-            raise InputError(f"the cache holds {self.keys.shape[0]} sequences, and {key_states.shape[0]} came")
-        self._append("keys", length, key_states)
-        self._append("values", length, value_states)
-        self._show(length + key_states.shape[2])
-        return self.keys, self.values
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove `-tokens_to_remove` of the newest tokens."""
-        super().crop(tokens_to_remove)
-        if not self.get_seq_length():  # the next tokens may come in a batch of another size
-            self.buffers = {}
-            self.is_initialized = False
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make sequence `i` the former `beam_idx[i]`."""
-        self._rebatch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
-        self._rebatch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences."""
-        self._rebatch(lambda tensor: tensor[indices, ...])
-
-    def _append(self, name: str, length: int, new: Tensor) -> None:
-        self.buffers[name] = append(self.buffers.get(name), length, new)
-
-    def _show(self, length: int) -> None:
-        """What the rest of transformers sees is as long as what is cached."""
-        self.keys, self.values = self.buffers["keys"][:, :, :length], self.buffers["values"][:, :, :length]
-
-    def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
-        if length := self.get_seq_length():
-            self.buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
-            self._show(length)
-
-
-class BPCLayer(GrowingLayer):
-    """Keys, values, codes, errors and gains of one layer, and its sparse attention."""
-
-    def __init__(self, index: int, rules: Rules, model: ModelDescription, projection: Tensor | None) -> None:
-        super().__init__()
-        self.index = index
-        self.rules = rules
-        self.model = model
-        self.calibrated = projection  # float32 [kv_heads, bits, head_dim]; None: online
-        self.projection = projection  # the one in use; online: [batch, kv_heads, bits, head_dim]
-        self.hashed = 0  # how many tokens have codes
-        self.guarded = 0  # how many were cached at the last step of several tokens
-        self.served = True  # whether BPC's attention was called since the last update
-        self.module: weakref.ref[Any] | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cache `[batch, kv_heads, new, head_dim]`; the keys returned lead BPC's attention to this layer."""
-        self.served = False
-        keys, values = super().update(key_states, value_states)
-        if key_states.shape[2] > 1:
-            self.guarded = keys.shape[2]
-        # A view of its own: on the stored tensor the attribute would be a cycle that keeps the cache alive.
-        keys = keys[:]
-        keys.bpc_layer = self  # type: ignore[attr-defined]
-        return keys, values
-
-    def serve(self, module: Any) -> None:
-        """BPC's attention was called with this layer's keys, by this module of the model."""
-        owner = None if self.module is None else self.module()
-        if owner is not module:
-            if self.module is not None or not self.model.fits(module.config):
-                raise ModelError(
-                    f"layer {self.index}: this BPCCache belongs to another model; make one from this model's config"
-                )
-            self.module = weakref.ref(module)
-        self.served = True
-
-    def chosen(self, visible: Tensor | None) -> int | Tensor | None:
-        """How many tokens the next token attends to: of every sequence, or int64 `[batch, 1]`; None for all."""
-        rules = self.rules
-        if visible is None:
-            length = self.get_seq_length()
-            k = attended(length, rules.budget, rules.min_tokens)
-            return k if k < length else None
-        lengths = visible.sum(-1).tolist()
-        wanted = [attended(length, rules.budget, rules.min_tokens) for length in lengths]
-        return torch.tensor(wanted, device=visible.device).unsqueeze(-1) if wanted != lengths else None
-
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-        """Attention of one new token a sequence, already cached, over the best `k` tokens.
-
-        Args:
-            query: `[batch, query_heads, 1, head_dim]`.
-            k: as `chosen` gives it.
-            visible: bool `[batch, N]`; False is padding. None: no padding.
-
-        Returns:
-            `[batch, 1, query_heads, head_dim]`.
-        """
-        projection = self._hash(visible)
-        rules, heads, length = self.rules, self.keys.shape[1], self.get_seq_length()
-        grouped = query.squeeze(2).unflatten(1, (heads, -1))
-        error = None
-        if rules.safeguard:
-            error = torch.full_like(self.buffers["error"][:, :, :length], -torch.inf)
-            error[:, :, : self.guarded] = self.buffers["error"][:, :, : self.guarded]
-        indices = select(
-            self.rank(grouped, projection),
-            k,
-            valid=None if visible is None else visible.unsqueeze(1),
-            recent=rules.recent,
-            sink=rules.sink,
-            error=error,
-            safeguard=rules.safeguard,
-        )
-        return sparse_attention(grouped, self.keys, self.values, indices, scale).flatten(1, 2).unsqueeze(1)
-
-    def rank(self, query: Tensor, projection: Tensor) -> Tensor:
-        """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the best is attended first."""
-        length = self.get_seq_length()
-        gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
-        scores = hash_scores(quantize_query(query, projection), self.buffers["codes"][:, :, :length], gain)
-        return scores.amax(-2) if self.rules.group == "max" else scores.sum(-2, dtype=torch.int32)
-
-    def step_bytes(self, length: int, token: int) -> int:
-        """Bytes that a step reads a sequence, where the keys and values of a token take `token`."""
-        rules, heads = self.rules, self.keys.shape[1]
-        k = attended(length, rules.budget, rules.min_tokens)
-        bits = rules.bits if self.calibrated is None else self.calibrated.shape[1]
-        code = 8 * -(-bits // 64) + rules.gain + 4 * bool(rules.safeguard)
-        return k * token + (length * heads * code if k < length else 0)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove `-tokens_to_remove` of the newest tokens."""
-        super().crop(tokens_to_remove)
-        length = self.get_seq_length()
-        self.hashed, self.guarded = min(self.hashed, length), min(self.guarded, length)
-        if not length:
-            self.projection = self.calibrated
-
-    def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
-        super()._rebatch(change)
-        if self.calibrated is None and self.projection is not None:
-            self.projection = change(self.projection)
-
-    def _hash(self, visible: Tensor | None) -> Tensor:
-        """Give the tokens that have none yet codes, errors and gains; return the projection of them all."""
-        length, bits = self.get_seq_length(), self.rules.bits
-        if self.projection is None:
-            weights = None if visible is None else visible.unsqueeze(1).expand(self.keys.shape[:3])
-            generator = torch.Generator().manual_seed(self.rules.seed)
-            self.projection = decompose(
-                self.keys, bits, iterations=ONLINE_ITERATIONS, weights=weights, generator=generator
-            ).projection
-        if self.projection.device != self.keys.device:
-            self.projection = self.projection.to(self.keys.device)
-        if self.projection.shape[-3] != self.keys.shape[1]:
-            raise ModelError(
-                f"layer {self.index} has {self.keys.shape[1]} KV heads here, the projections "
-                f"{self.projection.shape[-3]}"
-            )
-        while self.hashed < length:
-            end = min(length, self.hashed + HASHED_AT_ONCE)
-            encoded = encode(self.keys[:, :, self.hashed : end], self.projection)
-            self._append("codes", self.hashed, encoded.codes)
-            if self.rules.safeguard:
-                self._append("error", self.hashed, encoded.error)
-            if self.rules.gain:
-                self._append("gain", self.hashed, encoded.gain)
-            self.hashed = end
-        return self.projection
 
 
 class BPCCache(Cache):  # type: ignore[misc]
@@ -287,7 +56,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     """
 
     is_compileable = False  # else `generate` compiles by itself on CUDA
-    layer_class = BPCLayer  # a subclass that ranks in another way is compared in the same place
+    layer_class: type[SparseLayer] = BPCLayer  # a subclass that ranks in another way is compared in the same place
 
     def __init__(
         self,
@@ -324,7 +93,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         self._fresh = fresh
         self._first = model.full_layers[0]
-        self._last: BPCLayer | None = None  # the last one updated: its attention must be called before the next
+        self._last: SparseLayer | None = None  # the last one updated: its attention must be called before the next
         super().__init__(layers=fresh())
 
     def update(
@@ -341,7 +110,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         layer = self.layers[layer_idx]
         if layer_idx == self._first:
             self._check_level()
-        self._last = layer if isinstance(layer, BPCLayer) else None
+        self._last = layer if isinstance(layer, SparseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_level(self) -> None:
@@ -403,7 +172,7 @@ class BPCCache(Cache):  # type: ignore[misc]
             token = 2 * heads * dim * layer.keys.element_size()
             seen = min(length, layer.keys.shape[2]) if layer.is_sliding else length
             full += seen * token
-            read += layer.step_bytes(length, token) if isinstance(layer, BPCLayer) else seen * token
+            read += layer.step_bytes(length, token) if isinstance(layer, SparseLayer) else seen * token
         return read, full
 
 

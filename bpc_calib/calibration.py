@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib.codes import check_bits
-from bpc_calib.corpora import DEFAULT_CORPORA, Corpus, open_corpus
+from bpc_calib.corpora import DEFAULT_CORPORA, Corpus, expand, open_corpus
 from bpc_calib.decomposition import decompose
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
@@ -126,7 +126,7 @@ def calibrate(
     Args:
         model: a transformers causal language model, on the device that is to do the work.
         tokenizer: its tokenizer.
-        corpora: names of `HUB_CORPORA`, paths, `NAME=PATH`, or what `open_corpus` gave; each gives an equal
+        corpora: names of `HUB_CORPORA`, `demo`, paths, `NAME=PATH`, or what `open_corpus` gave; each gives an equal
             share of the samples.
         samples: forward passes, one sample each.
         sequence_length: tokens a sample; None is 8,192 or the model's limit if that is lower.
@@ -158,7 +158,7 @@ def calibrate(
         raise InputError(f"corpora must be a list of at least one corpus, not {corpora!r}")
     opened = [
         spec if isinstance(spec, Corpus) else open_corpus(os.fspath(spec), text_field=text_field)
-        for spec in dict.fromkeys(corpora)
+        for spec in expand(corpora)
     ]
     verify(model, chosen.model)
     tokens, sources = draw_samples(

@@ -1,4 +1,4 @@
-"""Calibration text: the Hub corpora by name, and local files and folders."""
+"""Calibration text: the Hub corpora by name, local files and folders, and text made here."""
 
 import gzip
 import json
@@ -6,15 +6,16 @@ import logging
 import os
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bpc_calib import made_text
 from bpc_calib.errors import CorpusError
 from bpc_calib.hub import explain, first_line, online
 
-__all__ = ["DEFAULT_CORPORA", "HUB_CORPORA", "Corpus", "documents", "open_corpus"]
+__all__ = ["DEFAULT_CORPORA", "DEMO_CORPORA", "HUB_CORPORA", "Corpus", "documents", "expand", "open_corpus"]
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where text comes from. `repo` is set for the Hub, `files` for local text."""
+    """Where text comes from. `repo` is set for the Hub, `files` for local text, `style` for made text."""
 
     name: str
     path: str  # what the artifact records: a Hub path, or the base name of a local one
@@ -43,6 +44,7 @@ class Corpus:
     split: str | None = None
     data_file: str | None = None
     files: tuple[Path, ...] = ()
+    style: str | None = None
 
 
 _AUTHORS = "namespace-Pt/long-llm-data"  # the sets of the paper's authors
@@ -93,37 +95,51 @@ HUB_CORPORA = {
     )
 }
 DEFAULT_CORPORA = ("pg19", "proofpile", "codeparrot")
+# Made text of the kinds that the three hold, with facts and questions; what the demo model was trained on.
+DEMO_CORPORA = {
+    corpus.name: corpus
+    for corpus in (Corpus(f"demo-{style}", f"demo/{style}", "text", style=style) for style in made_text.STYLES)
+}
+
+
+def expand(specs: Iterable[Any]) -> list[Any]:
+    """The same corpora, each once, with `demo` written as the three that it stands for."""
+    return list(dict.fromkeys(name for spec in specs for name in (DEMO_CORPORA if spec == "demo" else (spec,))))
 
 
 def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
-    """A corpus from a name of `HUB_CORPORA`, `PATH` or `NAME=PATH`; finds the files or the Hub commit.
+    """A corpus from a name of `HUB_CORPORA` or `DEMO_CORPORA`, `PATH` or `NAME=PATH`; finds the files or the commit.
 
     Raises:
         CorpusError: an unknown name, a path without text, a Hub that cannot be reached.
     """
     if spec in HUB_CORPORA:
         return _pin(HUB_CORPORA[spec])
+    if spec in DEMO_CORPORA:
+        return DEMO_CORPORA[spec]
     name, separator, given = spec.partition("=")
     if not separator or not name or os.path.exists(spec):
         name, given = "", spec
     path = Path(os.path.expanduser(given))
     if not given or not os.path.exists(path):
-        raise CorpusError(
-            f"unknown corpus {spec!r}: there is no such file or folder, and the names are {', '.join(HUB_CORPORA)}"
-        )
+        names = ", ".join([*HUB_CORPORA, "demo"])
+        raise CorpusError(f"unknown corpus {spec!r}: there is no such file or folder, and the names are {names}")
     files = _find_files(path)
     base = path.resolve().name
     return Corpus(name or base, base, text_field, files=tuple(files))
 
 
 def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
-    """The texts of a corpus, files or shards in seeded order, never empty, never binary.
+    """The texts of a corpus, files or shards in seeded order, never empty, never binary; made text has no end.
 
     A bad file among others of a folder is left out, and a bad row after a good one; a warning counts them.
 
     Raises:
         CorpusError: the only file, or the first row of a corpus of the Hub, cannot be used.
     """
+    if corpus.style:
+        while True:
+            yield made_text.document(rng, corpus.style)
     if corpus.repo:
         places = [(corpus.path, _hub_rows(corpus, rng.randrange(1 << 32)))]
     else:

@@ -12,6 +12,9 @@ from bpc_calib.hub import explain, fetch, first_line, online
 
 __all__ = ["ModelDescription", "describe", "load_config", "load_model", "load_tokenizer"]
 
+# The model that comes with the package: `demo` names it, `./demo` a folder of the user's.
+DEMO = Path(__file__).parent / "demo"
+
 # These frequencies depend on the length of the context, so shifted positions are another function.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -213,7 +216,7 @@ def load_model(
 
 def _folder(model: str) -> Path | None:
     """The folder that a model's name means here; None if there is none, and it may be a Hub id."""
-    path = Path(os.path.expanduser(model))
+    path = DEMO if model == "demo" else Path(os.path.expanduser(model))
     return path if model and os.path.isdir(path) else None
 
 

@@ -1,7 +1,7 @@
 """Switching a model to BPC's attention and back: `enable`, `disable`.
 
 transformers calls the registered function in every layer. It finds the cache by an attribute of the keys that
-`BPCLayer.update` returns, so nothing is shared by models, caches or threads. Whatever is not sparse goes to the
+`SparseLayer.update` returns, so nothing is shared by models, caches or threads. Whatever is not sparse goes to the
 attention the model had, with the masks that are its own.
 """
 
@@ -108,6 +108,7 @@ def _attention(
                 return layer.attend(query, k, visible, arguments.get("scaling")), None
         else:
             _check_continued(query, key, attention_mask, arguments.get("position_ids"))
+            layer.observe(query)
     return _own_attention(base, module)(_named(base, module), query, key, value, attention_mask, **arguments)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["attended", "select"]
+__all__ = ["attended", "select", "sortable"]
 
 # A token's rule, value and index share one int64: at most 2, 32 and these bits.
 INDEX_BITS = 28
@@ -91,10 +91,8 @@ def select(
         share = Fraction(str(safeguard)).limit_denominator(1_000_000)
         places = wanted * share.numerator // share.denominator
         candidates = error.expand(scores.shape).masked_fill(newest | first | ~valid, -torch.inf)
-        # The bits of a float, read as an integer, are in its order once those of a negative one are turned over.
-        bits = (candidates.float() + 0.0).view(torch.int32)
-        bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        worst = _best(torch.zeros((), dtype=torch.long, device=device), bits, int(places.max()) if width else 0)
+        nothing = torch.zeros((), dtype=torch.long, device=device)
+        worst = _best(nothing, sortable(candidates), int(places.max()) if width else 0)
         order = torch.arange(worst.shape[-1], device=device).expand(worst.shape)
         guarded = (order < places.unsqueeze(-1)) & (candidates.gather(-1, worst) > -torch.inf)
         rule = rule.expand(scores.shape).scatter_add(-1, worst, guarded.long())
@@ -104,6 +102,13 @@ def select(
     chosen = torch.arange(width, device=device) < wanted.unsqueeze(-1)
     indices = torch.where(chosen, best, count).sort(-1).values
     return indices.masked_fill(indices == count, -1)
+
+
+def sortable(values: Tensor) -> Tensor:
+    """int32 in the order of floats, equal where these are equal, so that any real ranking can be selected from."""
+    # The bits of a float, read as an integer, are in its order once those of a negative one are turned over.
+    bits = (values.float() + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _best(rule: Tensor, value: Tensor, k: int) -> Tensor:

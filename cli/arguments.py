@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bpc_cli.console import fail
 
-__all__ = ["Dtype", "find_artifact", "parse_budget", "parse_layers", "pick_device"]
+__all__ = ["Dtype", "find_artifact", "parse_budget", "parse_layers", "pick_device", "split"]
 
 
 class Dtype(str, enum.Enum):
@@ -46,14 +46,19 @@ def find_artifact(name: str, revision: str | None = None) -> tuple[Path, str | N
     return fetch_artifact(name, revision)
 
 
-def parse_budget(text: str) -> float | int:
+def split(text: str) -> list[str]:
+    """`a, b` is a and b, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def parse_budget(text: str, option: str = "--budget") -> float | int:
     """`2%` and `0.02` are a share of the tokens, `2048` is a number of them."""
     try:
         if text.endswith("%"):
             return float(Decimal(text[:-1]) / 100)
         return int(text) if text.lstrip("+-").isdecimal() else float(Decimal(text))
     except (ArithmeticError, ValueError):
-        fail(f"--budget {text}: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)")
+        fail(f"{option} {text}: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)")
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

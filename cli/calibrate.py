@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpc_cli.arguments import Dtype, pick_device
-from bpc_cli.console import command, note, print_json, print_table, printable, quiet_libraries, stderr
+from bpc_cli.console import bars, command, note, print_json, print_table, printable, quiet_libraries
 
 if TYPE_CHECKING:
     from bpc_calib.calibration import Plan
@@ -32,8 +32,9 @@ def calibrate(
     corpus: Annotated[
         list[str] | None,
         typer.Option(
-            help="pg19, proofpile, codeparrot, PATH or NAME=PATH (a text, code, .jsonl, .json.gz or .parquet "
-            "file, or a folder of them); may be repeated. Default: the three named ones, from the Hub.",
+            help="pg19, proofpile, codeparrot, demo, PATH or NAME=PATH (a text, code, .jsonl, .json.gz or .parquet "
+            "file, or a folder of them); may be repeated. Default: the first three, from the Hub; of the bundled "
+            "model: demo, which is made on the spot.",
             metavar="CORPUS",
         ),
     ] = None,
@@ -90,7 +91,7 @@ def calibrate(
 
     import bpc_calib
     from bpc_calib.calibration import plan
-    from bpc_calib.corpora import DEFAULT_CORPORA, HUB_CORPORA, open_corpus
+    from bpc_calib.corpora import DEFAULT_CORPORA, HUB_CORPORA, expand, open_corpus
     from bpc_calib.models import describe, load_config, load_model, load_tokenizer
 
     device = pick_device(device)
@@ -107,42 +108,27 @@ def calibrate(
     chosen = plan(describe(config, revision=commit), **settings)
     target = output or Path(f"{chosen.model.id.split('/')[-1]}-bpc{bits}.safetensors")
     check_writable(target, chosen.artifact_bytes + (1 << 20), overwrite=force)
+    wanted = expand(corpus or (["demo"] if model == "demo" else DEFAULT_CORPORA))
     if dry_run:
-        for spec in corpus or []:
+        for spec in wanted:
             if spec not in HUB_CORPORA:
                 open_corpus(spec, text_field=text_field)
         weights = _meta_model(config, dtype.value, trust_remote_code)
-        _print_plan(chosen, weights, target, list(corpus or DEFAULT_CORPORA), device, as_json)
+        _print_plan(chosen, weights, target, wanted, device, as_json)
         return
-    corpora = [open_corpus(spec, text_field=text_field) for spec in dict.fromkeys(corpus or DEFAULT_CORPORA)]
+    corpora = [open_corpus(spec, text_field=text_field) for spec in wanted]
     tokenizer = load_tokenizer(model, revision=commit, trust_remote_code=trust_remote_code)
     visible = not quiet and sys.stderr.isatty()
     if visible:
         note(f"Loading {chosen.model.id} on {device} ...")
     loaded = load_model(model, revision=commit, dtype=dtype.value, device=device, trust_remote_code=trust_remote_code)
 
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = stderr()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
     seconds = {"load": time.monotonic() - started}
-    bars = Progress(*columns, console=console)
-    with bars if visible else nullcontext():
-        tasks = {stage: bars.add_task(text, start=False, total=None, visible=False) for stage, text in STAGES.items()}
+    progress = bars()
+    with progress if visible else nullcontext():
+        tasks = {
+            stage: progress.add_task(text, start=False, total=None, visible=False) for stage, text in STAGES.items()
+        }
         last = time.monotonic()
 
         def show(stage: str, done: int, total: int) -> None:
@@ -150,8 +136,8 @@ def calibrate(
             now = time.monotonic()
             seconds[stage] = seconds.get(stage, 0.0) + now - last
             last = now
-            bars.start_task(tasks[stage])
-            bars.update(tasks[stage], completed=done, total=total, visible=True)
+            progress.start_task(tasks[stage])
+            progress.update(tasks[stage], completed=done, total=total, visible=True)
 
         artifact = bpc_calib.calibrate(loaded, tokenizer, corpora=corpora, revision=commit, progress=show, **settings)
     save(artifact, target, overwrite=force)

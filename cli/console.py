@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
 
-__all__ = ["command", "fail", "note", "print_json", "print_table", "printable", "quiet_libraries", "stderr"]
+__all__ = ["bars", "command", "fail", "note", "print_json", "print_table", "printable", "quiet_libraries"]
 
 Result = TypeVar("Result")
 
@@ -25,11 +25,27 @@ def printable(text: object, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
-def stderr() -> "Console":
-    """For progress; never interprets markup."""
+def bars() -> "Progress":
+    """Progress on stderr with an ETA; never interprets markup."""
     from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    return Console(stderr=True, markup=False, highlight=False, emoji=False)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True, markup=False, highlight=False, emoji=False),
+    )
 
 
 def print_table(title: str, table: "Table") -> None:

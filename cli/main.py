@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from bpc_cli.calibrate import calibrate
+from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
 
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(calibrate)
 app.command()(inspect)
 app.command()(generate)
+app.command("eval")(eval_)
 
 
 def _version(wanted: bool) -> None:

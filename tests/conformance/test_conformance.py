@@ -10,7 +10,7 @@ import torch
 from suite import check
 
 from bpc_calib import BPCCache, enable
-from bpc_calib.cache import BPCLayer
+from bpc_calib.hashed_layer import BPCLayer
 
 FAMILIES = {family: (family, {}) for family in tiny.FAMILIES} | {
     "mistral, wide window": ("mistral", {"sliding_window": 128}),  # as wide as the context: full attention
@@ -152,7 +152,7 @@ class IgnoresBudget(BPCLayer):
 class NewestOnly(BPCLayer):
     """Attends to the newest token."""
 
-    def rank(self, query, projection):
+    def rank(self, query, visible):
         return torch.arange(self.get_seq_length()).expand(*self.keys.shape[:3])
 
     def chosen(self, visible):
@@ -163,7 +163,7 @@ class NewestOnly(BPCLayer):
 class Random(BPCLayer):
     """Attends to as many as it should, drawn by chance."""
 
-    def rank(self, query, projection):
+    def rank(self, query, visible):
         return torch.randint(1 << 20, self.keys.shape[:3])
 
 

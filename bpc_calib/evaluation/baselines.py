@@ -1,0 +1,259 @@
+"""Other ways to choose the tokens attended, each a layer that takes the place of BPC's in the same cache.
+
+All choose one list of tokens for a KV head, of the same length as BPC's; where a method is defined for one query head,
+its score is the largest of the group's. What differs from the papers because of that is said at each class.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from bpc_calib.layers import SparseLayer
+from bpc_calib.selection import sortable
+
+__all__ = [
+    "MagicPIGLayer",
+    "MagicPIGSamplingLayer",
+    "OracleLayer",
+    "PyramidKVLayer",
+    "QuestLayer",
+    "RandomLayer",
+    "SignsLayer",
+    "SnapKVLayer",
+    "WindowLayer",
+]
+
+
+class OracleLayer(SparseLayer):
+    """The largest products of query and key themselves: what a ranking could be at best."""
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        return sortable((query.float() @ self.keys.float().mT).amax(-2))
+
+    def ranking_bytes(self, length: int) -> int:
+        return length * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size()
+
+
+class RandomLayer(SparseLayer):
+    """Tokens drawn by chance, other ones at every step: what a ranking must beat."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.generator = torch.Generator().manual_seed((self.rules.seed << 16) + self.index)
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        drawn = torch.randint(1 << 30, self.keys.shape[:3], generator=self.generator)
+        return drawn.to(self.keys.device)
+
+
+class WindowLayer(SparseLayer):
+    """StreamingLLM (Xiao et al. 2024): the first four tokens and the newest."""
+
+    SINKS = 4
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        length = self.get_seq_length()
+        nth = torch.arange(length, device=self.keys.device) if visible is None else visible.cumsum(-1).unsqueeze(1) - 1
+        return torch.where(nth < self.SINKS, length, nth).expand(self.keys.shape[:3])
+
+
+class QuestLayer(SparseLayer):
+    """Quest (Tang et al. 2024): pages of 16 tokens, ranked by an upper bound from their keys' extremes.
+
+    A page bounds `q k` by the sum over dimensions of `max(q_d min_d, q_d max_d)`. Whole pages are taken until the
+    budget is full; of the last one, its first tokens.
+    """
+
+    PAGE = 16
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        length, keys = self.get_seq_length(), self.keys.float()
+        missing = torch.zeros(keys.shape[0], 1, length, 1, dtype=torch.bool, device=keys.device)
+        if visible is not None:
+            missing = ~visible[:, None, :, None]
+        room = (0, 0, 0, -length % self.PAGE)
+
+        def pages(beyond: float) -> Tensor:
+            return F.pad(keys.masked_fill(missing, beyond), room, value=beyond).unflatten(2, (-1, self.PAGE))
+
+        least, most = pages(math.inf).amin(3), pages(-math.inf).amax(3)
+        empty = (least > most).any(-1).unsqueeze(-2)
+        least, most = least.nan_to_num(0, 0, 0), most.nan_to_num(0, 0, 0)
+        query = query.float()
+        bound = query.clamp(min=0) @ most.mT + query.clamp(max=0) @ least.mT
+        best = bound.masked_fill(empty, -math.inf).amax(-2)
+        return sortable(best).repeat_interleave(self.PAGE, dim=-1)[..., :length]
+
+    def ranking_bytes(self, length: int) -> int:
+        token = self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size()
+        return -(-length // self.PAGE) * 2 * token
+
+
+class SignsLayer(SparseLayer):
+    """64 random signs of each key, ranked by the query's own products with the same random directions."""
+
+    BITS = 64
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        directions = _normal(self.BITS, self.keys, self.rules.seed)
+        signs = self._derived("signs", lambda keys: torch.where(keys.float() @ directions.T >= 0, 1.0, -1.0))
+        return sortable((query.float() @ directions.T @ signs.mT).amax(-2))
+
+    def ranking_bytes(self, length: int) -> int:
+        return length * self.keys.shape[1] * self.BITS // 8
+
+    def _derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `make` says of every key, kept; only keys that are new are asked for."""
+        length = self.get_seq_length()
+        known = self.buffers[name].shape[2] if name in self.buffers else 0
+        if known < length:
+            new = make(self.keys[:, :, known:])
+            self.buffers[name] = torch.cat([self.buffers[name], new], dim=2) if known else new
+        return self.buffers[name][:, :, :length]
+
+
+class MagicPIGLayer(SignsLayer):
+    """MagicPIG (Chen et al. 2024): 150 tables of 10 random signs of the centred key, ranked by collisions.
+
+    A collision is a table in which query and key have all 10 signs in common. The paper samples the keys of two
+    collisions and more, so its budget depends on the data (`MagicPIGSamplingLayer`); this takes those of the most
+    collisions, as many as all methods. Bytes are those of a scan of all signs.
+    """
+
+    SIGNS, TABLES = 10, 150
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        return self.collisions(query, visible).amax(-2)
+
+    def collisions(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        """int32 `[batch, kv_heads, G, N]`: in how many tables a key lies with the query."""
+        centre = self.centre(visible)
+        tables = self._derived("tables", lambda keys: self._tables(keys.float() - centre))
+        asked = self._tables(query.float())
+        rows = [(tables == asked[:, :, g, None]).sum(-1, dtype=torch.int32) for g in range(query.shape[2])]
+        return torch.stack(rows, dim=2)
+
+    def centre(self, visible: Tensor | None) -> Tensor:
+        """float32 `[batch, kv_heads, 1, head_dim]`: the mean of the keys that were there at the first choice."""
+        if "centre" not in self.buffers:
+            keys = self.keys.float()
+            weights = torch.ones(keys.shape[0], 1, keys.shape[2], 1, device=keys.device)
+            if visible is not None:
+                weights = visible[:, None, :, None].float()
+            self.buffers["centre"] = (keys * weights).sum(2, keepdim=True) / weights.sum(2, keepdim=True)
+        return self.buffers["centre"]
+
+    def ranking_bytes(self, length: int) -> int:
+        return length * self.keys.shape[1] * (self.SIGNS * self.TABLES // 8)
+
+    def _tables(self, vectors: Tensor) -> Tensor:
+        """int16 `[..., TABLES]`: the signs of a table, read as a number."""
+        signs = vectors @ _normal(self.SIGNS * self.TABLES, vectors, self.rules.seed).T >= 0
+        powers = 2 ** torch.arange(self.SIGNS, device=vectors.device)
+        return (signs.unflatten(-1, (self.TABLES, self.SIGNS)) * powers).sum(-1).short()
+
+
+class MagicPIGSamplingLayer(MagicPIGLayer):
+    """MagicPIG by its own rule: every key of two collisions, weighted by the inverse of its chance to be drawn.
+
+    The chance of a key at angle `a` to the query is that of two collisions and more among the tables, where one
+    table collides with `p = (1 - a / pi) ^ 10`. The first 4 and the newest 64 tokens are always there. Each query
+    head draws its own; `attended` sums the tokens that were read, for each step and KV head those of any head.
+    """
+
+    SINKS, NEWEST = 4, 64
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.attended = self.steps = 0.0
+
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+        length = self.get_seq_length()
+        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)).float()
+        keys = self.keys.float()
+        drawn = self.collisions(grouped, visible) >= 2
+        seen = torch.ones(keys.shape[0], length, dtype=torch.bool, device=keys.device) if visible is None else visible
+        nth = seen.cumsum(-1) - 1
+        always = (nth < self.SINKS) | (nth >= seen.sum(-1, keepdim=True) - self.NEWEST)
+        always, seen = always[:, None, None], seen[:, None, None]
+        logits = grouped @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        weighted = torch.where(always, logits, logits - self.chance(grouped, keys - self.centre(visible)).log())
+        read = (drawn | always) & seen
+        weights = weighted.masked_fill(~read, -math.inf).softmax(-1)
+        self.attended += float(read.any(2).sum(-1).float().mean())
+        self.steps += 1
+        return (weights @ self.values.float()).to(query.dtype).flatten(1, 2).unsqueeze(1)
+
+    def chance(self, query: Tensor, keys: Tensor) -> Tensor:
+        """float32 `[..., G, N]`: of two collisions and more."""
+        cosine = (F.normalize(query, dim=-1) @ F.normalize(keys, dim=-1).mT).clamp(-1, 1)
+        p = (1 - cosine.acos() / math.pi) ** self.SIGNS
+        return (1 - (1 - p) ** self.TABLES - self.TABLES * p * (1 - p) ** (self.TABLES - 1)).clamp(min=1e-9)
+
+    def step_bytes(self, length: int, token: int) -> int:
+        read = self.attended / self.steps if self.steps else length
+        return round(read * token) + self.ranking_bytes(length)
+
+
+class SnapKVLayer(SparseLayer):
+    """SnapKV (Li et al. 2024): keeps for good what the last queries of the prompt attended to.
+
+    Importance is the mean attention of an observation window at the end of the prompt, smoothed by a mean over 5
+    tokens, and the mean over the group. The window itself is kept, and so is what is generated, the newest first; the
+    papers' window of 32 is cut to half of what may be attended, so that something is left to choose.
+    """
+
+    WINDOW, KERNEL = 32, 5
+
+    def observe(self, query: Tensor) -> None:
+        if "importance" not in self.buffers:
+            self.prompt = self.get_seq_length()
+            last = query[:, :, -self.WINDOW :].unflatten(1, (self.keys.shape[1], -1)).float()
+            window = min(last.shape[3], max(1, self.count(self.prompt) // 2))
+            self.buffers["importance"] = self._importance(last[:, :, :, -window:])
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        length = self.get_seq_length()
+        importance = self.buffers["importance"]  # of the prompt but for its window; at most 1
+        newest = torch.arange(2, 2 + length - importance.shape[2], device=importance.device).float()
+        return sortable(torch.cat([importance, newest.expand(*importance.shape[:2], -1)], dim=2))
+
+    def _importance(self, query: Tensor) -> Tensor:
+        """float32 `[batch, kv_heads, prompt - window]` of window queries `[batch, kv_heads, G, window, head_dim]`."""
+        window = query.shape[3]
+        keys = self.keys.float()
+        logits = query @ keys.unsqueeze(2).mT * query.shape[-1] ** -0.5
+        later = torch.ones(window, keys.shape[2], dtype=torch.bool, device=keys.device).triu(self.prompt - window + 1)
+        weights = logits.masked_fill(later, -math.inf).softmax(-1)[..., : self.prompt - window]
+        mean = weights.mean((2, 3))
+        return F.avg_pool1d(mean, self.KERNEL, stride=1, padding=self.KERNEL // 2)
+
+
+class PyramidKVLayer(SnapKVLayer):
+    """PyramidKV (Cai et al. 2024): SnapKV with more tokens for the lower layers, as many in all.
+
+    Beyond the window, the last layer has a twentieth of the mean and the others rise to the first by equal steps.
+    """
+
+    BETA = 20
+
+    def count(self, length: int) -> int:
+        mean = super().count(length)
+        layers = self.model.full_layers
+        if len(layers) == 1 or mean == length:
+            return mean
+        window = min(self.WINDOW, max(1, mean // 2))
+        least = (mean - window) / self.BETA
+        most = 2 * (mean - window) - least
+        share = layers.index(self.index) / (len(layers) - 1)
+        return min(length, max(1, round(window + most + (least - most) * share)))
+
+
+def _normal(count: int, like: Tensor, seed: int) -> Tensor:
+    """float32 `[count, head_dim]`: random directions, the same for every layer and step."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, like.shape[-1], generator=generator).to(like.device)

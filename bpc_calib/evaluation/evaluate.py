@@ -1,0 +1,283 @@
+"""Methods compared on the same prompts at the same budget: needles and other tasks, and plain text."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib.cache import BPCCache
+from bpc_calib.corpora import Corpus
+from bpc_calib.errors import InputError
+from bpc_calib.evaluation.fidelity import METRICS, probe
+from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
+from bpc_calib.evaluation.methods import METHODS, make_cache
+from bpc_calib.evaluation.prompts import Prompt, hide
+from bpc_calib.evaluation.statistics import mean, share
+from bpc_calib.models import describe
+from bpc_calib.samples import draw_samples
+from bpc_calib.selection import attended
+from bpc_calib.tasks import TASKS, score
+
+__all__ = ["DEPTHS", "HARD", "TEXT", "check", "evaluate"]
+
+TEXT = "text"  # the task that is no question: plain text
+FORCED = 64  # tokens of each text that are decoded one at a time
+DEPTHS = 10  # needles stand in the middle of each tenth
+BATCH_TOKENS = 1 << 16
+
+# No dense layer and no lower bound, so that every layer has to choose: the setting that tells methods apart.
+HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
+
+Progress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What all tasks share."""
+
+    model: Any
+    tokenizer: Any
+    artifact: ProjectionArtifact | None
+    methods: Sequence[str]
+    budgets: Sequence[float | int]
+    rules: dict[str, Any]
+
+    def caches(self) -> dict[tuple[str, float | int], Callable[[], BPCCache]]:
+        """How to make an empty cache of every method at every budget; full attention has but one."""
+        makers = {}
+        for name in self.methods:
+            for budget in (1.0,) if name == "full" else self.budgets:
+                makers[name, budget] = lambda name=name, budget=budget: make_cache(
+                    name, self.model.config, self.artifact, budget, **self.rules
+                )
+        return makers
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    artifact: ProjectionArtifact | None = None,
+    *,
+    tasks: Sequence[str] = (TEXT, "needle"),
+    lengths: Sequence[int] = (2048,),
+    budgets: Sequence[float | int] = (0.02, 0.005),
+    methods: Sequence[str] | None = None,
+    prompts: int = 20,
+    corpora: Sequence[Corpus] = (),
+    seed: int = 0,
+    batch: int | None = None,
+    progress: Progress = lambda share, what: None,
+    **rules: Any,
+) -> list[dict[str, Any]]:
+    """Compare methods with full attention; every token that is judged is decoded in a step of its own.
+
+    The prefix of a prompt is computed once, densely, and copied to every method. A task's question is fed token by
+    token, then the answer is decoded greedily. `TEXT` takes pieces of the corpora and forces the last 64 tokens of
+    each: perplexity, and what each method's choice keeps of full attention (`measure`).
+
+    Args:
+        model: one that `bpc_calib.enable` has enabled.
+        artifact: projections of the method `bpc`; without, that method is left out.
+        tasks: names of `bpc_calib.tasks.TASKS`, and `TEXT`.
+        lengths: tokens of a prompt, its question included.
+        budgets: shares of the tokens, or numbers of them.
+        methods: names of `METHODS`; all if None.
+        prompts: of each task and length.
+        corpora: where `TEXT` comes from; it needs at least one.
+        batch: prompts at once; what 65,536 tokens hold if None.
+        progress: called with the share that is done, and what is being done.
+        rules: of `BPCCache`; `HARD` are good ones to tell methods apart.
+
+    Returns:
+        A row for each task, length, method and budget: figures are tables of `value`, `low` and `high`, of a 95 %
+        interval. `read` is the share of the KV bytes that a step reads.
+
+    Raises:
+        InputError: an unknown task or method, a prompt longer than the model's limit, or a budget that leaves
+            nothing to choose; says which.
+    """
+    chosen = check(model.config, artifact, tasks, lengths, budgets, methods, prompts, corpora, **rules)
+    setting = _Setting(model, tokenizer, artifact, chosen, tuple(budgets), rules)
+    rows = []
+    steps = [(length, task) for length in lengths for task in tasks]
+    for number, (length, task) in enumerate(steps):
+        many = batch or max(1, BATCH_TOKENS // length)
+
+        def report(part: float, number: int = number, length: int = length, task: str = task) -> None:
+            progress((number + part) / len(steps), f"{task}, {length:,} tokens")
+
+        report(0.0)
+        if task == TEXT:
+            rows += _text(setting, corpora, length, prompts, many, seed, report)
+        else:
+            rows += _task(setting, task, length, prompts, many, seed, report)
+    progress(1.0, "done")
+    return rows
+
+
+def check(
+    config: Any,
+    artifact: ProjectionArtifact | None,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    budgets: Sequence[float | int],
+    methods: Sequence[str] | None,
+    prompts: int,
+    corpora: Sequence[Corpus],
+    **rules: Any,
+) -> tuple[str, ...]:
+    """The methods that `evaluate` will compare with these arguments; raises what it would, before any work."""
+    able = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
+    chosen = able if methods is None else tuple(dict.fromkeys(methods))
+    for task in tasks:
+        if task != TEXT and task not in TASKS:
+            raise InputError(f"unknown task {task!r}: the tasks are {', '.join([TEXT, *TASKS])}")
+    for name in chosen:
+        if name not in METHODS:
+            raise InputError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
+        if name not in able:
+            raise InputError(f"method {name!r} needs an artifact of this model")
+        for budget in budgets:
+            make_cache(name, config, artifact, budget, **rules)
+    for given, what in ((tasks, "task"), (lengths, "length"), (budgets, "budget"), (chosen, "method")):
+        if not given:
+            raise InputError(f"give at least one {what}")
+    if prompts < 1:
+        raise InputError(f"prompts must be at least 1, not {prompts}")
+    if TEXT in tasks and not corpora:
+        raise InputError(f"task {TEXT!r} needs a corpus")
+    limit = describe(config).context_limit
+    for length in lengths:
+        if limit is not None and length > limit:
+            raise InputError(f"prompts of {length:,} tokens: the model takes {limit:,} in all")
+        if TEXT in tasks and length < 2 * FORCED:
+            raise InputError(f"task {TEXT!r} needs at least {2 * FORCED} tokens, not {length}")
+        for budget in budgets:
+            k = attended(length, budget, rules.get("min_tokens", 128))
+            for name in chosen:
+                forced = METHODS[name].forced
+                if name != "full" and k <= forced:
+                    raise InputError(
+                        f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} attends to "
+                        f"{forced} whatever it ranks: nothing is left to choose"
+                    )
+    return chosen
+
+
+def _task(
+    setting: _Setting, task: str, length: int, prompts: int, batch: int, seed: int, report: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """Rows of one task at one length."""
+    limit = describe(setting.model.config).context_limit
+    asked = []
+    for number in range(prompts):
+        rng = random.Random(f"{seed}/{task}/{length}/{number}")
+        depth = (number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None
+        asked.append(hide(TASKS[task](rng), setting.tokenizer, length, rng, depth))
+    # Batches of answers of one length, so that none is padded.
+    makers = setting.caches()
+    scores: dict[Any, list[float]] = {key: [] for key in makers}
+    read: dict[Any, float] = {}
+    done = 0
+    for first in range(0, prompts, batch):
+        some = asked[first : first + batch]
+        new = max(prompt.answer for prompt in some)
+        if limit is not None and length + new > limit:
+            new = limit - length or 1
+        ids = torch.tensor([prompt.ids for prompt in some], device=setting.model.device)
+        # Up to the longest question of the batch: where one is shorter, text before it is forced too.
+        cut = length - max(prompt.question for prompt in some)
+        prefix = prefill(setting.model, ids[:, :cut])
+        for key, make in makers.items():
+            cache = fork(prefix, make())
+            said = complete(setting.model, cache, ids[:, cut:], new)
+            scores[key] += [_judge(setting.tokenizer, *pair) for pair in zip(some, said.tolist(), strict=True)]
+            read[key] = _read(cache, length)
+            done += len(some)
+            report(done / (prompts * len(makers)))
+    rows = []
+    for (name, budget), found in scores.items():
+        whole = all(value in (0.0, 1.0) for value in found)
+        figure = share(sum(found), prompts) if whole else mean(found)
+        row = _row(task, length, name, budget, prompts) | {"score": figure, "read": round(read[name, budget], 6)}
+        if task == "needle":
+            places = [found[place::DEPTHS] for place in range(min(DEPTHS, prompts))]
+            row["depths"] = [share(sum(part), len(part)) for part in places]
+        rows.append(row)
+    return rows
+
+
+def _judge(tokenizer: Any, prompt: Prompt, said: list[int]) -> float:
+    return score(prompt.problem, tokenizer.decode(said, skip_special_tokens=True))
+
+
+def _text(
+    setting: _Setting,
+    corpora: Sequence[Corpus],
+    length: int,
+    prompts: int,
+    batch: int,
+    seed: int,
+    report: Callable[[float], None],
+) -> list[dict[str, Any]]:
+    """Rows of plain text at one length: perplexity, and what each choice keeps."""
+    texts, _ = draw_samples(
+        list(corpora),
+        setting.tokenizer,
+        samples=prompts,
+        sequence_length=length,
+        seed=seed,
+        vocab_size=describe(setting.model.config).vocab_size,
+    )
+    makers = setting.caches()
+    likely: dict[Any, list[Tensor]] = {key: [] for key in makers}
+    kept: dict[Any, list[Tensor]] = {key: [] for key in makers if key[0] not in ("full", "magicpig-own")}
+    read: dict[Any, float] = {}
+    done = 0
+    for some in texts.split(batch):
+        some = some.to(setting.model.device)
+        prefix = prefill(setting.model, some[:, :-FORCED])
+        tail = some[:, -FORCED:]
+        if kept:
+            asked = probe(setting.model.config, {key: makers[key]() for key in kept})
+            log_likelihoods(setting.model, fork(prefix, asked), tail)
+            for key, found in asked.found().items():
+                kept[key].append(found.cpu())
+        for key, make in makers.items():
+            cache = fork(prefix, make())
+            likely[key].append(log_likelihoods(setting.model, cache, tail).double().mean(-1).cpu())
+            read[key] = _read(cache, length)
+            done += len(some)
+            report(done / (prompts * len(makers)))
+    full = torch.cat(likely["full", 1.0]) if ("full", 1.0) in likely else None
+    rows = []
+    for (name, budget), parts in likely.items():
+        own = torch.cat(parts)
+        row = _row(TEXT, length, name, budget, prompts) | {"read": round(read[name, budget], 6)}
+        row["perplexity"] = {side: round(float(torch.tensor(-v).exp()), 6) for side, v in mean(own.tolist()).items()}
+        row["perplexity"]["low"], row["perplexity"]["high"] = row["perplexity"]["high"], row["perplexity"]["low"]
+        if full is not None:
+            # Of the same texts, so the interval is that of the differences.
+            row["loss_difference"] = mean((full - own).tolist())
+        if (name, budget) in kept:
+            found = torch.cat(kept[name, budget], dim=1)  # [layers, prompts, kv_heads, metrics]
+            for place, metric in enumerate(METRICS):
+                row[metric] = mean(found[..., place].mean((0, 2)).tolist())
+                row[f"{metric}_by_head"] = [
+                    [round(v, 4) for v in layer] for layer in found[..., place].mean(1).tolist()
+                ]
+        rows.append(row)
+    return rows
+
+
+def _row(task: str, length: int, name: str, budget: float | int, prompts: int) -> dict[str, Any]:
+    return {"task": task, "tokens": length, "method": name, "budget": budget, "prompts": prompts}
+
+
+def _read(cache: BPCCache, length: int) -> float:
+    read, full = cache.kv_bytes(length)
+    return read / full

@@ -1,0 +1,107 @@
+"""How much of full attention a choice of tokens keeps, measured where the model really decodes.
+
+Every method is asked for its choice at the same steps, with the same query and the same keys, while the model itself
+goes on with full attention.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from bpc_calib.cache import BPCCache
+from bpc_calib.layers import SparseLayer
+from bpc_calib.selection import select, sortable
+from bpc_calib.sparse_attention import sparse_attention
+
+__all__ = ["METRICS", "ProbeCache", "measure", "probe"]
+
+METRICS = ("recall", "mass", "best_kept", "cosine")
+
+
+def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
+    """Four numbers a KV head of what a choice keeps, `[batch, kv_heads, 4]` in the order of `METRICS`.
+
+    - recall: share of the `k` tokens of largest `q k`, by the largest of the group, that were chosen;
+    - mass: share of the softmax weight of full attention on the chosen tokens, mean over the group;
+    - best_kept: share of the query heads whose token of largest weight was chosen;
+    - cosine: between the outputs of attention over the chosen tokens and over all, mean over the group.
+
+    Args:
+        query: `[batch, kv_heads, G, head_dim]`.
+        keys, values: `[batch, kv_heads, N, head_dim]`.
+        indices: int64 `[batch, kv_heads, k]`, the tokens chosen, all different.
+        scale: of the products; `head_dim ** -0.5` if None.
+    """
+    query, keys, values = (x if x.dtype == torch.float64 else x.float() for x in (query, keys, values))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    products = query @ keys.mT
+    weights = (products * scale).softmax(-1)
+    chosen = torch.zeros(products.shape[:2] + products.shape[3:], dtype=torch.bool, device=query.device)
+    chosen.scatter_(-1, indices, True)
+    best = select(sortable(products.amax(-2)), indices.shape[-1])
+    recall = chosen.gather(-1, best).to(query.dtype).mean(-1)
+    mass = (weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
+    kept = chosen.gather(-1, products.argmax(-1)).to(query.dtype).mean(-1)
+    full, sparse = weights @ values, sparse_attention(query, keys, values, indices, scale)
+    cosine = F.cosine_similarity(full, sparse.to(full.dtype), dim=-1).mean(-1)
+    return torch.stack([recall, mass, kept, cosine], dim=-1)
+
+
+class ProbeLayer(SparseLayer):
+    """Attends to everything, and asks other layers what they would choose of the same keys."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked: dict[Any, SparseLayer] = {}
+        self.sums: dict[Any, Tensor] = {}  # float64 [batch, kv_heads, 4] a method, over the steps
+        self.steps = 0
+
+    def chosen(self, visible: Tensor | None) -> int:
+        return self.get_seq_length()
+
+    def observe(self, query: Tensor) -> None:
+        for layer in self.asked.values():
+            self._show_to(layer)
+            layer.observe(query)
+
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
+        length = self.get_seq_length()
+        for method, layer in self.asked.items():
+            self._show_to(layer)
+            indices = layer.choose(grouped, layer.count(length), visible)
+            found = measure(grouped, self.keys, self.values, indices, scale).double()
+            self.sums[method] = self.sums[method] + found if self.steps else found
+        self.steps += 1
+        everything = torch.arange(length, device=query.device).expand(*self.keys.shape[:2], -1)
+        return sparse_attention(grouped, self.keys, self.values, everything, scale).flatten(1, 2).unsqueeze(1)
+
+    def _show_to(self, layer: SparseLayer) -> None:
+        """Let a layer see these keys as if they were its own."""
+        layer.is_initialized = True
+        layer.keys, layer.values, layer.guarded = self.keys, self.values, self.guarded
+
+
+class ProbeCache(BPCCache):
+    layer_class = ProbeLayer
+
+    def found(self) -> dict[Any, Tensor]:
+        """float64 `[layers, batch, kv_heads, 4]` of every method: means over the steps, in the order of `METRICS`."""
+        layers = [layer for layer in self.layers if isinstance(layer, ProbeLayer) and layer.asked]
+        return {
+            method: torch.stack([layer.sums[method] / layer.steps for layer in layers]) for method in layers[0].asked
+        }
+
+
+def probe(config: Any, caches: Mapping[Any, BPCCache]) -> ProbeCache:
+    """A cache of full attention that measures the layers of empty caches, each under its name."""
+    cache = ProbeCache(config, budget=1.0, dense_layers=())
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, ProbeLayer):
+            for method, other in caches.items():
+                if isinstance(asked := other.layers[index], SparseLayer):
+                    layer.asked[method] = asked
+    return cache

@@ -1,0 +1,54 @@
+"""The methods that are compared, by the names that the command line takes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib.cache import BPCCache
+from bpc_calib.evaluation import baselines
+from bpc_calib.hashed_layer import BPCLayer
+from bpc_calib.layers import SparseLayer
+
+__all__ = ["METHODS", "Method", "make_cache"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """`forced` tokens are attended whatever the ranking says."""
+
+    label: str
+    layer: type[SparseLayer]
+    forced: int = 1
+    calibrated: bool = False  # needs an artifact
+
+
+METHODS = {
+    "full": Method("full attention", SparseLayer),
+    "oracle": Method("exact top-k", baselines.OracleLayer),
+    "bpc": Method("BPC", BPCLayer, calibrated=True),
+    "bpc-online": Method("BPC online", BPCLayer),
+    "quest": Method("Quest, page 16", baselines.QuestLayer),
+    "magicpig": Method("MagicPIG LSH", baselines.MagicPIGLayer),
+    "magicpig-own": Method("MagicPIG, own rule", baselines.MagicPIGSamplingLayer),
+    "signs": Method("64 random signs", baselines.SignsLayer),
+    "snapkv": Method("SnapKV", baselines.SnapKVLayer),
+    "pyramidkv": Method("PyramidKV", baselines.PyramidKVLayer),
+    "window": Method("window + sinks", baselines.WindowLayer, forced=5),
+    "random": Method("random keys", baselines.RandomLayer),
+}
+
+
+def make_cache(
+    name: str, config: Any, artifact: ProjectionArtifact | None, budget: float | int, **rules: Any
+) -> BPCCache:
+    """An empty cache that attends as this method does; `rules` are those of `BPCCache`.
+
+    The safeguard is BPC's; the other methods choose by their ranking alone.
+    """
+    if name == "full":
+        return BPCCache(config, budget=1.0, dense_layers=())
+    method = METHODS[name]
+    if method.layer is not BPCLayer:
+        rules = rules | {"safeguard": 0.0}
+    kind = type(BPCCache)(f"{method.layer.__name__}Cache", (BPCCache,), {"layer_class": method.layer})
+    return kind(config, artifact if method.calibrated else None, budget=budget, **rules)

@@ -1,0 +1,140 @@
+"""Pictures of what `evaluate` found (matplotlib, extra `plots`)."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bpc_artifacts.file import replacing
+from bpc_calib.errors import InputError
+from bpc_calib.evaluation.methods import METHODS
+
+__all__ = ["check", "draw"]
+
+NAMES = {"recall": "recall.png", "needle": "needles.png", "budget": "budgets.png"}
+
+
+def check(folder: Path, overwrite: bool) -> None:
+    """Raise `InputError` where `draw` could not write."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as fault:
+        raise InputError("pictures need matplotlib: pip install matplotlib") from fault
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: pictures go into a folder, and this is none")
+    if not folder.is_dir() and not folder.parent.is_dir():
+        raise InputError(f"{folder}: there is no folder {folder.parent}: make it first")
+    there = [name for name in NAMES.values() if (folder / name).exists()]
+    if there and not overwrite:
+        raise InputError(f"{folder / there[0]}: exists; pass --force to replace it")
+
+
+def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -> list[Path]:
+    """Write what the rows have figures for, and return the files.
+
+    `recall.png` maps recall by layer and KV head, `needles.png` needle accuracy by depth and length, both at the
+    smallest budget; `budgets.png` shows every task's figure against the budget.
+    """
+    import matplotlib
+
+    check(folder, overwrite)
+    matplotlib.use("agg")
+    folder.mkdir(exist_ok=True)
+    written = []
+    for name, figure in _figures(rows):
+        with replacing(folder / name, overwrite) as temporary:
+            figure.savefig(temporary, format="png", dpi=150)
+        written.append(folder / name)
+    return written
+
+
+def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    budgets = sorted({row["budget"] for row in rows if row["method"] != "full"})
+    if not budgets:
+        return
+    least = budgets[0]
+    lengths = sorted({row["tokens"] for row in rows})
+    maps = [row for row in rows if row["budget"] == least and "recall_by_head" in row and row["tokens"] == lengths[-1]]
+    if maps:
+        title = f"Recall of the true top-k by layer and KV head, {_say(least)} of {lengths[-1]:,} tokens"
+        yield NAMES["recall"], _maps(maps, [row["recall_by_head"] for row in maps], "KV head", "layer", title, None)
+    grids = [row for row in rows if row["budget"] in (least, 1.0) and "depths" in row]
+    names = [name for name in METHODS if any(row["method"] == name for row in grids)]
+    if grids:
+        heads, values = [], []
+        for name in names:
+            own = [row for row in grids if row["method"] == name]
+            heads.append(own[0])
+            values.append([[depth["value"] for depth in row["depths"]] for row in own])
+        title = f"Needles found by depth (0 is the beginning) and length, {_say(least)} of the tokens"
+        yield NAMES["needle"], _maps(heads, values, "depth, tenths", "tokens", title, [f"{n:,}" for n in lengths])
+    if len(budgets) > 1:
+        yield NAMES["budget"], _curves(rows, budgets)
+
+
+def _maps(
+    rows: list[dict[str, Any]], values: list[Any], across: str, down: str, title: str, marks: list[str] | None
+) -> Any:
+    """A heat map a method, on one scale from 0 to 1."""
+    from matplotlib import pyplot
+
+    columns = min(4, len(rows))
+    lines = -(-len(rows) // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(3 * columns + 1, 2.2 * lines + 0.8), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(rows) :]:
+        axis.set_axis_off()
+    for axis, row, value in zip(axes.flat, rows, values, strict=False):
+        picture = axis.imshow(value, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
+        axis.set_title(METHODS[row["method"]].label, fontsize="medium")
+        axis.set(xlabel=across, ylabel=down)
+        axis.set_yticks(range(len(value)), marks or range(len(value)))
+        axis.set_xticks(range(len(value[0])))
+    figure.colorbar(picture, ax=axes)
+    figure.suptitle(title)
+    return figure
+
+
+def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
+    """A panel a task and length, a line a method with its interval."""
+    from matplotlib import pyplot
+
+    panels = sorted({(row["task"], row["tokens"]) for row in rows})
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4.5 * columns + 2, 3.2 * lines), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    names = [name for name in METHODS if any(row["method"] == name for row in rows)]
+    colors = dict(zip(names, pyplot.get_cmap("tab20").colors, strict=False))
+    for axis, (task, tokens) in zip(axes.flat, panels, strict=False):
+        key = "mass" if task == "text" else "score"
+        for name in names:
+            own = [row for row in rows if (row["task"], row["tokens"], row["method"]) == (task, tokens, name)]
+            own = sorted((row for row in own if key in row), key=lambda row: row["budget"])
+            if name == "full":
+                for row in own:
+                    axis.axhline(row[key]["value"], color=colors[name], linestyle="--", label=METHODS[name].label)
+                continue
+            middle = [row[key]["value"] for row in own]
+            around = [
+                [row[key]["value"] - row[key]["low"] for row in own],
+                [row[key]["high"] - row[key]["value"] for row in own],
+            ]
+            if own:
+                places = [budgets.index(row["budget"]) for row in own]
+                axis.errorbar(
+                    places, middle, around, marker="o", capsize=2, color=colors[name], label=METHODS[name].label
+                )
+        axis.set_title(f"{task}, {tokens:,} tokens", fontsize="medium")
+        axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "right", ylim=(-0.03, 1.03))
+        axis.set_xticks(range(len(budgets)), [_say(budget) for budget in budgets])
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes.flat), key=lambda pair: len(pair[1]))
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    return figure
+
+
+def _say(budget: float) -> str:
+    return f"{budget:.3g} tokens" if isinstance(budget, int) else f"{budget:.3%}".rstrip("0%").rstrip(".") + " %"

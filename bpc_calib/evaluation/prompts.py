@@ -1,0 +1,64 @@
+"""A problem hidden in text: exactly so many tokens of any tokenizer."""
+
+import random
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from bpc_calib.errors import InputError
+from bpc_calib.made_text import filler
+from bpc_calib.tasks import Problem
+
+__all__ = ["Prompt", "hide"]
+
+OPENING = 32  # tokens of filler at least before all else: room for tokens that form between sentences
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`ids` are context and question, of which the last `question` tokens ask; `answer` tokens hold the answer."""
+
+    problem: Problem
+    ids: list[int]
+    question: int
+    answer: int
+
+
+def hide(problem: Problem, tokenizer: Any, tokens: int, rng: random.Random, depth: float | None = None) -> Prompt:
+    """Put the statements of a problem into made text, its question at the end.
+
+    Args:
+        tokens: of context and question together, with the tokenizer's BOS.
+        depth: where the first statement stands, 0 is the beginning and 1 the end of the text; the others, and this
+            one too where it is None, stand by chance. Statements keep their order unless a depth is given.
+
+    Raises:
+        InputError: the problem needs more tokens.
+    """
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    start = tokenizer("")["input_ids"][:1] if tokenizer.bos_token_id is not None else []
+    question = encode(problem.question)
+    room = tokens - len(start) - len(question) - OPENING
+    left = room - sum(len(encode(statement)) for statement in problem.statements)
+    if left < 0:
+        raise InputError(f"{tokens:,} tokens are too few: the question and what it asks for take {tokens - left:,}")
+    sentences: list[str] = []
+    source = filler(rng)
+    while (left := left - len(encode(sentence := next(source)))) >= 0:
+        sentences.append(sentence)
+    places = sorted(rng.randrange(len(sentences) + 1) for _ in problem.statements)
+    if depth is not None:
+        rng.shuffle(places)
+        places[0] = round(depth * len(sentences))
+    # From the end, so that the places before stay what they are.
+    hidden = sorted(zip(places, problem.statements, strict=True), key=lambda at: at[0])
+    for place, statement in reversed(hidden):
+        sentences.insert(place, statement)
+    text = encode("".join(sentences))
+    # The gap is filled by the end of more filler: no statement is ever cut.
+    opening = encode("".join(islice(source, OPENING)))
+    text = opening[len(opening) - (room + OPENING - len(text)) :] + text
+    return Prompt(problem, [*start, *text, *question], len(question), len(encode(problem.answer)) + 1)

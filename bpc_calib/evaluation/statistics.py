@@ -1,0 +1,31 @@
+"""Figures with the interval that so few prompts leave open, at 95 %."""
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["mean", "share"]
+
+Z = 1.96
+
+
+def share(right: float, count: int) -> dict[str, float]:
+    """A proportion with Wilson's interval."""
+    p = right / count
+    middle = (p + Z * Z / (2 * count)) / (1 + Z * Z / count)
+    half = Z * math.sqrt(p * (1 - p) / count + Z * Z / (4 * count * count)) / (1 + Z * Z / count)
+    return _figure(p, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def mean(values: Sequence[float]) -> dict[str, float]:
+    """A mean of independent values, with 1.96 standard errors to each side; of one value no interval is known."""
+    count = len(values)
+    middle = math.fsum(values) / count
+    if count == 1:
+        return _figure(middle, -math.inf, math.inf)
+    variance = math.fsum((value - middle) ** 2 for value in values) / (count - 1)
+    half = Z * math.sqrt(variance / count)
+    return _figure(middle, middle - half, middle + half)
+
+
+def _figure(value: float, low: float, high: float) -> dict[str, float]:
+    return {"value": round(value, 6), "low": round(low, 6), "high": round(high, 6)}

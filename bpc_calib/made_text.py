@@ -1,0 +1,157 @@
+"""Text without end from a seed: prose, proofs and code, for machines that have no other text.
+
+Every function takes a `random.Random` and nothing else that could change, so the same seed gives the same text.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+
+__all__ = [
+    "ATTRIBUTES",
+    "STYLES",
+    "document",
+    "fact",
+    "filler",
+    "is_held_out",
+    "name",
+    "number",
+    "question",
+    "words",
+]
+
+ADJECTIVES = """old young small large quiet bright dark cold heavy soft broken hidden ancient strange brave tired gentle
+    empty narrow famous clever honest wooden distant sudden""".split()
+PEOPLE = """teacher farmer doctor sailor soldier painter baker king queen child dog cat horse fox bear mother brother
+    stranger merchant widow judge priest cook captain""".split()
+THINGS = """lantern table mirror book door wheel clock cup bell map rope coin bread lamp chair boat letter basket knife
+    blanket ring drum candle hammer""".split()
+PLACES = """bridge river garden market forest tower castle harbor village mill church field cave well station island
+    library kitchen valley gate""".split()
+VERBS = """watched followed carried opened closed painted repaired found lost sold bought cleaned moved saw forgot
+    remembered hid borrowed dropped described""".split()
+WHERE = "near under behind beside above below inside outside beyond across".split()
+WHEN = "Yesterday|In the morning|At night|Long ago|After the storm|Before winter|Once|Later".split("|")
+LETTERS = "x y z n m k p q".split()
+OBJECTS = "set group graph sequence function matrix ring space map sum".split()
+PROPERTIES = "finite bounded closed open compact even odd positive continuous linear".split()
+FUNCTIONS = "read write check count merge split find sort load update".split()
+FIELDS = "item node value index total buffer path line key size".split()
+
+# Names are pairs of these; they appear nowhere else.
+FIRST = """amber coral silver golden crimson violet scarlet ivory copper marble velvet crystal cobalt onyx topaz jade
+    ruby pearl misty frosty sunny stormy rusty dusty silent lonely wild royal lucky swift steady nimble arctic tropical
+    northern southern eastern western polar lunar solar hollow polished ragged striped spotted woven curly""".split()
+SECOND = """falcon otter badger raven willow maple cedar birch hazel rowan alder walnut heron sparrow beaver lizard
+    turtle salmon dolphin panther tiger leopard monkey camel spider hornet beetle cricket lobster oyster walrus penguin
+    pelican buffalo antelope squirrel hedgehog weasel ferret rabbit orchid tulip clover thistle lotus fern ivy
+    cactus""".split()
+
+
+ATTRIBUTES = ("pass key", "door code", "badge number", "account number", "magic number", "locker code")
+
+
+def prose(rng: random.Random) -> str:
+    """One sentence, as every style begins with a blank or a new line."""
+    person, thing, place = rng.choice(PEOPLE), rng.choice(THINGS), rng.choice(PLACES)
+    adjective, other, verb, where = rng.choice(ADJECTIVES), rng.choice(ADJECTIVES), rng.choice(VERBS), rng.choice(WHERE)
+    kind = rng.randrange(5)
+    if kind == 0:
+        return f" The {adjective} {person} {verb} the {thing}."
+    if kind == 1:
+        return f" The {adjective} {person} {verb} a {other} {thing} {where} the {place}."
+    if kind == 2:
+        return f" {rng.choice(WHEN)}, the {person} {verb} the {thing} {where} a {adjective} {place}."
+    if kind == 3:
+        return f" The {person} said that the {thing} was {adjective} and the {place} was {other}."
+    return f" Nobody knew why the {thing} {where} the {place} was so {adjective}."
+
+
+def proof(rng: random.Random) -> str:
+    """One step of something like a proof; its sums are right."""
+    a, b, (x, y) = rng.randrange(1, 100), rng.randrange(1, 100), rng.sample(LETTERS, 2)
+    thing, other = rng.choice(OBJECTS), rng.choice(PROPERTIES)
+    kind = rng.randrange(5)
+    if kind == 0:
+        return f" Suppose {a} + {b} = {a + b}."
+    if kind == 1:
+        return f" Let {x} = {a} and {y} = {b}; then {x} + {y} = {a + b}."
+    if kind == 2:
+        return f" By lemma {a}, every {rng.choice(PROPERTIES)} {thing} is {other}."
+    if kind == 3:
+        return f" Hence the {thing} {x} is {other} and {y} > {b}."
+    return f" Assume that {x} < {a}; it follows that the {thing} is {other}."
+
+
+def code(rng: random.Random) -> str:
+    """One statement or short function of something like Python."""
+    a, b, (x, y) = rng.randrange(1, 100), rng.randrange(1, 100), rng.sample(LETTERS, 2)
+    function, field, other = rng.choice(FUNCTIONS), rng.choice(FIELDS), rng.choice(FIELDS)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return f"\ndef {function}_{field}({x}, {y}):\n    if {x} > {a}:\n        return {y} + {b}\n    return {x}\n"
+    if kind == 1:
+        return f"\nfor {x} in range({a}):\n    {field} = {other} + {function}({x}, {b})\n"
+    if kind == 2:
+        return f"\n{field} = {function}_{other}({a}, {x})\n"
+    return f"\nwhile {field} < {a}:\n    {field} = {field} * {b} + {x}\n"
+
+
+STYLES: dict[str, Callable[[random.Random], str]] = {"prose": prose, "proofs": proof, "code": code}
+
+
+def filler(rng: random.Random, style: str | None = None) -> Iterator[str]:
+    """Sentences without end of one style, or of all of them, which change every few sentences."""
+    while True:
+        say = STYLES[style or rng.choice(list(STYLES))]
+        for _ in range(rng.randrange(4, 24)):
+            yield say(rng)
+
+
+def document(rng: random.Random, style: str, sentences: int = 400) -> str:
+    """One text of a style, with a fact now and then, and later a question about it with its answer."""
+    known: list[tuple[str, str, str]] = []
+    said: list[str] = []
+    for sentence, _ in zip(filler(rng, style), range(sentences), strict=False):
+        said.append(sentence)
+        kind = rng.random()
+        if kind < 0.06:
+            known.append((rng.choice(ATTRIBUTES), name(rng), number(rng)))
+            said.append(fact(*known[-1]))
+        elif kind < 0.12 and known:
+            attribute, whose, value = known.pop(rng.randrange(len(known)))
+            said.append(f"{question(attribute, whose)} {value}.")
+    return "".join(said)
+
+
+def fact(attribute: str, whose: str, value: str) -> str:
+    """A sentence to be found again."""
+    return f" The {attribute} of {whose} is {value}."
+
+
+def question(attribute: str, whose: str) -> str:
+    """What asks for a fact, up to the value."""
+    return f" What is the {attribute} of {whose}? The {attribute} of {whose} is"
+
+
+def name(rng: random.Random, *, held_out: bool = False) -> str:
+    """Two words, such as `amber falcon`: one of 2,304 names, of which an eighth is held out from all text."""
+    while True:
+        made = f"{rng.choice(FIRST)} {rng.choice(SECOND)}"
+        if is_held_out(made) == held_out:
+            return made
+
+
+def is_held_out(made: str) -> bool:
+    """Whether the name is kept for questions, so that no model trained on this text has seen it."""
+    return zlib.crc32(made.encode()) % 8 == 0
+
+
+def number(rng: random.Random) -> str:
+    """Six digits."""
+    return f"{rng.randrange(10**6):06d}"
+
+
+def words() -> list[str]:
+    """Plain nouns, for lists of words."""
+    return PEOPLE + THINGS + PLACES

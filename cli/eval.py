@@ -1,0 +1,210 @@
+"""`bpc eval`: what BPC and other methods keep of full attention."""
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bpc_cli.arguments import Dtype, find_artifact, parse_budget, parse_layers, pick_device, split
+from bpc_cli.console import bars, command, fail, note, print_json, print_table, printable, quiet_libraries
+
+HARNESS = "lm_eval:"
+FIGURES = {
+    "loss_difference": "loss, more than full",
+    "recall": "recall",
+    "mass": "mass",
+    "best_kept": "best kept",
+    "cosine": "cosine",
+}
+
+
+@command
+def eval_(
+    model: Annotated[str, typer.Option("--model", "-m", help="Folder or Hub id of a causal language model, or demo.")],
+    artifact: Annotated[
+        str | None,
+        typer.Option(
+            "--artifact",
+            "-a",
+            help="Projections of bpc calibrate: a file or a Hub id. Without, BPC finds them in the prompt.",
+        ),
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="text, needle, single, multi-key, multi-value, multi-query, tracking, common-words, frequent-words, "
+            "or ruler for all but text; lm_eval:NAME runs a task of lm_eval.",
+            metavar="TASK,...",
+        ),
+    ] = "text,needle",
+    lengths: Annotated[str, typer.Option(help="Tokens of a prompt.", metavar="TOKENS,...")] = "2048",
+    budgets: Annotated[
+        str, typer.Option(help="Tokens attended: 2% or 0.02 of them, or 2048 of them.", metavar="SHARE|TOKENS,...")
+    ] = "2%,0.5%",
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="full, oracle, bpc, bpc-online, quest, magicpig, magicpig-own, signs, snapkv, pyramidkv, window, "
+            "random. Default: all.",
+            metavar="METHOD,...",
+            show_default=False,
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="Of each task and length; of lm_eval the first so many.")] = 20,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(help="Of task text, as for bpc calibrate; may be repeated. Default: demo.", metavar="CORPUS"),
+    ] = None,
+    min_tokens: Annotated[int, typer.Option(help="Attend to no fewer than these.")] = 1,
+    dense_layers: Annotated[
+        str, typer.Option(help="Layers that attend to everything, like 0,1; or none.", metavar="LAYERS")
+    ] = "none",
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Prompts at once. Default: what 65,536 tokens hold.", min=1, show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write the result as JSON to this file.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write pictures into this folder (needs matplotlib).")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to run the model in.")] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Of prompts and of what is drawn by chance.", min=0)] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+) -> None:
+    """Compare BPC with full attention, the exact top-k and other methods: same prompts, same budget, all decoded.
+
+    By default every layer has to choose and nothing is attended beyond the budget: the setting that tells good
+    projections from bad ones. --min-tokens 128 --dense-layers 0,1 is what bpc generate does.
+
+    Example: bpc eval -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --tasks needle,ruler --lengths 32768
+    """
+    wanted = _tasks(tasks)
+    own = [task for task in wanted if not task.startswith(HARNESS)]
+    foreign = [task.removeprefix(HARNESS) for task in wanted if task.startswith(HARNESS)]
+    sizes = [_number(text) for text in split(lengths)]
+    shares = [parse_budget(text, "--budgets") for text in split(budgets)]
+    chosen = None if methods is None else split(methods)
+    rules: dict[str, Any] = {"min_tokens": min_tokens, "dense_layers": parse_layers(dense_layers), "seed": seed}
+    quiet_libraries(bars=not quiet, warnings=not quiet)
+    from bpc_artifacts import load
+    from bpc_artifacts.file import check_writable, replacing
+
+    projections = None if artifact in (None, "online") else load(find_artifact(artifact or "")[0])
+    if output is not None:
+        check_writable(output, 1 << 20, overwrite=force)
+    from bpc_calib import describe, enable
+    from bpc_calib.corpora import expand, open_corpus
+    from bpc_calib.evaluation import TEXT, check, evaluate
+    from bpc_calib.models import load_config, load_model, load_tokenizer
+
+    if foreign:
+        from bpc_calib.evaluation import harness
+
+        harness.check(foreign)
+    if plot is not None:
+        from bpc_calib.evaluation import pictures
+
+        pictures.check(plot, force)
+    device = pick_device(device)
+    config, commit = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    description = describe(config, revision=commit)
+    corpora = [open_corpus(spec) for spec in expand(corpus or ["demo"])] if TEXT in own else []
+    chosen = list(check(config, projections, own, sizes, shares, chosen, prompts, corpora, **rules))
+    tokenizer = load_tokenizer(model, revision=commit, trust_remote_code=trust_remote_code)
+    visible = not quiet and sys.stderr.isatty()
+    if visible:
+        note(f"Loading {description.id} on {device} ...")
+    loaded = load_model(model, revision=commit, dtype=dtype.value, device=device, trust_remote_code=trust_remote_code)
+    enable(loaded)
+    result: dict[str, Any] = {
+        "model": description.id,
+        "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
+        "settings": {"prompts": prompts, "seed": seed, "min_tokens": min_tokens, "dense_layers": rules["dense_layers"]},
+        "rows": [],
+    }
+    progress = bars()
+    with progress if visible else nullcontext():
+        shown = progress.add_task("Evaluating", total=1.0)
+        result["rows"] = evaluate(
+            loaded,
+            tokenizer,
+            projections,
+            tasks=own,
+            lengths=sizes,
+            budgets=shares,
+            methods=chosen,
+            prompts=prompts,
+            corpora=corpora,
+            batch=batch_size,
+            progress=lambda done, what: progress.update(shown, completed=done, description=what),
+            **rules,
+        )
+    for task in foreign:
+        result["rows"] += harness.run(loaded, tokenizer, projections, task, chosen, shares, limit=prompts, **rules)
+    if output is not None:
+        with replacing(output, force) as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        pictures.draw(result["rows"], plot, overwrite=force)
+    if as_json:
+        print_json(result)
+    else:
+        _print(result["rows"], description.id)
+
+
+def _tasks(text: str) -> list[str]:
+    """`ruler` stands for every task but text."""
+    ruler = ("single", "multi-key", "multi-value", "multi-query", "tracking", "common-words", "frequent-words")
+    wanted = split(text)
+    return list(dict.fromkeys(name for task in wanted for name in (ruler if task == "ruler" else (task,))))
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        fail(f"--lengths {text}: expected numbers of tokens, like 2048,8192")
+    return int(text)
+
+
+def _print(rows: list[dict[str, Any]], model: str) -> None:
+    """A table for every length and budget: a line a method, a column a figure."""
+    from rich.table import Table
+
+    from bpc_calib.evaluation import METHODS
+
+    groups = dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["method"] != "full")
+    for tokens, budget in groups:
+        own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, 1.0)]
+        tasks = list(dict.fromkeys(row["task"] for row in own if "score" in row))
+        figures = {key: label for key, label in FIGURES.items() if any(key in row for row in own)}
+        table = Table("method", "KV read", *tasks, *figures.values())
+        for name in dict.fromkeys(row["method"] for row in own):
+            found = {row["task"]: row for row in own if row["method"] == name}
+            text = found.get("text", {})
+            reads = [row["read"] for row in found.values() if "read" in row]
+            table.add_row(
+                METHODS[name].label,
+                f"{reads[0]:.1%}" if reads else "",
+                *(_share(found[task]["score"]) if task in found else "" for task in tasks),
+                *(_mean(text[key]) if key in text else "" for key in figures),
+            )
+        share = f"{budget:.3g} tokens" if isinstance(budget, int) else f"{budget:.3%}".rstrip("0%").rstrip(".") + " %"
+        print_table(f"{printable(model)}: {share} of {tokens:,} tokens, 95 % intervals", table)
+
+
+def _share(figure: dict[str, float]) -> str:
+    return f"{figure['value']:.1%} ({figure['low']:.0%} to {figure['high']:.0%})"
+
+
+def _mean(figure: dict[str, float]) -> str:
+    half = (figure["high"] - figure["low"]) / 2
+    return f"{figure['value']:.3f} +- {half:.3f}"

@@ -1,0 +1,280 @@
+"""Train the small Llama that comes with the package: from nothing, on made text, on a CPU.
+
+    python training/demo_model.py FOLDER
+
+Seeded, and resumed where it was stopped when it is run again. Every sequence is filler with facts, and questions
+about them further on; the curriculum goes from short and dense to long and sparse. No attention head is preset.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizer import make_tokenizer
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from bpc_calib.made_text import ATTRIBUTES, FIRST, SECOND, fact, filler, is_held_out, name, number, question
+from bpc_calib.tasks import TASKS, Problem
+
+MAX_LENGTH = 8192
+FILLER_WEIGHT = 0.3
+LEARNING_RATE = 3e-3
+WARM_UP = 50  # steps
+SAVE_EVERY = 100  # steps
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`steps` batches of `batch` sequences of `length` tokens, a question every `spacing` tokens or fewer."""
+
+    steps: int
+    length: int
+    batch: int
+    spacing: tuple[int, int]
+    tasks: tuple[float, float, float, float, float]  # needle, multi-value, multi-query, tracking, words
+
+
+EASY = (1.0, 0.0, 0.0, 0.0, 0.0)
+MIXED = (0.66, 0.1, 0.1, 0.1, 0.04)
+STAGES = (
+    Stage(2000, 128, 32, (30, 45), EASY),
+    Stage(500, 256, 16, (30, 60), EASY),
+    Stage(500, 512, 8, (35, 100), MIXED),
+    Stage(500, 1024, 4, (40, 150), MIXED),
+    Stage(500, 2048, 2, (40, 200), MIXED),
+    Stage(200, 4096, 1, (50, 400), MIXED),
+    Stage(300, 8192, 1, (60, 500), MIXED),
+)
+DECAY_FROM = 0.4  # of all steps; linear to zero
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(arguments.seed)
+    model = make_model(len(tokenizer))
+    optimizers = make_optimizers(model)
+    checkpoint = arguments.folder / "checkpoint.safetensors"
+    step = resume(checkpoint, model, optimizers) if checkpoint.exists() else 0
+    stages = [stage for stage in STAGES for _ in range(stage.steps)]
+    began = time.perf_counter()
+    while step < len(stages):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * schedule(step / len(stages), step)
+        stage = stages[step]
+        made = [sequence(random.Random(f"{arguments.seed}/{step}/{i}"), tokenizer, stage) for i in range(stage.batch)]
+        ids, weights, answers = (torch.stack(parts) for parts in zip(*made, strict=True))
+        loss, right = train(model, optimizers, ids, weights, answers)
+        step += 1
+        if step % 20 == 0 or step == len(stages):
+            line = {
+                "step": step,
+                "of": len(stages),
+                "length": stage.length,
+                "loss": round(loss, 4),
+                "answers": round(right, 4),
+                "seconds": round(time.perf_counter() - began, 1),
+            }
+            print(json.dumps(line), flush=True)
+            with open(arguments.folder / "log.jsonl", "a") as log:
+                print(json.dumps(line), file=log)
+        if step % SAVE_EVERY == 0 or step == len(stages):
+            save(checkpoint, model, optimizers, step)
+    model.to(torch.bfloat16).save_pretrained(arguments.folder)
+    tokenizer.save_pretrained(arguments.folder)
+
+
+def make_model(vocabulary: int) -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        vocab_size=-(-vocabulary // 64) * 64,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_LENGTH,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                weight.normal_()
+                weight[:, 0] = 1.0
+            elif name.endswith("model.norm.weight"):
+                weight.fill_(0.06)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.normal_(0, 0.01)
+            elif weight.dim() == 2:
+                weight.normal_(0, 1 / 16)
+    return model
+
+
+def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95)),
+    ]
+
+
+def schedule(done: float, step: int) -> float:
+    return min(1.0, (step + 1) / WARM_UP, (1 - done) / (1 - DECAY_FROM))
+
+
+def train(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], ids: Tensor, weights: Tensor, answers: Tensor
+) -> tuple[float, float]:
+    """One step; returns the weighted loss and the share of the answers' tokens that were right."""
+    model.set_attn_implementation("eager" if ids.shape[1] <= 257 else "sdpa")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+    target = ids[:, 1:]
+    losses = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view_as(target)
+    loss = (losses * weights).sum() / weights.sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    right = (logits.detach().argmax(-1) == target)[answers].float().mean()
+    return float(loss.detach()), float(right)
+
+
+def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, stage: Stage) -> tuple[Tensor, ...]:
+    """int64 ids `[length + 1]`, and for every token but the first its weight and whether it is of an answer."""
+    low, high = stage.spacing
+    spacing = math.exp(rng.uniform(math.log(low), math.log(high)))
+    asked = problems(rng, stage, max(1, round(stage.length / spacing)))
+    # Mostly all that is asked for is stated before the first question: where few facts are open at a time, the newest
+    # of them is a good guess, and nothing else would be learnt.
+    end = 0.5 if rng.random() < 0.8 else 1.0
+    events: list[tuple[float, str, str]] = []  # when, text, answer behind it
+    for problem in asked:
+        times = sorted(end * rng.random() for _ in range(len(problem.statements)))
+        events += zip(times, problem.statements, [""] * len(times), strict=True)
+        start = end if end < 1 else times[-1]
+        events.append((rng.uniform(start, 1), problem.question, problem.answer))
+    events.sort(key=lambda event: event[0])
+    texts = [text for _, *pair in events for text in pair]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    room = stage.length - sum(map(len, encoded))
+    # Filler is dealt out between the events by chance.
+    gaps = sorted(rng.random() for _ in range(len(events)))
+    said = filler_ids(rng, tokenizer, max(room, 0))
+    cuts = [round(gap * len(said)) for gap in gaps]
+    ids, weights, answers = [tokenizer.bos_token_id], [], []
+
+    def add(tokens: list[int], weight: float, answer: bool) -> None:
+        ids.extend(tokens)
+        weights.extend([weight] * len(tokens))
+        answers.extend([answer] * len(tokens))
+
+    start = 0
+    for i, cut in enumerate(cuts):
+        add([token for sentence in said[start:cut] for token in sentence], FILLER_WEIGHT, False)
+        add(encoded[2 * i], FILLER_WEIGHT, False)
+        add(encoded[2 * i + 1], 1.0, True)
+        start = cut
+    add([token for sentence in said[start:] for token in sentence], FILLER_WEIGHT, False)
+    end = stage.length
+    if len(weights) < end:
+        add([tokenizer.pad_token_id] * (end - len(weights)), 0.0, False)
+    return torch.tensor(ids[: end + 1]), torch.tensor(weights[:end]), torch.tensor(answers[:end])
+
+
+def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
+    """So many questions, a fact never asked for twice.
+
+    Mostly all facts of a sequence are of one attribute, else the attribute would tell enough of them apart and names
+    would never be learnt; now and then all names share a few words, so that both words of a name count.
+    """
+    attributes = [rng.choice(ATTRIBUTES)] if rng.random() < 0.7 else list(ATTRIBUTES)
+    near = rng.random() < 0.4
+    first, second = rng.sample(FIRST, 6), rng.sample(SECOND, 6)
+    made: list[Problem] = []
+    asked: set[tuple[str, str]] = set()
+    for kind in rng.choices(("needle", "multi-value", "multi-query", "tracking", "words"), stage.tasks, k=count):
+        if kind != "needle":
+            kind = rng.choice(("common-words", "frequent-words")) if kind == "words" else kind
+            made.append(TASKS[kind](rng, False))
+            continue
+        whose = name(rng)
+        if near:
+            while is_held_out(whose := f"{rng.choice(first)} {rng.choice(second)}"):
+                pass
+        if asked and rng.random() < 0.1:  # another attribute of the same name
+            whose = rng.choice(sorted(asked))[1]
+        attribute = rng.choice(attributes)
+        if (attribute, whose) not in asked:
+            asked.add((attribute, whose))
+            value = number(rng)
+            made.append(Problem((fact(attribute, whose, value),), question(attribute, whose), f" {value}.", (value,)))
+    return made
+
+
+def filler_ids(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, room: int) -> list[list[int]]:
+    """Sentences of at most `room` tokens together."""
+    said: list[list[int]] = []
+    sentences = filler(rng)
+    left = room
+    while True:
+        for ids in tokenizer([next(sentences) for _ in range(32)], add_special_tokens=False)["input_ids"]:
+            if len(ids) > left:
+                return said
+            said.append(ids)
+            left -= len(ids)
+
+
+def save(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    for place, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                tensors[f"optimizer.{place}.{index}.{key}"] = value
+    part = path.with_suffix(".part")
+    save_file(tensors, part, metadata={"step": str(step)})
+    part.replace(path)
+
+
+def resume(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(tensors[f"model.{name}"])
+    for place, optimizer in enumerate(optimizers):
+        state = optimizer.state_dict()
+        for name, value in tensors.items():
+            kind, *rest = name.split(".")
+            if kind == "optimizer" and int(rest[0]) == place:
+                state["state"].setdefault(int(rest[1]), {})[rest[2]] = value
+        optimizer.load_state_dict(state)
+    with safe_open(path, "pt") as file:
+        return int(file.metadata()["step"])
+
+
+if __name__ == "__main__":
+    main()
