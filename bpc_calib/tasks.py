@@ -87,7 +87,7 @@ def tracking(rng: random.Random, held_out: bool = True, *, hops: int = 3) -> Pro
     statements: list[str] = []
     while lines := [line for line in lines if line]:
         statements.append(rng.choice(lines).pop(0))
-    asking = f" Find all variables that are assigned the value {value}. They are"
+    asking = f" Which variables have the value {value}? They are"
     return Problem(tuple(statements), asking, f" {', '.join(chains[0])}.", tuple(chains[0]))
 
 
@@ -146,5 +146,5 @@ def _one_of(rng: random.Random, names: list[str]) -> Problem:
 
 def _lists(listed: list[str], wanted: list[str]) -> Problem:
     statements = [f" Words: {', '.join(listed[i : i + 10])}." for i in range(0, len(listed), 10)]
-    asking = f" The {len(wanted)} most common words of the lists are"
+    asking = f" The {len(wanted)} most common words are"
     return Problem(tuple(statements), asking, f" {', '.join(wanted)}.", tuple(wanted))

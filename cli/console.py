@@ -130,6 +130,7 @@ def quiet_libraries(*, bars: bool = True, warnings: bool = True) -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if not (bars and sys.stderr.isatty()):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 class _OneLine(logging.Formatter):

@@ -12,13 +12,7 @@ from bpc_cli.arguments import Dtype, find_artifact, parse_budget, parse_layers, 
 from bpc_cli.console import bars, command, fail, note, print_json, print_table, printable, quiet_libraries
 
 HARNESS = "lm_eval:"
-FIGURES = {
-    "loss_difference": "loss, more than full",
-    "recall": "recall",
-    "mass": "mass",
-    "best_kept": "best kept",
-    "cosine": "cosine",
-}
+FIGURES = {"loss_difference": "loss", "recall": "recall", "mass": "mass", "best_kept": "best kept", "cosine": "cosine"}
 
 
 @command
@@ -89,6 +83,8 @@ def eval_(
     Example: bpc eval -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --tasks needle,ruler --lengths 32768
     """
     wanted = _tasks(tasks)
+    if not wanted:
+        fail("--tasks: give at least one")
     own = [task for task in wanted if not task.startswith(HARNESS)]
     foreign = [task.removeprefix(HARNESS) for task in wanted if task.startswith(HARNESS)]
     sizes = [_number(text) for text in split(lengths)]
@@ -176,35 +172,47 @@ def _number(text: str) -> int:
 
 
 def _print(rows: list[dict[str, Any]], model: str) -> None:
-    """A table for every length and budget: a line a method, a column a figure."""
+    """Two tables for every length and budget: what was answered right, and what was kept of full attention."""
+    groups = dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["method"] != "full")
+    for tokens, budget in groups or {(row["tokens"], 1.0): None for row in rows}:
+        own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, 1.0)]
+        title = f"{printable(model)}, {_of(budget, tokens)}"
+        answers = {row["task"]: _share for row in own if "score" in row}
+        if answers:
+            cells = [(row["method"], row["task"], row.get("read"), row["score"]) for row in own if "score" in row]
+            _print_table(f"{title}: right answers, %, and 95 % interval", cells, answers)
+        figures = {key: _mean for key in FIGURES if any(key in row for row in own)}
+        if figures:
+            cells = [(row["method"], key, row["read"], row[key]) for row in own for key in figures if key in row]
+            _print_table(f"{title}: text, of full attention, and 95 % interval", cells, figures)
+
+
+def _print_table(title: str, cells: list[tuple[str, str, float | None, Any]], columns: dict[str, Any]) -> None:
     from rich.table import Table
 
     from bpc_calib.evaluation import METHODS
 
-    groups = dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["method"] != "full")
-    for tokens, budget in groups:
-        own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, 1.0)]
-        tasks = list(dict.fromkeys(row["task"] for row in own if "score" in row))
-        figures = {key: label for key, label in FIGURES.items() if any(key in row for row in own)}
-        table = Table("method", "KV read", *tasks, *figures.values())
-        for name in dict.fromkeys(row["method"] for row in own):
-            found = {row["task"]: row for row in own if row["method"] == name}
-            text = found.get("text", {})
-            reads = [row["read"] for row in found.values() if "read" in row]
-            table.add_row(
-                METHODS[name].label,
-                f"{reads[0]:.1%}" if reads else "",
-                *(_share(found[task]["score"]) if task in found else "" for task in tasks),
-                *(_mean(text[key]) if key in text else "" for key in figures),
-            )
-        share = f"{budget:.3g} tokens" if isinstance(budget, int) else f"{budget:.3%}".rstrip("0%").rstrip(".") + " %"
-        print_table(f"{printable(model)}: {share} of {tokens:,} tokens, 95 % intervals", table)
+    table = Table()
+    table.add_column("method", no_wrap=True)
+    for name in ("KV read", *(FIGURES.get(name, name) for name in columns)):
+        table.add_column(printable(name), justify="right")
+    for method in dict.fromkeys(cell[0] for cell in cells):
+        found = {column: (read, figure) for name, column, read, figure in cells if name == method}
+        read = next(iter(found.values()))[0]
+        shown = [columns[name](found[name][1]) if name in found else "" for name in columns]
+        table.add_row(METHODS[method].label, "" if read is None else f"{read:.1%}", *shown)
+    print_table(title, table)
 
 
-def _share(figure: dict[str, float]) -> str:
-    return f"{figure['value']:.1%} ({figure['low']:.0%} to {figure['high']:.0%})"
+def _of(budget: float, tokens: int | None) -> str:
+    share = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"
+    return f"{share} of {tokens:,} tokens" if tokens else f"{share} of the tokens"
+
+
+def _share(figure: dict[str, Any]) -> str:
+    value = f"{100 * figure['value']:.0f}"
+    return value if figure["low"] is None else f"{value} ({100 * figure['low']:.0f}-{100 * figure['high']:.0f})"
 
 
 def _mean(figure: dict[str, float]) -> str:
-    half = (figure["high"] - figure["low"]) / 2
-    return f"{figure['value']:.3f} +- {half:.3f}"
+    return f"{figure['value']:.3f} ±{(figure['high'] - figure['low']) / 2:.3f}"

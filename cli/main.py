@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from bpc_cli.calibrate import calibrate
+from bpc_cli.demo import demo
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
@@ -19,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="BPC: rank the KV cache by 64-bit codes, attend to the best 2 %.",
 )
+app.command()(demo)
 app.command()(calibrate)
 app.command()(inspect)
 app.command()(generate)

@@ -26,8 +26,8 @@ from bpc_calib.made_text import ATTRIBUTES, FIRST, SECOND, fact, filler, is_held
 from bpc_calib.tasks import TASKS, Problem
 
 MAX_LENGTH = 8192
-FILLER_WEIGHT = 0.3
-LEARNING_RATE = 3e-3
+FILLER_WEIGHT, STATED_WEIGHT = 0.3, 0.05  # an answer's is 1
+MUON_RATE, ADAM_RATE = 2e-3, 3e-3
 WARM_UP = 50  # steps
 SAVE_EVERY = 100  # steps
 
@@ -41,18 +41,21 @@ class Stage:
     batch: int
     spacing: tuple[int, int]
     tasks: tuple[float, float, float, float, float]  # needle, multi-value, multi-query, tracking, words
+    drills: float = 0.0  # share of the sequences
+    alike: float = 0.0  # of the sequences whose names are much alike, those that share their second word
 
 
 EASY = (1.0, 0.0, 0.0, 0.0, 0.0)
 MIXED = (0.66, 0.1, 0.1, 0.1, 0.04)
 STAGES = (
-    Stage(2000, 128, 32, (30, 45), EASY),
-    Stage(500, 256, 16, (30, 60), EASY),
-    Stage(500, 512, 8, (35, 100), MIXED),
-    Stage(500, 1024, 4, (40, 150), MIXED),
-    Stage(500, 2048, 2, (40, 200), MIXED),
-    Stage(200, 4096, 1, (50, 400), MIXED),
-    Stage(300, 8192, 1, (60, 500), MIXED),
+    Stage(1200, 64, 64, (31, 32), EASY, drills=0.7),
+    Stage(500, 128, 32, (30, 45), EASY, drills=0.4, alike=0.5),
+    Stage(500, 256, 16, (30, 60), EASY, drills=0.2, alike=0.5),
+    Stage(300, 512, 8, (35, 100), MIXED, alike=0.5),
+    Stage(300, 1024, 4, (40, 150), MIXED, alike=0.5),
+    Stage(400, 2048, 2, (40, 200), MIXED, alike=0.3),
+    Stage(150, 4096, 1, (50, 400), MIXED, alike=0.3),
+    Stage(230, 8192, 1, (60, 500), MIXED, alike=0.3),
 )
 DECAY_FROM = 0.4  # of all steps; linear to zero
 
@@ -75,7 +78,7 @@ def main() -> None:
     while step < len(stages):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * schedule(step / len(stages), step)
+                group["lr"] = group["initial_lr"] * schedule(step / len(stages), step)
         stage = stages[step]
         made = [sequence(random.Random(f"{arguments.seed}/{step}/{i}"), tokenizer, stage) for i in range(stage.batch)]
         ids, weights, answers = (torch.stack(parts) for parts in zip(*made, strict=True))
@@ -135,10 +138,14 @@ def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=LEARNING_RATE, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95)),
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers
 
 
 def schedule(done: float, step: int) -> float:
@@ -166,6 +173,8 @@ def train(
 
 def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, stage: Stage) -> tuple[Tensor, ...]:
     """int64 ids `[length + 1]`, and for every token but the first its weight and whether it is of an answer."""
+    if rng.random() < stage.drills:
+        return drill(rng, tokenizer, stage.length)
     low, high = stage.spacing
     spacing = math.exp(rng.uniform(math.log(low), math.log(high)))
     asked = problems(rng, stage, max(1, round(stage.length / spacing)))
@@ -196,7 +205,7 @@ def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast
     start = 0
     for i, cut in enumerate(cuts):
         add([token for sentence in said[start:cut] for token in sentence], FILLER_WEIGHT, False)
-        add(encoded[2 * i], FILLER_WEIGHT, False)
+        add(encoded[2 * i], STATED_WEIGHT, False)  # names and numbers drawn by chance: hardly anything to learn
         add(encoded[2 * i + 1], 1.0, True)
         start = cut
     add([token for sentence in said[start:] for token in sentence], FILLER_WEIGHT, False)
@@ -204,6 +213,23 @@ def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast
     if len(weights) < end:
         add([tokenizer.pad_token_id] * (end - len(weights)), 0.0, False)
     return torch.tensor(ids[: end + 1]), torch.tensor(weights[:end]), torch.tensor(answers[:end])
+
+
+def drill(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, length: int) -> tuple[Tensor, ...]:
+    """Tokens said again and again, often so few different ones that the last alone does not tell the next.
+
+    The period changes from sequence to sequence: only the content tells where to look.
+    """
+    words = range(tokenizer.vocab_size // 3, tokenizer.vocab_size)
+    few = rng.sample(words, round(4 * 100 ** rng.random()))
+    period = rng.randrange(12, length // 2)
+    once = [rng.choice(few) for _ in range(period)]
+    ids = (once * (length // period + 1))[:length]
+    return (
+        torch.tensor([tokenizer.bos_token_id, *ids]),
+        (torch.arange(length) >= period).float(),
+        torch.zeros(length, dtype=torch.bool),
+    )
 
 
 def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
@@ -215,6 +241,8 @@ def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
     attributes = [rng.choice(ATTRIBUTES)] if rng.random() < 0.7 else list(ATTRIBUTES)
     near = rng.random() < 0.4
     first, second = rng.sample(FIRST, 6), rng.sample(SECOND, 6)
+    if near and stage.alike and rng.random() < stage.alike:
+        first, second = FIRST, second[:1]
     made: list[Problem] = []
     asked: set[tuple[str, str]] = set()
     for kind in rng.choices(("needle", "multi-value", "multi-query", "tracking", "words"), stage.tasks, k=count):
@@ -226,7 +254,7 @@ def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
         if near:
             while is_held_out(whose := f"{rng.choice(first)} {rng.choice(second)}"):
                 pass
-        if asked and rng.random() < 0.1:  # another attribute of the same name
+        if asked and rng.random() < (0.25 if stage.alike else 0.1):  # another attribute of the same name
             whose = rng.choice(sorted(asked))[1]
         attribute = rng.choice(attributes)
         if (attribute, whose) not in asked:

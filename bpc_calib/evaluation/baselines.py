@@ -148,7 +148,7 @@ class MagicPIGLayer(SignsLayer):
         return self.buffers["centre"]
 
     def ranking_bytes(self, length: int) -> int:
-        return length * self.keys.shape[1] * (self.SIGNS * self.TABLES // 8)
+        return length * self.keys.shape[1] * -(-self.SIGNS * self.TABLES // 8)
 
     def _tables(self, vectors: Tensor) -> Tensor:
         """int16 `[..., TABLES]`: the signs of a table, read as a number."""

@@ -1,5 +1,6 @@
 """Methods compared on the same prompts at the same budget: needles and other tasks, and plain text."""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS, make_cache
-from bpc_calib.evaluation.prompts import Prompt, hide
+from bpc_calib.evaluation.prompts import hide
 from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.models import describe
 from bpc_calib.samples import draw_samples
@@ -48,11 +49,11 @@ class _Setting:
 
     def caches(self) -> dict[tuple[str, float | int], Callable[[], BPCCache]]:
         """How to make an empty cache of every method at every budget; full attention has but one."""
-        makers = {}
+        makers: dict[tuple[str, float | int], Callable[[], BPCCache]] = {}
         for name in self.methods:
             for budget in (1.0,) if name == "full" else self.budgets:
-                makers[name, budget] = lambda name=name, budget=budget: make_cache(
-                    name, self.model.config, self.artifact, budget, **self.rules
+                makers[name, budget] = functools.partial(
+                    make_cache, name, self.model.config, self.artifact, budget, **self.rules
                 )
         return makers
 
@@ -143,7 +144,7 @@ def check(
             raise InputError(f"method {name!r} needs an artifact of this model")
         for budget in budgets:
             make_cache(name, config, artifact, budget, **rules)
-    for given, what in ((tasks, "task"), (lengths, "length"), (budgets, "budget"), (chosen, "method")):
+    for given, what in ((lengths, "length"), (budgets, "budget"), (chosen, "method")):
         if not given:
             raise InputError(f"give at least one {what}")
     if prompts < 1:
@@ -151,7 +152,7 @@ def check(
     if TEXT in tasks and not corpora:
         raise InputError(f"task {TEXT!r} needs a corpus")
     limit = describe(config).context_limit
-    for length in lengths:
+    for length in lengths if tasks else ():
         if limit is not None and length > limit:
             raise InputError(f"prompts of {length:,} tokens: the model takes {limit:,} in all")
         if TEXT in tasks and length < 2 * FORCED:
@@ -182,6 +183,7 @@ def _task(
     makers = setting.caches()
     scores: dict[Any, list[float]] = {key: [] for key in makers}
     read: dict[Any, float] = {}
+    first_said: dict[Any, str] = {}
     done = 0
     for first in range(0, prompts, batch):
         some = asked[first : first + batch]
@@ -195,7 +197,9 @@ def _task(
         for key, make in makers.items():
             cache = fork(prefix, make())
             said = complete(setting.model, cache, ids[:, cut:], new)
-            scores[key] += [_judge(setting.tokenizer, *pair) for pair in zip(some, said.tolist(), strict=True)]
+            texts = [setting.tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
+            scores[key] += [score(prompt.problem, text) for prompt, text in zip(some, texts, strict=True)]
+            first_said.setdefault(key, texts[0])
             read[key] = _read(cache, length)
             done += len(some)
             report(done / (prompts * len(makers)))
@@ -204,15 +208,13 @@ def _task(
         whole = all(value in (0.0, 1.0) for value in found)
         figure = share(sum(found), prompts) if whole else mean(found)
         row = _row(task, length, name, budget, prompts) | {"score": figure, "read": round(read[name, budget], 6)}
+        problem = asked[0].problem
+        row["example"] = {"fact": problem.statements[0], "question": problem.question, "said": first_said[name, budget]}
         if task == "needle":
             places = [found[place::DEPTHS] for place in range(min(DEPTHS, prompts))]
             row["depths"] = [share(sum(part), len(part)) for part in places]
         rows.append(row)
     return rows
-
-
-def _judge(tokenizer: Any, prompt: Prompt, said: list[int]) -> float:
-    return score(prompt.problem, tokenizer.decode(said, skip_special_tokens=True))
 
 
 def _text(
@@ -249,7 +251,7 @@ def _text(
                 kept[key].append(found.cpu())
         for key, make in makers.items():
             cache = fork(prefix, make())
-            likely[key].append(log_likelihoods(setting.model, cache, tail).double().mean(-1).cpu())
+            likely[key].append(log_likelihoods(setting.model, cache, tail)[0].double().mean(-1).cpu())
             read[key] = _read(cache, length)
             done += len(some)
             report(done / (prompts * len(makers)))

@@ -70,10 +70,16 @@ def complete(model: Any, cache: BPCCache, ids: Tensor, new: int) -> Tensor:
 
 
 @torch.inference_mode()
-def log_likelihoods(model: Any, cache: BPCCache, ids: Tensor) -> Tensor:
-    """float32 `[batch, tokens - 1]`: of every token but the first, each fed by itself and given all before it."""
-    found = []
+def log_likelihoods(model: Any, cache: BPCCache, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every token but the first, each fed by itself and given all before it, cached and fed.
+
+    Returns:
+        float32 `[batch, tokens - 1]`, and bool of the same shape: whether the token was the likeliest.
+    """
+    likely, greedy = [], []
     for place in range(ids.shape[1] - 1):
         logits = force(model, cache, ids[:, place : place + 1]).float()
-        found.append(logits.log_softmax(-1).gather(-1, ids[:, place + 1, None]))
-    return torch.cat(found, dim=1)
+        wanted = ids[:, place + 1, None]
+        likely.append(logits.log_softmax(-1).gather(-1, wanted))
+        greedy.append(logits.argmax(-1, keepdim=True) == wanted)
+    return torch.cat(likely, dim=1), torch.cat(greedy, dim=1)

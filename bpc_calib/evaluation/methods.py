@@ -50,5 +50,5 @@ def make_cache(
     method = METHODS[name]
     if method.layer is not BPCLayer:
         rules = rules | {"safeguard": 0.0}
-    kind = type(BPCCache)(f"{method.layer.__name__}Cache", (BPCCache,), {"layer_class": method.layer})
+    kind: type[BPCCache] = type("ComparedCache", (BPCCache,), {"layer_class": method.layer})
     return kind(config, artifact if method.calibrated else None, budget=budget, **rules)

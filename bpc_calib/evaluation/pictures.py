@@ -137,4 +137,4 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
 
 
 def _say(budget: float) -> str:
-    return f"{budget:.3g} tokens" if isinstance(budget, int) else f"{budget:.3%}".rstrip("0%").rstrip(".") + " %"
+    return f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"

@@ -17,12 +17,10 @@ def share(right: float, count: int) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> dict[str, float]:
-    """A mean of independent values, with 1.96 standard errors to each side; of one value no interval is known."""
+    """A mean of independent values, with 1.96 standard errors to each side; one value says nothing of these."""
     count = len(values)
     middle = math.fsum(values) / count
-    if count == 1:
-        return _figure(middle, -math.inf, math.inf)
-    variance = math.fsum((value - middle) ** 2 for value in values) / (count - 1)
+    variance = math.fsum((value - middle) ** 2 for value in values) / max(1, count - 1)
     half = Z * math.sqrt(variance / count)
     return _figure(middle, middle - half, middle + half)
 

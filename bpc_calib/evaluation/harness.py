@@ -1,0 +1,177 @@
+"""Tasks of lm_eval (EleutherAI's evaluation harness, extra `eval`) with answers that BPC decodes.
+
+The context but for its last token is prefilled densely; that token, and every token of the answer, are steps of their
+own, whether they are generated or only judged.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib.cache import BPCCache
+from bpc_calib.errors import InputError
+from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
+from bpc_calib.evaluation.methods import make_cache
+from bpc_calib.models import describe
+
+__all__ = ["check", "harness_model", "run"]
+
+NEW_TOKENS = 256  # where a task says nothing
+
+
+def check(tasks: Sequence[str]) -> None:
+    """Raise `InputError` where lm_eval is missing or does not know a task."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as fault:
+        raise InputError("tasks of lm_eval need it: pip install 'bpc-calib[eval]'") from fault
+    for task in tasks:
+        _find(task)
+
+
+def _find(task: str) -> tuple[str, Any]:
+    """The name of a task and lm_eval's list of tasks that holds it; FOLDER/NAME.yaml is a task of one's own."""
+    from lm_eval.tasks import TaskManager
+
+    path = Path(task)
+    if path.suffix == ".yaml":
+        if not path.is_file():
+            raise InputError(f"{task}: there is no such file")
+        known = TaskManager(include_path=str(path.parent), include_defaults=False)
+        name, where = path.stem, f"{task} does not define a task of its own name"
+    else:
+        known, name = TaskManager(), task
+        where = f"lm_eval has no task {task!r}: lm_eval ls tasks shows what it has"
+    if not known.match_tasks([name]):
+        raise InputError(where)
+    return name, known
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    artifact: ProjectionArtifact | None,
+    task: str,
+    methods: Sequence[str],
+    budgets: Sequence[float | int],
+    *,
+    limit: int,
+    seed: int = 0,
+    **rules: Any,
+) -> list[dict[str, Any]]:
+    """Rows as those of `evaluate`, of the first `limit` documents; `metrics` holds all that lm_eval reports."""
+    from lm_eval import simple_evaluate
+
+    task, known = _find(task)
+    rows = []
+    for name in methods:
+        for budget in (1.0,) if name == "full" else budgets:
+
+            def empty(name: str = name, budget: float | int = budget) -> BPCCache:
+                return make_cache(name, model.config, artifact, budget, seed=seed, **rules)
+
+            found = simple_evaluate(
+                harness_model(model, tokenizer, empty),
+                tasks=[task],
+                task_manager=known,
+                limit=limit,
+                bootstrap_iters=1000,
+                verbosity="ERROR",
+                log_samples=False,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+            )
+            for label, metrics in found["results"].items():
+                figures = {key: v for key, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+                count = found["n-samples"][label]["effective"] if label in found["n-samples"] else limit
+                row = {"task": f"lm_eval:{label}", "tokens": None, "method": name, "budget": budget, "prompts": count}
+                rows.append(row | {"metrics": figures} | _score(figures))
+    return rows
+
+
+def _score(figures: dict[str, float]) -> dict[str, Any]:
+    """The first metric, with 1.96 of its standard errors to each side where lm_eval gives one."""
+    for key, value in figures.items():
+        if "," in key and "_stderr" not in key:
+            error = figures.get(key.replace(",", "_stderr,", 1))
+            sides = (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
+            return {
+                "metric": key.split(",")[0],
+                "score": dict(zip(("value", "low", "high"), (value, *sides), strict=True)),
+            }
+    return {}
+
+
+def harness_model(model: Any, tokenizer: Any, empty: Callable[[], BPCCache]) -> Any:
+    """What lm_eval takes for a model: `model`, which `bpc_calib.enable` has enabled, on caches that `empty` makes."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    limit = describe(model.config).context_limit or 1 << 30
+
+    def begin(context: list[int]) -> tuple[BPCCache, list[int]]:
+        """A cache that holds all of a context but its last token, and that token."""
+        cache = empty()
+        if len(context) > 1:
+            fork(prefill(model, torch.tensor([context[:-1]], device=model.device)), cache)
+        return cache, context[-1:]
+
+    class Decoding(TemplateLM):  # type: ignore[misc]
+        eot_token_id = tokenizer.eos_token_id
+        prefix_token_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            if add_special_tokens is None:
+                add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
+            return list(tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+
+        def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
+            found = []
+            for _, context, continuation in requests:
+                context = context[-max(1, limit - len(continuation)) :]
+                cache, last = begin(context)
+                ids = torch.tensor([last + continuation], device=model.device)
+                likely, greedy = log_likelihoods(model, cache, ids)
+                found.append((float(likely.double().sum()), bool(greedy.all())))
+            return found
+
+        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+            found = []
+            for (text,) in [request.args for request in requests]:
+                tokens = self.tok_encode(text, add_special_tokens=False)
+                windows = get_rolling_token_windows(tokens, self.prefix_token_id, limit, 1)
+                parts = [(None, *make_disjoint_window(window)) for window in windows]
+                found.append(sum(likely for likely, _ in self._loglikelihood_tokens(parts)))
+            return found
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            return [self._generate(*request.args) for request in requests]
+
+        def _generate(self, text: str, settings: dict[str, Any]) -> str:
+            if settings.get("do_sample") and settings.get("temperature", 1.0):
+                raise InputError("this task samples its answers; only greedy ones are decoded here")
+            until = settings.get("until") or []
+            until = [until] if isinstance(until, str) else list(until)
+            new = int(settings.get("max_gen_toks", NEW_TOKENS))
+            cache, token = begin(self.tok_encode(text)[-max(1, limit - new) :])
+            said: list[int] = []
+            answer = ""
+            while len(said) < new:
+                logits = force(model, cache, torch.tensor([token], device=model.device))
+                token = [int(logits.argmax())]
+                if token[0] == self.eot_token_id:
+                    break
+                said += token
+                answer = tokenizer.decode(said, skip_special_tokens=True)
+                if any(stop in answer for stop in until):
+                    break
+            ends = [answer.index(stop) for stop in until if stop and stop in answer]
+            return answer[: min(ends)] if ends else answer
+
+    return Decoding()

@@ -1,0 +1,185 @@
+"""Each method against its paper's definition, on cases small enough to work out."""
+
+import itertools
+import math
+
+import pytest
+import tiny
+import torch
+
+from bpc_calib import describe
+from bpc_calib.evaluation import baselines
+from bpc_calib.layers import Rules
+
+MODEL = describe(tiny.config())
+KEYS = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
+VALUES = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(1))
+QUERY = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(2))  # two query heads a KV head
+
+
+def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL):
+    made = kind(index, Rules(budget, 1, 0.0, 1, 0, "max", True, 64, 0), model, None)
+    made.update(keys, values)
+    return made
+
+
+def chosen(made, visible=None, k=12):
+    return made.choose(QUERY, k, visible)
+
+
+def test_the_oracle_takes_the_largest_products_and_the_newest():
+    found = chosen(layer(baselines.OracleLayer))
+    for head in range(2):
+        best = [max(float(q @ k) for q in QUERY[0, head]) for k in KEYS[0, head]]
+        order = sorted(range(69), key=lambda i: -best[i])
+        assert found[0, head].tolist() == sorted([69, *order[:11]])
+
+
+def test_the_window_is_four_sinks_and_the_newest():
+    assert chosen(layer(baselines.WindowLayer))[0, 0].tolist() == [0, 1, 2, 3, *range(62, 70)]
+    visible = torch.arange(70).unsqueeze(0) >= 10  # padding on the left
+    assert chosen(layer(baselines.WindowLayer), visible)[0, 1].tolist() == [10, 11, 12, 13, *range(62, 70)]
+
+
+def test_random_keys_differ_from_step_to_step_and_not_from_run_to_run():
+    one, other = layer(baselines.RandomLayer), layer(baselines.RandomLayer)
+    first, second = chosen(one), chosen(one)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, chosen(other))
+    counts = torch.bincount(torch.cat([chosen(one).flatten() for _ in range(500)]), minlength=70)[:69].float()
+    # 1,000 draws of 11 of 69: 159 each, standard deviation 12.
+    assert (counts - 1000 * 11 / 69).abs().max() < 60
+
+
+def test_quest_takes_whole_pages_by_their_upper_bound():
+    found = chosen(layer(baselines.QuestLayer, budget=33), k=33)
+    for head in range(2):
+        bounds = []
+        for page in KEYS[0, head].split(16):
+            per_query = [
+                sum(max(float(q[d] * page[:, d].min()), float(q[d] * page[:, d].max())) for d in range(8))
+                for q in QUERY[0, head]
+            ]
+            assert all(per_query[g] >= float((page @ QUERY[0, head, g]).max()) - 1e-5 for g in range(2))
+            bounds.append(max(per_query))
+        taken = [69]  # the newest
+        for page in sorted(range(5), key=lambda page: -bounds[page]):
+            taken += [token for token in range(16 * page, min(70, 16 * page + 16)) if token != 69]
+        assert found[0, head].tolist() == sorted(taken[:33])
+
+
+def test_quest_leaves_padding_out_of_its_pages():
+    keys = KEYS.clone()
+    keys[:, :, :20] = 100.0
+    visible = torch.arange(70).unsqueeze(0) >= 20
+    with_padding = chosen(layer(baselines.QuestLayer, keys=keys), visible)
+    keys[:, :, :20] = -100.0
+    assert torch.equal(with_padding, chosen(layer(baselines.QuestLayer, keys=keys), visible))
+    assert (with_padding >= 20).all()
+
+
+def test_random_signs_rank_by_projected_products():
+    directions = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    found = chosen(layer(baselines.SignsLayer))
+    for head in range(2):
+        signs = torch.where(KEYS[0, head] @ directions.T >= 0, 1.0, -1.0)
+        scores = (QUERY[0, head] @ directions.T @ signs.T).amax(0)
+        order = scores[:69].argsort(descending=True)[:11].tolist()
+        assert found[0, head].tolist() == sorted([69, *order])
+
+
+def test_collisions_are_tables_whose_ten_signs_agree():
+    made = layer(baselines.MagicPIGLayer)
+    found = made.collisions(QUERY, None)
+    directions = torch.randn(1500, 8, generator=torch.Generator().manual_seed(0))
+    centred = KEYS - KEYS.mean(2, keepdim=True)
+    for head, g, token in itertools.product(range(2), range(2), range(0, 70, 7)):
+        same = (centred[0, head, token] @ directions.T >= 0) == (QUERY[0, head, g] @ directions.T >= 0)
+        assert found[0, head, g, token] == int(same.view(150, 10).all(-1).sum())
+    assert torch.equal(made.rank(QUERY, None), found.amax(2))
+
+
+def test_the_chance_to_be_drawn_is_that_of_two_collisions():
+    made = layer(baselines.MagicPIGSamplingLayer)
+    key = torch.tensor([[[[1.0, 0, 0, 0, 0, 0, 0, 0]]]])
+    for angle in (0.3, 1.0, 1.6):
+        query = torch.tensor([[[[math.cos(angle), math.sin(angle), 0, 0, 0, 0, 0, 0]]]])
+        p = (1 - angle / math.pi) ** 10
+        none, one = (1 - p) ** 150, 150 * p * (1 - p) ** 149
+        assert float(made.chance(query, key)) == pytest.approx(1 - none - one, rel=1e-3)
+
+
+def test_sampling_estimates_full_attention():
+    """Over many draws of the tables the paper's weighted estimate comes to what it estimates."""
+    generator = torch.Generator().manual_seed(5)
+    keys, values = (torch.randn(1, 1, 300, 8, generator=generator) for _ in range(2))
+    query = torch.randn(1, 1, 1, 8, generator=generator)
+    full = torch.nn.functional.scaled_dot_product_attention(query, keys, values)[0, 0, 0]
+    # A chance of nearly 0 is a weight without bound: centred on the query, all angles are small.
+    found = []
+    for seed in range(40):
+        made = baselines.MagicPIGSamplingLayer(0, Rules(12, 1, 0.0, 1, 0, "max", True, 64, seed), MODEL, None)
+        made.update(keys, values)
+        found.append(made.attend(query, 12, None, None)[0, 0, 0])
+    estimate = torch.stack(found)
+    assert 0.2 < made.attended / 300 < 0.9  # neither nothing nor everything was drawn
+    error = estimate.std(0) / 40**0.5
+    assert ((estimate.mean(0) - full).abs() < 4 * error + 0.02).all()
+
+
+def snapkv_by_hand(keys, queries, window):
+    """Importance of the tokens before the window, for one KV head, in plain loops."""
+    count = len(keys)
+    total = [0.0] * (count - window)
+    for query in queries:
+        for place, q in enumerate(query[-window:]):
+            seen = count - window + place + 1
+            weights = [math.exp(float(q @ keys[i]) * 8**-0.5) for i in range(seen)]
+            for i in range(count - window):
+                total[i] += weights[i] / sum(weights) / window / len(queries)
+    padded = [0.0, 0.0, *total, 0.0, 0.0]
+    return [sum(padded[i : i + 5]) / 5 for i in range(len(total))]
+
+
+def test_snapkv_keeps_what_the_window_attended_to():
+    queries = torch.randn(1, 4, 70, 8, generator=torch.Generator().manual_seed(3))
+    made = layer(baselines.SnapKVLayer)
+    made.observe(queries)
+    found = chosen(made)
+    for head in range(2):
+        importance = snapkv_by_hand(KEYS[0, head], queries[0, 2 * head : 2 * head + 2], 6)
+        order = sorted(range(64), key=lambda i: -importance[i])[:6]
+        assert found[0, head].tolist() == sorted([*order, *range(64, 70)])
+    # What is generated takes the place of the least important; other queries change nothing.
+    for token in range(3):
+        made.update(KEYS[:, :, token : token + 1], VALUES[:, :, token : token + 1])
+    later = made.choose(-QUERY, 12, None)
+    for head in range(2):
+        importance = snapkv_by_hand(KEYS[0, head], queries[0, 2 * head : 2 * head + 2], 6)
+        order = sorted(range(64), key=lambda i: -importance[i])[:3]
+        assert later[0, head].tolist() == sorted([*order, *range(64, 73)])
+
+
+def test_pyramidkv_gives_lower_layers_more_and_all_of_them_as_many():
+    model = describe(tiny.config(num_hidden_layers=5))
+    made = [layer(baselines.PyramidKVLayer, 40, index, model=model) for index in range(5)]
+    counts = [one.count(70) for one in made]
+    # A window of 20; of the other 20 on average, a twentieth in the last layer.
+    assert counts == [59, 50, 40, 30, 21]
+    assert sum(counts) == 5 * 40
+    assert layer(baselines.PyramidKVLayer, 40).count(30) == 30
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (baselines.OracleLayer, 70 * 2 * 8 * 4),
+        (baselines.QuestLayer, 5 * 2 * 2 * 8 * 4),
+        (baselines.SignsLayer, 70 * 2 * 8),
+        (baselines.MagicPIGLayer, 70 * 2 * 188),
+        (baselines.WindowLayer, 0),
+    ],
+)
+def test_bytes_of_a_ranking(kind, expected):
+    token = 2 * 2 * 8 * 4
+    assert layer(kind).step_bytes(70, token) == 12 * token + expected

@@ -1,0 +1,206 @@
+"""`evaluate` and `bpc eval`: rows, refusals, files. Retrieval itself is tested on the model that has learnt it."""
+
+import json
+import sys
+
+import pytest
+import tiny
+
+from bpc_artifacts import save
+from bpc_calib import InputError, calibrate, enable
+from bpc_calib.corpora import open_corpus
+from bpc_calib.evaluation import HARD, METHODS, check, evaluate
+from bpc_calib.tasks import TASKS
+
+LENGTHS = {"max_position_embeddings": 2048}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("model") / "tiny-llama", **LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def artifact(folder, tmp_path_factory):
+    made = calibrate(tiny.model(**LENGTHS), tiny.tokenizer(), corpora=["demo"], samples=4, sequence_length=256)
+    path = tmp_path_factory.mktemp("artifact") / "tiny.safetensors"
+    save(made, path)
+    return path, made
+
+
+@pytest.fixture(scope="module")
+def rows(artifact):
+    model = tiny.model(**LENGTHS)
+    enable(model)
+    seen = []
+    found = evaluate(
+        model,
+        tiny.tokenizer(),
+        artifact[1],
+        tasks=["text", "needle"],
+        lengths=[700],
+        budgets=[0.1, 8],
+        prompts=2,
+        corpora=[open_corpus("demo-prose")],
+        batch=1,
+        progress=lambda share, what: seen.append((share, what)),
+        **HARD,
+    )
+    return found, seen
+
+
+def test_a_row_for_every_task_method_and_budget(rows):
+    found, seen = rows
+    keys = [(row["task"], row["method"], row["budget"]) for row in found]
+    expected = [
+        (task, name, budget)
+        for task in ("text", "needle")
+        for name in METHODS
+        for budget in ([1.0] if name == "full" else [0.1, 8])
+    ]
+    assert sorted(keys, key=str) == sorted(expected, key=str)
+    shares = [share for share, _ in seen]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert seen[0] == (0.0, "text, 700 tokens")
+
+
+def test_the_figures_of_text(rows):
+    text = {(row["method"], row["budget"]): row for row in rows[0] if row["task"] == "text"}
+    assert text["full", 1.0]["loss_difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
+    assert text["full", 1.0]["read"] == 1.0
+    for (name, _), row in text.items():
+        assert row["perplexity"]["low"] <= row["perplexity"]["value"] <= row["perplexity"]["high"]
+        assert ("mass" in row) == (name not in ("full", "magicpig-own"))
+        if "mass" in row:
+            assert [len(layer) for layer in row["recall_by_head"]] == [2, 2, 2]
+    assert text["oracle", 8]["mass"]["value"] > text["random", 8]["mass"]["value"] + 0.02
+    assert text["oracle", 0.1]["recall"]["value"] > 0.98
+    # 70 of 700 tokens: by chance a tenth, but for the newest.
+    assert text["random", 0.1]["recall"]["value"] == pytest.approx(0.1, abs=0.02)
+    assert text["random", 0.1]["read"] == pytest.approx(0.1, abs=0.001)
+    assert text["oracle", 0.1]["read"] == pytest.approx(0.6, abs=0.001)
+
+
+def test_needles_are_counted_by_depth(rows):
+    for row in rows[0]:
+        if row["task"] == "needle":
+            assert len(row["depths"]) == 2
+            assert sum(depth["value"] for depth in row["depths"]) == pytest.approx(2 * row["score"]["value"])
+            assert row["example"]["fact"].startswith(" The ")
+
+
+def refused(**changes):
+    arguments = {
+        "artifact": None,
+        "tasks": ["needle"],
+        "lengths": [1024],
+        "budgets": [0.1],
+        "methods": None,
+        "prompts": 5,
+        "corpora": [],
+    }
+    arguments |= {"min_tokens": 1, "dense_layers": ()} | changes
+    with pytest.raises(InputError) as fault:
+        check(tiny.config(**LENGTHS), **arguments)
+    return str(fault.value)
+
+
+def test_what_cannot_be_evaluated_is_refused_before_any_work():
+    assert refused(tasks=["needle", "haystack"]).startswith("unknown task 'haystack': the tasks are text, needle, ")
+    assert refused(methods=["h2o"]).startswith("unknown method 'h2o': the methods are full, oracle, ")
+    assert refused(methods=["bpc"]) == "method 'bpc' needs an artifact of this model"
+    assert refused(lengths=[1024, 4096]) == "prompts of 4,096 tokens: the model takes 2,048 in all"
+    assert refused(tasks=["text"]) == "task 'text' needs a corpus"
+    assert refused(prompts=0) == "prompts must be at least 1, not 0"
+    assert refused(budgets=[]) == "give at least one budget"
+    assert refused(budgets=[0.004], methods=["window"]) == (
+        "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks attends to 5 whatever it ranks: "
+        "nothing is left to choose"
+    )
+    assert "BPC online attends to 1 whatever it ranks" in refused(budgets=[1], methods=["bpc-online"])
+    assert refused(dense_layers=(9,)).startswith("dense_layers")
+    assert check(tiny.config(**LENGTHS), None, ["needle"], [1024], [0.1], None, 5, [], **HARD) == tuple(
+        name for name in METHODS if name != "bpc"
+    )
+
+
+SMALL = ("--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "full,bpc,random")
+
+
+def test_the_command_prints_a_table(bpc, folder, artifact):
+    ran = bpc("eval", "-m", folder, "-a", artifact[0], "--tasks", "text,single", *SMALL)
+    assert ran.code == 0, ran.err
+    assert "tiny-llama, 8 tokens of 700 tokens: right answers, %, and 95 % interval" in ran.out
+    assert "tiny-llama, 8 tokens of 700 tokens: text, of full attention, and 95 % interval" in ran.out
+    for word in ("full attention", "BPC", "random keys", "KV read", "single", "recall", "cosine"):
+        assert word in ran.out
+    assert ran.err == ""
+
+
+def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
+    pytest.importorskip("matplotlib")
+    output, plot = tmp_path / "result.json", tmp_path / "pictures"
+    words = ("eval", "-m", folder, "-a", artifact[0], *SMALL, "--budgets", "8,0.1", "-o", output, "--plot", plot)
+    ran = bpc(*words, "--json")
+    assert ran.code == 0, ran.err
+    shown = json.loads(ran.out)
+    assert shown == json.loads(output.read_text())
+    assert shown["model"] == "tiny-llama"
+    assert {row["task"] for row in shown["rows"]} == {"text", "needle"}
+    pictures = {path.name for path in plot.iterdir()}
+    assert pictures == {"recall.png", "needles.png", "budgets.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plot.iterdir())
+    again = bpc(*words)
+    assert again.code == 1
+    assert "exists; pass --force" in again.err
+
+
+def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
+    words = ("eval", "-m", folder, "-a", artifact[0], *SMALL, "--json")
+    one, other = (bpc(*words) for _ in range(2))
+    assert one.out == other.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tasks", "haystack"), "unknown task 'haystack': the tasks are text, needle,"),
+        (("--lengths", "4096"), "prompts of 4,096 tokens: the model takes 2,048 in all"),
+        (("--lengths", "many"), "--lengths many: expected numbers of tokens, like 2048,8192"),
+        (("--budgets", "0.1%"), "a budget of 0.001 is 1 of 700 tokens"),
+        (("--budgets", "much"), "--budgets much: expected a share"),
+        (("--methods", "h2o"), "unknown method 'h2o'"),
+        (("--dense-layers", "7"), "dense_layers"),
+        (("--artifact", "nowhere.safetensors"), "nowhere.safetensors"),
+        (("--plot", "no/where"), "there is no folder no: make it first"),
+        (("--output", "no/where.json"), "there is no folder no: make it first"),
+    ],
+)
+def test_bad_input_is_one_line(bpc, folder, words, message):
+    ran = bpc("eval", "-m", folder, "--lengths", "700", *words)
+    assert ran.code == 1
+    assert message in ran.err
+    assert len(ran.err.splitlines()) == 1
+    assert ran.out == ""
+
+
+def test_the_artifact_of_another_model(bpc, folder, artifact, tmp_path):
+    other = tiny.save(tmp_path / "other", num_hidden_layers=2, **LENGTHS)
+    ran = bpc("eval", "-m", other, "-a", artifact[0], "--lengths", "700")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: made for llama, does not fit other: layers: the artifact has 3, the model 2")
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_pictures_without_matplotlib(bpc, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ran = bpc("eval", "-m", folder, "--plot", "pictures")
+    assert (ran.code, ran.err) == (1, "Error: pictures need matplotlib: pip install matplotlib\n")
+
+
+def test_ruler_is_every_task_but_text_and_needle():
+    from bpc_cli.eval import _tasks
+
+    assert set(_tasks("ruler")) == set(TASKS) - {"needle"}
+    assert _tasks("needle,ruler,single")[:2] == ["needle", "single"]

@@ -1,0 +1,106 @@
+"""What a choice of tokens keeps of full attention, against sums spelled out in float64."""
+
+import math
+import random
+
+import pytest
+import tiny
+import torch
+
+from bpc_calib import BPCCache, enable
+from bpc_calib.evaluation.fidelity import METRICS, measure, probe
+from bpc_calib.evaluation.forcing import force, fork, prefill
+from bpc_calib.evaluation.methods import METHODS, make_cache
+from bpc_calib.evaluation.statistics import mean, share
+
+
+def by_hand(query, keys, values, chosen, scale):
+    """The four numbers of one KV head, from lists of numbers."""
+    products = [[sum(a * b for a, b in zip(q, k, strict=True)) for k in keys] for q in query]
+    best_of_group = [max(row[i] for row in products) for i in range(len(keys))]
+    true = sorted(range(len(keys)), key=lambda i: (-best_of_group[i], i))[: len(chosen)]
+    found = {"recall": len(set(true) & set(chosen)) / len(chosen), "mass": 0.0, "best_kept": 0.0, "cosine": 0.0}
+    for row in products:
+        weights = [math.exp(scale * p) for p in row]
+        total = sum(weights)
+        found["mass"] += sum(weights[i] for i in chosen) / total / len(query)
+        found["best_kept"] += (row.index(max(row)) in chosen) / len(query)
+
+        def output(places, weights=weights):
+            norm = sum(weights[i] for i in places)
+            return [sum(weights[i] * values[i][d] for i in places) / norm for d in range(len(values[0]))]
+
+        full, sparse = output(range(len(keys))), output(chosen)
+        dot = sum(a * b for a, b in zip(full, sparse, strict=True))
+        found["cosine"] += dot / math.sqrt(sum(a * a for a in full) * sum(b * b for b in sparse)) / len(query)
+    return [found[name] for name in METRICS]
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_metrics_are_the_sums_of_their_definitions(scale):
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((2, 3, 2, 8), (2, 3, 20, 8), (2, 3, 20, 8))
+    )
+    rng = random.Random(0)
+    chosen = torch.tensor([[sorted(rng.sample(range(20), 5)) for _ in range(3)] for _ in range(2)])
+    found = measure(query, keys, values, chosen, scale)
+    assert found.shape == (2, 3, 4)
+    for row in range(2):
+        for head in range(3):
+            cases = (query, keys, values, chosen)
+            expected = by_hand(*(x[row, head].tolist() for x in cases), 8**-0.5 if scale is None else scale)
+            assert found[row, head].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_everything_keeps_everything():
+    keys = torch.randn(1, 1, 9, 4, generator=torch.Generator().manual_seed(1))
+    found = measure(keys[:, :, :2], keys, keys, torch.arange(9).expand(1, 1, 9))
+    torch.testing.assert_close(found, torch.ones(1, 1, 4))
+
+
+def test_a_choice_that_misses_the_one_key_that_matters():
+    keys = torch.zeros(1, 1, 10, 4)
+    keys[0, 0, 3] = 40.0  # all weight is here
+    values = torch.eye(10).unsqueeze(0).unsqueeze(0)[..., :4].contiguous()
+    query = torch.ones(1, 1, 1, 4)
+    hit, miss = (measure(query, keys, values, torch.tensor([[[i]]])) for i in (3, 0))
+    torch.testing.assert_close(hit[0, 0], torch.ones(4))
+    torch.testing.assert_close(miss[0, 0], torch.zeros(4), atol=1e-6, rtol=0)
+
+
+def test_a_probe_asks_every_method_at_the_same_steps_and_changes_nothing():
+    model = tiny.model()
+    enable(model)
+    ids = torch.arange(60).reshape(1, 60) % 250
+    names = [name for name in METHODS if name not in ("full", "bpc", "magicpig-own")]
+    rules = {"min_tokens": 1, "dense_layers": (), "seed": 0}
+    asked = {name: make_cache(name, model.config, None, 12, **rules) for name in names}
+    cache = probe(model.config, asked)
+    prefix = prefill(model, ids[:, :50])
+    with_probe = force(model, fork(prefix, cache), ids[:, 50:])
+    plain = force(model, fork(prefix, BPCCache(model.config, budget=1.0, dense_layers=())), ids[:, 50:])
+    torch.testing.assert_close(with_probe, plain)
+    found = cache.found()
+    assert list(found) == names
+    for name, figures in found.items():
+        assert figures.shape == (3, 1, 2, 4), name
+        assert ((figures[..., :3] >= 0) & (figures[..., :3] <= 1)).all(), name
+    mass = {name: float(figures[..., 1].mean()) for name, figures in found.items()}
+    assert max(mass, key=mass.get) == "oracle"
+    assert min(mass, key=mass.get) != "bpc-online"
+
+
+def test_wilsons_interval():
+    # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
+    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
+        found = share(right, count)
+        assert (found["low"], found["high"]) == pytest.approx((low, high), abs=1e-4)
+        assert found["value"] == pytest.approx(right / count, abs=1e-6)
+
+
+def test_the_interval_of_a_mean():
+    found = mean([1.0, 2.0, 3.0, 4.0])
+    error = math.sqrt(5 / 3 / 4)
+    assert found == pytest.approx({"value": 2.5, "low": 2.5 - 1.96 * error, "high": 2.5 + 1.96 * error}, abs=1e-6)

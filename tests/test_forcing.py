@@ -1,0 +1,91 @@
+"""Decoding that decodes: after the prefix every token is a step of its own, of the cache that is compared."""
+
+import pytest
+import tiny
+import torch
+
+from bpc_calib import BPCCache, enable
+from bpc_calib.evaluation.baselines import SnapKVLayer
+from bpc_calib.evaluation.forcing import complete, force, fork, log_likelihoods, prefill
+from bpc_calib.evaluation.methods import METHODS, make_cache
+from bpc_calib.layers import SparseLayer
+
+IDS = torch.randint(0, 250, (2, 80), generator=torch.Generator().manual_seed(0))
+HARD = {"min_tokens": 1, "dense_layers": ()}
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = tiny.model()
+    enable(made)
+    return made
+
+
+class NewestOnly(SparseLayer):
+    """Every step attends to its own token alone: no text before it can matter."""
+
+    def rank(self, query, visible):
+        self.ranked = getattr(self, "ranked", 0) + 1
+        return torch.arange(self.get_seq_length()).expand(self.keys.shape[:3])
+
+
+class NewestCache(BPCCache):
+    layer_class = NewestOnly
+
+
+def newest(model):
+    return NewestCache(model.config, budget=1, safeguard=0.0, **HARD)
+
+
+def test_log_likelihoods_are_those_of_the_model(model):
+    cache = fork(prefill(model, IDS[:, :60]), BPCCache(model.config, budget=1.0))
+    likely, greedy = log_likelihoods(model, cache, IDS[:, 60:])
+    with torch.inference_mode():
+        logits = model(IDS).logits[:, 60:-1].log_softmax(-1)
+    torch.testing.assert_close(likely, logits.gather(-1, IDS[:, 61:, None]).squeeze(-1), rtol=1e-4, atol=1e-4)
+    assert torch.equal(greedy, logits.argmax(-1) == IDS[:, 61:])
+
+
+def test_every_forced_token_is_decoded(model):
+    """A selection that sees the newest token alone must answer as if nothing had come before."""
+    prefix = prefill(model, IDS[:, :60])
+    one, other = fork(prefix, newest(model)), fork(prefill(model, IDS[:, :60].flip(1)), newest(model))
+    first, _ = log_likelihoods(model, one, IDS[:, 60:])
+    second, _ = log_likelihoods(model, other, IDS[:, 60:])
+    torch.testing.assert_close(first, second)
+    full, _ = log_likelihoods(model, fork(prefix, BPCCache(model.config, budget=1.0)), IDS[:, 60:])
+    assert (first - full).abs().min() > 1e-4
+    assert [layer.ranked for layer in one.layers] == [19] * 3
+
+
+def test_a_completion_is_decoded_too(model):
+    cache = fork(prefill(model, IDS[:, :60]), newest(model))
+    said = complete(model, cache, IDS[:, 60:65], 4)
+    assert [layer.ranked for layer in cache.layers] == [8] * 3  # the last token said is not fed
+    # Each said token follows from the one before alone.
+    for place in range(3):
+        fresh = fork(prefill(model, IDS[:, : 64 + place + 1]), newest(model))
+        assert torch.equal(force(model, fresh, said[:, place : place + 1]).argmax(-1), said[:, place + 1])
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "bpc"])
+def test_a_fork_is_as_good_as_a_prefill_of_its_own(model, method):
+    prefix = prefill(model, IDS[:, :60])
+    forked = fork(prefix, make_cache(method, model.config, None, 12, seed=0, **HARD))
+    own = make_cache(method, model.config, None, 12, seed=0, **HARD)
+    with torch.inference_mode():
+        model(IDS[:, :60], past_key_values=own)
+    torch.testing.assert_close(force(model, forked, IDS[:, 60:]), force(model, own, IDS[:, 60:]), rtol=1e-4, atol=1e-4)
+    assert prefix.get_seq_length() == 60
+    assert not any(isinstance(layer, SnapKVLayer) for layer in prefix.layers)
+
+
+def test_a_fork_of_sliding_layers():
+    model = tiny.model("gemma3_text")
+    enable(model)
+    prefix = prefill(model, IDS[:, :60])
+    found = [force(model, fork(prefix, BPCCache(model.config, budget=1.0)), IDS[:, 60:]) for _ in range(2)]
+    with torch.inference_mode():
+        expected = model(IDS).logits[:, -1]
+    for logits in found:
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,140 @@
+"""Tasks of lm_eval through a cache that decodes: likelihoods, generation, rolling likelihoods."""
+
+import json
+
+import pytest
+import tiny
+import torch
+
+from bpc_calib import BPCCache, InputError, enable
+from bpc_calib.evaluation import HARD
+from bpc_calib.evaluation.methods import make_cache
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.api.instance import Instance
+
+from bpc_calib.evaluation import harness
+
+CONTEXT = "the old stone bridge over the river saw a small lantern and the garden"
+ANSWER = " carried the coin"
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = tiny.model(max_position_embeddings=512)
+    enable(made)
+    return made
+
+
+def adapter(model, method="full", budget=3):
+    return harness.harness_model(
+        model, tiny.tokenizer(), lambda: make_cache(method, model.config, None, budget, seed=0, **HARD)
+    )
+
+
+def ask(kind, *arguments):
+    return [Instance(request_type=kind, doc={}, arguments=arguments, idx=0)]
+
+
+def by_hand(model, text, answer):
+    """The likelihood of the answer's tokens in one pass, and whether each was the likeliest."""
+    tokenizer = tiny.tokenizer()
+    ids = tokenizer(text + answer, return_tensors="pt")["input_ids"]
+    count = len(answer.encode())
+    with torch.inference_mode():
+        logits = model(ids).logits[0, -count - 1 : -1].log_softmax(-1)
+    wanted = ids[0, -count:]
+    return float(logits.gather(-1, wanted[:, None]).sum()), bool((logits.argmax(-1) == wanted).all())
+
+
+def test_likelihoods(model):
+    [(found, greedy)] = adapter(model).loglikelihood(ask("loglikelihood", CONTEXT, ANSWER))
+    expected, all_likeliest = by_hand(model, CONTEXT, ANSWER)
+    assert found == pytest.approx(expected, abs=1e-3)
+    assert greedy == all_likeliest
+    [(alone, _)] = adapter(model).loglikelihood(ask("loglikelihood", "", ANSWER))
+    assert alone == pytest.approx(by_hand(model, "", ANSWER)[0], abs=1e-3)
+
+
+def test_generation_stops_where_it_is_told_to(model):
+    tokenizer = tiny.tokenizer()
+    ids = tokenizer(CONTEXT, return_tensors="pt")["input_ids"]
+    made = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=256)[0, ids.shape[1] :]
+    expected = tokenizer.decode(made, skip_special_tokens=True)
+    [said] = adapter(model).generate_until(ask("generate_until", CONTEXT, {"until": [], "max_gen_toks": 12}))
+    assert said == expected
+    stop = expected[5]
+    [said] = adapter(model).generate_until(ask("generate_until", CONTEXT, {"until": [stop], "max_gen_toks": 12}))
+    assert said == expected[: expected.index(stop)]
+    with pytest.raises(InputError, match="samples its answers"):
+        adapter(model).generate_until(ask("generate_until", CONTEXT, {"do_sample": True, "temperature": 0.7}))
+
+
+def test_rolling_likelihoods(model):
+    text = CONTEXT * 12  # longer than the model's limit: two windows
+    [found] = adapter(model).loglikelihood_rolling(ask("loglikelihood_rolling", text))
+    assert found < -100
+    [short] = adapter(model).loglikelihood_rolling(ask("loglikelihood_rolling", CONTEXT))
+    assert short == pytest.approx(by_hand(model, "", CONTEXT)[0], abs=1e-2)
+
+
+def test_every_answer_is_decoded(model):
+    """Attending to three tokens must change what is likely and what is said."""
+    [(full, _)] = adapter(model).loglikelihood(ask("loglikelihood", CONTEXT, ANSWER))
+    [(few, _)] = adapter(model, "bpc-online").loglikelihood(ask("loglikelihood", CONTEXT, ANSWER))
+    assert abs(full - few) > 0.1
+    steps = []
+
+    class Counting(BPCCache):
+        def update(self, key_states, *arguments, **more):
+            steps.append(key_states.shape[2])
+            return super().update(key_states, *arguments, **more)
+
+    counted = harness.harness_model(model, tiny.tokenizer(), lambda: Counting(model.config, budget=3, **HARD))
+    counted.generate_until(ask("generate_until", CONTEXT, {"until": [], "max_gen_toks": 5}))
+    prefix = len(CONTEXT.encode())  # with BOS, without the last byte
+    assert steps == [prefix] * 3 + [1] * 15
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A multiple choice and a question to answer, as YAML files beside a JSON file of documents."""
+    documents = [{"question": f"{CONTEXT} {i}", "choices": [" yes", " no"], "answer": i % 2} for i in range(4)]
+    data = tmp_path / "documents.json"
+    data.write_text("\n".join(map(json.dumps, documents)))
+    common = f"dataset_path: json\ndataset_kwargs:\n  data_files: {data}\ntest_split: train\ndoc_to_text: question\n"
+    choice = tmp_path / "tiny_choice.yaml"
+    choice.write_text(
+        f"task: tiny_choice\n{common}output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: answer\n"
+        "metric_list:\n  - metric: acc\n"
+    )
+    answer = tmp_path / "tiny_answer.yaml"
+    answer.write_text(
+        f'task: tiny_answer\n{common}output_type: generate_until\ndoc_to_target: "{{{{choices[answer]}}}}"\n'
+        "generation_kwargs:\n  until: ['.']\n  max_gen_toks: 4\nmetric_list:\n  - metric: exact_match\n"
+    )
+    return choice, answer
+
+
+def test_the_command_runs_tasks_of_lm_eval(bpc, model_folder, tasks):
+    names = ",".join(f"lm_eval:{path}" for path in tasks)
+    words = ("eval", "-m", model_folder, "--methods", "full,bpc-online", "--budgets", "10", "--prompts", "3")
+    ran = bpc(*words, "--tasks", names, "--json")
+    assert ran.code == 0, ran.err
+    rows = json.loads(ran.out)["rows"]
+    assert [(row["task"], row["method"], row["prompts"], row["metric"]) for row in rows] == [
+        ("lm_eval:tiny_choice", "full", 3, "acc"),
+        ("lm_eval:tiny_choice", "bpc-online", 3, "acc"),
+        ("lm_eval:tiny_answer", "full", 3, "exact_match"),
+        ("lm_eval:tiny_answer", "bpc-online", 3, "exact_match"),
+    ]
+    ran = bpc(*words, "--tasks", f"lm_eval:{tasks[0]}")
+    assert "lm_eval:tiny_choice" in ran.out
+
+
+def test_what_lm_eval_does_not_know(bpc, model_folder):
+    for name, message in (("no_such_task", "lm_eval has no task 'no_such_task'"), ("no.yaml", "there is no such file")):
+        ran = bpc("eval", "-m", model_folder, "--tasks", f"lm_eval:{name}")
+        assert ran.code == 1
+        assert message in ran.err.splitlines()[-1]

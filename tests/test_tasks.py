@@ -1,0 +1,136 @@
+"""Problems, and hiding them in text."""
+
+import random
+import re
+from collections import Counter
+
+import pytest
+import tiny
+
+from bpc_calib import InputError, made_text
+from bpc_calib.evaluation.prompts import hide
+from bpc_calib.tasks import TASKS, needle, score
+
+
+def each(task, count=50):
+    return [TASKS[task](random.Random(f"{task}/{i}")) for i in range(count)]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answer_holds_what_is_wanted_and_the_statements_give_it(task):
+    for problem in each(task):
+        assert score(problem, problem.answer) == 1.0
+        assert score(problem, "") == 0.0
+        text = "".join(problem.statements)
+        assert all(part in text for part in problem.wanted)
+        if task not in ("tracking", "common-words", "frequent-words"):
+            assert not any(part in problem.question for part in problem.wanted)
+    assert TASKS[task](random.Random(7)) == TASKS[task](random.Random(7))
+    assert len({problem.answer for problem in each(task)}) > 40
+
+
+def test_half_of_what_is_wanted_is_half_right():
+    problem = each("multi-value")[0]
+    assert score(problem, " ".join(problem.wanted[:2])) == 0.5
+
+
+def test_a_needle_is_asked_for_by_its_name_and_attribute():
+    for problem in each("needle"):
+        assert len(problem.statements) == 8
+        key = problem.question.partition("? ")[2]
+        answers = [s for s in problem.statements if s.strip().startswith(key)]
+        assert answers == [problem.statements[0]]
+        assert problem.statements[0].endswith(f"{problem.wanted[0]}.")
+
+
+def test_the_names_of_questions_are_in_no_text():
+    asked = {
+        name for problem in each("needle") for name in re.findall(r" of (\w+ \w+) is", "".join(problem.statements))
+    }
+    assert asked
+    assert all(map(made_text.is_held_out, asked))
+    rng = random.Random(0)
+    text = "".join(made_text.document(rng, style) for style in made_text.STYLES for _ in range(20))
+    told = set(re.findall(r" of (\w+ \w+) is", text))
+    assert len(told) > 100
+    assert not any(map(made_text.is_held_out, told))
+    share = sum(made_text.is_held_out(f"{a} {b}") for a in made_text.FIRST for b in made_text.SECOND) / 48**2
+    assert 0.09 < share < 0.16
+
+
+def test_keys_that_share_their_words():
+    for problem in each("multi-key"):
+        names = re.findall(r" of (\w+) (\w+) is", "".join(problem.statements))
+        assert len(set(names)) == 16
+        assert max(Counter(first for first, _ in names).values()) > 1
+
+
+def test_a_chain_of_variables_leads_to_the_value():
+    for problem in each("tracking"):
+        given = dict(re.findall(r" VAR (\w+) = (?:VAR )?(\w+)\.", "".join(problem.statements)))
+        value = re.search(r"\d{6}", problem.question)[0]
+
+        def follow(name, given=given):
+            return follow(given[name]) if name in given else name
+
+        assert {name for name in given if follow(name) == value} == set(problem.wanted)
+        seen = set()
+        for statement in problem.statements:  # every variable is given before it is used
+            name, source = re.match(r" VAR (\w+) = (?:VAR )?(\w+)\.", statement).groups()
+            assert source in seen or source.isdecimal()
+            seen.add(name)
+
+
+@pytest.mark.parametrize(("task", "count"), [("common-words", 5), ("frequent-words", 3)])
+def test_the_words_asked_for_are_the_most_common(task, count):
+    for problem in each(task):
+        words = Counter(re.findall(r"\w+", "".join(problem.statements).replace("Words", "")))
+        ranked = words.most_common()
+        assert {word for word, _ in ranked[:count]} == set(problem.wanted)
+        assert ranked[count - 1][1] > ranked[count][1]
+
+
+def test_made_sums_are_right():
+    rng = random.Random(0)
+    for _ in range(300):
+        for a, b, c in re.findall(r"(\d+) \+ (\d+) = (\d+)", made_text.proof(rng)):
+            assert int(a) + int(b) == int(c)
+
+
+def test_documents_ask_for_what_they_have_said():
+    for style in made_text.STYLES:
+        text = made_text.document(random.Random(1), style)
+        assert text == made_text.document(random.Random(1), style)
+        asked = re.findall(r"\? (The [\w ]+ is \d{6})\.", text)
+        assert asked
+        for sentence in asked:
+            assert text.index(sentence) < text.index(f"? {sentence}")
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_prompt_has_exactly_its_tokens_and_all_statements(task, bos):
+    tokenizer = tiny.tokenizer(bos=bos)
+    problem = TASKS[task](random.Random(1))
+    for length in (4096, 4097):
+        prompt = hide(problem, tokenizer, length, random.Random(2))
+        assert len(prompt.ids) == length
+        assert prompt.ids.count(257) == bos
+        text = tokenizer.decode(prompt.ids, skip_special_tokens=True)
+        assert text.endswith(problem.question)
+        places = [text.index(statement) for statement in dict.fromkeys(problem.statements)]
+        assert places == sorted(places)
+        assert tokenizer.decode(prompt.ids[-prompt.question :]) == problem.question
+
+
+def test_depth_is_where_the_needle_stands():
+    problem = needle(random.Random(1))
+    for depth in (0.0, 0.25, 0.5, 1.0):
+        prompt = hide(problem, tiny.tokenizer(), 8000, random.Random(2), depth)
+        text = tiny.tokenizer().decode(prompt.ids)
+        assert text.index(problem.statements[0]) / len(text) == pytest.approx(depth, abs=0.03)
+
+
+def test_too_little_room_for_the_question():
+    with pytest.raises(InputError, match=r"^100 tokens are too few: the question and what it asks for take \d+$"):
+        hide(needle(random.Random(1)), tiny.tokenizer(), 100, random.Random(2))
