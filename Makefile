@@ -1,18 +1,20 @@
 # TORCH names the torch to install, for example TORCH=torch==2.13.0+cpu; a plain torch may bring several GB.
 TORCH ?= torch
 PYTHON ?= python3
-SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py cli/*.py)
+SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py bpc_calib/*/* cli/*.py)
 # Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
 INSTALL := install -q --config-settings editable_mode=strict -e '.[dev]'
 
-.PHONY: demo test test-floor clean
+.PHONY: demo demo-model test test-floor clean
 
 demo: .venv/ready
-	mkdir -p demo
-	cd demo && ../.venv/bin/python ../tests/tiny.py .
-	cd demo && ../.venv/bin/bpc calibrate -m tiny-llama --corpus notes --samples 12 --force
-	cd demo && ../.venv/bin/bpc inspect tiny-llama-bpc64.safetensors -m tiny-llama --plot residual.png --force
-	cd demo && ../.venv/bin/bpc generate -m tiny-llama -a tiny-llama-bpc64.safetensors --prompt-file prompt.txt --compare --max-new-tokens 32
+	.venv/bin/bpc demo
+
+# Trains the bundled model anew, in less than an hour on two cores; run it again to go on where it stopped.
+demo-model: .venv/ready
+	.venv/bin/python training/demo_model.py build/demo-model
+	cp build/demo-model/config.json build/demo-model/generation_config.json build/demo-model/model.safetensors \
+	  build/demo-model/tokenizer.json build/demo-model/tokenizer_config.json bpc_calib/demo/
 
 test: .venv/ready
 	.venv/bin/ruff check .
@@ -37,4 +39,4 @@ test-floor: .venv-floor/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-floor build demo *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-floor build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

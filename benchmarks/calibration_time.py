@@ -3,7 +3,7 @@
 Runs, in turn and several times, the bare forward passes over the same samples, and the whole `bpc calibrate`
 in a process of its own: start, imports, text, forward passes, decomposition, file.
 
-    python benchmarks/calibration_time.py --model MODEL --corpus NAME=PATH
+    python benchmarks/calibration_time.py --output calibration_time.json
 """
 
 import argparse
@@ -19,15 +19,15 @@ import report
 import torch
 
 from bpc_calib import describe
-from bpc_calib.corpora import open_corpus
+from bpc_calib.corpora import expand, open_corpus
 from bpc_calib.models import load_config, load_model, load_tokenizer
 from bpc_calib.samples import draw_samples
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", "-m", required=True)
-    parser.add_argument("--corpus", action="append", required=True)
+    parser.add_argument("--model", "-m", default="demo")
+    parser.add_argument("--corpus", nargs="+", default=["demo"])
     parser.add_argument("--samples", type=int, default=180)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
@@ -37,7 +37,7 @@ def main() -> None:
     config, commit = load_config(arguments.model)
     model = load_model(arguments.model, revision=commit)
     samples, _ = draw_samples(
-        [open_corpus(spec) for spec in arguments.corpus],
+        [open_corpus(spec) for spec in expand(arguments.corpus)],
         load_tokenizer(arguments.model, revision=commit),
         samples=arguments.samples,
         sequence_length=arguments.sequence_length,

@@ -4,7 +4,7 @@ Calibrates on short samples without a shift, with offsets drawn evenly up to the
 offsets of `bpc calibrate`, denser towards 0; and on samples as long as a context. Then asks in contexts of
 several lengths how many of the true best 2 % of the keys are among the best 2 % by codes.
 
-    python benchmarks/position_shift.py --model MODEL --corpus NAME=PATH
+    python benchmarks/position_shift.py --output position_shift.json
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib import decompose, describe, encode, hash_scores, quantize_query
-from bpc_calib.corpora import open_corpus
+from bpc_calib.corpora import expand, open_corpus
 from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
 from bpc_calib.models import load_config, load_model, load_tokenizer
 from bpc_calib.observation import observing
@@ -30,8 +30,8 @@ QUERIES = 64  # the last positions of a context ask, the positions before them a
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", "-m", required=True)
-    parser.add_argument("--corpus", action="append", required=True)
+    parser.add_argument("--model", "-m", default="demo")
+    parser.add_argument("--corpus", nargs="+", default=["demo"])
     parser.add_argument("--short", type=int, default=256, help="tokens of a short sample")
     parser.add_argument("--long", type=int, default=2048, help="tokens of a long sample")
     parser.add_argument("--samples", type=int, default=180)
@@ -44,7 +44,7 @@ def main() -> None:
     model = load_model(arguments.model, revision=commit)
     tokenizer = load_tokenizer(arguments.model, revision=commit)
     description = describe(config, revision=commit)
-    corpora = [open_corpus(spec) for spec in arguments.corpus]
+    corpora = [open_corpus(spec) for spec in expand(arguments.corpus)]
     limit = description.context_limit or max(arguments.contexts)
 
     def text(samples: int, length: int, seed: int) -> Tensor:

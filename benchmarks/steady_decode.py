@@ -3,7 +3,7 @@
 Decodes greedily after a random prompt, with BPC and with the model's own cache, and prints the median time of a token
 in each block of tokens, and the bytes that the cache has allocated and those of the tokens in it.
 
-    python benchmarks/steady_decode.py --model MODEL --artifact FILE
+    python benchmarks/steady_decode.py --output steady_decode.json
 """
 
 import argparse
@@ -15,16 +15,16 @@ from typing import Any
 
 import report
 import torch
-from needles import open_model
 
 from bpc_artifacts import load
-from bpc_calib import BPCCache
+from bpc_calib import BPCCache, calibrate, enable
+from bpc_calib.models import load_model, load_tokenizer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", "-m", required=True)
-    parser.add_argument("--artifact", "-a", type=Path, required=True)
+    parser.add_argument("--model", "-m", default="demo")
+    parser.add_argument("--artifact", "-a", type=Path, help="without one, the model is calibrated on made text")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--new", type=int, default=2048, help="tokens")
     parser.add_argument("--block", type=int, default=256, help="tokens")
@@ -34,8 +34,12 @@ def main() -> None:
 
     from transformers import DynamicCache
 
-    model, _ = open_model(arguments.model)
-    artifact = load(arguments.artifact)
+    model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
+    if arguments.artifact:
+        artifact = load(arguments.artifact)
+    else:
+        artifact = calibrate(model, tokenizer, corpora=["demo"], samples=60, sequence_length=2048)
+    enable(model)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, arguments.prompt), generator=generator)
     rows = []

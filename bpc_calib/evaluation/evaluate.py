@@ -2,8 +2,8 @@
 
 import functools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS, make_cache
-from bpc_calib.evaluation.prompts import hide
+from bpc_calib.evaluation.prompts import Prompt, count_answer, hide
 from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.models import describe
 from bpc_calib.samples import draw_samples
 from bpc_calib.selection import attended
-from bpc_calib.tasks import TASKS, score
+from bpc_calib.tasks import TASKS, Problem, score
 
-__all__ = ["DEPTHS", "HARD", "TEXT", "check", "evaluate"]
+__all__ = ["DEPTHS", "HARD", "TEXT", "Answers", "ask", "check", "evaluate", "hide_all"]
 
 TEXT = "text"  # the task that is no question: plain text
 FORCED = 64  # tokens of each text that are decoded one at a time
@@ -84,7 +84,7 @@ def evaluate(
         model: one that `bpc_calib.enable` has enabled.
         artifact: projections of the method `bpc`; without, that method is left out.
         tasks: names of `bpc_calib.tasks.TASKS`, and `TEXT`.
-        lengths: tokens of a prompt, its question included.
+        lengths: tokens of a prompt, its question and answer included.
         budgets: shares of the tokens, or numbers of them.
         methods: names of `METHODS`; all if None.
         prompts: of each task and length.
@@ -173,48 +173,75 @@ def _task(
     setting: _Setting, task: str, length: int, prompts: int, batch: int, seed: int, report: Callable[[float], None]
 ) -> list[dict[str, Any]]:
     """Rows of one task at one length."""
-    limit = describe(setting.model.config).context_limit
-    asked = []
-    for number in range(prompts):
-        rng = random.Random(f"{seed}/{task}/{length}/{number}")
-        depth = (number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None
-        asked.append(hide(TASKS[task](rng), setting.tokenizer, length, rng, depth))
-    # Batches of answers of one length, so that none is padded.
-    makers = setting.caches()
-    scores: dict[Any, list[float]] = {key: [] for key in makers}
-    read: dict[Any, float] = {}
-    first_said: dict[Any, str] = {}
-    done = 0
-    for first in range(0, prompts, batch):
-        some = asked[first : first + batch]
-        new = max(prompt.answer for prompt in some)
-        if limit is not None and length + new > limit:
-            new = limit - length or 1
-        ids = torch.tensor([prompt.ids for prompt in some], device=setting.model.device)
-        # Up to the longest question of the batch: where one is shorter, text before it is forced too.
-        cut = length - max(prompt.question for prompt in some)
-        prefix = prefill(setting.model, ids[:, :cut])
-        for key, make in makers.items():
-            cache = fork(prefix, make())
-            said = complete(setting.model, cache, ids[:, cut:], new)
-            texts = [setting.tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
-            scores[key] += [score(prompt.problem, text) for prompt, text in zip(some, texts, strict=True)]
-            first_said.setdefault(key, texts[0])
-            read[key] = _read(cache, length)
-            done += len(some)
-            report(done / (prompts * len(makers)))
+    drawn = [random.Random(f"{seed}/{task}/{length}/{number}") for number in range(prompts)]
+    problems = [TASKS[task](rng) for rng in drawn]
+    depths = [(number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None for number in range(prompts)]
+    asked = hide_all(problems, setting.tokenizer, length, drawn, depths)
     rows = []
-    for (name, budget), found in scores.items():
-        whole = all(value in (0.0, 1.0) for value in found)
-        figure = share(sum(found), prompts) if whole else mean(found)
-        row = _row(task, length, name, budget, prompts) | {"score": figure, "read": round(read[name, budget], 6)}
-        problem = asked[0].problem
-        row["example"] = {"fact": problem.statements[0], "question": problem.question, "said": first_said[name, budget]}
+    for (name, budget), found in ask(setting.model, setting.tokenizer, asked, setting.caches(), batch, report).items():
+        whole = all(value in (0.0, 1.0) for value in found.scores)
+        figure = share(sum(found.scores), prompts) if whole else mean(found.scores)
+        row = _row(task, length, name, budget, prompts) | {"score": figure, "read": round(found.read, 6)}
+        first = {"fact": problems[0].statements[0], "question": problems[0].question, "said": found.said[0]}
+        row["example"] = first
         if task == "needle":
-            places = [found[place::DEPTHS] for place in range(min(DEPTHS, prompts))]
+            places = [found.scores[place::DEPTHS] for place in range(min(DEPTHS, prompts))]
             row["depths"] = [share(sum(part), len(part)) for part in places]
         rows.append(row)
     return rows
+
+
+def hide_all(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    length: int,
+    drawn: Sequence[random.Random],
+    depths: Sequence[float | None],
+    style: str | None = None,
+) -> list[Prompt]:
+    """Prompts that all leave room in `length` tokens for the longest answer."""
+    new = max(count_answer(problem, tokenizer) for problem in problems)
+    return [
+        hide(problem, tokenizer, length - new, rng, depth, style=style)
+        for problem, rng, depth in zip(problems, drawn, depths, strict=True)
+    ]
+
+
+@dataclass
+class Answers:
+    """What a method said to each prompt, how right it was, and the share of the KV bytes that its last step read."""
+
+    said: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    read: float = 0.0
+
+
+def ask(
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[Prompt],
+    makers: Mapping[Any, Callable[[], BPCCache]],
+    batch: int,
+    report: Callable[[float], None] = lambda part: None,
+) -> dict[Any, Answers]:
+    """Ask prompts of one length, and decode each answer with an empty cache of every maker."""
+    answers = {key: Answers() for key in makers}
+    length, new = len(asked[0].ids), max(prompt.answer for prompt in asked)
+    for first in range(0, len(asked), batch):
+        some = asked[first : first + batch]
+        ids = torch.tensor([prompt.ids for prompt in some], device=model.device)
+        # Up to the longest question of the batch: where one is shorter, text before it is forced too.
+        cut = length - max(prompt.question for prompt in some)
+        prefix = prefill(model, ids[:, :cut])
+        for number, (key, make) in enumerate(makers.items(), start=1):
+            cache, own = fork(prefix, make()), answers[key]
+            said = complete(model, cache, ids[:, cut:], new)
+            texts = [tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
+            own.said += texts
+            own.scores += [score(prompt.problem, text) for prompt, text in zip(some, texts, strict=True)]
+            own.read = _read(cache, length + new)
+            report((first + len(some) * number / len(makers)) / len(asked))
+    return answers
 
 
 def _text(

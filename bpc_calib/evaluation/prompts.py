@@ -9,7 +9,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.made_text import filler
 from bpc_calib.tasks import Problem
 
-__all__ = ["Prompt", "hide"]
+__all__ = ["Prompt", "count_answer", "hide"]
 
 OPENING = 32  # tokens of filler at least before all else: room for tokens that form between sentences
 
@@ -24,13 +24,22 @@ class Prompt:
     answer: int
 
 
-def hide(problem: Problem, tokenizer: Any, tokens: int, rng: random.Random, depth: float | None = None) -> Prompt:
+def hide(
+    problem: Problem,
+    tokenizer: Any,
+    tokens: int,
+    rng: random.Random,
+    depth: float | None = None,
+    *,
+    style: str | None = None,
+) -> Prompt:
     """Put the statements of a problem into made text, its question at the end.
 
     Args:
         tokens: of context and question together, with the tokenizer's BOS.
         depth: where the first statement stands, 0 is the beginning and 1 the end of the text; the others, and this
             one too where it is None, stand by chance. Statements keep their order unless a depth is given.
+        style: of the text, one of `made_text.STYLES`; all of them, mixed, if None.
 
     Raises:
         InputError: the problem needs more tokens.
@@ -46,7 +55,7 @@ def hide(problem: Problem, tokenizer: Any, tokens: int, rng: random.Random, dept
     if left < 0:
         raise InputError(f"{tokens:,} tokens are too few: the question and what it asks for take {tokens - left:,}")
     sentences: list[str] = []
-    source = filler(rng)
+    source = filler(rng, style)
     while (left := left - len(encode(sentence := next(source)))) >= 0:
         sentences.append(sentence)
     places = sorted(rng.randrange(len(sentences) + 1) for _ in problem.statements)
@@ -61,4 +70,9 @@ def hide(problem: Problem, tokenizer: Any, tokens: int, rng: random.Random, dept
     # The gap is filled by the end of more filler: no statement is ever cut.
     opening = encode("".join(islice(source, OPENING)))
     text = opening[len(opening) - (room + OPENING - len(text)) :] + text
-    return Prompt(problem, [*start, *text, *question], len(question), len(encode(problem.answer)) + 1)
+    return Prompt(problem, [*start, *text, *question], len(question), count_answer(problem, tokenizer))
+
+
+def count_answer(problem: Problem, tokenizer: Any) -> int:
+    """Tokens that hold the answer, and one more."""
+    return len(tokenizer(problem.answer, add_special_tokens=False)["input_ids"]) + 1

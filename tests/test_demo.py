@@ -1,0 +1,133 @@
+"""The bundled model: what it is, that it retrieves, and the commands that rest on it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from bpc_calib import calibrate, enable
+from bpc_calib.evaluation import HARD, evaluate
+from bpc_calib.models import DEMO, describe, load_config, load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = load_model("demo")
+    enable(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer("demo")
+
+
+def test_it_is_small_and_whole():
+    files = {path.name: path.stat().st_size for path in DEMO.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
+    assert sum(files.values()) <= 6_000_000
+    with safe_open(DEMO / "model.safetensors", "pt") as weights:
+        assert {str(weights.get_slice(name).get_dtype()) for name in weights.keys()} == {"BF16"}  # noqa: SIM118
+
+
+def test_demo_names_it_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()  # a folder of the user's is ./demo
+    config, commit = load_config("demo")
+    described = describe(config)
+    assert (described.id, commit, described.context_limit) == ("demo", None, 8192)
+
+
+def test_its_tokenizer_knows_the_words_of_the_made_text(tokenizer):
+    assert tokenizer("The amber falcon")["input_ids"][0] == tokenizer.bos_token_id
+    assert tokenizer.tokenize(" The pass key of amber falcon is 049217.") == [
+        *("ĠThe", "Ġpass", "Ġkey", "Ġof", "Ġamber", "Ġfalcon", "Ġis", "Ġ04", "92", "17", "."),
+    ]
+    for text in (" zyzzyva", "Ü\n\tx", "日本"):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_it_retrieves_and_chance_does_not(model, tokenizer):
+    """The story of `bpc demo`, on fewer questions: all methods of which one answers by rights."""
+    artifact = calibrate(model, tokenizer, corpora=["demo"], samples=24, sequence_length=1024)
+    rows = evaluate(
+        model,
+        tokenizer,
+        artifact,
+        tasks=["needle"],
+        lengths=[1024],
+        budgets=[0.02],
+        methods=["full", "oracle", "bpc", "random", "window"],
+        prompts=20,
+        **HARD,
+    )
+    right = {row["method"]: row["score"]["value"] for row in rows}
+    assert right["full"] >= 0.9
+    assert right["oracle"] >= 0.9
+    assert right["bpc"] >= 0.8
+    assert right["random"] <= 0.2
+    assert right["window"] <= 0.35
+
+
+def test_the_command_tells_the_story(bpc):
+    ran = bpc("demo", "--prompts", "4", "-q")
+    assert ran.code == 0, ran.err
+    for word in (
+        "1. The model",
+        "2. Calibration",
+        "3. Decoding",
+        "every token",
+        "(BPC)",
+        "drawn by chance",
+        "bpc eval",
+    ):
+        assert word in ran.out
+    ran = bpc("demo", "--prompts", "2", "--json", "-q")
+    rows = json.loads(ran.out)["rows"]
+    assert [row["method"] for row in rows] == ["full", "bpc", "random"]
+    assert rows[1]["read"] < 0.1
+
+
+def test_the_command_calibrates_and_generates_with_it(bpc, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = bpc("calibrate", "-m", "demo", "--samples", "6", "--sequence-length", "512", "--json", "-q")
+    assert ran.code == 0, ran.err
+    made = json.loads(ran.out)
+    assert made["model"] == "demo"
+    assert made["output"] == "demo-bpc64.safetensors"
+    ran = bpc("inspect", "demo-bpc64.safetensors", "-m", "demo", "--json")
+    assert [source["name"] for source in json.loads(ran.out)["metadata"]["calibration"]["sources"]] == [
+        *("demo-prose", "demo-proofs", "demo-code"),
+    ]
+    ran = bpc(
+        *("generate", "-m", "demo", "-a", "demo-bpc64.safetensors", "--max-new-tokens", "3", "-q"),
+        *(
+            "--prompt",
+            " The door code of amber falcon is 402713. What is the door code of amber falcon? The door code of",
+        ),
+    )
+    assert ran.code == 0, ran.err
+
+
+def test_its_card_says_what_it_is():
+    card = (DEMO / "README.md").read_text()
+    assert card.startswith("---\nlicense: apache-2.0")
+    for heading in ("## Data", "## Recipe", "## Measured", "## Limits"):
+        assert heading in card
+    assert re.search(r"evaluation_8192\.json", card)
+
+
+def test_made_corpora_repeat_themselves_by_seed(tokenizer):
+    import random
+
+    from bpc_calib.corpora import DEMO_CORPORA, documents, expand
+
+    assert expand(["demo", "notes", "demo-code"]) == [*DEMO_CORPORA, "notes"]
+    for corpus in DEMO_CORPORA.values():
+        one, other = (next(documents(corpus, random.Random(3))) for _ in range(2))
+        assert one == other
+        ids = torch.tensor(tokenizer(one)["input_ids"])
+        assert (ids < 259).float().mean() < 0.2  # words, hardly any bytes
