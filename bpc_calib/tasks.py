@@ -33,7 +33,7 @@ def score(problem: Problem, said: str) -> float:
 
 
 def needle(rng: random.Random, held_out: bool = True, *, facts: int = 8) -> Problem:
-    """`facts` facts with a name each, and one of them is asked for; that one is the first statement."""
+    """`facts` facts about names that have no word in common, and one of them is asked for: the first."""
     return _one_of(rng, _names(rng, facts, held_out))
 
 
@@ -44,12 +44,12 @@ def single(rng: random.Random, held_out: bool = True) -> Problem:
 
 def multi_key(rng: random.Random, held_out: bool = True) -> Problem:
     """Sixteen facts whose names share their words, so that a part of the name does not do (niah_multikey)."""
-    first = rng.sample(made_text.FIRST, 8)
-    second = rng.sample(made_text.SECOND, 16)
-    names = [f"{a} {b}" for a in first for b in second if made_text.is_held_out(f"{a} {b}") == held_out]
-    if len(names) < 16:
-        names += _names(rng, 16 - len(names), held_out, but=names)
-    return _one_of(rng, rng.sample(names, 16))
+    words: dict[str, None] = {}
+    while len(words) < 16:
+        first, second = rng.sample(made_text.FIRST, 16), rng.sample(made_text.SECOND, 8)
+        names = [f"{a} {b}" for a in first for b in second]
+        words = dict.fromkeys(name for name in names if made_text.is_held_out(name) == held_out)
+    return _one_of(rng, rng.sample(list(words), 16))
 
 
 def multi_value(rng: random.Random, held_out: bool = True, *, values: int = 4) -> Problem:
@@ -119,14 +119,16 @@ TASKS: dict[str, Callable[..., Problem]] = {
 }
 
 
-def _names(rng: random.Random, count: int, held_out: bool, but: list[str] | None = None) -> list[str]:
-    """Different names."""
-    names: dict[str, None] = {}
+def _names(rng: random.Random, count: int, held_out: bool) -> list[str]:
+    """Names that have no word in common."""
+    names: list[str] = []
+    words: set[str] = set()
     while len(names) < count:
         made = made_text.name(rng, held_out=held_out)
-        if made not in (but or ()):
-            names[made] = None
-    return list(names)
+        if words.isdisjoint(made.split()):
+            names.append(made)
+            words.update(made.split())
+    return names
 
 
 def _numbers(rng: random.Random, count: int) -> list[str]:

@@ -173,9 +173,9 @@ def _number(text: str) -> int:
 
 def _print(rows: list[dict[str, Any]], model: str) -> None:
     """Two tables for every length and budget: what was answered right, and what was kept of full attention."""
-    groups = dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["method"] != "full")
-    for tokens, budget in groups or {(row["tokens"], 1.0): None for row in rows}:
-        own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, 1.0)]
+    groups = dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["budget"] is not None)
+    for tokens, budget in groups or {(row["tokens"], None): None for row in rows}:
+        own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, None)]
         title = f"{printable(model)}, {_of(budget, tokens)}"
         answers = {row["task"]: _share for row in own if "score" in row}
         if answers:
@@ -204,7 +204,9 @@ def _print_table(title: str, cells: list[tuple[str, str, float | None, Any]], co
     print_table(title, table)
 
 
-def _of(budget: float, tokens: int | None) -> str:
+def _of(budget: float | None, tokens: int | None) -> str:
+    if budget is None:
+        return f"{tokens:,} tokens" if tokens else "all tokens"
     share = f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"
     return f"{share} of {tokens:,} tokens" if tokens else f"{share} of the tokens"
 

@@ -42,20 +42,22 @@ class Stage:
     spacing: tuple[int, int]
     tasks: tuple[float, float, float, float, float]  # needle, multi-value, multi-query, tracking, words
     drills: float = 0.0  # share of the sequences
-    alike: float = 0.0  # of the sequences whose names are much alike, those that share their second word
+    near: float = 0.4  # sequences whose names share a few words
+    alike: float = 0.0  # of these, those whose names all share their second word
+    distinct: bool = False  # whether the second words of other names all differ
 
 
 EASY = (1.0, 0.0, 0.0, 0.0, 0.0)
-MIXED = (0.66, 0.1, 0.1, 0.1, 0.04)
+MIXED = (0.76, 0.07, 0.07, 0.07, 0.03)
 STAGES = (
     Stage(1200, 64, 64, (31, 32), EASY, drills=0.7),
     Stage(500, 128, 32, (30, 45), EASY, drills=0.4, alike=0.5),
     Stage(500, 256, 16, (30, 60), EASY, drills=0.2, alike=0.5),
-    Stage(300, 512, 8, (35, 100), MIXED, alike=0.5),
-    Stage(300, 1024, 4, (40, 150), MIXED, alike=0.5),
-    Stage(400, 2048, 2, (40, 200), MIXED, alike=0.3),
-    Stage(150, 4096, 1, (50, 400), MIXED, alike=0.3),
-    Stage(230, 8192, 1, (60, 500), MIXED, alike=0.3),
+    Stage(300, 512, 8, (35, 100), MIXED, near=0.1, distinct=True),
+    Stage(300, 1024, 4, (40, 150), MIXED, near=0.1, distinct=True),
+    Stage(400, 2048, 2, (45, 200), MIXED, near=0.1, distinct=True),
+    Stage(150, 4096, 1, (80, 400), MIXED, near=0.1, distinct=True),
+    Stage(230, 8192, 1, (150, 600), MIXED, near=0.1, distinct=True),
 )
 DECAY_FROM = 0.4  # of all steps; linear to zero
 
@@ -239,7 +241,7 @@ def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
     would never be learnt; now and then all names share a few words, so that both words of a name count.
     """
     attributes = [rng.choice(ATTRIBUTES)] if rng.random() < 0.7 else list(ATTRIBUTES)
-    near = rng.random() < 0.4
+    near = rng.random() < stage.near
     first, second = rng.sample(FIRST, 6), rng.sample(SECOND, 6)
     if near and stage.alike and rng.random() < stage.alike:
         first, second = FIRST, second[:1]
@@ -251,6 +253,12 @@ def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
             made.append(TASKS[kind](rng, False))
             continue
         whose = name(rng)
+        if stage.distinct and not near:
+            used = {other.split()[1] for _, other in asked}
+            if len(used) > 40:
+                continue
+            while whose.split()[1] in used:
+                whose = name(rng)
         if near:
             while is_held_out(whose := f"{rng.choice(first)} {rng.choice(second)}"):
                 pass

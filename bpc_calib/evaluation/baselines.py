@@ -134,8 +134,7 @@ class MagicPIGLayer(SignsLayer):
         centre = self.centre(visible)
         tables = self._derived("tables", lambda keys: self._tables(keys.float() - centre))
         asked = self._tables(query.float())
-        rows = [(tables == asked[:, :, g, None]).sum(-1, dtype=torch.int32) for g in range(query.shape[2])]
-        return torch.stack(rows, dim=2)
+        return torch.stack([_count_equal(tables, asked[:, :, g, None]) for g in range(query.shape[2])], dim=2)
 
     def centre(self, visible: Tensor | None) -> Tensor:
         """float32 `[batch, kv_heads, 1, head_dim]`: the mean of the keys that were there at the first choice."""
@@ -153,8 +152,8 @@ class MagicPIGLayer(SignsLayer):
     def _tables(self, vectors: Tensor) -> Tensor:
         """int16 `[..., TABLES]`: the signs of a table, read as a number."""
         signs = vectors @ _normal(self.SIGNS * self.TABLES, vectors, self.rules.seed).T >= 0
-        powers = 2 ** torch.arange(self.SIGNS, device=vectors.device)
-        return (signs.unflatten(-1, (self.TABLES, self.SIGNS)) * powers).sum(-1).short()
+        powers = 2.0 ** torch.arange(self.SIGNS, device=vectors.device)
+        return (signs.float().unflatten(-1, (self.TABLES, self.SIGNS)) @ powers).short()
 
 
 class MagicPIGSamplingLayer(MagicPIGLayer):
@@ -251,6 +250,14 @@ class PyramidKVLayer(SnapKVLayer):
         most = 2 * (mean - window) - least
         share = layers.index(self.index) / (len(layers) - 1)
         return min(length, max(1, round(window + most + (least - most) * share)))
+
+
+def _count_equal(rows: Tensor, row: Tensor) -> Tensor:
+    """int32 `[...]`: in how many places of the last dimension, at most 255 * 8 of them, two tensors are equal."""
+    same = F.pad(rows == row, (0, -rows.shape[-1] % 8))
+    # Eight counts at a time, one in each byte of an integer.
+    eights = same.view(torch.int64).sum(-1, keepdim=True)
+    return eights.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
 def _normal(count: int, like: Tensor, seed: int) -> Tensor:

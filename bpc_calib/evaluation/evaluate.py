@@ -47,11 +47,11 @@ class _Setting:
     budgets: Sequence[float | int]
     rules: dict[str, Any]
 
-    def caches(self) -> dict[tuple[str, float | int], Callable[[], BPCCache]]:
-        """How to make an empty cache of every method at every budget; full attention has but one."""
-        makers: dict[tuple[str, float | int], Callable[[], BPCCache]] = {}
+    def caches(self) -> dict[tuple[str, float | int | None], Callable[[], BPCCache]]:
+        """How to make an empty cache of every method at every budget, which is None for a method that takes none."""
+        makers: dict[tuple[str, float | int | None], Callable[[], BPCCache]] = {}
         for name in self.methods:
-            for budget in (1.0,) if name == "full" else self.budgets:
+            for budget in self.budgets if METHODS[name].takes_budget else (None,):
                 makers[name, budget] = functools.partial(
                     make_cache, name, self.model.config, self.artifact, budget, **self.rules
                 )
@@ -161,7 +161,7 @@ def check(
             k = attended(length, budget, rules.get("min_tokens", 128))
             for name in chosen:
                 forced = METHODS[name].forced
-                if name != "full" and k <= forced:
+                if METHODS[name].takes_budget and k <= forced:
                     raise InputError(
                         f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} attends to "
                         f"{forced} whatever it ranks: nothing is left to choose"
@@ -264,7 +264,7 @@ def _text(
     )
     makers = setting.caches()
     likely: dict[Any, list[Tensor]] = {key: [] for key in makers}
-    kept: dict[Any, list[Tensor]] = {key: [] for key in makers if key[0] not in ("full", "magicpig-own")}
+    kept: dict[Any, list[Tensor]] = {key: [] for key in makers if METHODS[key[0]].takes_budget}
     read: dict[Any, float] = {}
     done = 0
     for some in texts.split(batch):
@@ -282,7 +282,7 @@ def _text(
             read[key] = _read(cache, length)
             done += len(some)
             report(done / (prompts * len(makers)))
-    full = torch.cat(likely["full", 1.0]) if ("full", 1.0) in likely else None
+    full = torch.cat(likely["full", None]) if ("full", None) in likely else None
     rows = []
     for (name, budget), parts in likely.items():
         own = torch.cat(parts)
@@ -303,7 +303,7 @@ def _text(
     return rows
 
 
-def _row(task: str, length: int, name: str, budget: float | int, prompts: int) -> dict[str, Any]:
+def _row(task: str, length: int, name: str, budget: float | int | None, prompts: int) -> dict[str, Any]:
     return {"task": task, "tokens": length, "method": name, "budget": budget, "prompts": prompts}
 
 

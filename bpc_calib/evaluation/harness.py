@@ -15,7 +15,7 @@ from bpc_artifacts import ProjectionArtifact
 from bpc_calib.cache import BPCCache
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
-from bpc_calib.evaluation.methods import make_cache
+from bpc_calib.evaluation.methods import METHODS, make_cache
 from bpc_calib.models import describe
 
 __all__ = ["check", "harness_model", "run"]
@@ -69,9 +69,9 @@ def run(
     task, known = _find(task)
     rows = []
     for name in methods:
-        for budget in (1.0,) if name == "full" else budgets:
+        for budget in budgets if METHODS[name].takes_budget else (None,):
 
-            def empty(name: str = name, budget: float | int = budget) -> BPCCache:
+            def empty(name: str = name, budget: float | int | None = budget) -> BPCCache:
                 return make_cache(name, model.config, artifact, budget, seed=seed, **rules)
 
             found = simple_evaluate(

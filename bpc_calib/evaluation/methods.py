@@ -14,22 +14,23 @@ __all__ = ["METHODS", "Method", "make_cache"]
 
 @dataclass(frozen=True)
 class Method:
-    """`forced` tokens are attended whatever the ranking says."""
+    """`forced` tokens are attended whatever the ranking says; some methods take no budget."""
 
     label: str
     layer: type[SparseLayer]
     forced: int = 1
     calibrated: bool = False  # needs an artifact
+    takes_budget: bool = True
 
 
 METHODS = {
-    "full": Method("full attention", SparseLayer),
+    "full": Method("full attention", SparseLayer, takes_budget=False),
     "oracle": Method("exact top-k", baselines.OracleLayer),
     "bpc": Method("BPC", BPCLayer, calibrated=True),
     "bpc-online": Method("BPC online", BPCLayer),
     "quest": Method("Quest, page 16", baselines.QuestLayer),
     "magicpig": Method("MagicPIG LSH", baselines.MagicPIGLayer),
-    "magicpig-own": Method("MagicPIG, own rule", baselines.MagicPIGSamplingLayer),
+    "magicpig-own": Method("MagicPIG, own rule", baselines.MagicPIGSamplingLayer, takes_budget=False),
     "signs": Method("64 random signs", baselines.SignsLayer),
     "snapkv": Method("SnapKV", baselines.SnapKVLayer),
     "pyramidkv": Method("PyramidKV", baselines.PyramidKVLayer),
@@ -39,9 +40,9 @@ METHODS = {
 
 
 def make_cache(
-    name: str, config: Any, artifact: ProjectionArtifact | None, budget: float | int, **rules: Any
+    name: str, config: Any, artifact: ProjectionArtifact | None, budget: float | int | None, **rules: Any
 ) -> BPCCache:
-    """An empty cache that attends as this method does; `rules` are those of `BPCCache`.
+    """An empty cache that attends as this method does; `rules` are those of `BPCCache`, a budget None is its default.
 
     The safeguard is BPC's; the other methods choose by their ranking alone.
     """
@@ -51,4 +52,6 @@ def make_cache(
     if method.layer is not BPCLayer:
         rules = rules | {"safeguard": 0.0}
     kind: type[BPCCache] = type("ComparedCache", (BPCCache,), {"layer_class": method.layer})
-    return kind(config, artifact if method.calibrated else None, budget=budget, **rules)
+    if budget is not None:
+        rules = rules | {"budget": budget}
+    return kind(config, artifact if method.calibrated else None, **rules)

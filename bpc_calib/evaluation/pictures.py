@@ -48,7 +48,7 @@ def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -
 
 
 def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    budgets = sorted({row["budget"] for row in rows if row["method"] != "full"})
+    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
     if not budgets:
         return
     least = budgets[0]
@@ -57,7 +57,7 @@ def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     if maps:
         title = f"Recall of the true top-k by layer and KV head, {_say(least)} of {lengths[-1]:,} tokens"
         yield NAMES["recall"], _maps(maps, [row["recall_by_head"] for row in maps], "KV head", "layer", title, None)
-    grids = [row for row in rows if row["budget"] in (least, 1.0) and "depths" in row]
+    grids = [row for row in rows if row["budget"] in (least, None) and "depths" in row]
     names = [name for name in METHODS if any(row["method"] == name for row in grids)]
     if grids:
         heads, values = [], []
@@ -113,8 +113,8 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
         key = "mass" if task == "text" else "score"
         for name in names:
             own = [row for row in rows if (row["task"], row["tokens"], row["method"]) == (task, tokens, name)]
-            own = sorted((row for row in own if key in row), key=lambda row: row["budget"])
-            if name == "full":
+            own = sorted((row for row in own if key in row), key=lambda row: row["budget"] or 0)
+            if not METHODS[name].takes_budget:
                 for row in own:
                     axis.axhline(row[key]["value"], color=colors[name], linestyle="--", label=METHODS[name].label)
                 continue

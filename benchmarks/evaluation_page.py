@@ -1,0 +1,101 @@
+"""Writes docs/demo-results.md and its pictures from the results of evaluation.py.
+
+python benchmarks/evaluation_page.py benchmarks/results/evaluation_*.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bpc_calib.evaluation import METHODS, pictures
+
+DOCS = Path(__file__).parent.parent / "docs"
+TEXT = {"loss_difference": "loss", "recall": "recall", "mass": "mass", "best_kept": "best kept", "cosine": "cosine"}
+
+
+def main() -> None:
+    results = [(Path(name), json.loads(Path(name).read_text())) for name in sys.argv[1:]]
+    rows = [row for _, result in results for row in result["rows"]]
+    lines = [
+        "# The bundled model's results",
+        "",
+        "Written by `benchmarks/evaluation_page.py` from these files; each holds its command, machine, versions and",
+        "commit:",
+        "",
+    ]
+    for path, result in results:
+        lines.append(f"- [{path.name}](../benchmarks/results/{path.name}): `{result['command']}`, {_prompts(result)}")
+    lines += [
+        "",
+        "The setting is the hard one: no dense layer, nothing attended beyond the budget, questions and answers decoded",
+        "token by token. The model is calibrated on made text, other than the text of the prompts.",
+        "[What the figures mean](evaluating.md#figures). 95 % intervals in brackets.",
+        "",
+    ]
+    for tokens, budget in dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["budget"] is not None):
+        own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, None)]
+        k = int(round(budget * tokens, 6))
+        lines += [f"## {tokens:,} tokens, {100 * budget:g} % ({k} tokens)", ""]
+        lines += _answers(own) + _text(own)
+    for name, alt in _draw(rows).items():
+        lines += [f"![{alt}](pictures/{name})", ""]
+    (DOCS / "demo-results.md").write_text("\n".join(lines).rstrip() + "\n")
+    print("Wrote docs/demo-results.md")
+
+
+def _prompts(result: dict[str, Any]) -> str:
+    return f"{result['settings']['prompts']} prompts of each task"
+
+
+def _answers(rows: list[dict[str, Any]]) -> list[str]:
+    """Right answers in %, a line a method."""
+    rows = [row for row in rows if "score" in row]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    if not rows:
+        return []
+    lines = [f"| right answers, % | KV read | {' | '.join(tasks)} |", "|---|---|" + "---|" * len(tasks)]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = {row["task"]: row for row in rows if row["method"] == method}
+        cells = [_percent(found[task]["score"]) if task in found else "" for task in tasks]
+        lines.append(f"| {METHODS[method].label} | {_read(found)} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _text(rows: list[dict[str, Any]]) -> list[str]:
+    """What is kept of full attention, a line a method."""
+    rows = [row for row in rows if row["task"] == "text"]
+    if not rows:
+        return []
+    lines = [f"| text | KV read | {' | '.join(TEXT.values())} |", "|---|---|" + "---|" * len(TEXT)]
+    for row in rows:
+        cells = [_figure(row[key]) if key in row else "" for key in TEXT]
+        lines.append(f"| {METHODS[row['method']].label} | {_read({'text': row})} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _read(found: dict[str, dict[str, Any]]) -> str:
+    return f"{next(iter(found.values()))['read']:.1%}"
+
+
+def _percent(figure: dict[str, float]) -> str:
+    value, low, high = (100 * figure[key] for key in ("value", "low", "high"))
+    return f"{value:.1f} ({low:.0f} to {high:.0f})"
+
+
+def _figure(figure: dict[str, float]) -> str:
+    return f"{figure['value']:.3f} ± {(figure['high'] - figure['low']) / 2:.3f}"
+
+
+def _draw(rows: list[dict[str, Any]]) -> dict[str, str]:
+    written = pictures.draw(rows, DOCS / "pictures", overwrite=True)
+    titles = {
+        "recall.png": "Recall by layer and head",
+        "needles.png": "Needles by depth and length",
+        "budgets.png": "Answers and mass by budget",
+    }
+    return {path.name: titles[path.name] for path in written}
+
+
+if __name__ == "__main__":
+    main()
