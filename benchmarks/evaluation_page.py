@@ -28,8 +28,8 @@ def main() -> None:
         lines.append(f"- [{path.name}](../benchmarks/results/{path.name}): `{result['command']}`, {_prompts(result)}")
     lines += [
         "",
-        "The setting is the hard one: no dense layer, nothing attended beyond the budget, questions and answers decoded",
-        "token by token. The model is calibrated on made text, other than the text of the prompts.",
+        "The setting is the hard one: no dense layer, nothing attended beyond the budget, questions and answers",
+        "decoded token by token. The model is calibrated on made text, other than the text of the prompts.",
         "[What the figures mean](evaluating.md#figures). 95 % intervals in brackets.",
         "",
     ]

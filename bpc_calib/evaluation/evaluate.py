@@ -29,6 +29,7 @@ TEXT = "text"  # the task that is no question: plain text
 FORCED = 64  # tokens of each text that are decoded one at a time
 DEPTHS = 10  # needles stand in the middle of each tenth
 BATCH_TOKENS = 1 << 16
+OTHER_TEXT = 1 << 32  # added to the seed, so that no text is that of a calibration with the same seed
 
 # No dense layer and no lower bound, so that every layer has to choose: the setting that tells methods apart.
 HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
@@ -259,7 +260,7 @@ def _text(
         setting.tokenizer,
         samples=prompts,
         sequence_length=length,
-        seed=seed,
+        seed=seed + OTHER_TEXT,
         vocab_size=describe(setting.model.config).vocab_size,
     )
     makers = setting.caches()
