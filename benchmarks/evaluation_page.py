@@ -17,6 +17,7 @@ TEXT = {"loss_difference": "loss", "recall": "recall", "mass": "mass", "best_kep
 def main() -> None:
     results = [(Path(name), json.loads(Path(name).read_text())) for name in sys.argv[1:]]
     rows = [row for _, result in results for row in result["rows"]]
+    rows.sort(key=lambda row: (row["tokens"], -(row["budget"] or 1), list(METHODS).index(row["method"])))
     lines = [
         "# The bundled model's results",
         "",

@@ -12,7 +12,7 @@ from bpc_cli.console import bars, command, print_json, print_table, printable, q
 
 TOKENS = 2048
 BUDGET = 0.005
-SAMPLES = 60
+SAMPLES = 30
 
 
 @command

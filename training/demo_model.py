@@ -57,9 +57,10 @@ STAGES = (
     Stage(300, 1024, 4, (40, 150), MIXED, near=0.1, distinct=True),
     Stage(400, 2048, 2, (45, 200), MIXED, near=0.1, distinct=True),
     Stage(150, 4096, 1, (80, 400), MIXED, near=0.1, distinct=True),
-    Stage(230, 8192, 1, (150, 600), MIXED, near=0.1, distinct=True),
+    Stage(300, 8192, 1, (120, 400), MIXED, near=0.1, distinct=True),
 )
-DECAY_FROM = 0.4  # of all steps; linear to zero
+DECAY_TO, DECAYING = 3580, 0.6  # linear to zero at that step, over this share of the steps before it
+LAST_RATE = 0.25  # the last stage begins anew, at this share of the rates
 
 
 def main() -> None:
@@ -80,7 +81,7 @@ def main() -> None:
     while step < len(stages):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * schedule(step / len(stages), step)
+                group["lr"] = group["initial_lr"] * schedule(step)
         stage = stages[step]
         made = [sequence(random.Random(f"{arguments.seed}/{step}/{i}"), tokenizer, stage) for i in range(stage.batch)]
         ids, weights, answers = (torch.stack(parts) for parts in zip(*made, strict=True))
@@ -150,8 +151,12 @@ def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def schedule(done: float, step: int) -> float:
-    return min(1.0, (step + 1) / WARM_UP, (1 - done) / (1 - DECAY_FROM))
+def schedule(step: int) -> float:
+    """The share of the learning rates: a warm-up, then linear decay, once more for the longest sequences."""
+    left = sum(stage.steps for stage in STAGES) - step
+    if left <= STAGES[-1].steps:
+        return LAST_RATE * left / STAGES[-1].steps
+    return min(1.0, (step + 1) / WARM_UP, (1 - step / DECAY_TO) / DECAYING)
 
 
 def train(
