@@ -4,10 +4,27 @@ import enum
 import os
 from decimal import Decimal
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from bpc_cli.console import fail
 
-__all__ = ["Dtype", "find_artifact", "parse_budget", "parse_layers", "pick_device", "split"]
+__all__ = [
+    "AsJson",
+    "Device",
+    "Dtype",
+    "Model",
+    "NoProgress",
+    "Revision",
+    "TrustRemoteCode",
+    "WeightsDtype",
+    "find_artifact",
+    "parse_budget",
+    "parse_layers",
+    "pick_device",
+    "split",
+]
 
 
 class Dtype(str, enum.Enum):
@@ -17,6 +34,15 @@ class Dtype(str, enum.Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Folder or Hub id of a causal language model, or demo.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")]
+WeightsDtype = Annotated[Dtype, typer.Option(help="Dtype to run the model in.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+NoProgress = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 
 
 def pick_device(name: str) -> str:

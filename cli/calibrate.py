@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.arguments import Dtype, pick_device
+from bpc_cli.arguments import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    NoProgress,
+    Revision,
+    TrustRemoteCode,
+    WeightsDtype,
+    pick_device,
+)
 from bpc_cli.console import bars, command, note, print_json, print_table, printable, quiet_libraries
 
 if TYPE_CHECKING:
@@ -27,7 +37,7 @@ class Method(str, enum.Enum):
 
 @command
 def calibrate(
-    model: Annotated[str, typer.Option("--model", "-m", help="Folder or Hub id of a causal language model.")],
+    model: Model,
     samples: Annotated[int, typer.Option(help="Text samples, shared evenly by the corpora.")] = 180,
     corpus: Annotated[
         list[str] | None,
@@ -66,16 +76,14 @@ def calibrate(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file if it exists.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to run the model in.")] = Dtype.auto,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+    revision: Revision = None,
+    dtype: WeightsDtype = Dtype.auto,
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="The same seed gives the same file.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; loads no weights.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    as_json: AsJson = False,
+    quiet: NoProgress = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the projections of a model from text and write them to one safetensors file.
 

@@ -7,7 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from bpc_cli.arguments import pick_device
+from bpc_cli.arguments import (
+    AsJson,
+    Device,
+    NoProgress,
+    pick_device,
+)
 from bpc_cli.console import bars, command, print_json, print_table, printable, quiet_libraries
 
 TOKENS = 2048
@@ -18,10 +23,10 @@ SAMPLES = 30
 @command
 def demo(
     prompts: Annotated[int, typer.Option(help="Questions to ask.", min=1)] = 20,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of text and questions.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: AsJson = False,
+    quiet: NoProgress = False,
 ) -> None:
     """Calibrate the bundled model, then ask it for facts hidden in long texts, attending to 0.5 % of the tokens.
 

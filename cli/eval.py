@@ -8,7 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from bpc_cli.arguments import Dtype, find_artifact, parse_budget, parse_layers, pick_device, split
+from bpc_cli.arguments import (
+    AsJson,
+    Device,
+    Dtype,
+    Model,
+    NoProgress,
+    Revision,
+    TrustRemoteCode,
+    WeightsDtype,
+    find_artifact,
+    parse_budget,
+    parse_layers,
+    pick_device,
+    split,
+)
 from bpc_cli.console import bars, command, fail, note, print_json, print_table, printable, quiet_libraries
 
 HARNESS = "lm_eval:"
@@ -17,7 +31,7 @@ FIGURES = {"loss_difference": "loss", "recall": "recall", "mass": "mass", "best_
 
 @command
 def eval_(
-    model: Annotated[str, typer.Option("--model", "-m", help="Folder or Hub id of a causal language model, or demo.")],
+    model: Model,
     artifact: Annotated[
         str | None,
         typer.Option(
@@ -65,15 +79,13 @@ def eval_(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write pictures into this folder (needs matplotlib).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to run the model in.")] = Dtype.auto,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+    revision: Revision = None,
+    dtype: WeightsDtype = Dtype.auto,
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of prompts and of what is drawn by chance.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    as_json: AsJson = False,
+    quiet: NoProgress = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare BPC with full attention, the exact top-k and other methods: same prompts, same budget, all decoded.
 

@@ -9,13 +9,24 @@ from typing import Annotated, Any
 
 import typer
 
-from bpc_cli.arguments import Dtype, find_artifact, parse_budget, parse_layers, pick_device
+from bpc_cli.arguments import (
+    Device,
+    Dtype,
+    Model,
+    Revision,
+    TrustRemoteCode,
+    WeightsDtype,
+    find_artifact,
+    parse_budget,
+    parse_layers,
+    pick_device,
+)
 from bpc_cli.console import command, fail, note, print_json, printable, quiet_libraries
 
 
 @command
 def generate(
-    model: Annotated[str, typer.Option("--model", "-m", help="Folder or Hub id of a causal language model.")],
+    model: Model,
     artifact: Annotated[
         str,
         typer.Option(
@@ -43,15 +54,13 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run full attention; print both, where they differ, and speeds.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to run the model in.")] = Dtype.auto,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+    revision: Revision = None,
+    dtype: WeightsDtype = Dtype.auto,
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Of sampling and of online projections.", min=0)] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON, at the end.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No messages on stderr but errors.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Continue a prompt; each new token attends to the best-ranked tokens of the KV cache alone.
 
