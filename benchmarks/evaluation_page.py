@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from bpc_calib.evaluation import METHODS, pictures
+from bpc_cli.eval import FIGURES
 
 DOCS = Path(__file__).parent.parent / "docs"
-TEXT = {"loss_difference": "loss", "recall": "recall", "mass": "mass", "best_kept": "best kept", "cosine": "cosine"}
 
 
 def main() -> None:
     results = [(Path(name), json.loads(Path(name).read_text())) for name in sys.argv[1:]]
-    rows = [row for _, result in results for row in result["rows"]]
+    # Where two files have the same row, the later file's counts.
+    keys = ("task", "tokens", "method", "budget")
+    rows = list({tuple(row[key] for key in keys): row for _, result in results for row in result["rows"]}.values())
     rows.sort(key=lambda row: (row["tokens"], -(row["budget"] or 1), list(METHODS).index(row["method"])))
     lines = [
         "# The bundled model's results",
@@ -68,9 +70,9 @@ def _text(rows: list[dict[str, Any]]) -> list[str]:
     rows = [row for row in rows if row["task"] == "text"]
     if not rows:
         return []
-    lines = [f"| text | KV read | {' | '.join(TEXT.values())} |", "|---|---|" + "---|" * len(TEXT)]
+    lines = [f"| text | KV read | {' | '.join(FIGURES.values())} |", "|---|---|" + "---|" * len(FIGURES)]
     for row in rows:
-        cells = [_figure(row[key]) if key in row else "" for key in TEXT]
+        cells = [_figure(row[key]) if key in row else "" for key in FIGURES]
         lines.append(f"| {METHODS[row['method']].label} | {_read({'text': row})} | {' | '.join(cells)} |")
     return [*lines, ""]
 

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -77,6 +78,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)
+        rules = replace(rules, layers=tuple(sorted(sparse)))
         projections: dict[int, Tensor] = {}
         if artifact is not None:
             projections = _projections(artifact, model, bits)

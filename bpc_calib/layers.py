@@ -33,6 +33,7 @@ class Rules:
     gain: bool
     bits: int
     seed: int
+    layers: tuple[int, ...] = ()  # those that choose
 
     def __post_init__(self) -> None:
         """Raise `InputError` at the first value out of range."""
@@ -132,7 +133,7 @@ class SparseLayer(GrowingLayer):
         """Bytes that ranking `length` tokens of a sequence reads."""
         return 0
 
-    def observe(self, query: Tensor) -> None:
+    def observe(self, query: Tensor, scale: float | None) -> None:
         """A step of several tokens, already cached, with these queries `[batch, query_heads, new, head_dim]`."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 __all__ = [
     "ATTRIBUTES",
+    "FIRST",
+    "SECOND",
     "STYLES",
     "document",
     "fact",

@@ -108,7 +108,7 @@ def _attention(
                 return layer.attend(query, k, visible, arguments.get("scaling")), None
         else:
             _check_continued(query, key, attention_mask, arguments.get("position_ids"))
-            layer.observe(query)
+            layer.observe(query, arguments.get("scaling"))
     return _own_attention(base, module)(_named(base, module), query, key, value, attention_mask, **arguments)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from bpc_calib.corpora import Corpus, documents
 from bpc_calib.errors import CorpusError, ModelError
 
-__all__ = ["draw_samples", "pack", "pieces"]
+__all__ = ["beginning", "draw_samples", "pack", "pieces"]
 
 CHARACTERS_PER_TOKEN = 6  # more than text has, so that most pieces fill a sample
 SPARE_CHARACTERS = 64 << 20
@@ -55,7 +55,7 @@ def draw_samples(
         if len(own) < wanted:
             raise CorpusError(
                 f"corpus {corpus.name} has text for {len(own)} samples of {sequence_length} tokens, "
-                f"{wanted} are needed: lower --samples or --sequence-length, or add text"
+                f"{wanted} are needed: ask for fewer or shorter ones, or add text"
             )
         drawn += own
         tokens = torch.tensor(own, dtype=torch.int32).numpy()
@@ -101,14 +101,19 @@ def pieces(texts: Iterable[str], length: int, rng: random.Random, *, mix: int) -
         yield from rest
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """The tokenizer's BOS, if it begins every text with it."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos] else []
+
+
 def pack(texts: Iterable[str], tokenizer: Any, length: int) -> Iterator[list[int]]:
     """Token sequences of exactly `length`: the tokenizer's BOS if it has one, then texts joined by EOS.
 
     What is left at the end is too short for a sample and dropped.
     """
-    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    starts_with_bos = bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos]
-    start = [bos] if starts_with_bos else []
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    start = beginning(tokenizer)
     room = length - len(start)
     if room < 1:
         raise CorpusError(f"samples of {length} tokens have no room for text")

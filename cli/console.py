@@ -45,6 +45,7 @@ def bars() -> "Progress":
         TextColumn("ETA"),
         TimeRemainingColumn(),
         console=Console(stderr=True, markup=False, highlight=False, emoji=False),
+        redirect_stdout=False,  # results stay on stdout
     )
 
 
@@ -101,7 +102,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
             if isinstance(fault, BPCError):
                 fail(" ".join(str(fault).split()))
             if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's, unimported
-                fail("out of memory: try a shorter prompt or --sequence-length, fewer --keys-per-head, or --device cpu")
+                fail("out of memory: try shorter texts, fewer at once, or --device cpu (--help names the options)")
             kind, text = type(fault).__name__, " ".join(str(fault).split())[:300]
             fail(f"unexpected {kind}: {text} (BPC_DEBUG=1 shows where; please report it)")
 
@@ -122,6 +123,9 @@ def quiet_libraries(*, bars: bool = True, warnings: bool = True) -> None:
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine("Warning: %(message)s"))
+    told: set[str] = set()
+    # Once each: a command may open the same artifact again and again.
+    handler.addFilter(lambda record: record.getMessage() not in told and not told.add(record.getMessage()))  # type: ignore[func-returns-value]
     ours = logging.getLogger("bpc_calib")
     ours.handlers = [handler]
     ours.setLevel(logging.WARNING if warnings else logging.ERROR)

@@ -37,7 +37,7 @@ def eval_(
         typer.Option(
             "--artifact",
             "-a",
-            help="Projections of bpc calibrate: a file or a Hub id. Without, BPC finds them in the prompt.",
+            help="Projections of bpc calibrate: a file or a Hub id. Without, only BPC online is compared.",
         ),
     ] = None,
     tasks: Annotated[
@@ -100,14 +100,14 @@ def eval_(
     own = [task for task in wanted if not task.startswith(HARNESS)]
     foreign = [task.removeprefix(HARNESS) for task in wanted if task.startswith(HARNESS)]
     sizes = [_number(text) for text in split(lengths)]
-    shares = [parse_budget(text, "--budgets") for text in split(budgets)]
+    shares = list(dict.fromkeys(parse_budget(text, "--budgets") for text in split(budgets)))
     chosen = None if methods is None else split(methods)
     rules: dict[str, Any] = {"min_tokens": min_tokens, "dense_layers": parse_layers(dense_layers), "seed": seed}
     quiet_libraries(bars=not quiet, warnings=not quiet)
     from bpc_artifacts import load
     from bpc_artifacts.file import check_writable, replacing
 
-    projections = None if artifact in (None, "online") else load(find_artifact(artifact or "")[0])
+    projections = None if artifact is None else load(find_artifact(artifact)[0])
     if output is not None:
         check_writable(output, 1 << 20, overwrite=force)
     from bpc_calib import describe, enable
@@ -162,12 +162,12 @@ def eval_(
     if output is not None:
         with replacing(output, force) as temporary:
             temporary.write_text(json.dumps(result, indent=1) + "\n")
-    if plot is not None:
-        pictures.draw(result["rows"], plot, overwrite=force)
     if as_json:
         print_json(result)
     else:
         _print(result["rows"], description.id)
+    if plot is not None:
+        pictures.draw(result["rows"], plot, overwrite=force)
 
 
 def _tasks(text: str) -> list[str]:
@@ -185,6 +185,8 @@ def _number(text: str) -> int:
 
 def _print(rows: list[dict[str, Any]], model: str) -> None:
     """Two tables for every length and budget: what was answered right, and what was kept of full attention."""
+    _print_metrics([row for row in rows if "metrics" in row], model)
+    rows = [row for row in rows if "metrics" not in row]
     groups = dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["budget"] is not None)
     for tokens, budget in groups or {(row["tokens"], None): None for row in rows}:
         own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, None)]
@@ -197,6 +199,23 @@ def _print(rows: list[dict[str, Any]], model: str) -> None:
         if figures:
             cells = [(row["method"], key, row["read"], row[key]) for row in own for key in figures if key in row]
             _print_table(f"{title}: text, of full attention, and 95 % interval", cells, figures)
+
+
+def _print_metrics(rows: list[dict[str, Any]], model: str) -> None:
+    """What lm_eval says, as it says it: a line a method and budget."""
+    from rich.table import Table
+
+    from bpc_calib.evaluation import METHODS
+
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == task]
+        names = list(dict.fromkeys(name for row in own for name in row["metrics"] if "," in name))
+        table = Table("method", "budget", *map(printable, names))
+        for row in own:
+            budget = "" if row["budget"] is None else _of(row["budget"], None)
+            cells = [f"{row['metrics'][name]:.4g}" if name in row["metrics"] else "" for name in names]
+            table.add_row(METHODS[row["method"]].label, budget, *cells)
+        print_table(f"{printable(model)}: {printable(task)}, {own[0]['prompts']} documents", table)
 
 
 def _print_table(title: str, cells: list[tuple[str, str, float | None, Any]], columns: dict[str, Any]) -> None:
@@ -224,8 +243,8 @@ def _of(budget: float | None, tokens: int | None) -> str:
 
 
 def _share(figure: dict[str, Any]) -> str:
-    value = f"{100 * figure['value']:.0f}"
-    return value if figure["low"] is None else f"{value} ({100 * figure['low']:.0f}-{100 * figure['high']:.0f})"
+    value, low, high = (100 * figure[side] for side in ("value", "low", "high"))
+    return f"{value:.0f} ({low:.0f}-{high:.0f})"
 
 
 def _mean(figure: dict[str, float]) -> str:

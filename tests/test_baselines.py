@@ -17,8 +17,9 @@ VALUES = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(1))
 QUERY = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(2))  # two query heads a KV head
 
 
-def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL):
-    made = kind(index, Rules(budget, 1, 0.0, 1, 0, "max", True, 64, 0), model, None)
+def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL, layers=(0,)):
+    rules = Rules(budget, 1, 0.0, 1, 0, "max", True, 64, 0, tuple(layers))
+    made = kind(index, rules, model, None)
     made.update(keys, values)
     return made
 
@@ -144,30 +145,32 @@ def snapkv_by_hand(keys, queries, window):
 def test_snapkv_keeps_what_the_window_attended_to():
     queries = torch.randn(1, 4, 70, 8, generator=torch.Generator().manual_seed(3))
     made = layer(baselines.SnapKVLayer)
-    made.observe(queries)
+    made.observe(queries, None)
     found = chosen(made)
     for head in range(2):
         importance = snapkv_by_hand(KEYS[0, head], queries[0, 2 * head : 2 * head + 2], 6)
         order = sorted(range(64), key=lambda i: -importance[i])[:6]
         assert found[0, head].tolist() == sorted([*order, *range(64, 70)])
-    # What is generated takes the place of the least important; other queries change nothing.
+    # What is fed later is kept beside the prompt's; other queries change nothing.
     for token in range(3):
         made.update(KEYS[:, :, token : token + 1], VALUES[:, :, token : token + 1])
-    later = made.choose(-QUERY, 12, None)
-    for head in range(2):
-        importance = snapkv_by_hand(KEYS[0, head], queries[0, 2 * head : 2 * head + 2], 6)
-        order = sorted(range(64), key=lambda i: -importance[i])[:3]
-        assert later[0, head].tolist() == sorted([*order, *range(64, 73)])
+    assert made.count(73) == 15
+    later = made.choose(-QUERY, 15, None)
+    assert torch.equal(later, torch.cat([found, torch.arange(70, 73).expand(1, 2, 3)], dim=-1))
 
 
 def test_pyramidkv_gives_lower_layers_more_and_all_of_them_as_many():
     model = describe(tiny.config(num_hidden_layers=5))
-    made = [layer(baselines.PyramidKVLayer, 40, index, model=model) for index in range(5)]
-    counts = [one.count(70) for one in made]
+    made = [layer(baselines.PyramidKVLayer, 40, index, model=model, layers=range(5)) for index in range(5)]
+    counts = [one.kept(70) for one in made]
     # A window of 20; of the other 20 on average, a twentieth in the last layer.
     assert counts == [59, 50, 40, 30, 21]
     assert sum(counts) == 5 * 40
-    assert layer(baselines.PyramidKVLayer, 40).count(30) == 30
+    assert [one.window(70) for one in made] == [20] * 5
+    assert made[0].kept(30) == 30
+    # With dense layers, those that choose share among them.
+    some = [layer(baselines.PyramidKVLayer, 40, index, model=model, layers=(2, 4)) for index in (2, 4)]
+    assert [one.kept(70) for one in some] == [59, 21]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ def test_the_figures_of_text(rows):
         assert ("mass" in row) == (name not in ("full", "magicpig-own"))
         if "mass" in row:
             assert [len(layer) for layer in row["recall_by_head"]] == [2, 2, 2]
+            assert row["layers"] == [0, 1, 2]
     assert text["oracle", 8]["mass"]["value"] > text["random", 8]["mass"]["value"] + 0.02
     assert text["oracle", 0.1]["recall"]["value"] > 0.98
     # 70 of 700 tokens: by chance a tenth, but for the newest.
@@ -109,7 +110,7 @@ def refused(**changes):
 def test_what_cannot_be_evaluated_is_refused_before_any_work():
     assert refused(tasks=["needle", "haystack"]).startswith("unknown task 'haystack': the tasks are text, needle, ")
     assert refused(methods=["h2o"]).startswith("unknown method 'h2o': the methods are full, oracle, ")
-    assert refused(methods=["bpc"]) == "method 'bpc' needs an artifact of this model"
+    assert refused(methods=["bpc"]) == "method 'bpc' needs an artifact of this model; bpc-online needs none"
     assert refused(lengths=[1024, 4096]) == "prompts of 4,096 tokens: the model takes 2,048 in all"
     assert refused(tasks=["text"]) == "task 'text' needs a corpus"
     assert refused(prompts=0) == "prompts must be at least 1, not 0"
@@ -197,6 +198,26 @@ def test_pictures_without_matplotlib(bpc, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = bpc("eval", "-m", folder, "--plot", "pictures")
     assert (ran.code, ran.err) == (1, "Error: pictures need matplotlib: pip install matplotlib\n")
+
+
+def test_too_short_for_a_task_is_known_before_any_work(bpc, folder):
+    ran = bpc("eval", "-m", folder, "--tasks", "text,needle,multi-key", "--lengths", "700", "--budgets", "10%")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: task 'multi-key' at 700 tokens: ")
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_pictures_of_several_lengths_in_any_order(rows, tmp_path):
+    pictures = pytest.importorskip("bpc_calib.evaluation.pictures")
+    pytest.importorskip("matplotlib")
+    again = [row | {"tokens": 350} for row in rows[0]]
+    foreign = {"task": "lm_eval:x", "tokens": None, "method": "full", "budget": None, "metrics": {"acc,none": 0.5}}
+    found = dict(pictures._figures([*rows[0], *again, foreign]))
+    assert set(found) == {"recall.png", "needles.png", "budgets.png"}
+    grid = found["needles.png"].axes[0]
+    assert [label.get_text() for label in grid.get_yticklabels()] == ["350", "700"]
+    assert pictures._say(8) == "8 tokens"
+    assert [axis.get_title() for axis in found["recall.png"].axes[:2]] == ["exact top-k", "BPC"]
 
 
 def test_ruler_is_every_task_but_text_and_needle():

@@ -123,6 +123,20 @@ def test_a_prompt_has_exactly_its_tokens_and_all_statements(task, bos):
         assert tokenizer.decode(prompt.ids[-prompt.question :]) == problem.question
 
 
+def test_a_tokenizer_that_joins_sentences_gets_its_length_too():
+    """Real tokenizers merge the ends of sentences: the parts of a text have more tokens than the whole."""
+    tokenizer = tiny.merging_tokenizer()
+    parts = ["\nif x:\n", "\nfor y:\n"]
+    assert len(tokenizer("".join(parts))["input_ids"]) < sum(len(tokenizer(part)["input_ids"]) for part in parts)
+    problem = needle(random.Random(1))
+    for style in (None, "code"):
+        prompt = hide(problem, tokenizer, 40_000, random.Random(2), style=style)
+        assert len(prompt.ids) == 40_000
+        text = tokenizer.decode(prompt.ids)
+        assert all(statement in text for statement in problem.statements)
+        assert text.endswith(problem.question)
+
+
 def test_depth_is_where_the_needle_stands():
     problem = needle(random.Random(1))
     for depth in (0.0, 0.25, 0.5, 1.0):

@@ -102,6 +102,17 @@ def tokenizer(*, bos: bool = True) -> Any:
     )
 
 
+def merging_tokenizer() -> Any:
+    """As above, but two new lines in a row are one token, as in many vocabularies."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    newline = "\u010a"  # as the byte level spells it
+    vocabulary = {c: i for i, c in enumerate([*alphabet, 2 * newline])}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[(newline, newline)]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
 def save(folder: Path, family: str = "llama", **changes: Any) -> Path:
     """A model folder as `save_pretrained` writes it."""
     model(family, **changes).save_pretrained(folder)

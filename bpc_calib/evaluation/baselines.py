@@ -28,6 +28,9 @@ __all__ = [
 ]
 
 
+HASHED_AT_ONCE = 1 << 12  # tokens: 1,500 signs of a key take kilobytes on their way
+
+
 class OracleLayer(SparseLayer):
     """The largest products of query and key themselves: what a ranking could be at best."""
 
@@ -98,6 +101,14 @@ class SignsLayer(SparseLayer):
 
     BITS = 64
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.known = 0  # tokens whose signs are kept
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.known = min(self.known, self.get_seq_length())
+
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         directions = _normal(self.BITS, self.keys, self.rules.seed)
         signs = self._derived("signs", lambda keys: torch.where(keys.float() @ directions.T >= 0, 1.0, -1.0))
@@ -107,12 +118,12 @@ class SignsLayer(SparseLayer):
         return length * self.keys.shape[1] * self.BITS // 8
 
     def _derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `make` says of every key, kept; only keys that are new are asked for."""
+        """What `make` says of every key, kept; only keys that are new are asked for, some at a time."""
         length = self.get_seq_length()
-        known = self.buffers[name].shape[2] if name in self.buffers else 0
-        if known < length:
-            new = make(self.keys[:, :, known:])
-            self.buffers[name] = torch.cat([self.buffers[name], new], dim=2) if known else new
+        while self.known < length:
+            end = min(length, self.known + HASHED_AT_ONCE)
+            self._append(name, self.known, make(self.keys[:, :, self.known : end]))
+            self.known = end
         return self.buffers[name][:, :, :length]
 
 
@@ -199,21 +210,36 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
 
 
 class SnapKVLayer(SparseLayer):
-    """SnapKV (Li et al. 2024): keeps for good what the last queries of the prompt attended to.
+    """SnapKV (Li et al. 2024): keeps of the prompt, for good, what its last queries attended to.
 
     Importance is the mean attention of an observation window at the end of the prompt, smoothed by a mean over 5
-    tokens, and the mean over the group. The window itself is kept, and so is what is generated, the newest first; the
-    papers' window of 32 is cut to half of what may be attended, so that something is left to choose.
+    tokens, and the mean over the group. The budget is that of the prompt, its window included; as in the paper, what is
+    fed later is kept beside it. The window of 32 is cut to half of the budget, so that something is left to choose.
     """
 
     WINDOW, KERNEL = 32, 5
 
-    def observe(self, query: Tensor) -> None:
-        if "importance" not in self.buffers:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.prompt = 0  # tokens of the first step of several; without one nothing is chosen, and all are kept
+
+    def observe(self, query: Tensor, scale: float | None) -> None:
+        if not self.prompt:
             self.prompt = self.get_seq_length()
-            last = query[:, :, -self.WINDOW :].unflatten(1, (self.keys.shape[1], -1)).float()
-            window = min(last.shape[3], max(1, self.count(self.prompt) // 2))
-            self.buffers["importance"] = self._importance(last[:, :, :, -window:])
+            grouped = query[:, :, -self.window(self.prompt) :].unflatten(1, (self.keys.shape[1], -1))
+            self.buffers["importance"] = self._importance(grouped.float(), scale)
+
+    def window(self, length: int) -> int:
+        """How many of the last queries of a prompt are asked; as many of its last tokens are kept."""
+        return min(self.WINDOW, max(1, super().count(length) // 2))
+
+    def kept(self, length: int) -> int:
+        """How many tokens of a prompt are kept."""
+        return super().count(length)
+
+    def count(self, length: int) -> int:
+        prompt = min(self.prompt, length)
+        return self.kept(prompt) + length - prompt if prompt else length
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         length = self.get_seq_length()
@@ -221,11 +247,11 @@ class SnapKVLayer(SparseLayer):
         newest = torch.arange(2, 2 + length - importance.shape[2], device=importance.device).float()
         return sortable(torch.cat([importance, newest.expand(*importance.shape[:2], -1)], dim=2))
 
-    def _importance(self, query: Tensor) -> Tensor:
+    def _importance(self, query: Tensor, scale: float | None) -> Tensor:
         """float32 `[batch, kv_heads, prompt - window]` of window queries `[batch, kv_heads, G, window, head_dim]`."""
         window = query.shape[3]
         keys = self.keys.float()
-        logits = query @ keys.unsqueeze(2).mT * query.shape[-1] ** -0.5
+        logits = query @ keys.unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
         later = torch.ones(window, keys.shape[2], dtype=torch.bool, device=keys.device).triu(self.prompt - window + 1)
         weights = logits.masked_fill(later, -math.inf).softmax(-1)[..., : self.prompt - window]
         mean = weights.mean((2, 3))
@@ -235,17 +261,17 @@ class SnapKVLayer(SparseLayer):
 class PyramidKVLayer(SnapKVLayer):
     """PyramidKV (Cai et al. 2024): SnapKV with more tokens for the lower layers, as many in all.
 
-    Beyond the window, the last layer has a twentieth of the mean and the others rise to the first by equal steps.
+    Beyond the window, the last layer keeps a twentieth of the mean and the others rise to the first by equal steps,
+    among the layers that choose. What the first could not take, because the prompt is shorter, is not passed on.
     """
 
     BETA = 20
 
-    def count(self, length: int) -> int:
-        mean = super().count(length)
-        layers = self.model.full_layers
+    def kept(self, length: int) -> int:
+        mean, layers = super().kept(length), self.rules.layers
         if len(layers) == 1 or mean == length:
             return mean
-        window = min(self.WINDOW, max(1, mean // 2))
+        window = self.window(length)
         least = (mean - window) / self.BETA
         most = 2 * (mean - window) - least
         share = layers.index(self.index) / (len(layers) - 1)

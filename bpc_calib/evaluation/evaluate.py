@@ -29,7 +29,7 @@ TEXT = "text"  # the task that is no question: plain text
 FORCED = 64  # tokens of each text that are decoded one at a time
 DEPTHS = 10  # needles stand in the middle of each tenth
 BATCH_TOKENS = 1 << 16
-OTHER_TEXT = 1 << 32  # added to the seed, so that no text is that of a calibration with the same seed
+OTHER_TEXT = 1 << 32  # added to the seed, so that made text is not that of a calibration with the same seed
 
 # No dense layer and no lower bound, so that every layer has to choose: the setting that tells methods apart.
 HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
@@ -104,8 +104,21 @@ def evaluate(
     """
     chosen = check(model.config, artifact, tasks, lengths, budgets, methods, prompts, corpora, **rules)
     setting = _Setting(model, tokenizer, artifact, chosen, tuple(budgets), rules)
-    rows = []
+    vocabulary = describe(model.config).vocab_size
+    texts = {
+        length: draw_samples(
+            list(corpora),
+            tokenizer,
+            samples=prompts,
+            sequence_length=length,
+            seed=seed + OTHER_TEXT,
+            vocab_size=vocabulary,
+        )[0]
+        for length in (lengths if TEXT in tasks else ())
+    }
     steps = [(length, task) for length in lengths for task in tasks]
+    asked = {(length, task): _prompts(task, tokenizer, length, prompts, seed) for length, task in steps if task != TEXT}
+    rows = []
     for number, (length, task) in enumerate(steps):
         many = batch or max(1, BATCH_TOKENS // length)
 
@@ -114,9 +127,9 @@ def evaluate(
 
         report(0.0)
         if task == TEXT:
-            rows += _text(setting, corpora, length, prompts, many, seed, report)
+            rows += _text(setting, texts[length], many, report)
         else:
-            rows += _task(setting, task, length, prompts, many, seed, report)
+            rows += _task(setting, task, length, asked[length, task], many, report)
     progress(1.0, "done")
     return rows
 
@@ -142,7 +155,7 @@ def check(
         if name not in METHODS:
             raise InputError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
         if name not in able:
-            raise InputError(f"method {name!r} needs an artifact of this model")
+            raise InputError(f"method {name!r} needs an artifact of this model; bpc-online needs none")
         for budget in budgets:
             make_cache(name, config, artifact, budget, **rules)
     for given, what in ((lengths, "length"), (budgets, "budget"), (chosen, "method")):
@@ -154,6 +167,8 @@ def check(
         raise InputError(f"task {TEXT!r} needs a corpus")
     limit = describe(config).context_limit
     for length in lengths if tasks else ():
+        if length < 1:
+            raise InputError(f"prompts must have at least 1 token, not {length}")
         if limit is not None and length > limit:
             raise InputError(f"prompts of {length:,} tokens: the model takes {limit:,} in all")
         if TEXT in tasks and length < 2 * FORCED:
@@ -170,21 +185,27 @@ def check(
     return chosen
 
 
-def _task(
-    setting: _Setting, task: str, length: int, prompts: int, batch: int, seed: int, report: Callable[[float], None]
-) -> list[dict[str, Any]]:
-    """Rows of one task at one length."""
+def _prompts(task: str, tokenizer: Any, length: int, prompts: int, seed: int) -> list[Prompt]:
     drawn = [random.Random(f"{seed}/{task}/{length}/{number}") for number in range(prompts)]
     problems = [TASKS[task](rng) for rng in drawn]
     depths = [(number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None for number in range(prompts)]
-    asked = hide_all(problems, setting.tokenizer, length, drawn, depths)
+    try:
+        return hide_all(problems, tokenizer, length, drawn, depths)
+    except InputError as fault:
+        raise InputError(f"task {task!r} at {length:,} tokens: {fault}") from fault
+
+
+def _task(
+    setting: _Setting, task: str, length: int, asked: Sequence[Prompt], batch: int, report: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """Rows of one task at one length."""
+    prompts, problem = len(asked), asked[0].problem
+    counted = all(len(prompt.problem.wanted) == 1 for prompt in asked)
     rows = []
     for (name, budget), found in ask(setting.model, setting.tokenizer, asked, setting.caches(), batch, report).items():
-        whole = all(value in (0.0, 1.0) for value in found.scores)
-        figure = share(sum(found.scores), prompts) if whole else mean(found.scores)
+        figure = share(sum(found.scores), prompts) if counted else mean(found.scores, least=0.0, most=1.0)
         row = _row(task, length, name, budget, prompts) | {"score": figure, "read": round(found.read, 6)}
-        first = {"fact": problems[0].statements[0], "question": problems[0].question, "said": found.said[0]}
-        row["example"] = first
+        row["example"] = {"fact": problem.statements[0], "question": problem.question, "said": found.said[0]}
         if task == "needle":
             places = [found.scores[place::DEPTHS] for place in range(min(DEPTHS, prompts))]
             row["depths"] = [share(sum(part), len(part)) for part in places]
@@ -245,28 +266,14 @@ def ask(
     return answers
 
 
-def _text(
-    setting: _Setting,
-    corpora: Sequence[Corpus],
-    length: int,
-    prompts: int,
-    batch: int,
-    seed: int,
-    report: Callable[[float], None],
-) -> list[dict[str, Any]]:
-    """Rows of plain text at one length: perplexity, and what each choice keeps."""
-    texts, _ = draw_samples(
-        list(corpora),
-        setting.tokenizer,
-        samples=prompts,
-        sequence_length=length,
-        seed=seed + OTHER_TEXT,
-        vocab_size=describe(setting.model.config).vocab_size,
-    )
+def _text(setting: _Setting, texts: Tensor, batch: int, report: Callable[[float], None]) -> list[dict[str, Any]]:
+    """Rows of plain text `[prompts, tokens]`: perplexity, and what each choice keeps."""
+    prompts, length = texts.shape
     makers = setting.caches()
     likely: dict[Any, list[Tensor]] = {key: [] for key in makers}
     kept: dict[Any, list[Tensor]] = {key: [] for key in makers if METHODS[key[0]].takes_budget}
     read: dict[Any, float] = {}
+    chosen: list[int] = []
     done = 0
     for some in texts.split(batch):
         some = some.to(setting.model.device)
@@ -275,8 +282,9 @@ def _text(
         if kept:
             asked = probe(setting.model.config, {key: makers[key]() for key in kept})
             log_likelihoods(setting.model, fork(prefix, asked), tail)
+            chosen = asked.asked_layers()
             for key, found in asked.found().items():
-                kept[key].append(found.cpu())
+                kept[key].append(found)
         for key, make in makers.items():
             cache = fork(prefix, make())
             likely[key].append(log_likelihoods(setting.model, cache, tail)[0].double().mean(-1).cpu())
@@ -295,6 +303,7 @@ def _text(
             row["loss_difference"] = mean((full - own).tolist())
         if (name, budget) in kept:
             found = torch.cat(kept[name, budget], dim=1)  # [layers, prompts, kv_heads, metrics]
+            row["layers"] = chosen
             for place, metric in enumerate(METRICS):
                 row[metric] = mean(found[..., place].mean((0, 2)).tolist())
                 row[f"{metric}_by_head"] = [

@@ -62,10 +62,10 @@ class ProbeLayer(SparseLayer):
     def chosen(self, visible: Tensor | None) -> int:
         return self.get_seq_length()
 
-    def observe(self, query: Tensor) -> None:
+    def observe(self, query: Tensor, scale: float | None) -> None:
         for layer in self.asked.values():
             self._show_to(layer)
-            layer.observe(query)
+            layer.observe(query, scale)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
@@ -88,11 +88,16 @@ class ProbeLayer(SparseLayer):
 class ProbeCache(BPCCache):
     layer_class = ProbeLayer
 
+    def asked_layers(self) -> list[int]:
+        """The layers in which methods choose."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, ProbeLayer) and layer.asked]
+
     def found(self) -> dict[Any, Tensor]:
-        """float64 `[layers, batch, kv_heads, 4]` of every method: means over the steps, in the order of `METRICS`."""
-        layers = [layer for layer in self.layers if isinstance(layer, ProbeLayer) and layer.asked]
+        """float64 `[layers that choose, batch, kv_heads, 4]` of every method: means over the steps, as `METRICS`."""
+        layers = [self.layers[index] for index in self.asked_layers()]
         return {
-            method: torch.stack([layer.sums[method] / layer.steps for layer in layers]) for method in layers[0].asked
+            method: torch.stack([layer.sums[method].cpu() / layer.steps for layer in layers])
+            for method in layers[0].asked
         }
 
 

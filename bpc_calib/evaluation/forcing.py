@@ -19,10 +19,13 @@ QUERIES = 64  # the last ones of a prefix, kept for methods that look at them
 
 
 class PrefixLayer(SparseLayer):
-    """Attends to everything, and keeps the last queries."""
+    """Attends to everything, and keeps the last queries of a step of several tokens."""
 
-    def observe(self, query: Tensor) -> None:
-        self.queries = query[:, :, -QUERIES:].clone()
+    queries: Tensor | None = None
+    scale: float | None = None
+
+    def observe(self, query: Tensor, scale: float | None) -> None:
+        self.queries, self.scale = query[:, :, -QUERIES:].clone(), scale
 
 
 class PrefixCache(BPCCache):
@@ -47,7 +50,8 @@ def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
         layer = cache.layers[index]
         if isinstance(layer, SparseLayer) and isinstance(known, PrefixLayer):
             layer.served = True
-            layer.observe(known.queries)
+            if known.queries is not None:
+                layer.observe(known.queries, known.scale)
     return cache
 
 

@@ -91,21 +91,8 @@ def run(
                 figures = {key: v for key, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
                 count = found["n-samples"][label]["effective"] if label in found["n-samples"] else limit
                 row = {"task": f"lm_eval:{label}", "tokens": None, "method": name, "budget": budget, "prompts": count}
-                rows.append(row | {"metrics": figures} | _score(figures))
+                rows.append(row | {"metrics": figures})
     return rows
-
-
-def _score(figures: dict[str, float]) -> dict[str, Any]:
-    """The first metric, with 1.96 of its standard errors to each side where lm_eval gives one."""
-    for key, value in figures.items():
-        if "," in key and "_stderr" not in key:
-            error = figures.get(key.replace(",", "_stderr,", 1))
-            sides = (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
-            return {
-                "metric": key.split(",")[0],
-                "score": dict(zip(("value", "low", "high"), (value, *sides), strict=True)),
-            }
-    return {}
 
 
 def harness_model(model: Any, tokenizer: Any, empty: Callable[[], BPCCache]) -> Any:
@@ -134,6 +121,9 @@ def harness_model(model: Any, tokenizer: Any, empty: Callable[[], BPCCache]) -> 
         def _loglikelihood_tokens(self, requests: list[Any], **_: Any) -> list[tuple[float, bool]]:
             found = []
             for _, context, continuation in requests:
+                if not continuation:
+                    found.append((0.0, True))
+                    continue
                 context = context[-max(1, limit - len(continuation)) :]
                 cache, last = begin(context)
                 ids = torch.tensor([last + continuation], device=model.device)

@@ -7,6 +7,7 @@ from typing import Any
 from bpc_artifacts.file import replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.selection import attended
 
 __all__ = ["check", "draw"]
 
@@ -48,32 +49,34 @@ def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -
 
 
 def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    budgets = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    rows = [row for row in rows if row["tokens"] is not None]  # tasks of lm_eval have figures of their own
+    lengths = sorted({row["tokens"] for row in rows})
+    given = {row["budget"] for row in rows if row["budget"] is not None}
+    budgets = sorted(given, key=lambda budget: attended(lengths[-1], budget, 1))
     if not budgets:
         return
     least = budgets[0]
-    lengths = sorted({row["tokens"] for row in rows})
     maps = [row for row in rows if row["budget"] == least and "recall_by_head" in row and row["tokens"] == lengths[-1]]
     if maps:
         title = f"Recall of the true top-k by layer and KV head, {_say(least)} of {lengths[-1]:,} tokens"
-        yield NAMES["recall"], _maps(maps, [row["recall_by_head"] for row in maps], "KV head", "layer", title, None)
+        values = [row["recall_by_head"] for row in maps]
+        yield NAMES["recall"], _maps(maps, values, "KV head", "layer", title, [row["layers"] for row in maps])
     grids = [row for row in rows if row["budget"] in (least, None) and "depths" in row]
     names = [name for name in METHODS if any(row["method"] == name for row in grids)]
     if grids:
-        heads, values = [], []
+        heads, values, marks = [], [], []
         for name in names:
-            own = [row for row in grids if row["method"] == name]
+            own = sorted((row for row in grids if row["method"] == name), key=lambda row: row["tokens"])
             heads.append(own[0])
             values.append([[depth["value"] for depth in row["depths"]] for row in own])
+            marks.append([f"{row['tokens']:,}" for row in own])
         title = f"Needles found by depth (0 is the beginning) and length, {_say(least)} of the tokens"
-        yield NAMES["needle"], _maps(heads, values, "depth, tenths", "tokens", title, [f"{n:,}" for n in lengths])
+        yield NAMES["needle"], _maps(heads, values, "depth, tenths", "tokens", title, marks)
     if len(budgets) > 1:
         yield NAMES["budget"], _curves(rows, budgets)
 
 
-def _maps(
-    rows: list[dict[str, Any]], values: list[Any], across: str, down: str, title: str, marks: list[str] | None
-) -> Any:
+def _maps(rows: list[dict[str, Any]], values: list[Any], across: str, down: str, title: str, marks: list[Any]) -> Any:
     """A heat map a method, on one scale from 0 to 1."""
     from matplotlib import pyplot
 
@@ -84,11 +87,11 @@ def _maps(
     )
     for axis in axes.flat[len(rows) :]:
         axis.set_axis_off()
-    for axis, row, value in zip(axes.flat, rows, values, strict=False):
+    for axis, row, value, mark in zip(axes.flat, rows, values, marks, strict=False):
         picture = axis.imshow(value, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
         axis.set_title(METHODS[row["method"]].label, fontsize="medium")
         axis.set(xlabel=across, ylabel=down)
-        axis.set_yticks(range(len(value)), marks or range(len(value)))
+        axis.set_yticks(range(len(value)), mark)
         axis.set_xticks(range(len(value[0])))
     figure.colorbar(picture, ax=axes)
     figure.suptitle(title)

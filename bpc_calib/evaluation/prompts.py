@@ -2,11 +2,11 @@
 
 import random
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from bpc_calib.errors import InputError
 from bpc_calib.made_text import filler
+from bpc_calib.samples import beginning
 from bpc_calib.tasks import Problem
 
 __all__ = ["Prompt", "count_answer", "hide"]
@@ -48,16 +48,21 @@ def hide(
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    start = tokenizer("")["input_ids"][:1] if tokenizer.bos_token_id is not None else []
+    start = beginning(tokenizer)
     question = encode(problem.question)
     room = tokens - len(start) - len(question) - OPENING
     left = room - sum(len(encode(statement)) for statement in problem.statements)
     if left < 0:
         raise InputError(f"{tokens:,} tokens are too few: the question and what it asks for take {tokens - left:,}")
-    sentences: list[str] = []
     source = filler(rng, style)
-    while (left := left - len(encode(sentence := next(source)))) >= 0:
-        sentences.append(sentence)
+    sentences: list[str] = []
+    # A text has fewer tokens than its sentences have one by one: counted again until it is nearly full.
+    known = -1
+    while known < len(sentences):
+        known, taken = len(sentences), 0
+        while (taken := taken + len(encode(sentence := next(source)))) <= left:
+            sentences.append(sentence)
+        left = room - len(encode("".join([*sentences, *problem.statements])))
     places = sorted(rng.randrange(len(sentences) + 1) for _ in problem.statements)
     if depth is not None:
         rng.shuffle(places)
@@ -68,11 +73,14 @@ def hide(
         sentences.insert(place, statement)
     text = encode("".join(sentences))
     # The gap is filled by the end of more filler: no statement is ever cut.
-    opening = encode("".join(islice(source, OPENING)))
-    text = opening[len(opening) - (room + OPENING - len(text)) :] + text
+    gap, before = room + OPENING - len(text), ""
+    while len(opening := encode(before)) < gap:
+        before += next(source)
+    text = opening[len(opening) - gap :] + text
     return Prompt(problem, [*start, *text, *question], len(question), count_answer(problem, tokenizer))
 
 
 def count_answer(problem: Problem, tokenizer: Any) -> int:
-    """Tokens that hold the answer, and one more."""
-    return len(tokenizer(problem.answer, add_special_tokens=False)["input_ids"]) + 1
+    """Tokens that hold the answer, and one more; twice as many for lists, which may be given in other words."""
+    count = len(tokenizer(problem.answer, add_special_tokens=False)["input_ids"])
+    return (count if len(problem.wanted) == 1 else 2 * count) + 1

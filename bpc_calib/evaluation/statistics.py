@@ -16,13 +16,16 @@ def share(right: float, count: int) -> dict[str, float]:
     return _figure(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def mean(values: Sequence[float]) -> dict[str, float]:
-    """A mean of independent values, with 1.96 standard errors to each side; one value says nothing of these."""
+def mean(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> dict[str, float]:
+    """A mean of independent values, with 1.96 standard errors to each side, which one value does not show.
+
+    No value can be below `least` or above `most`.
+    """
     count = len(values)
     middle = math.fsum(values) / count
     variance = math.fsum((value - middle) ** 2 for value in values) / max(1, count - 1)
     half = Z * math.sqrt(variance / count)
-    return _figure(middle, middle - half, middle + half)
+    return _figure(middle, max(least, middle - half), min(most, middle + half))
 
 
 def _figure(value: float, low: float, high: float) -> dict[str, float]:
