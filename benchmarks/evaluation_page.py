@@ -19,7 +19,7 @@ def main() -> None:
     # Where two files have the same row, the later file's counts.
     keys = ("task", "tokens", "method", "budget")
     rows = list({tuple(row[key] for key in keys): row for _, result in results for row in result["rows"]}.values())
-    rows.sort(key=lambda row: (row["tokens"], -(row["budget"] or 1), list(METHODS).index(row["method"])))
+    rows.sort(key=lambda row: (row["tokens"], list(METHODS).index(row["method"]), -(row["budget"] or 1)))
     lines = [
         "# The bundled model's results",
         "",
@@ -28,15 +28,16 @@ def main() -> None:
         "",
     ]
     for path, result in results:
-        lines.append(f"- [{path.name}](../benchmarks/results/{path.name}): `{result['command']}`, {_prompts(result)}")
+        lines.append(f"- [{path.name}](../benchmarks/results/{path.name}): `{result['command']}`")
     lines += [
         "",
         "The setting is the hard one: no dense layer, nothing attended beyond the budget, questions and answers",
-        "decoded token by token. The model is calibrated on made text, other than the text of the prompts.",
+        "decoded token by token. The projections come from made text other than the prompts':",
+        "`bpc calibrate -m demo --samples 180 --sequence-length 2048 -o demo.safetensors`.",
         "[What the figures mean](evaluating.md#figures). 95 % intervals in brackets.",
         "",
     ]
-    for tokens, budget in dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["budget"] is not None):
+    for tokens, budget in dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["budget"]):
         own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, None)]
         k = int(round(budget * tokens, 6))
         lines += [f"## {tokens:,} tokens, {100 * budget:g} % ({k} tokens)", ""]
@@ -47,21 +48,18 @@ def main() -> None:
     print("Wrote docs/demo-results.md")
 
 
-def _prompts(result: dict[str, Any]) -> str:
-    return f"{result['settings']['prompts']} prompts of each task"
-
-
 def _answers(rows: list[dict[str, Any]]) -> list[str]:
     """Right answers in %, a line a method."""
     rows = [row for row in rows if "score" in row]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     if not rows:
         return []
-    lines = [f"| right answers, % | KV read | {' | '.join(tasks)} |", "|---|---|" + "---|" * len(tasks)]
+    lines = [f"| right answers, % | KV read | prompts | {' | '.join(tasks)} |", "|---|---|---|" + "---|" * len(tasks)]
     for method in dict.fromkeys(row["method"] for row in rows):
         found = {row["task"]: row for row in rows if row["method"] == method}
         cells = [_percent(found[task]["score"]) if task in found else "" for task in tasks]
-        lines.append(f"| {METHODS[method].label} | {_read(found)} | {' | '.join(cells)} |")
+        counts = " to ".join(map(str, sorted({row["prompts"] for row in found.values()})))
+        lines.append(f"| {METHODS[method].label} | {_read(found)} | {counts} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 

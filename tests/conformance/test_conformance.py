@@ -153,6 +153,7 @@ class NewestOnly(BPCLayer):
     """Attends to the newest token."""
 
     def rank(self, query, visible):
+        super().rank(query, visible)  # hashes
         return torch.arange(self.get_seq_length()).expand(*self.keys.shape[:3])
 
     def chosen(self, visible):
@@ -164,6 +165,7 @@ class Random(BPCLayer):
     """Attends to as many as it should, drawn by chance."""
 
     def rank(self, query, visible):
+        super().rank(query, visible)
         return torch.randint(1 << 20, self.keys.shape[:3])
 
 
