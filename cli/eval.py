@@ -105,7 +105,7 @@ def eval_(
     rules: dict[str, Any] = {"min_tokens": min_tokens, "dense_layers": parse_layers(dense_layers), "seed": seed}
     quiet_libraries(bars=not quiet, warnings=not quiet)
     from bpc_artifacts import load
-    from bpc_artifacts.file import check_writable, replacing
+    from bpc_artifacts.file import check_writable
 
     projections = None if artifact is None else load(find_artifact(artifact)[0])
     if output is not None:
@@ -157,17 +157,27 @@ def eval_(
             progress=lambda done, what: progress.update(shown, completed=done, description=what),
             **rules,
         )
+    ours = force  # whether the file is this run's own, or may be replaced
     for task in foreign:
+        if output is not None and result["rows"]:  # whatever lm_eval meets, what is known stays
+            _write(result, output, ours)
+            ours = True
         result["rows"] += harness.run(loaded, tokenizer, projections, task, chosen, shares, limit=prompts, **rules)
     if output is not None:
-        with replacing(output, force) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
+        _write(result, output, ours)
     if as_json:
         print_json(result)
     else:
         _print(result["rows"], description.id)
     if plot is not None:
         pictures.draw(result["rows"], plot, overwrite=force)
+
+
+def _write(result: dict[str, Any], path: Path, force: bool) -> None:
+    from bpc_artifacts.file import replacing
+
+    with replacing(path, force) as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _tasks(text: str) -> list[str]:

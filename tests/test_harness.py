@@ -146,8 +146,10 @@ def test_the_command_runs_tasks_of_lm_eval(bpc, model_folder, tasks):
         ("lm_eval:tiny_answer", "full", 3, "exact_match,none"),
         ("lm_eval:tiny_answer", "bpc-online", 3, "exact_match,none"),
     ]
-    ran = bpc(*words, "--tasks", f"lm_eval:{tasks[0]}")
-    assert "lm_eval:tiny_choice" in ran.out
+    output = tasks[0].parent / "result.json"
+    ran = bpc(*words, "--tasks", names, "-o", output)
+    assert "lm_eval:tiny_choice, 3 documents" in ran.out
+    assert json.loads(output.read_text())["rows"] == rows
 
 
 def test_what_lm_eval_does_not_know(bpc, model_folder):
