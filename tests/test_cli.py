@@ -326,7 +326,7 @@ def test_version_and_help(bpc):
         assert "Usage" in ran.out
 
 
-@pytest.mark.parametrize("command", ["calibrate", "generate"])
+@pytest.mark.parametrize("command", ["demo", "calibrate", "generate", "eval"])
 def test_help_imports_nothing_heavy(command):
     script = (
         "import sys\nfrom bpc_cli.main import app\n"
