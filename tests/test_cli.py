@@ -381,7 +381,13 @@ def test_ctrl_c_exits_130_and_leaves_nothing(model_folder, tmp_path):
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
     words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "6000"]
-    ran = subprocess.Popen([*command, *words], cwd=tmp_path / "work", stderr=subprocess.PIPE, text=True)
+    ran = subprocess.Popen(
+        [*command, *words],
+        cwd=tmp_path / "work",
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
     time.sleep(8)  # in the middle of the work
     ran.send_signal(signal.SIGINT)
     assert ran.stderr.read() == "Interrupted.\n"
