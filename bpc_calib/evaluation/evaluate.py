@@ -15,7 +15,7 @@ from bpc_calib.corpora import Corpus
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
-from bpc_calib.evaluation.methods import METHODS, make_cache
+from bpc_calib.evaluation.methods import METHODS, make_cache, variants
 from bpc_calib.evaluation.prompts import Prompt, count_answer, hide
 from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.models import describe
@@ -49,14 +49,11 @@ class _Setting:
     rules: dict[str, Any]
 
     def caches(self) -> dict[tuple[str, float | int | None], Callable[[], BPCCache]]:
-        """How to make an empty cache of every method at every budget, which is None for a method that takes none."""
-        makers: dict[tuple[str, float | int | None], Callable[[], BPCCache]] = {}
-        for name in self.methods:
-            for budget in self.budgets if METHODS[name].takes_budget else (None,):
-                makers[name, budget] = functools.partial(
-                    make_cache, name, self.model.config, self.artifact, budget, **self.rules
-                )
-        return makers
+        """How to make an empty cache of every variant."""
+        return {
+            (name, budget): functools.partial(make_cache, name, self.model.config, self.artifact, budget, **self.rules)
+            for name, budget in variants(self.methods, self.budgets)
+        }
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from bpc_artifacts import ProjectionArtifact
 from bpc_calib.cache import BPCCache
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
-from bpc_calib.evaluation.methods import METHODS, make_cache
+from bpc_calib.evaluation.methods import make_cache, variants
 from bpc_calib.models import describe
 
 __all__ = ["check", "harness_model", "run"]
@@ -68,30 +68,29 @@ def run(
 
     task, known = _find(task)
     rows = []
-    for name in methods:
-        for budget in budgets if METHODS[name].takes_budget else (None,):
+    for name, budget in variants(methods, budgets):
 
-            def empty(name: str = name, budget: float | int | None = budget) -> BPCCache:
-                return make_cache(name, model.config, artifact, budget, seed=seed, **rules)
+        def empty(name: str = name, budget: float | int | None = budget) -> BPCCache:
+            return make_cache(name, model.config, artifact, budget, seed=seed, **rules)
 
-            found = simple_evaluate(
-                harness_model(model, tokenizer, empty),
-                tasks=[task],
-                task_manager=known,
-                limit=limit,
-                bootstrap_iters=1000,
-                verbosity="ERROR",
-                log_samples=False,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
-            )
-            for label, metrics in found["results"].items():
-                figures = {key: v for key, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-                count = found["n-samples"][label]["effective"] if label in found["n-samples"] else limit
-                row = {"task": f"lm_eval:{label}", "tokens": None, "method": name, "budget": budget, "prompts": count}
-                rows.append(row | {"metrics": figures})
+        found = simple_evaluate(
+            harness_model(model, tokenizer, empty),
+            tasks=[task],
+            task_manager=known,
+            limit=limit,
+            bootstrap_iters=1000,
+            verbosity="ERROR",
+            log_samples=False,
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+        )
+        for label, metrics in found["results"].items():
+            figures = {key: v for key, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+            count = found["n-samples"][label]["effective"] if label in found["n-samples"] else limit
+            row = {"task": f"lm_eval:{label}", "tokens": None, "method": name, "budget": budget, "prompts": count}
+            rows.append(row | {"metrics": figures})
     return rows
 
 

@@ -1,5 +1,6 @@
 """The methods that are compared, by the names that the command line takes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from bpc_calib.evaluation import baselines
 from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.layers import SparseLayer
 
-__all__ = ["METHODS", "Method", "make_cache"]
+__all__ = ["METHODS", "Method", "make_cache", "variants"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ METHODS = {
     "window": Method("window + sinks", baselines.WindowLayer, forced=5),
     "random": Method("random keys", baselines.RandomLayer),
 }
+
+
+def variants(methods: Iterable[str], budgets: Iterable[float | int]) -> list[tuple[str, float | int | None]]:
+    """Every method at every budget, which is None for a method that takes none."""
+    chosen = list(budgets)
+    return [(name, budget) for name in methods for budget in (chosen if METHODS[name].takes_budget else [None])]
 
 
 def make_cache(
