@@ -2,16 +2,15 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from bpc_artifacts import ProjectionArtifact, check_model
+from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.layers import GrowingLayer, Rules, SparseLayer
@@ -45,8 +44,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         recent: newest tokens always attended.
         sink: first tokens always attended.
         dense_layers: indices of layers that attend to everything.
-        group: how the scores of the query heads of a KV head become one: "max" or "sum".
-        gain: rank by scores with the gain; False is the paper.
+        group: how the scores of the query heads of a KV head become one: "relative", "max" or "sum" (`group_scores`);
+            None: "max" for projections of the paper's method, else "relative".
+        gain: rank by scores with the gain; None: not for projections of the paper's method.
         bits: code length of online projections.
         seed: of the draws of online projections.
 
@@ -70,16 +70,19 @@ class BPCCache(Cache):  # type: ignore[misc]
         recent: int = 1,
         sink: int = 0,
         dense_layers: Sequence[int] = (0, 1),
-        group: str = "max",
-        gain: bool = True,
+        group: str | None = None,
+        gain: bool | None = None,
         bits: int = 64,
         seed: int = 0,
     ) -> None:
+        ours = artifact is None or _name(artifact) != "paper"
+        group = ("relative" if ours else "max") if group is None else group
+        gain = ours if gain is None else gain
         rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)
         rules = replace(rules, layers=tuple(sorted(sparse)))
-        projections: dict[int, Tensor] = {}
+        projections: Mapping[int, LayerProjection] = {}
         if artifact is not None:
             projections = _projections(artifact, model, bits)
 
@@ -214,16 +217,16 @@ def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list
     return sparse
 
 
-def _projections(artifact: ProjectionArtifact, model: ModelDescription, bits: int) -> dict[int, Tensor]:
+def _name(artifact: ProjectionArtifact) -> str:
     if not isinstance(artifact, ProjectionArtifact):
         raise InputError(f"artifact must be what bpc_artifacts.load returns, not {type(artifact).__name__}")
+    return str(artifact.metadata["algorithm"]["name"])
+
+
+def _projections(artifact: ProjectionArtifact, model: ModelDescription, bits: int) -> Mapping[int, LayerProjection]:
     for doubt in check_model(artifact, model.metadata()):
         logger.warning("%s", doubt)
-    algorithm = artifact.metadata["algorithm"]
-    if algorithm["metric"] or algorithm["centred"]:
-        raise InputError("the artifact has a query metric or means, which this version does not decode with")
-    if bits not in (64, algorithm["bits"]):
-        raise InputError(
-            f"the artifact's codes have {algorithm['bits']} bits, not {bits}; bits is for online projections"
-        )
-    return {index: torch.from_numpy(layer.projection) for index, layer in artifact.layers.items()}
+    found = artifact.metadata["algorithm"]["bits"]
+    if bits not in (64, found):
+        raise InputError(f"the artifact's codes have {found} bits, not {bits}; bits is for online projections")
+    return artifact.layers

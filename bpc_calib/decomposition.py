@@ -21,7 +21,7 @@ class Decomposition:
 
     projection: Tensor  # float32 [..., H, D], the rows of P
     codes: Tensor  # int64 [..., N, W], the rows of U; all bits 0 for a key of weight 0
-    residual_norms: Tensor  # float64 [..., H + 1], |R|_F after 0..H bits
+    residual_norms: Tensor  # float64 [..., H + 1], |R|_F after 0..H bits, in the metric
 
 
 def decompose(
@@ -29,6 +29,7 @@ def decompose(
     bits: int = 64,
     *,
     iterations: int = 8,
+    metric: Tensor | None = None,
     weights: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Decomposition:
@@ -37,7 +38,8 @@ def decompose(
     For each bit: draw `v ~ N(0, I)`, then `iterations` times `u = sign(R v)`, `v = u R / N`; subtract
     `u^T v` from the residual `R`, which starts as `K`. `iterations=1` is Algorithm 1 of "Training-Free
     Hashing-Based Attention via Binary Principal Components" as printed; more steps never raise the
-    residual of a bit (docs/algorithm.md).
+    residual of a bit (docs/algorithm.md). With a metric, `<a, b> = a M b^T` takes the place of the dot
+    product of keys, in the residual too.
 
     Everything is computed in float64 and `v` is summed over fixed blocks of keys in order, so the
     result does not depend on the number of threads. The draws are made on the CPU, once a bit, and
@@ -47,6 +49,7 @@ def decompose(
         keys: `[..., N, D]`, any floating dtype, any device with float64.
         bits: code length `H`: 32, 64 or 128.
         iterations: steps a bit, at least 1.
+        metric: symmetric positive definite `[..., D, D]` (`query_metric`); None is the identity, and the paper.
         weights: `[..., N]` of 0 and 1; a key of weight 0 (padding) has no say, whatever it holds.
         generator: a CPU generator for the draws; None seeds one with 0.
 
@@ -68,6 +71,9 @@ def decompose(
     residual[weights == 0] = 0
     if not residual.isfinite().all():
         raise InputError("keys hold NaN or infinity")
+    root = None if metric is None else cholesky(metric, keys)
+    if root is not None:
+        residual = residual @ root  # M = L L^T: the dot product of rows of K L is the metric's of K
     kept = weights.sum(-1).clamp(min=1)
 
     if generator is None:
@@ -93,11 +99,28 @@ def decompose(
         positive[..., bit] = signs.flatten(-2)[..., :count] > 0
         # |R - u^T v|^2 = |R|^2 - N |v|^2, because v = u R / N
         squared_norm.append(squared_norm[-1] - kept * v.square().sum(-1))
+    if root is not None:
+        projection = torch.linalg.solve_triangular(root, projection, upper=False, left=False)
     return Decomposition(
         projection=projection.float(),
         codes=pack_codes(positive),
         residual_norms=torch.stack(squared_norm, dim=-1).clamp(min=0).sqrt(),
     )
+
+
+def cholesky(metric: Tensor, keys: Tensor) -> Tensor:
+    """`L` with `M = L L^T` in float64, on the device of the keys `[..., N, D]` that it is for.
+
+    Raises:
+        InputError: a metric that does not fit the keys, or is not positive definite.
+    """
+    dim = keys.shape[-1]
+    if metric.shape[-2:] != (dim, dim) or metric.shape[:-2] not in ((), keys.shape[:-2]):
+        raise InputError(f"metric [..., D, D] and keys [..., N, D] do not fit: {[*metric.shape]} and {[*keys.shape]}")
+    root, failed = torch.linalg.cholesky_ex(metric.to(keys.device, torch.float64))
+    if failed.any() or not root.isfinite().all():
+        raise InputError("metric must be positive definite")
+    return root
 
 
 def _sign_and_sum(blocks: Tensor, weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

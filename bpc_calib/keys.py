@@ -1,4 +1,4 @@
-"""Collecting keys: one forward pass a sample, a share of its positions kept."""
+"""Collecting keys and what queries ask of them: one forward pass a sample, a share of its positions kept."""
 
 import random
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.errors import ModelError
+from bpc_calib.metric import second_moment
 from bpc_calib.models import ModelDescription
 from bpc_calib.observation import observing
 
@@ -22,9 +23,10 @@ def collect_keys(
     *,
     positions: list[list[int]],
     offsets: list[int],
+    moments: bool = False,
     progress: Callable[[int], None] = lambda done: None,
-) -> dict[int, Tensor]:
-    """Post-RoPE keys of every full-attention layer, on the CPU, in the model's dtype.
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Post-RoPE keys of every full-attention layer, on the CPU, in the model's dtype, and moments of its queries.
 
     One sample a forward pass, since the size of a batch changes the bits of keys. Only the wanted keys
     are kept, so memory is bounded by their number, not by the text.
@@ -33,9 +35,11 @@ def collect_keys(
         samples: int64 `[samples, T]`, without padding.
         positions: for each sample, the places in it whose keys are kept (see `spread_positions`).
         offsets: for each sample, the position of its first token (see `shift_offsets`).
+        moments: whether to sum `q^T q` over the queries at those positions too.
 
     Returns:
-        `[kv_heads, N, head_dim]` by layer index, `N` the number of all wanted positions.
+        Keys `[kv_heads, N, head_dim]` by layer index, `N` the number of all wanted positions, and `second_moment`
+        of the queries of each group, float64 `[kv_heads, head_dim, head_dim]`; empty unless asked for.
 
     Raises:
         ModelError: a layer was not seen by the attention interface, or seen twice.
@@ -45,13 +49,19 @@ def collect_keys(
     shape = (description.kv_heads, total, description.head_dim)
     kept = {layer: torch.empty(shape, dtype=model.dtype) for layer in description.full_layers}
     filled = dict.fromkeys(kept, 0)
+    summed: dict[int, Tensor] = {}
     wanted = torch.empty(0, dtype=torch.int64)  # the positions of the sample under way
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
         if (layer := module.layer_idx) in kept:
             end = filled[layer] + len(wanted)
-            kept[layer][:, filled[layer] : end] = key[0].index_select(1, wanted.to(key.device)).to("cpu")
+            places = wanted.to(key.device)
+            kept[layer][:, filled[layer] : end] = key[0].index_select(1, places).to("cpu")
             filled[layer] = end
+            if moments:
+                queries = query[0].index_select(1, places).to("cpu").unflatten(0, (description.kv_heads, -1))
+                moment = second_moment(queries.flatten(1, 2))
+                summed[layer] = summed[layer] + moment if layer in summed else moment
 
     device = model.device
     with observing(model, keep), torch.inference_mode():
@@ -65,7 +75,7 @@ def collect_keys(
             progress(i + 1)
     if any(end != total for end in filled.values()):
         raise ModelError(f"{description.id}: some layers bypass transformers' attention interface: {filled}")
-    return kept
+    return kept, summed
 
 
 def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> list[int]:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from bpc_artifacts import LayerProjection
 from bpc_calib.codes import check_bits
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.growing import append
 from bpc_calib.models import ModelDescription
+from bpc_calib.scoring import GROUPS
 from bpc_calib.selection import attended, select
 from bpc_calib.sparse_attention import sparse_attention
 
@@ -48,8 +50,8 @@ class Rules:
             or not 0 <= self.safeguard <= 1
         ):
             raise InputError(f"safeguard must be a share in [0, 1], not {self.safeguard!r}")
-        if self.group not in ("max", "sum"):
-            raise InputError(f'group must be "max" or "sum", not {self.group!r}')
+        if self.group not in GROUPS:
+            raise InputError(f"group must be one of {', '.join(GROUPS)}, not {self.group!r}")
         if not isinstance(self.gain, bool):
             raise InputError(f"gain must be True or False, not {self.gain!r}")
         if self.seed >= 1 << 63:
@@ -111,12 +113,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 class SparseLayer(GrowingLayer):
     """A layer whose steps of one token attend to the best tokens of a ranking: a subclass says which are best."""
 
-    def __init__(self, index: int, rules: Rules, model: ModelDescription, projection: Tensor | None) -> None:
+    def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__()
         self.index = index
         self.rules = rules
         self.model = model
-        self.calibrated = projection  # float32 [kv_heads, bits, head_dim]; None: none, or online
+        self.calibrated = calibrated  # None: none needed, or online
         self.guarded = 0  # how many were cached at the last step of several tokens
         self.served = True  # whether BPC's attention was called since the last update
         self.module: weakref.ref[Any] | None = None

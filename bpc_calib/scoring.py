@@ -9,7 +9,10 @@ from bpc_calib.codes import check_bits, check_codes
 from bpc_calib.encoding import GAIN_ONE
 from bpc_calib.errors import InputError
 
-__all__ = ["QuantizedQuery", "hash_scores", "quantize_query"]
+__all__ = ["GROUPS", "QuantizedQuery", "group_scores", "hash_scores", "quantize_query"]
+
+# How the scores of the query heads of a KV head become one.
+GROUPS = ("relative", "max", "sum")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,30 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
     if gain is None:
         return scores
     return scores * (gain.to(torch.int32) + GAIN_ONE).unsqueeze(-2)
+
+
+def group_scores(scores: Tensor, group: str, valid: Tensor | None = None) -> Tensor:
+    """One score a key for the `G` query heads that share a KV head: `[..., G, N]` -> `[..., N]`, same dtype.
+
+    - "relative": the largest over the heads of how far a key is below the head's own best. So no head has a say
+      because its scores are large as a whole, which its softmax ignores, and the best key of every head comes first;
+    - "max": the largest score, as in the paper's release;
+    - "sum": the sum.
+
+    Args:
+        scores: int32 with absolute values below 2^23 (`hash_scores`), or floats.
+        group: one of `GROUPS`.
+        valid: bool `[..., N]`; a key that is not is no head's best.
+    """
+    if group == "max":
+        return scores.amax(-2)
+    if group == "sum":
+        return scores.sum(-2, dtype=scores.dtype)
+    counted = scores
+    if valid is not None:
+        least = -torch.inf if scores.dtype.is_floating_point else -(1 << 23)
+        counted = scores.masked_fill(~valid.unsqueeze(-2), least)
+    return (scores - counted.amax(-1, keepdim=True)).amax(-2)
 
 
 def _check_lead(what: str, one: Tensor, other: Tensor) -> None:

@@ -31,7 +31,7 @@ STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", 
 class Method(str, enum.Enum):
     """How projections are found."""
 
-    refined = "refined"
+    score_aware = "score-aware"
     paper = "paper"
 
 
@@ -54,8 +54,12 @@ def calibrate(
     ] = None,
     bits: Annotated[int, typer.Option(help="Code length: 32, 64 or 128.")] = 64,
     method: Annotated[
-        Method, typer.Option(help="refined: 8 steps a bit and position shift; paper: one step, no shift.")
-    ] = Method.refined,
+        Method,
+        typer.Option(
+            help="score-aware: what the queries ask counts, 8 steps a bit, least squares, centring, position shift; "
+            "paper: one step, no shift."
+        ),
+    ] = Method.score_aware,
     position_shift: Annotated[
         bool | None,
         typer.Option(
@@ -205,7 +209,7 @@ def _print_plan(chosen: "Plan", weights: Any, target: Path, corpora: list[str], 
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "bits": chosen.bits,
-        "method": chosen.method,
+        "method": chosen.method.name,
         "position_shift": chosen.position_shift,
         "corpora": corpora,
         "samples": chosen.samples,
@@ -227,7 +231,7 @@ def _print_plan(chosen: "Plan", weights: Any, target: Path, corpora: list[str], 
         "model": f"{model.id}{f' at {model.revision}' if model.revision else ''}",
         "layers": f"{len(model.full_layers)} of {model.num_layers} (full attention)",
         "heads": f"{model.kv_heads} KV heads of {model.head_dim}, {model.query_heads} query heads",
-        "method": f"{chosen.method}, {chosen.bits} bits, position shift {'on' if chosen.position_shift else 'off'}",
+        "method": f"{chosen.method.name}, {chosen.bits} bits, position shift {('off', 'on')[chosen.position_shift]}",
         "text": f"{chosen.samples} samples of {chosen.sequence_length:,} tokens from {', '.join(corpora)}",
         "tokens": f"{chosen.tokens:,}",
         "keys": f"{chosen.keys_per_head:,} a head",

@@ -24,12 +24,15 @@ def decompose(keys: Tensor, draws: Tensor, iterations: int = 1) -> tuple[Tensor,
     return torch.stack(codes, dim=1), torch.stack(projection), residual
 
 
-def encode(keys: Tensor, projection: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: `U [N, H]`, the running values `r v^T [N, H]` that gave the signs, and the residual."""
+def encode(keys: Tensor, projection: Tensor, towards: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2: `U [N, H]`, the running values `r v^T [N, H]` that gave the signs, and the residual.
+
+    `towards` are the rows of `P M` where products are taken in a metric.
+    """
     residual = keys.double().clone()
     codes, running = [], []
-    for v in projection.double():
-        t = residual @ v
+    for v, along in zip(projection.double(), (projection if towards is None else towards).double(), strict=True):
+        t = residual @ along
         u = sign(t)
         residual = residual - torch.outer(u, v)
         codes.append(u)
@@ -37,14 +40,24 @@ def encode(keys: Tensor, projection: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.stack(codes, dim=1), torch.stack(running, dim=1), residual
 
 
-def gain(key: Tensor, approximation: Tensor) -> int:
-    """The gain byte of one key."""
-    squared, dot = float(key @ key), float(key @ approximation)
+def gain(key: Tensor, approximation: Tensor, along: Tensor | None = None) -> int:
+    """The gain byte of one key; `along` is `k M` in a metric."""
+    along = key if along is None else along
+    squared, dot = float(along @ key), float(along @ approximation)
     if squared == 0:
         return 32
     if dot <= 0:
         return 255
     return min(255, max(0, round(64 * squared / dot - 32)))  # Python rounds half to even
+
+
+def group_scores(scores: list[list[float]], group: str) -> list[float]:
+    """One score a key of those of each query head, all keys valid."""
+    if group == "sum":
+        return [sum(column) for column in zip(*scores, strict=True)]
+    if group == "relative":
+        scores = [[each - max(head) for each in head] for head in scores]
+    return [max(column) for column in zip(*scores, strict=True)]
 
 
 def bit_plane_score(query: list[int], code: list[int]) -> int:

@@ -37,7 +37,7 @@ def metadata(**changes) -> dict:
         "bpc_version": "0.1.0",
         "metrics": {"residual": 0.5},
         "algorithm": {
-            "name": "refined",
+            "name": "score-aware",
             "bits": BITS,
             "iterations": 8,
             "metric": False,

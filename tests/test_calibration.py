@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, calibrate, decompose, describe
 from bpc_calib.calibration import plan
+from bpc_calib.fit import fit
 from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
+from bpc_calib.metric import query_metric
+from bpc_calib.observation import observing
 
 
 @settings(max_examples=100, deadline=None)
@@ -49,14 +52,40 @@ def test_memory_is_bounded_by_the_keys_kept():
     model = tiny.model()
     description = describe(model.config)
     samples = torch.randint(0, 256, (6, 100), generator=torch.Generator().manual_seed(0))
-    everything = collect_keys(model, description, samples, positions=[list(range(100))] * 6, offsets=[0] * 6)
+    everything, nothing = collect_keys(model, description, samples, positions=[list(range(100))] * 6, offsets=[0] * 6)
+    assert nothing == {}
     positions = spread_positions(6, 100, 50, random.Random(0))
-    kept = collect_keys(model, description, samples, positions=positions, offsets=[0] * 6)
+    kept, _ = collect_keys(model, description, samples, positions=positions, offsets=[0] * 6)
     flat = [100 * i + p for i, own in enumerate(positions) for p in own]
     for layer, keys in kept.items():
         assert keys.shape == (2, 50, 8)
         assert keys.untyped_storage().nbytes() == 2 * 50 * 8 * 4
         assert torch.equal(keys, everything[layer][:, flat])
+
+
+def test_moments_are_those_of_the_queries_at_the_places_kept():
+    model = tiny.model()
+    samples = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
+    positions = spread_positions(3, 40, 12, random.Random(0))
+    offsets = [0, 7, 30]
+    _, moments = collect_keys(
+        model, describe(model.config), samples, positions=positions, offsets=offsets, moments=True
+    )
+    expected = {layer: torch.zeros(2, 8, 8, dtype=torch.float64) for layer in moments}
+    places: list[int] = []
+
+    def add(module, query, key, value, arguments):
+        for head in range(4):  # two query heads a KV head
+            for place in places:
+                q = query[0, head, place].double()
+                expected[module.layer_idx][head // 2] += torch.outer(q, q)
+
+    with observing(model, add), torch.inference_mode():
+        for sample, offset, places in zip(samples, offsets, positions, strict=True):  # noqa: B007
+            model.base_model(input_ids=sample[None], position_ids=torch.arange(offset, offset + 40)[None])
+    assert list(moments) == [0, 1, 2]
+    for layer, moment in moments.items():
+        torch.testing.assert_close(moment, expected[layer], rtol=1e-10, atol=1e-10)
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +98,12 @@ def made(text_folder):
 def test_the_artifact_says_how_it_was_made(made, tmp_path):
     metadata = made.metadata
     assert metadata["algorithm"] == {
-        "name": "refined",
+        "name": "score-aware",
         "bits": 32,
         "iterations": 8,
-        "metric": False,
-        "least_squares": 0,
-        "centred": False,
+        "metric": True,
+        "least_squares": 6,
+        "centred": True,
         "position_shift": True,
         "seed": 0,
     }
@@ -94,7 +123,8 @@ def test_the_artifact_says_how_it_was_made(made, tmp_path):
     assert load(tmp_path / "a.safetensors").metadata["model"]["model_type"] == "llama"
 
 
-def test_projections_are_the_decomposition_of_the_collected_keys(made, text_folder):
+@pytest.mark.parametrize("method", ["paper", "score-aware"])
+def test_projections_are_those_of_the_collected_keys(method, text_folder, tmp_path):
     from bpc_calib.corpora import open_corpus
     from bpc_calib.samples import draw_samples
 
@@ -108,17 +138,30 @@ def test_projections_are_the_decomposition_of_the_collected_keys(made, text_fold
         seed=0,
         vocab_size=tiny.VOCAB,
     )
-    keys = collect_keys(
+    paper = method == "paper"
+    keys, moments = collect_keys(
         model,
         description,
         tokens,
         positions=spread_positions(5, 128, 200, random.Random("0/positions")),
-        offsets=shift_offsets(5, 128, 128, random.Random("0/position-shift")),
+        offsets=[0] * 5 if paper else shift_offsets(5, 128, 128, random.Random("0/position-shift")),
+        moments=not paper,
     )
-    for layer, held in made.layers.items():
-        found = decompose(keys[layer], 32, generator=torch.Generator().manual_seed(0))
+    settings = {"corpora": [f"notes={text_folder}"], "samples": 5, "bits": 32, "keys_per_head": 200}
+    save(calibrate(model, tiny.tokenizer(), method=method, **settings), tmp_path / "a.safetensors")
+    for layer, held in load(tmp_path / "a.safetensors").layers.items():
+        generator = torch.Generator().manual_seed(0)
+        if paper:
+            found = decompose(keys[layer], 32, iterations=1, generator=generator)
+            assert held.metric is None
+            assert held.mean is None
+        else:
+            metric = query_metric(moments[layer], 0.25)
+            found = fit(keys[layer], 32, rounds=6, metric=metric, centred=True, generator=generator)
+            assert np.array_equal(held.metric, metric.numpy())
+            assert np.array_equal(held.mean, found.mean.numpy())
         assert np.array_equal(held.projection, found.projection.numpy())
-        relative = found.residual_norms / keys[layer].double().norm(dim=(-2, -1))[:, None]
+        relative = found.residual_norms / found.residual_norms[:, :1]
         np.testing.assert_allclose(held.residual, relative.numpy(), rtol=1e-6)
 
 
@@ -142,6 +185,7 @@ def test_the_papers_method_is_one_step_without_shift(text_folder):
     artifact = calibrate(tiny.model(), tiny.tokenizer(), corpora=[str(text_folder)], samples=2, method="paper")
     algorithm = artifact.metadata["algorithm"]
     assert (algorithm["name"], algorithm["iterations"], algorithm["position_shift"]) == ("paper", 1, False)
+    assert (algorithm["metric"], algorithm["least_squares"], algorithm["centred"]) == (False, 0, False)
 
 
 def test_heads_are_decomposed_in_turns_where_memory_is_short(made, text_folder, monkeypatch):
@@ -200,7 +244,7 @@ def test_a_dead_head_gets_a_zero_projection(text_folder, tmp_path):
         ({"samples": 2.5}, "samples must be at least 1, not 2.5"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"seed": 1 << 63}, "seed must be at least 0 and below 2"),
-        ({"method": "magic"}, "unknown method 'magic': known are refined, paper"),
+        ({"method": "magic"}, "unknown method 'magic': known are score-aware, paper"),
     ],
 )
 def test_arguments_out_of_range(arguments, message):

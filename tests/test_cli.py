@@ -64,7 +64,7 @@ def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
         "tiny-llama (llama)",
         "3 of 3",
         "2 KV heads of 8",
-        "refined, 8 steps a bit",
+        "score-aware, 8 steps a bit",
         "notes",
         "head 1",
         "Fits",

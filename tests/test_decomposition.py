@@ -47,6 +47,42 @@ def test_equals_the_literal_algorithm(iterations, bits, dtype):
     torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
 
 
+def test_in_a_metric_it_is_the_algorithm_on_turned_keys():
+    keys, turn = random_keys(2000, 16), random_keys(16, 16, seed=1).double()
+    metric = (turn @ turn.T).float()
+    found = decompose(keys, 32, iterations=3, metric=metric)
+    root = torch.linalg.cholesky(metric.double())
+    codes, projection, residual = literal.decompose(keys.double() @ root, draws(32, 16), 3)
+    assert torch.equal(unpack_codes(found.codes, 32).double(), codes)
+    torch.testing.assert_close(found.projection.double() @ root, projection, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
+    # The residual is that of the keys, measured in the metric.
+    left = keys.double() - codes @ found.projection.double()
+    torch.testing.assert_close((left @ metric.double() * left).sum().sqrt(), residual.norm(), rtol=1e-6, atol=0)
+
+
+def test_the_identity_as_metric_changes_nothing():
+    keys = random_keys(3, 700, 16)
+    plain, other = decompose(keys, 32), decompose(keys, 32, metric=torch.eye(16).expand(3, 16, 16))
+    assert torch.equal(plain.codes, other.codes)
+    assert torch.equal(plain.projection, other.projection)
+    assert torch.equal(plain.residual_norms, other.residual_norms)
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (torch.eye(5), "do not fit"),
+        (torch.eye(4).expand(2, 4, 4), "do not fit"),
+        (-torch.eye(4), "metric must be positive definite"),
+        (torch.eye(4) * torch.nan, "metric must be positive definite"),
+    ],
+)
+def test_refuses_a_metric_that_is_none(metric, message):
+    with pytest.raises(InputError, match=message):
+        decompose(torch.ones(3, 10, 4), 32, metric=metric)
+
+
 def test_many_blocks_equal_the_literal_algorithm():
     keys = random_keys(2 * BLOCK + 77, 16)
     found = decompose(keys, 32, iterations=2)

@@ -9,6 +9,7 @@ from test_decomposition import random_keys
 
 from bpc_calib import InputError, decompose, encode
 from bpc_calib.codes import pack_codes, unpack_codes
+from bpc_calib.metric import query_metric, second_moment
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,51 @@ def test_error_and_gain_are_those_of_the_approximation(projection):
     off = (encoded.gain.int() - expected).abs()
     assert off.max() <= 1  # a value within rounding of one half
     assert (off > 0).sum() <= 5
+
+
+def random_metric(dim: int, seed: int = 3) -> torch.Tensor:
+    queries = random_keys(500, dim, seed=seed) @ random_keys(dim, dim, seed=seed + 1)
+    return query_metric(second_moment(queries), 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("with_mean", [False, True])
+def test_codes_in_a_metric_equal_the_literal_loop(dtype, with_mean, projection):
+    metric = random_metric(64)
+    keys, mean = random_keys(5000, 64).to(dtype), random_keys(64, seed=9) if with_mean else None
+    rounded = projection.to(dtype).double()
+    towards = (rounded @ metric.double()).to(dtype)
+    centred = keys.double() - (mean.double() if with_mean else 0)
+    codes, _, residual = literal.encode(centred, rounded, towards)
+    encoded = encode(keys, projection, metric=metric, mean=mean)
+    rows = (unpack_codes(encoded.codes, 64).double() != codes).any(-1)
+    assert rows.sum() <= (0 if dtype == torch.float64 else 3)
+    whole = metric.double()
+    error = (residual @ whole * residual).sum(-1).sqrt()
+    coarse = dtype.itemsize == 2  # the error follows the rounded P M, of 8 or 11 bits
+    torch.testing.assert_close(encoded.error.double()[~rows], error[~rows], rtol=0.1 if coarse else 1e-3, atol=1e-4)
+    gains = [literal.gain(k, u @ rounded, k @ whole) for k, u in zip(centred[:500], codes, strict=False)]
+    off = (encoded.gain[:500].int() - torch.tensor(gains)).abs()
+    assert off.max() <= (2 if coarse else 1)
+    assert (off > 0).sum() <= (50 if coarse else 3)
+
+
+def test_the_error_in_the_metric_is_that_of_the_scores(projection):
+    queries = random_keys(2000, 64, seed=5) @ random_keys(64, 64, seed=6)
+    metric = (second_moment(queries) / len(queries)).float()  # E[q^T q] itself
+    keys = random_keys(100, 64)
+    encoded = encode(keys, projection, metric=metric)
+    left = keys.double() - unpack_codes(encoded.codes, 64).double() @ projection.double()
+    squared = (queries.double() @ left.T).square().mean(0)
+    torch.testing.assert_close(encoded.error.double().square(), squared, rtol=1e-3, atol=1e-3)
+
+
+def test_the_identity_as_metric_and_a_zero_mean_change_nothing(projection):
+    keys = random_keys(3000, 64)
+    plain, other = encode(keys, projection), encode(keys, projection, metric=torch.eye(64), mean=torch.zeros(64))
+    assert torch.equal(plain.codes, other.codes)
+    assert torch.equal(plain.gain, other.gain)
+    torch.testing.assert_close(plain.error, other.error)
 
 
 def test_gain_of_zero_opposed_and_tiny_keys():
@@ -106,6 +152,14 @@ def test_bits_lie_where_the_format_says(bits, count, seed):
         as_python = sum(1 << i for i, bit in enumerate(row) if bit)
         assert as_python == sum((word & (2**64 - 1)) << (64 * w) for w, word in enumerate(words))
     assert torch.equal(unpack_codes(codes, bits) > 0, positive)
+
+
+def test_refuses_a_metric_or_mean_that_does_not_fit():
+    keys, projection = torch.ones(4, 8), torch.ones(64, 8)
+    with pytest.raises(InputError, match=r"metric must be \[..., 8, 8\], not \[9, 9\]"):
+        encode(keys, projection, metric=torch.eye(9))
+    with pytest.raises(InputError, match=r"mean must be \[..., 8\], not \[7\]"):
+        encode(keys, projection, mean=torch.ones(7))
 
 
 @pytest.mark.parametrize(

@@ -511,15 +511,28 @@ def test_doubts_about_an_artifact_are_said(caplog):
     assert "config differs" in caplog.text
 
 
-def test_artifacts_that_this_version_does_not_decode_with_are_refused():
+def test_the_method_of_the_artifact_says_how_it_ranks_unless_asked():
     config = tiny.config()
-    with pytest.raises(InputError, match="query metric or means"):
-        BPCCache(config, tiny.artifact(config, metric=True))
+
+    def rules(artifact, **asked):
+        return BPCCache(config, artifact, **asked).layers[2].rules
+
+    paper, ours = tiny.artifact(config, name="paper"), tiny.artifact(config)
+    assert (rules(paper).gain, rules(paper).group) == (False, "max")
+    assert (rules(ours).gain, rules(ours).group) == (True, "relative")
+    assert (rules(None).gain, rules(None).group) == (True, "relative")
+    asked = rules(paper, gain=True, group="sum")
+    assert (asked.gain, asked.group) == (True, "sum")
+    assert rules(ours, gain=False).gain is False
+
+
+def test_artifacts_that_do_not_fit_what_is_asked_are_refused():
+    config = tiny.config()
     with pytest.raises(InputError, match="64 bits, not 128"):
         BPCCache(config, tiny.artifact(config), bits=128)
     with pytest.raises(InputError, match=r"what bpc_artifacts\.load returns, not str"):
         BPCCache(config, "file.safetensors")
-    assert BPCCache(config, tiny.artifact(config, 32)).layers[2].calibrated.shape[1] == 32
+    assert BPCCache(config, tiny.artifact(config, 32)).layers[2].calibrated.projection.shape[1] == 32
 
 
 def test_online_projections_wait_until_there_is_something_to_choose():

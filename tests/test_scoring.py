@@ -9,6 +9,7 @@ from test_decomposition import random_keys
 
 from bpc_calib import InputError, QuantizedQuery, encode, hash_scores, quantize_query
 from bpc_calib.codes import pack_codes
+from bpc_calib.scoring import GROUPS, group_scores
 
 bit_lists = [32, 64, 128]
 
@@ -108,6 +109,37 @@ def test_autocast_changes_nothing():
     plain = everything()
     with torch.autocast("cpu", torch.bfloat16):
         assert all(torch.equal(a, b) for a, b in zip(plain, everything(), strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    group=st.sampled_from(GROUPS),
+    heads=st.integers(1, 5),
+    count=st.integers(1, 30),
+    floating=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_scores_of_a_group_become_one(group, heads, count, floating, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(-(1 << 22), 1 << 22, (2, heads, count), generator=generator, dtype=torch.int32)
+    valid = torch.rand(2, count, generator=generator) < 0.8
+    if floating:
+        scores = scores.double() / 1000
+    found = group_scores(scores, group, valid)
+    assert found.dtype == scores.dtype
+    for row in range(2):
+        kept = valid[row].nonzero().flatten()
+        if len(kept):
+            expected = literal.group_scores(scores[row][:, kept].tolist(), group)
+            assert found[row, kept].tolist() == pytest.approx(expected, abs=1e-9 if floating else 0)
+    if valid.all():
+        assert torch.equal(found, group_scores(scores, group))
+
+
+def test_the_best_key_of_every_head_comes_first_in_relative_order():
+    scores = torch.tensor([[1_000_000, 999_999, 999_998, 5], [1, 2, 3, 700]], dtype=torch.int32)
+    assert group_scores(scores, "relative").tolist() == [0, -1, -2, 0]
+    assert group_scores(scores, "max").tolist() == [1_000_000, 999_999, 999_998, 700]
 
 
 def test_zero_query_scores_zero_everywhere():

@@ -83,8 +83,15 @@ def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
     for layer in described.full_layers:
         # Rows that shrink, as those of a decomposition do.
         projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, bits).unsqueeze(-1) * 0.3
-        layers[layer] = LayerProjection(projection.numpy(), torch.zeros(described.kv_heads, bits + 1).numpy())
-    made_by = {"name": "refined", "bits": bits, "metric": False, "centred": False} | algorithm
+        root = torch.randn(described.kv_heads, 2 * described.head_dim, described.head_dim, generator=generator)
+        mean = torch.randn(described.kv_heads, described.head_dim, generator=generator)
+        layers[layer] = LayerProjection(
+            projection.numpy(),
+            torch.zeros(described.kv_heads, bits + 1).numpy(),
+            metric=(root.mT @ root / 2 / described.head_dim).numpy() if algorithm.get("metric") else None,
+            mean=mean.numpy() if algorithm.get("centred") else None,
+        )
+    made_by = {"name": "score-aware", "bits": bits, "metric": False, "centred": False} | algorithm
     return ProjectionArtifact(layers, {"model": described.metadata(), "algorithm": made_by})
 
 

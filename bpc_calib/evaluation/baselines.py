@@ -1,7 +1,8 @@
 """Other ways to choose the tokens attended, each a layer that takes the place of BPC's in the same cache.
 
 All choose one list of tokens for a KV head, of the same length as BPC's; where a method is defined for one query head,
-its score is the largest of the group's. What differs from the papers because of that is said at each class.
+the scores of a group become one by the same rule as BPC's (`group_scores`), collisions by their largest number.
+What differs from the papers because of that is said at each class.
 """
 
 import math
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from bpc_calib.layers import SparseLayer
+from bpc_calib.scoring import group_scores
 from bpc_calib.selection import sortable
 
 __all__ = [
@@ -31,11 +33,16 @@ __all__ = [
 HASHED_AT_ONCE = 1 << 12  # tokens: 1,500 signs of a key take kilobytes on their way
 
 
+def _ranked(scores: Tensor, group: str, visible: Tensor | None) -> Tensor:
+    """What `rank` returns for scores `[batch, kv_heads, G, N]` in the unit of `q k`."""
+    return sortable(group_scores(scores, group, None if visible is None else visible.unsqueeze(1)))
+
+
 class OracleLayer(SparseLayer):
     """The largest products of query and key themselves: what a ranking could be at best."""
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        return sortable((query.float() @ self.keys.float().mT).amax(-2))
+        return _ranked(query.float() @ self.keys.float().mT, self.rules.group, visible)
 
     def ranking_bytes(self, length: int) -> int:
         return length * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size()
@@ -84,11 +91,11 @@ class QuestLayer(SparseLayer):
             return F.pad(keys.masked_fill(missing, beyond), room, value=beyond).unflatten(2, (-1, self.PAGE))
 
         least, most = pages(math.inf).amin(3), pages(-math.inf).amax(3)
-        empty = (least > most).any(-1).unsqueeze(-2)
+        empty = (least > most).any(-1)
         least, most = least.nan_to_num(0, 0, 0), most.nan_to_num(0, 0, 0)
         query = query.float()
         bound = query.clamp(min=0) @ most.mT + query.clamp(max=0) @ least.mT
-        best = bound.masked_fill(empty, -math.inf).amax(-2)
+        best = group_scores(bound, self.rules.group, ~empty)
         return sortable(best).repeat_interleave(self.PAGE, dim=-1)[..., :length]
 
     def ranking_bytes(self, length: int) -> int:
@@ -112,7 +119,7 @@ class SignsLayer(SparseLayer):
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         directions = _normal(self.BITS, self.keys, self.rules.seed)
         signs = self._derived("signs", lambda keys: torch.where(keys.float() @ directions.T >= 0, 1.0, -1.0))
-        return sortable((query.float() @ directions.T @ signs.mT).amax(-2))
+        return _ranked(query.float() @ directions.T @ signs.mT, self.rules.group, visible)
 
     def ranking_bytes(self, length: int) -> int:
         return length * self.keys.shape[1] * self.BITS // 8

@@ -2,7 +2,7 @@
 
 Written from the definitions in docs/generating.md alone, in float64, slowly: plain transformers caches, one
 sequence and KV head at a time, codes, scores and the set by the literal algorithms. It shares no code with the
-runtime but `decompose`, which has tests of its own.
+runtime but `fit`, which has tests of its own.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
-from bpc_calib import decompose
+from bpc_calib.fit import fit
 
 NAME = "masked_reference"
 
@@ -31,14 +31,14 @@ class ReferenceCache(DynamicCache):
         super().__init__(config=config)
         self.rules = rules
         self.sparse_layers = sparse_layers
-        self.calibrated = {} if artifact is None else {i: each.projection for i, each in artifact.layers.items()}
+        self.calibrated = {} if artifact is None else artifact.layers
         self.online: dict[int, Tensor] = {}  # [batch, kv_heads, bits, head_dim]
         self.guarded = dict.fromkeys(sparse_layers, 0)
 
-    def projection(self, layer: int, row: int, head: int) -> Tensor:
+    def projection(self, layer: int, row: int, head: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if layer in self.calibrated:
-            return torch.from_numpy(self.calibrated[layer][head])
-        return self.online[layer][row, head]
+            return of_head(self.calibrated[layer], head)
+        return self.online[layer][row, head], None, None
 
     def reset(self) -> None:
         for layer in self.layers:  # 5.17 keeps the length
@@ -123,8 +123,8 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group) ->
     for row in range(batch):
         for head in range(heads):
             queries = query[row, head * group : (head + 1) * group, 0]
-            keys, projection = key[row, head], cache.projection(layer, row, head)
-            scores, error = score(queries, keys, projection, rules)
+            keys = key[row, head]
+            scores, error = score(queries, keys, *cache.projection(layer, row, head), visible[row], rules)
             chosen = choose(scores, error, visible[row], wanted[row], cache.guarded[layer], rules)
             outside = [i for i in range(length) if i not in chosen]
             logits[row, head * group : (head + 1) * group, 0, outside] = -torch.inf
@@ -132,7 +132,16 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group) ->
 
 def _online(keys: Tensor, rules: dict[str, Any]) -> Tensor:
     generator = torch.Generator().manual_seed(rules["seed"])
-    return decompose(keys, rules["bits"], iterations=4, generator=generator).projection
+    return fit(keys, rules["bits"], iterations=4, rounds=2, generator=generator).projection
+
+
+def of_head(layer: Any, head: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Projection, metric and mean of one KV head of an artifact's layer."""
+    projection, metric, mean = (
+        None if each is None else torch.from_numpy(each[head]) for each in (layer.projection, layer.metric, layer.mean)
+    )
+    assert projection is not None
+    return projection, metric, mean
 
 
 def how_many(count: int, budget: float | int, min_tokens: int) -> int:
@@ -141,20 +150,32 @@ def how_many(count: int, budget: float | int, min_tokens: int) -> int:
     return min(count, max(min_tokens, wanted))
 
 
-def score(queries: Tensor, keys: Tensor, projection: Tensor, rules: dict[str, Any]) -> tuple[list[int], list[float]]:
+def score(
+    queries: Tensor,
+    keys: Tensor,
+    projection: Tensor,
+    metric: Tensor | None,
+    mean: Tensor | None,
+    visible: list[int],
+    rules: dict[str, Any],
+) -> tuple[list[int], list[float]]:
     """The integer that ranks each key, and its error, for queries `[G, D]`, keys `[N, D]` and `P [H, D]`."""
     rounded = projection.to(keys.dtype).double()
-    codes, _, residual = literal.encode(keys, rounded)
+    whole = torch.eye(keys.shape[1], dtype=torch.float64) if metric is None else metric.double()
+    towards = (rounded @ whole).to(keys.dtype).double()
+    centred = keys.double() - (0 if mean is None else mean.double())
+    codes, _, residual = literal.encode(centred, rounded, towards)
     projected = queries.double() @ rounded.T
     largest = projected.abs().max()
     quantized = (projected * (127 / largest)).round() if largest else projected
     ranked = quantized @ codes.T  # [G, N]
     if rules["gain"]:
         approximation = codes @ rounded
-        gains = [literal.gain(*pair) for pair in zip(keys.double(), approximation, strict=True)]
+        gains = [literal.gain(k, about, whole @ k) for k, about in zip(centred, approximation, strict=True)]
         ranked = ranked * (torch.tensor(gains) + 32)
-    grouped = ranked.amax(0) if rules["group"] == "max" else ranked.sum(0)
-    return [int(each) for each in grouped], residual.norm(dim=1).float().tolist()
+    grouped = dict(zip(visible, literal.group_scores(ranked[:, visible].tolist(), rules["group"]), strict=True))
+    error = (residual @ whole * residual).sum(1).clamp(min=0).sqrt()
+    return [int(grouped.get(i, 0)) for i in range(len(keys))], error.float().tolist()
 
 
 def choose(

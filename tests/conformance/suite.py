@@ -22,7 +22,7 @@ DEFAULTS = {
     "recent": 1,
     "sink": 0,
     "dense_layers": (),
-    "group": "max",
+    "group": "relative",
     "gain": True,
     "bits": 64,
     "seed": 0,
@@ -47,12 +47,14 @@ def check(
     make_cache: MakeCache = BPCCache,
     *,
     online: bool = False,
+    metric: bool = False,
+    centred: bool = False,
     tolerance: float = 1e-5,
     **settings: Any,
 ) -> None:
     """Raise `AssertionError` where a cache of `make_cache(config, artifact, **settings)` leaves the reference."""
     settings = DEFAULTS | settings
-    artifact = None if online else tiny.artifact(model.config, settings["bits"])
+    artifact = None if online else tiny.artifact(model.config, settings["bits"], metric=metric, centred=centred)
     sparse = [layer for layer in describe(model.config).full_layers if layer not in settings["dense_layers"]]
     rules = {name: value for name, value in settings.items() if name != "dense_layers"}
     with reference.masked_reference(model):

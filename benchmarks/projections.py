@@ -1,0 +1,301 @@
+"""The study behind the defaults: every step of the method alone and together, at the same bytes, on one model.
+
+    python benchmarks/projections.py -m demo --prompts 300 --output projections_demo_2048.json
+
+Needles are asked in the hard setting (no dense layer, no lower bound on the tokens attended), and text is forced token
+by token; see docs/projections.md for the tables this makes.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import rankings
+import report
+import torch
+
+from bpc_calib import describe, enable
+from bpc_calib.cache import BPCCache
+from bpc_calib.calibration import METHODS, Collected, Method, collect, plan, project
+from bpc_calib.corpora import expand, open_corpus
+from bpc_calib.evaluation import HARD
+from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
+from bpc_calib.evaluation.evaluate import DEPTHS, FORCED, OTHER_TEXT, ask, hide_all
+from bpc_calib.evaluation.fidelity import METRICS, probe
+from bpc_calib.evaluation.forcing import fork, log_likelihoods, prefill
+from bpc_calib.evaluation.statistics import mean, share
+from bpc_calib.hashed_layer import BPCLayer
+from bpc_calib.models import load_model, load_tokenizer
+from bpc_calib.samples import draw_samples
+from bpc_calib.tasks import TASKS
+
+BEST = METHODS["score-aware"]
+PAPER = METHODS["paper"]
+EIGHT = replace(PAPER, name="8 steps", iterations=8, shift=True)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table: how projections are found, from what, and how they rank."""
+
+    method: Method | None = BEST  # None: needs no calibration, or is online
+    bits: int = 64
+    layer: type[Any] = BPCLayer
+    linear: str | None = None  # codes of another kind
+    rules: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+
+def variants() -> dict[str, dict[str, Variant]]:
+    """By part of the study and name."""
+    plain = {"gain": False}
+    steps = {
+        "paper: one step, no shift": Variant(PAPER, rules=plain),
+        "one step, shift": Variant(replace(PAPER, shift=True), rules=plain),
+        "8 steps": Variant(EIGHT, rules=plain),
+        "paper + gain": Variant(replace(PAPER, shift=True)),
+        "8 steps + gain": Variant(EIGHT),
+        "8 steps + gain, no shift": Variant(replace(EIGHT, shift=False)),
+        "8 + gain + least squares": Variant(replace(EIGHT, rounds=6)),
+        "8 + gain + centring": Variant(replace(EIGHT, centred=True)),
+        "8 + gain + metric 1/4": Variant(replace(EIGHT, power=0.25)),
+        "8 + gain + metric 1/2": Variant(replace(EIGHT, power=0.5)),
+        "8 + gain + metric 1": Variant(replace(EIGHT, power=1.0)),
+        "8 + metric 1 + least squares, no gain": Variant(replace(EIGHT, power=1.0, rounds=6), rules=plain),
+        "8 + gain + metric 1 + least squares": Variant(replace(EIGHT, power=1.0, rounds=6)),
+        "8 + gain + metric 1/4 + least squares": Variant(replace(EIGHT, power=0.25, rounds=6)),
+        "8 + gain + least squares + centring": Variant(replace(EIGHT, rounds=6, centred=True)),
+        "all, metric 1/4": Variant(replace(BEST, power=0.25)),
+        "all, metric 1/2": Variant(replace(BEST, power=0.5)),
+        "all, no gain": Variant(rules=plain),
+    }
+    others = {
+        "exact": Variant(None, layer=OracleLayer),
+        "random keys": Variant(None, layer=RandomLayer),
+        "random signs (LSH)": Variant(EIGHT, linear="lsh"),
+        "PCA + sign": Variant(EIGHT, linear="pca"),
+        "PCA + sign + gain": Variant(EIGHT, linear="pca", rules={"gain": True}),
+        "ITQ": Variant(EIGHT, linear="itq"),
+        "ITQ + gain": Variant(EIGHT, linear="itq", rules={"gain": True}),
+        "RaBitQ": Variant(EIGHT, linear="rabitq", rules={"gain": True}),
+        "score-aware": Variant(),
+        "online": Variant(None),
+    }
+    groups = {
+        "exact, relative": Variant(None, layer=OracleLayer),
+        "exact, max": Variant(None, layer=OracleLayer, rules={"group": "max"}),
+        "exact, sum": Variant(None, layer=OracleLayer, rules={"group": "sum"}),
+        "relative": Variant(),
+        "max": Variant(rules={"group": "max"}),
+        "sum": Variant(rules={"group": "sum"}),
+        "softmax": Variant(layer=rankings.SoftmaxLayer),
+        "paper, max": Variant(PAPER, rules={"group": "max", "gain": False}),
+    }
+    ranks = {
+        "score-aware": Variant(),
+        "beam of 8": Variant(layer=rankings.BeamLayer),
+        "coordinate descent": Variant(layer=rankings.DescentLayer),
+        "score + 0.05 error": Variant(
+            layer=rankings.subclass(rankings.ErrorBoundLayer, SHARE=0.05), rules={"safeguard": 1e-9}
+        ),
+        "score + 0.2 error": Variant(
+            layer=rankings.subclass(rankings.ErrorBoundLayer, SHARE=0.2), rules={"safeguard": 1e-9}
+        ),
+        "safeguard 0": Variant(rules={"safeguard": 0.0}),
+        "safeguard 0.05": Variant(rules={"safeguard": 0.05}),
+        "safeguard 0.1": Variant(rules={"safeguard": 0.1}),
+        "safeguard 0.2": Variant(rules={"safeguard": 0.2}),
+    }
+    bits = {
+        f"{name}, {count} bits": Variant(method, bits=count, rules=rules)
+        for count in (32, 64, 128)
+        for name, method, rules in (("paper", PAPER, plain), ("8 steps + gain", EIGHT, {}), ("score-aware", BEST, {}))
+    }
+    keys = {
+        f"{count:,} keys a head": Variant(calibration={"keys_per_head": count})
+        for count in (256, 1024, 4096, 16384, 65536, 1 << 30)
+    }
+    lengths = {
+        f"calibrated on {length:,} tokens{'' if shift else ', no shift'}": Variant(
+            replace(BEST, shift=shift), calibration={"sequence_length": length, "samples": (1 << 17) // length}
+        )
+        for length in (512, 2048, 8192)
+        for shift in ((True, False) if length < 8192 else (True,))
+    }
+    foreign = {
+        f"{name}, calibrated on {text}": Variant(method, rules=rules, calibration={"corpora": text})
+        for text in ("own text", "foreign text")
+        for name, method, rules in (
+            ("8 steps", EIGHT, plain),
+            ("8 steps + gain", EIGHT, {}),
+            ("score-aware", BEST, {}),
+            ("score-aware, no gain", BEST, plain),
+        )
+    }
+    return {
+        "steps": steps,
+        "others": others,
+        "groups": groups,
+        "ranks": ranks,
+        "bits": bits,
+        "keys": keys,
+        "lengths": lengths,
+        "foreign": foreign,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", "-m", default="demo")
+    parser.add_argument("--parts", nargs="+", default=["steps"], choices=list(variants()))
+    parser.add_argument("--only", nargs="+", help="variants of these names only")
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--prompts", type=int, default=300)
+    parser.add_argument("--texts", type=int, default=32, help="pieces of text for recall, mass, best key and cosine")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.0025, 0.005, 0.01, 0.02, 0.05])
+    parser.add_argument("--corpus", default="demo", help="of calibration and test, in different pieces")
+    parser.add_argument("--foreign", default="", help="the corpus unlike it")
+    parser.add_argument("--samples", type=int, default=64, help="of the calibration")
+    parser.add_argument("--sequence-length", type=int, default=2048, help="of the calibration")
+    parser.add_argument("--keys-per-head", type=int, default=16384, help="of the calibration")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", "-o", type=Path)
+    arguments = parser.parse_args()
+
+    model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
+    makers: dict[Any, Callable[[], BPCCache]] = {
+        ("full attention", None): partial(BPCCache, model.config, budget=1.0, dense_layers=())
+    }
+    calibrate = Calibrations(model, tokenizer, arguments)
+    parts = variants()
+    for part in arguments.parts:
+        for name, variant in parts[part].items():
+            if arguments.only and name not in arguments.only:
+                continue
+            made = maker(variant, calibrate)
+            for budget in arguments.budgets:
+                makers[f"{part}: {name}", budget] = partial(made, budget=budget)
+    enable(model)
+    rows = {key: {"variant": key[0], "budget": key[1]} for key in makers}
+    needles(model, tokenizer, arguments, makers, rows)
+    choices(model, tokenizer, arguments, makers, rows)
+    for row in rows.values():
+        print({name: value["value"] if isinstance(value, dict) else value for name, value in row.items()})
+    settings = {
+        name: getattr(arguments, name)
+        for name in ("length", "prompts", "texts", "corpus", "samples", "sequence_length", "keys_per_head", "seed")
+    }
+    report.write(arguments.output, {"settings": settings | HARD, "rows": list(rows.values())})
+
+
+class Calibrations:
+    """Projections by method and text; what a pass over the text gives is kept for the next method."""
+
+    def __init__(self, model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
+        self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
+        self.collected: dict[str, Collected] = {}
+        self.artifacts: dict[str, Any] = {}
+
+    def collect(self, variant: Variant) -> tuple[Collected, Any]:
+        assert variant.method is not None
+        arguments = self.arguments
+        names = ("samples", "sequence_length", "keys_per_head")
+        wanted = {name: getattr(arguments, name) for name in names} | variant.calibration
+        corpora = {"own text": arguments.corpus, "foreign text": arguments.foreign}[wanted.pop("corpora", "own text")]
+        chosen = plan(
+            describe(self.model.config),
+            bits=variant.bits,
+            position_shift=variant.method.shift,
+            seed=arguments.seed,
+            **wanted,
+        )
+        key = json.dumps([wanted, corpora])
+        if key not in self.collected:
+            print(f"collecting keys: {key}", file=sys.stderr)
+            opened = [open_corpus(spec) for spec in expand([corpora])]
+            quiet = lambda stage, done, total: None  # noqa: E731
+            self.collected[key] = collect(self.model, self.tokenizer, replace(chosen, method=BEST), opened, quiet)
+        return self.collected[key], replace(chosen, method=variant.method)
+
+    def artifact(self, variant: Variant) -> Any:
+        collected, chosen = self.collect(variant)
+        key = json.dumps([asdict(variant.method) | {"name": ""}, variant.bits, variant.calibration])  # type: ignore[arg-type]
+        if key not in self.artifacts:
+            began = time.perf_counter()
+            copied = replace(collected, keys=dict(collected.keys))
+            self.artifacts[key] = project(copied, chosen, self.model.device, lambda stage, done, total: None)
+            print(f"projected in {time.perf_counter() - began:.1f} s: {key}", file=sys.stderr)
+        return self.artifacts[key]
+
+    def linear(self, variant: Variant) -> dict[int, rankings.Linear]:
+        collected, _ = self.collect(variant)
+        assert variant.linear is not None
+        return {layer: rankings.linear(variant.linear, keys, variant.bits) for layer, keys in collected.keys.items()}
+
+
+def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
+    """What makes an empty cache of this variant, given a budget."""
+    config, rules, layer = calibrate.model.config, HARD | variant.rules, variant.layer
+    artifact = None
+    if variant.linear is not None:
+        found = calibrate.linear(variant)
+        layer = rankings.subclass(rankings.LinearLayer, linear=found, use_gain=rules.pop("gain", False))
+    elif variant.method is not None:
+        artifact = calibrate.artifact(variant)
+    if not issubclass(layer, BPCLayer):
+        rules = rules | {"safeguard": 0.0}
+    rules = {"group": "relative", "gain": True, "bits": variant.bits} | rules
+    kind = type("StudiedCache", (BPCCache,), {"layer_class": layer})
+    return partial(kind, config, artifact, **rules)
+
+
+def needles(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: Any, rows: Any) -> None:
+    """Right answers, as `bpc eval --task needle` asks."""
+    if not arguments.prompts:
+        return
+    length, count = arguments.length, arguments.prompts
+    drawn = [random.Random(f"{arguments.seed}/needle/{length}/{number}") for number in range(count)]
+    depths = [(number % DEPTHS + 0.5) / DEPTHS for number in range(count)]
+    asked = hide_all([TASKS["needle"](rng) for rng in drawn], tokenizer, length, drawn, depths)
+    show = lambda part: print(f"\rneedles {part:6.1%}", end="", file=sys.stderr, flush=True)  # noqa: E731
+    found = ask(model, tokenizer, asked, makers, max(1, (1 << 16) // length), show)
+    for key, answers in found.items():
+        rows[key]["needle"] = share(sum(answers.scores), count)
+        rows[key]["read"] = round(answers.read, 6)
+
+
+def choices(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: Any, rows: Any) -> None:
+    """What each choice keeps of full attention where text is forced token by token."""
+    if not arguments.texts:
+        return
+    texts, _ = draw_samples(
+        [open_corpus(spec) for spec in expand([arguments.corpus])],
+        tokenizer,
+        samples=arguments.texts,
+        sequence_length=arguments.length,
+        seed=arguments.seed + OTHER_TEXT,
+        vocab_size=describe(model.config).vocab_size,
+    )
+    kept: dict[Any, list[torch.Tensor]] = {}
+    for some in texts.split(max(1, (1 << 15) // arguments.length)):
+        prefix = prefill(model, some[:, :-FORCED])
+        asked = probe(model.config, {key: make() for key, make in makers.items() if key[1] is not None})
+        log_likelihoods(model, fork(prefix, asked), some[:, -FORCED:])
+        for key, values in asked.found().items():
+            kept.setdefault(key, []).append(values)
+        print(f"\rtext {len(next(iter(kept.values())))}", end="", file=sys.stderr, flush=True)
+    for key, parts in kept.items():
+        values = torch.cat(parts, dim=1)  # [layers, texts, kv_heads, metrics]
+        for place, metric in enumerate(METRICS):
+            rows[key][metric] = mean(values[..., place].mean((0, 2)).tolist())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Rankings that were tried against BPC's: other codes of as many bytes, other searches, other uses of the same codes.
+
+Each is a layer that takes the place of BPC's in the same cache. Where a method is free to choose, it gets the better
+choice: queries are not rounded to int8, and the scale of each bit is found by least squares.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_calib.codes import pack_codes, unpack_codes
+from bpc_calib.encoding import Encoded, Encoder, encode_with
+from bpc_calib.evaluation.baselines import SignsLayer
+from bpc_calib.hashed_layer import BPCLayer
+from bpc_calib.scoring import group_scores, quantize_query
+from bpc_calib.selection import sortable
+
+Linear = tuple[
+    Tensor, Tensor, Tensor
+]  # mean [heads, D], directions [heads, H, D], and what a bit stands for [heads, H, D]
+
+
+class LinearLayer(SignsLayer):
+    """Codes `sign((k - mean) W^T)` and scores `q B^T . u`: LSH, PCA, ITQ and RaBitQ differ in `W`, `B` and the gain."""
+
+    linear: dict[int, Linear]
+    use_gain: bool
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        mean, directions, meaning = self.linear[self.index]
+
+        def hashed(keys: Tensor) -> Tensor:
+            keys = keys.float() - mean.unsqueeze(-2)
+            signs = torch.where(keys @ directions.mT >= 0, 1.0, -1.0)
+            if not self.use_gain:
+                return signs
+            dot = (keys * (signs @ meaning)).sum(-1)
+            gain = torch.where(dot > 0, keys.square().sum(-1) / dot.clamp(min=1e-20), 4.48).clamp(0.5, 4.48)
+            return signs * gain.unsqueeze(-1)
+
+        scores = query.float() @ meaning.mT @ self._derived("signs", hashed).mT
+        seen = None if visible is None else visible.unsqueeze(1)
+        return sortable(group_scores(scores, self.rules.group, seen))
+
+
+def linear(kind: str, keys: Tensor, bits: int, seed: int = 0) -> Linear:
+    """`lsh`, `pca`, `itq` or `rabitq` of calibration keys `[heads, N, D]`, `bits` at most `D` but for LSH."""
+    keys = keys.float()
+    heads, _, dim = keys.shape
+    mean = torch.zeros(heads, dim) if kind == "lsh" else keys.mean(-2)
+    centred = keys - mean.unsqueeze(-2)
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "lsh":
+        directions = torch.randn(bits, dim, generator=generator).expand(heads, -1, -1)
+    elif kind == "rabitq":  # a random rotation, of which as many directions as there are bits are kept
+        directions = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q[:bits].expand(heads, -1, -1)
+    else:
+        vectors = torch.linalg.eigh(centred.double().mT @ centred.double()).eigenvectors.float()
+        directions = vectors[..., -bits:].mT
+        if kind == "itq":  # Gong and Lazebnik 2011: turn the components until their signs fit them best
+            components = centred @ directions.mT
+            turn = torch.linalg.qr(torch.randn(directions.shape[-2], directions.shape[-2], generator=generator)).Q
+            turn = turn.expand(heads, -1, -1)
+            for _ in range(50):
+                left, _, right = torch.linalg.svd(torch.where(components @ turn >= 0, 1.0, -1.0).mT @ components)
+                turn = (left @ right).mT
+            directions = turn.mT @ directions
+    signs = torch.where(centred @ directions.mT >= 0, 1.0, -1.0)
+    if kind == "lsh":
+        meaning = directions
+    elif kind == "rabitq":
+        meaning = directions / dim**0.5
+    else:  # the directions are orthogonal: least squares gives each bit the mean absolute component
+        scale = (signs * (centred @ directions.mT)).mean(-2)
+        meaning = directions * scale.unsqueeze(-1)
+    return mean, directions, meaning
+
+
+class DescentLayer(BPCLayer):
+    """After the greedy pass, every bit is turned over where that lowers the error, three times over all bits."""
+
+    SWEEPS = 3
+
+    @staticmethod
+    def encode(encoder: Encoder, keys: Tensor) -> Encoded:
+        greedy = encode_with(encoder, keys)
+        keys, along = _centred(encoder, keys)
+        bits = encoder.matrix.shape[-1]
+        scores, signs = keys @ encoder.matrix, unpack_codes(greedy.codes, bits)
+        left = scores - signs @ encoder.gram
+        for bit in list(range(bits)) * DescentLayer.SWEEPS:
+            square = encoder.gram[..., bit, bit, None]
+            turned = torch.where(signs[..., bit] * left[..., bit] < -square, 2 * signs[..., bit], 0.0)
+            left += turned.unsqueeze(-1) * encoder.gram[..., bit, None, :]
+            signs[..., bit] -= turned
+        return _encoded(encoder, scores, signs, (keys * along).sum(-1))
+
+
+class BeamLayer(BPCLayer):
+    """Of the eight best codes of the first bits, both continuations are tried, and the eight best kept."""
+
+    WIDTH = 8
+
+    @staticmethod
+    def encode(encoder: Encoder, keys: Tensor) -> Encoded:
+        keys, along = _centred(encoder, keys)
+        scores = keys @ encoder.matrix
+        bits = scores.shape[-1]
+        left = scores.unsqueeze(-2)  # [..., beam, H]
+        signs = scores.new_zeros(*scores.shape[:-1], 1, bits)
+        error = scores.new_zeros(*scores.shape[:-1], 1)
+        for bit in range(bits):
+            row, square = encoder.gram[..., None, None, bit, :], encoder.gram[..., bit, bit, None, None]
+            grown = []
+            for sign in (1.0, -1.0):
+                chosen = signs.clone()
+                chosen[..., bit] = sign
+                grown.append((left - sign * row, chosen, error - 2 * sign * left[..., bit] + square))
+            left, signs = (torch.cat([one[part], other[part]], dim=-2) for one, other in [grown] for part in (0, 1))
+            error = torch.cat([grown[0][2], grown[1][2]], dim=-1)
+            if error.shape[-1] > BeamLayer.WIDTH:
+                best = error.topk(BeamLayer.WIDTH, dim=-1, largest=False).indices
+                error = error.gather(-1, best)
+                wide = best.unsqueeze(-1).expand(*best.shape, bits)
+                left, signs = left.gather(-2, wide), signs.gather(-2, wide)
+        best = error.argmin(-1)[..., None, None].expand(*error.shape[:-1], 1, bits)
+        return _encoded(encoder, scores, signs.gather(-2, best).squeeze(-2), (keys * along).sum(-1))
+
+
+def _centred(encoder: Encoder, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys less their mean, and their products with the metric."""
+    keys = keys.to(encoder.matrix.dtype)
+    if encoder.mean is not None:
+        keys = keys - encoder.mean.unsqueeze(-2)
+    return keys, keys if encoder.metric is None else keys @ encoder.metric
+
+
+def _encoded(encoder: Encoder, scores: Tensor, signs: Tensor, squared_norm: Tensor) -> Encoded:
+    dot = (scores * signs).sum(-1)
+    error = squared_norm - 2 * dot + (signs @ encoder.gram * signs).sum(-1)
+    gain = (64 * squared_norm / dot - 32).round().clamp(0, 255)
+    gain = torch.where(dot > 0, gain, 255).to(torch.uint8)
+    return Encoded(pack_codes(signs > 0), error.clamp(min=0).sqrt(), gain)
+
+
+class ErrorBoundLayer(BPCLayer):
+    """The score and a share of the stored error times the length of the query: an upper bound of a kind."""
+
+    SHARE = 0.1  # of the error that counts; the safeguard must be above 0, for errors to be kept
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        scores = self.estimates(query, visible)
+        error = self.buffers["error"][:, :, None, : self.get_seq_length()]
+        bound = scores + self.SHARE * query.float().norm(dim=-1, keepdim=True) * error
+        return sortable(group_scores(bound, self.rules.group, None if visible is None else visible.unsqueeze(1)))
+
+    def estimates(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        """Scores in the unit of `q k`: float32 `[batch, kv_heads, G, N]`."""
+        projection = self.hash(visible)
+        scale = quantize_query(query, projection).scale[..., None, None]
+        return self.head_scores(query, projection) * scale / (64 if self.rules.gain else 1)
+
+
+class SoftmaxLayer(ErrorBoundLayer):
+    """The sum over the heads of the softmax of the estimated scores."""
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        return sortable(self.weights(query, visible).sum(-2))
+
+    def weights(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        scores = self.estimates(query, visible) * query.shape[-1] ** -0.5
+        if visible is not None:
+            scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
+        return scores.softmax(-1)
+
+
+def subclass(layer: type[Any], **values: Any) -> Callable[..., Any]:
+    """A layer with other constants."""
+    return type(layer.__name__, (layer,), values)

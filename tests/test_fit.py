@@ -1,0 +1,117 @@
+"""Centring, metric and least squares together; and the paper's algorithm where all are left out."""
+
+from itertools import pairwise
+
+import literal
+import pytest
+import torch
+from test_decomposition import draws, random_keys
+
+from bpc_calib import decompose, encode
+from bpc_calib.codes import unpack_codes
+from bpc_calib.decomposition import BLOCK
+from bpc_calib.fit import fit, least_squares
+from bpc_calib.metric import query_metric, second_moment
+
+METRIC = query_metric(second_moment(random_keys(300, 16, seed=8)), 0.5)
+
+
+@pytest.mark.parametrize("bits", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_step_and_nothing_else_is_the_paper(bits, dtype):
+    keys = random_keys(3000, 64, dtype=dtype)
+    found = fit(keys, bits, iterations=1)
+    codes, projection, residual = literal.decompose(keys, draws(bits, 64))
+    torch.testing.assert_close(found.projection, projection.float(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
+    assert found.metric is None
+    assert found.mean is None
+    plain = decompose(keys, bits, iterations=1)
+    assert torch.equal(plain.projection, found.projection)
+    assert torch.equal(unpack_codes(plain.codes, bits).double(), codes)
+    # Algorithm 2 under that projection.
+    fresh = random_keys(2000, 64, seed=4).double()
+    expected, _, _ = literal.encode(fresh, found.projection)
+    assert torch.equal(unpack_codes(encode(fresh, found.projection).codes, bits).double(), expected)
+
+
+@pytest.mark.parametrize("metric", [None, METRIC])
+@pytest.mark.parametrize("centred", [False, True])
+def test_residuals_are_those_of_the_encoded_keys(metric, centred):
+    keys = random_keys(3, 2 * BLOCK + 31, 16)
+    metric = None if metric is None else metric.expand(3, 16, 16)
+    found = fit(keys, 32, rounds=2, metric=metric, centred=centred)
+    encoded = encode(keys.double(), found.projection, metric=metric, mean=found.mean)
+    torch.testing.assert_close(found.residual_norms[:, -1], encoded.error.double().norm(dim=-1), rtol=1e-5, atol=0)
+    left = keys.double() - (found.mean.double().unsqueeze(-2) if centred else 0)
+    codes, whole = unpack_codes(encoded.codes, 32).double(), torch.eye(16) if metric is None else metric
+    for bit in range(33):
+        norm = (left @ whole.double() * left).sum((-2, -1)).sqrt()
+        torch.testing.assert_close(found.residual_norms[:, bit], norm, rtol=1e-6, atol=1e-6)
+        if bit < 32:
+            left = left - codes[..., bit, None] * found.projection[:, None, bit].double()
+
+
+@pytest.mark.parametrize("metric", [None, METRIC])
+def test_least_squares_lowers_the_residual_and_never_raises_it(metric):
+    keys = random_keys(2, 3000, 16)
+    metric = None if metric is None else metric.expand(2, 16, 16)
+    begin = decompose(keys, 32, iterations=1, metric=metric)
+    norms = [least_squares(keys, begin.projection, rounds, metric=metric)[1][:, -1] for rounds in range(6)]
+    assert all((after <= before).all() for before, after in pairwise(norms))
+    assert (norms[-1] < 0.97 * norms[0]).all()
+    bad = least_squares(keys, begin.projection, 5, metric=metric)[0]
+    assert torch.equal(least_squares(keys, bad, 0, metric=metric)[0], bad)
+
+
+def test_the_projection_of_a_round_is_the_least_squares_solution():
+    keys, begin = random_keys(500, 16), decompose(random_keys(500, 16), 32, iterations=1).projection
+    codes = unpack_codes(encode(keys.double(), begin).codes, 32).double()
+    solution = torch.linalg.lstsq(codes, keys.double()).solution
+    found, _ = least_squares(keys, begin, 1)
+    torch.testing.assert_close(found.double(), solution, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"rounds": 2}, {"rounds": 1, "centred": True, "metric": METRIC}])
+def test_padding_has_no_say_and_a_batch_is_its_members(options):
+    keys = random_keys(2, 300, 16)
+    weights = torch.ones(2, 300)
+    weights[0, :40] = 0
+    padded = keys.clone()
+    padded[0, :40] = torch.nan
+    if "metric" in options:
+        options = options | {"metric": options["metric"].expand(2, 16, 16)}
+    found = fit(padded, 32, weights=weights, **options)
+    for row, own in enumerate((keys[0, 40:], keys[1])):
+        alone = options | ({"metric": METRIC} if "metric" in options else {})
+        expected = fit(own, 32, **alone)
+        torch.testing.assert_close(found.projection[row], expected.projection, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found.residual_norms[row], expected.residual_norms, rtol=1e-9, atol=1e-9)
+        if found.mean is not None:
+            torch.testing.assert_close(found.mean[row], own.mean(0))
+
+
+def test_keys_far_from_zero_are_coded_better_when_centred():
+    keys = random_keys(2000, 16) + 20
+    plain, centred = fit(keys, 32), fit(keys, 32, centred=True)
+    assert centred.residual_norms[-1] < 0.97 * plain.residual_norms[-1]
+
+
+def test_keys_that_are_all_zero():
+    found = fit(torch.zeros(100, 8), 32, rounds=2, centred=True, metric=torch.eye(8))
+    assert found.projection.isfinite().all()
+    assert found.residual_norms.eq(0).all()
+
+
+def test_the_same_bytes_with_one_or_two_threads():
+    keys = random_keys(2, 3 * BLOCK, 64)
+    metric = query_metric(second_moment(random_keys(2, 9000, 64, seed=2)), 0.25)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(fit(keys, 64, iterations=2, rounds=3, metric=metric, centred=True))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0].projection, found[1].projection)
+    assert torch.equal(found[0].residual_norms, found[1].residual_norms)

@@ -1,0 +1,58 @@
+"""The query metric: its definition, its tempering, and what a reader may rely on."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decomposition import random_keys
+
+from bpc_calib import InputError
+from bpc_calib.metric import FLOOR, query_metric, second_moment
+
+
+def test_the_second_moment_is_the_sum_of_products():
+    queries = random_keys(2, 50, 6)
+    expected = torch.stack([sum(torch.outer(q, q) for q in head) for head in queries.double()])
+    torch.testing.assert_close(second_moment(queries), expected)
+
+
+def test_power_one_is_the_moment_and_zero_the_identity():
+    moment = second_moment(random_keys(3, 400, 8))
+    scale = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
+    torch.testing.assert_close(query_metric(moment, 1.0), (moment / scale).float(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(query_metric(moment, 0.0), torch.eye(8).expand(3, 8, 8), rtol=0, atol=1e-6)
+
+
+def test_a_power_of_one_half_squared_is_the_moment():
+    moment = second_moment(random_keys(400, 8))
+    half = query_metric(moment, 0.5).double()
+    square = half @ half
+    torch.testing.assert_close(square / square.trace(), moment / moment.trace(), rtol=1e-3, atol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    count=st.integers(0, 20),
+    dim=st.integers(1, 20),
+    power=st.floats(0, 1),
+    scale=st.sampled_from([1e-20, 1.0, 1e10]),
+    seed=st.integers(0, 1000),
+)
+def test_it_is_symmetric_and_positive_definite_whatever_the_queries(count, dim, power, scale, seed):
+    metric = query_metric(second_moment(random_keys(count, dim, seed=seed) * scale), power)
+    assert metric.dtype == torch.float32
+    assert torch.equal(metric, metric.mT)
+    values = torch.linalg.eigvalsh(metric.double())
+    assert float(values.mean()) == pytest.approx(1, rel=1e-5)
+    # The floor is that of the mean before the power; the mean after it is at most the largest.
+    assert values.min() > FLOOR**power / dim / 2
+
+
+def test_refuses_what_is_no_moment():
+    with pytest.raises(InputError, match="finite moments"):
+        query_metric(torch.full((2, 2), torch.nan), 0.5)
+    with pytest.raises(InputError, match="finite moments"):
+        query_metric(torch.ones(2, 3), 0.5)
+    for power in (-0.1, 1.1):
+        with pytest.raises(InputError, match="power of a metric"):
+            query_metric(torch.eye(2), power)
