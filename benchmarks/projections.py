@@ -98,21 +98,16 @@ def variants() -> dict[str, dict[str, Variant]]:
         "softmax": Variant(layer=rankings.SoftmaxLayer),
         "paper, max": Variant(PAPER, rules={"group": "max", "gain": False}),
     }
-    ranks = {
-        "score-aware": Variant(),
-        "beam of 8": Variant(layer=rankings.BeamLayer),
+    searches = {
+        "greedy": Variant(),
         "coordinate descent": Variant(layer=rankings.DescentLayer),
-        "score + 0.05 error": Variant(
-            layer=rankings.subclass(rankings.ErrorBoundLayer, SHARE=0.05), rules={"safeguard": 1e-9}
-        ),
-        "score + 0.2 error": Variant(
-            layer=rankings.subclass(rankings.ErrorBoundLayer, SHARE=0.2), rules={"safeguard": 1e-9}
-        ),
-        "safeguard 0": Variant(rules={"safeguard": 0.0}),
-        "safeguard 0.05": Variant(rules={"safeguard": 0.05}),
-        "safeguard 0.1": Variant(rules={"safeguard": 0.1}),
-        "safeguard 0.2": Variant(rules={"safeguard": 0.2}),
+        "beam of 8": Variant(layer=rankings.BeamLayer),
     }
+    bounds = {part: rankings.subclass(rankings.ErrorBoundLayer, SHARE=part) for part in (0.05, 0.2)}
+    ranks = {"no safeguard": Variant(rules={"safeguard": 0.0})}
+    ranks |= {f"safeguard {part}": Variant(rules={"safeguard": part}) for part in (0.05, 0.1, 0.2)}
+    # The least safeguard takes no token, but errors are kept.
+    ranks |= {f"score + {part} error": Variant(layer=bounds[part], rules={"safeguard": 1e-9}) for part in bounds}
     bits = {
         f"{name}, {count} bits": Variant(method, bits=count, rules=rules)
         for count in (32, 64, 128)
@@ -143,6 +138,7 @@ def variants() -> dict[str, dict[str, Variant]]:
         "steps": steps,
         "others": others,
         "groups": groups,
+        "searches": searches,
         "ranks": ranks,
         "bits": bits,
         "keys": keys,

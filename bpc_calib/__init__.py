@@ -6,9 +6,11 @@ from bpc_calib.calibration import calibrate
 from bpc_calib.decomposition import Decomposition, decompose
 from bpc_calib.encoding import Encoded, encode
 from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
+from bpc_calib.fitting import Fit, fit
+from bpc_calib.metric import query_metric
 from bpc_calib.models import ModelDescription, describe
 from bpc_calib.runtime import disable, enable
-from bpc_calib.scoring import QuantizedQuery, hash_scores, quantize_query
+from bpc_calib.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
 from bpc_calib.selection import attended, select
 from bpc_calib.sparse_attention import sparse_attention
 
@@ -21,6 +23,7 @@ __all__ = [
     "CorpusError",
     "Decomposition",
     "Encoded",
+    "Fit",
     "InputError",
     "ModelDescription",
     "ModelError",
@@ -32,8 +35,11 @@ __all__ = [
     "disable",
     "enable",
     "encode",
+    "fit",
+    "group_scores",
     "hash_scores",
     "quantize_query",
+    "query_metric",
     "select",
     "sparse_attention",
 ]

@@ -15,7 +15,7 @@ from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib.codes import check_bits
 from bpc_calib.corpora import DEFAULT_CORPORA, Corpus, expand, open_corpus
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.fit import fit
+from bpc_calib.fitting import fit
 from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
 from bpc_calib.metric import query_metric
 from bpc_calib.models import ModelDescription, describe

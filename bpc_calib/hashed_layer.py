@@ -8,7 +8,7 @@ from torch import Tensor
 from bpc_artifacts import LayerProjection
 from bpc_calib.encoding import Encoder, encode_with, make_encoder
 from bpc_calib.errors import ModelError
-from bpc_calib.fit import fit
+from bpc_calib.fitting import fit
 from bpc_calib.layers import Rules, SparseLayer
 from bpc_calib.models import ModelDescription
 from bpc_calib.scoring import group_scores, hash_scores, quantize_query

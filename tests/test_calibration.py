@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, calibrate, decompose, describe
 from bpc_calib.calibration import plan
-from bpc_calib.fit import fit
+from bpc_calib.fitting import fit
 from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
 from bpc_calib.metric import query_metric
 from bpc_calib.observation import observing

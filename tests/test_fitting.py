@@ -10,7 +10,7 @@ from test_decomposition import draws, random_keys
 from bpc_calib import decompose, encode
 from bpc_calib.codes import unpack_codes
 from bpc_calib.decomposition import BLOCK
-from bpc_calib.fit import fit, least_squares
+from bpc_calib.fitting import fit, least_squares
 from bpc_calib.metric import query_metric, second_moment
 
 METRIC = query_metric(second_moment(random_keys(300, 16, seed=8)), 0.5)

@@ -1,0 +1,121 @@
+"""What the metric, centring, the gain and the group's rule cost: hashing a prompt and a token, and a decoding step.
+
+    python benchmarks/hashing_time.py --output hashing_time.json
+
+Ratios within one run: every form is timed in turn, again and again, and medians are compared. Expected: a metric adds
+a product of [N, D] and [D, D] to one of [N, D] and [D, H] and 64 greedy steps; the gain adds a byte to 8 a key.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import report
+import torch
+from transformers import LlamaConfig
+
+from bpc_artifacts import LayerProjection
+from bpc_calib import describe
+from bpc_calib.encoding import encode_with, make_encoder
+from bpc_calib.fitting import fit
+from bpc_calib.hashed_layer import BPCLayer
+from bpc_calib.layers import Rules
+from bpc_calib.metric import query_metric, second_moment
+
+HEADS, GROUP = 8, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--output", "-o", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for dim in arguments.head_dims:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows += measure(arguments.tokens, dim, dtype, arguments.repeats)
+    for row in rows:
+        print(row)
+    report.write(arguments.output, {"settings": {"kv_heads": HEADS, "group": GROUP}, "rows": rows})
+
+
+def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, HEADS, tokens, dim, generator=generator) * torch.logspace(0, -1, dim)
+    queries = torch.randn(1, HEADS * GROUP, 1, dim, generator=generator).to(dtype)
+    metric = query_metric(second_moment(torch.randn(HEADS, 500, dim, generator=generator)), 0.25)
+    found = fit(keys[0, :, :4096], iterations=2, metric=metric, centred=True)
+    assert found.mean is not None
+    keys = keys.to(dtype)
+    forms = {"paper": (None, None), "metric": (metric, None), "metric, centred": (metric, found.mean)}
+    encoders = {
+        name: make_encoder(found.projection, dtype, metric=metric, mean=mean) for name, (metric, mean) in forms.items()
+    }
+
+    def hashing(part: torch.Tensor) -> dict[str, Callable[[], object]]:
+        return {name: lambda encoder=encoder: encode_with(encoder, part) for name, encoder in encoders.items()}
+
+    model = describe(LlamaConfig(num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS, head_dim=dim))
+    calibrated = LayerProjection(
+        found.projection.numpy(), found.residual_norms.float().numpy(), metric.numpy(), found.mean.numpy()
+    )
+
+    def step(gain: bool, group: str) -> Callable[[], object]:
+        rules = Rules(0.02, 128, 0.1, 1, 0, group, gain, 64, 0)
+        layer = BPCLayer(0, rules, model, calibrated)
+        layer.update(keys, keys)
+        layer.hash(None)
+
+        def decode() -> None:
+            layer.update(keys[:, :, :1], keys[:, :, :1])
+            layer.attend(queries, layer.count(layer.get_seq_length()), None, None)
+            layer.crop(-1)
+
+        return decode
+
+    steps = {
+        "no gain, max": step(False, "max"),
+        "gain, max": step(True, "max"),
+        "gain, relative": step(True, "relative"),
+    }
+    prompt = hashing(keys)
+    rows: list[dict[str, object]] = []
+    for what, kinds in (
+        (f"hashing {tokens:,} tokens", prompt),
+        ("hashing 1 token", hashing(keys[:, :, :1])),
+        (f"a step after {tokens:,} tokens", steps),
+    ):
+        times = interleaved(kinds, repeats if kinds is prompt else 5 * repeats)
+        first = next(iter(times.values()))
+        rows += [
+            {
+                "what": what,
+                "head_dim": dim,
+                "dtype": str(dtype).removeprefix("torch."),
+                "form": name,
+                "milliseconds": round(1e3 * seconds, 4),
+                "ratio": round(seconds / first, 3),
+            }
+            for name, seconds in times.items()
+        ]
+    return rows
+
+
+def interleaved(kinds: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, run in turn."""
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for repeat in range(repeats + 1):
+        for name, run in kinds.items():
+            began = time.perf_counter()
+            run()
+            if repeat:  # the first one warms up
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+if __name__ == "__main__":
+    main()
