@@ -21,7 +21,7 @@ import rankings
 import report
 import torch
 
-from bpc_calib import describe, enable
+from bpc_calib import describe, disable, enable
 from bpc_calib.cache import BPCCache
 from bpc_calib.calibration import METHODS, Collected, Method, collect, plan, project
 from bpc_calib.corpora import expand, open_corpus
@@ -101,8 +101,10 @@ def variants() -> dict[str, dict[str, Variant]]:
     searches = {
         "greedy": Variant(),
         "coordinate descent": Variant(layer=rankings.DescentLayer),
+        "descent, parallel error weighs 3": Variant(layer=rankings.subclass(rankings.DescentLayer, PARALLEL=3.0)),
         "beam of 8": Variant(layer=rankings.BeamLayer),
     }
+    top = {f"top-p {p}": Variant(layer=rankings.subclass(rankings.TopPLayer, P=p)) for p in (0.4, 0.6, 0.8, 0.9)}
     bounds = {part: rankings.subclass(rankings.ErrorBoundLayer, SHARE=part) for part in (0.05, 0.2)}
     ranks = {"no safeguard": Variant(rules={"safeguard": 0.0})}
     ranks |= {f"safeguard {part}": Variant(rules={"safeguard": part}) for part in (0.05, 0.1, 0.2)}
@@ -140,6 +142,8 @@ def variants() -> dict[str, dict[str, Variant]]:
         "groups": groups,
         "searches": searches,
         "ranks": ranks,
+        "shares": {"budget by layer": Variant(layer=rankings.LayerShareLayer), "same in all layers": Variant()},
+        "top-p": top,
         "bits": bits,
         "keys": keys,
         "lengths": lengths,
@@ -235,6 +239,27 @@ class Calibrations:
         assert variant.linear is not None
         return {layer: rankings.linear(variant.linear, keys, variant.bits) for layer, keys in collected.keys.items()}
 
+    def shares(self) -> dict[int, float]:
+        """A budget for every layer, of mean 1: what the exact best 2 % leave of the attention of calibration text."""
+        model, arguments = self.model, self.arguments
+        corpora = [open_corpus(spec) for spec in expand([arguments.corpus])]
+        texts, _ = draw_samples(
+            corpora,
+            self.tokenizer,
+            samples=6,
+            sequence_length=arguments.length,
+            seed=arguments.seed,
+            vocab_size=describe(model.config).vocab_size,
+        )
+        rules = HARD | {"safeguard": 0.0, "budget": 0.02}
+        kind = type("ExactCache", (BPCCache,), {"layer_class": OracleLayer})
+        enable(model)
+        asked = probe(model.config, {"exact": kind(model.config, **rules)})
+        log_likelihoods(model, fork(prefill(model, texts[:, :-FORCED]), asked), texts[:, -FORCED:])
+        disable(model)
+        left = 1 - asked.found()["exact"][..., 1].mean((1, 2))
+        return dict(zip(asked.asked_layers(), (left / left.mean()).tolist(), strict=True))
+
 
 def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
     """What makes an empty cache of this variant, given a budget."""
@@ -243,6 +268,8 @@ def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
     if variant.linear is not None:
         found = calibrate.linear(variant)
         layer = rankings.subclass(rankings.LinearLayer, linear=found, use_gain=rules.pop("gain", False))
+    elif layer is rankings.LayerShareLayer:
+        layer, artifact = rankings.subclass(layer, shares=calibrate.shares()), calibrate.artifact(variant)
     elif variant.method is not None:
         artifact = calibrate.artifact(variant)
     if not issubclass(layer, BPCLayer):
@@ -282,7 +309,8 @@ def choices(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: A
     kept: dict[Any, list[torch.Tensor]] = {}
     for some in texts.split(max(1, (1 << 15) // arguments.length)):
         prefix = prefill(model, some[:, :-FORCED])
-        asked = probe(model.config, {key: make() for key, make in makers.items() if key[1] is not None})
+        measured = {key: make() for key, make in makers.items() if key[1] is not None and "top-p" not in key[0]}
+        asked = probe(model.config, measured)
         log_likelihoods(model, fork(prefix, asked), some[:, -FORCED:])
         for key, values in asked.found().items():
             kept.setdefault(key, []).append(values)

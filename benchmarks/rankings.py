@@ -79,23 +79,34 @@ def linear(kind: str, keys: Tensor, bits: int, seed: int = 0) -> Linear:
 
 
 class DescentLayer(BPCLayer):
-    """After the greedy pass, every bit is turned over where that lowers the error, three times over all bits."""
+    """After the greedy pass, every bit is turned over where that lowers the error, three times over all bits.
+
+    `PARALLEL` above 1 weighs the part of the error along the key itself more, as ScaNN does (Guo et al. 2020).
+    """
 
     SWEEPS = 3
+    PARALLEL = 1.0
 
-    @staticmethod
-    def encode(encoder: Encoder, keys: Tensor) -> Encoded:
+    @classmethod
+    def encode(cls, encoder: Encoder, keys: Tensor) -> Encoded:
         greedy = encode_with(encoder, keys)
         keys, along = _centred(encoder, keys)
         bits = encoder.matrix.shape[-1]
+        norm = (keys * along).sum(-1)
         scores, signs = keys @ encoder.matrix, unpack_codes(greedy.codes, bits)
-        left = scores - signs @ encoder.gram
-        for bit in list(range(bits)) * DescentLayer.SWEEPS:
-            square = encoder.gram[..., bit, bit, None]
-            turned = torch.where(signs[..., bit] * left[..., bit] < -square, 2 * signs[..., bit], 0.0)
+        left = scores - signs @ encoder.gram  # of the residual, with each row
+        parallel = norm - (signs * scores).sum(-1)  # of the residual, with the key
+        extra = (cls.PARALLEL - 1) / norm.clamp(min=1e-20)
+        for bit in list(range(bits)) * cls.SWEEPS:
+            sign, score = signs[..., bit], scores[..., bit]
+            change = 4 * sign * left[..., bit] + 4 * encoder.gram[..., bit, bit, None]
+            moved = parallel + 2 * sign * score
+            change += extra * (moved.square() - parallel.square())
+            turned = torch.where(change < 0, 2 * sign, 0.0)
             left += turned.unsqueeze(-1) * encoder.gram[..., bit, None, :]
+            parallel += turned * score
             signs[..., bit] -= turned
-        return _encoded(encoder, scores, signs, (keys * along).sum(-1))
+        return _encoded(encoder, scores, signs, norm)
 
 
 class BeamLayer(BPCLayer):
@@ -174,6 +185,35 @@ class SoftmaxLayer(ErrorBoundLayer):
         if visible is not None:
             scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
         return scores.softmax(-1)
+
+
+class LayerShareLayer(BPCLayer):
+    """Another budget in every layer, of the same mean."""
+
+    shares: dict[int, float]
+
+    def count(self, length: int) -> int:
+        return max(1, min(length, round(super().count(length) * self.shares[self.index])))
+
+
+class TopPLayer(SoftmaxLayer):
+    """As many tokens as the estimated softmax needs to reach a share `P`, in every head and step another number."""
+
+    P = 0.9
+    taken = steps = 0
+
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        return BPCLayer.rank(self, query, visible)
+
+    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
+        weights = self.weights(query, visible).amax(-2)
+        reached = (weights / weights.sum(-1, keepdim=True)).sort(-1, descending=True).values.cumsum(-1)
+        needed = ((reached < self.P).sum(-1) + 1).clamp(max=self.get_seq_length())
+        self.taken, self.steps = self.taken + float(needed.float().mean()), self.steps + 1
+        return super().choose(query, needed, visible)
+
+    def step_bytes(self, length: int, token: int) -> int:
+        return round(self.taken / max(1, self.steps) * token) + self.ranking_bytes(length)
 
 
 def subclass(layer: type[Any], **values: Any) -> Callable[..., Any]:

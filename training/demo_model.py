@@ -1,6 +1,7 @@
 """Train the small Llama that comes with the package: from nothing, on made text, on a CPU.
 
     python training/demo_model.py FOLDER
+    python training/demo_model.py FOLDER --layers 3 --kv-heads 1 --head-dim 128   # the second model of the study
 
 Seeded, and resumed where it was stopped when it is run again. Every sequence is filler with facts, and questions
 about them further on; the curriculum goes from short and dense to long and sparse. No attention head is preset.
@@ -67,12 +68,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2, help="of 4 query heads")
+    parser.add_argument("--head-dim", type=int, default=64)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
 
     tokenizer = make_tokenizer()
     torch.manual_seed(arguments.seed)
-    model = make_model(len(tokenizer))
+    model = make_model(len(tokenizer), arguments.layers, arguments.kv_heads, arguments.head_dim)
     optimizers = make_optimizers(model)
     checkpoint = arguments.folder / "checkpoint.safetensors"
     step = resume(checkpoint, model, optimizers) if checkpoint.exists() else 0
@@ -105,15 +109,15 @@ def main() -> None:
     tokenizer.save_pretrained(arguments.folder)
 
 
-def make_model(vocabulary: int) -> transformers.LlamaForCausalLM:
+def make_model(vocabulary: int, layers: int, kv_heads: int, head_dim: int) -> transformers.LlamaForCausalLM:
     config = transformers.LlamaConfig(
         vocab_size=-(-vocabulary // 64) * 64,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=MAX_LENGTH,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         rms_norm_eps=1e-5,
