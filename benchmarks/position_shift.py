@@ -67,7 +67,7 @@ def main() -> None:
     for name, (length, offsets) in plans.items():
         print(f"calibrating on {name} ...", file=sys.stderr)
         positions = spread_positions(count, length, count * short, random.Random(0))  # as many keys in every plan
-        keys = collect_keys(model, description, text(count, length, 0), positions=positions, offsets=offsets)
+        keys, _ = collect_keys(model, description, text(count, length, 0), positions=positions, offsets=offsets)
         projections = {layer: decompose(each).projection for layer, each in keys.items()}
         for gain in (False, True):
             found = {

@@ -56,6 +56,12 @@ class Variant:
 def variants() -> dict[str, dict[str, Variant]]:
     """By part of the study and name."""
     plain = {"gain": False}
+    papers = {"group": "max", "gain": False, "safeguard": 0.1}
+    headline = {
+        "exact": Variant(None, layer=OracleLayer),
+        "as in the paper": Variant(PAPER, rules=papers),
+        "score-aware": Variant(),
+    }
     steps = {
         "paper: one step, no shift": Variant(PAPER, rules=plain),
         "one step, shift": Variant(replace(PAPER, shift=True), rules=plain),
@@ -96,7 +102,7 @@ def variants() -> dict[str, dict[str, Variant]]:
         "max": Variant(rules={"group": "max"}),
         "sum": Variant(rules={"group": "sum"}),
         "softmax": Variant(layer=rankings.SoftmaxLayer),
-        "paper, max": Variant(PAPER, rules={"group": "max", "gain": False}),
+        "as in the paper": Variant(PAPER, rules=papers),
     }
     searches = {
         "greedy": Variant(),
@@ -137,6 +143,7 @@ def variants() -> dict[str, dict[str, Variant]]:
         )
     }
     return {
+        "headline": headline,
         "steps": steps,
         "others": others,
         "groups": groups,
@@ -154,7 +161,7 @@ def variants() -> dict[str, dict[str, Variant]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", "-m", default="demo")
-    parser.add_argument("--parts", nargs="+", default=["steps"], choices=list(variants()))
+    parser.add_argument("--parts", nargs="+", default=["headline"], choices=list(variants()))
     parser.add_argument("--only", nargs="+", help="variants of these names only")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=300)
@@ -216,7 +223,7 @@ class Calibrations:
             seed=arguments.seed,
             **wanted,
         )
-        key = json.dumps([wanted, corpora])
+        key = json.dumps([wanted, corpora, chosen.position_shift])
         if key not in self.collected:
             print(f"collecting keys: {key}", file=sys.stderr)
             opened = [open_corpus(spec) for spec in expand([corpora])]
@@ -272,9 +279,7 @@ def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
         layer, artifact = rankings.subclass(layer, shares=calibrate.shares()), calibrate.artifact(variant)
     elif variant.method is not None:
         artifact = calibrate.artifact(variant)
-    if not issubclass(layer, BPCLayer):
-        rules = rules | {"safeguard": 0.0}
-    rules = {"group": "relative", "gain": True, "bits": variant.bits} | rules
+    rules = {"group": "relative", "gain": True, "safeguard": 0.0, "bits": variant.bits} | rules
     kind = type("StudiedCache", (BPCCache,), {"layer_class": layer})
     return partial(kind, config, artifact, **rules)
 

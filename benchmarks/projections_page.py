@@ -16,10 +16,10 @@ def main() -> None:
     lines = [
         "# The study of projections: all tables",
         "",
-        "Written by `benchmarks/projections_page.py`; what follows from them is in [projections](projections.md). Needles:",
-        "right answers in % at each budget, in the hard setting (no dense layer, nothing attended beyond the budget,",
-        "question and answer decoded token by token). The other columns are at 2 % on text, means over layers and heads,",
-        "except where another budget is named. [What the figures mean](evaluating.md#figures).",
+        "Written by `benchmarks/projections_page.py`; what follows from them is in [projections](projections.md).",
+        "Needles: right answers in % at each budget, in the hard setting (no dense layer, nothing attended beyond the",
+        "budget, question and answer decoded token by token). The other columns are at 2 % on text, means over layers",
+        "and heads, except where another budget is named. [What the figures mean](evaluating.md#figures).",
         "",
     ]
     for name in sys.argv[1:]:

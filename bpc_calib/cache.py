@@ -40,7 +40,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         artifact: projections of this model (`bpc_artifacts.load`, `bpc_calib.calibrate`); None: online.
         budget: share of the tokens in (0, 1], or how many.
         min_tokens: never fewer than these, where there are as many.
-        safeguard: share of the chosen kept for the keys whose codes fit worst.
+        safeguard: share of the chosen kept for the keys whose codes fit worst; None: 0.1 for projections of the
+            paper's method, else none (docs/projections.md).
         recent: newest tokens always attended.
         sink: first tokens always attended.
         dense_layers: indices of layers that attend to everything.
@@ -66,7 +67,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         *,
         budget: float | int = 0.02,
         min_tokens: int = 128,
-        safeguard: float = 0.1,
+        safeguard: float | None = None,
         recent: int = 1,
         sink: int = 0,
         dense_layers: Sequence[int] = (0, 1),
@@ -78,6 +79,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         ours = artifact is None or _name(artifact) != "paper"
         group = ("relative" if ours else "max") if group is None else group
         gain = ours if gain is None else gain
+        safeguard = (0.0 if ours else 0.1) if safeguard is None else safeguard
         rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)

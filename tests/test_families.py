@@ -21,7 +21,7 @@ def test_collected_keys_are_the_cached_ones(family):
     description = describe(model.config)
     verify(model, description)
     samples = tokens()
-    keys = collect_keys(model, description, samples, positions=[list(range(40))] * 3, offsets=[0] * 3)
+    keys, _ = collect_keys(model, description, samples, positions=[list(range(40))] * 3, offsets=[0] * 3)
     assert list(keys) == description.full_layers
     for i, sample in enumerate(samples):
         cache = model(sample[None], use_cache=True).past_key_values
@@ -40,7 +40,7 @@ def test_a_shift_turns_the_keys_and_keeps_the_function(family):
     shifted = model(sample, position_ids=torch.arange(40)[None] + 61).logits
     torch.testing.assert_close(shifted, plain, rtol=1e-3, atol=1e-4)
     still, moved = (
-        collect_keys(model, description, sample, positions=[list(range(40))], offsets=[offset]) for offset in (0, 61)
+        collect_keys(model, description, sample, positions=[list(range(40))], offsets=[offset])[0] for offset in (0, 61)
     )
     for layer in description.full_layers:
         without_rope = family == "smollm3" and layer == 1

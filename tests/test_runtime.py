@@ -104,7 +104,7 @@ def test_buffers_grow_by_blocks():
 
 def test_memory_grows_by_the_new_tokens_alone():
     model = enabled()
-    cache = BPCCache(model.config, **SMALL)
+    cache = BPCCache(model.config, safeguard=0.1, **SMALL)
     generate(model, ids(40), past_key_values=cache)
     layer = cache.layers[1]
     before = {name: buffer.data_ptr() for name, buffer in layer.buffers.items()}
@@ -518,11 +518,11 @@ def test_the_method_of_the_artifact_says_how_it_ranks_unless_asked():
         return BPCCache(config, artifact, **asked).layers[2].rules
 
     paper, ours = tiny.artifact(config, name="paper"), tiny.artifact(config)
-    assert (rules(paper).gain, rules(paper).group) == (False, "max")
-    assert (rules(ours).gain, rules(ours).group) == (True, "relative")
-    assert (rules(None).gain, rules(None).group) == (True, "relative")
-    asked = rules(paper, gain=True, group="sum")
-    assert (asked.gain, asked.group) == (True, "sum")
+    assert (rules(paper).gain, rules(paper).group, rules(paper).safeguard) == (False, "max", 0.1)
+    assert (rules(ours).gain, rules(ours).group, rules(ours).safeguard) == (True, "relative", 0)
+    assert (rules(None).gain, rules(None).group, rules(None).safeguard) == (True, "relative", 0)
+    asked = rules(paper, gain=True, group="sum", safeguard=0.5)
+    assert (asked.gain, asked.group, asked.safeguard) == (True, "sum", 0.5)
     assert rules(ours, gain=False).gain is False
 
 
