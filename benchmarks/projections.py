@@ -56,7 +56,7 @@ class Variant:
 def variants() -> dict[str, dict[str, Variant]]:
     """By part of the study and name."""
     plain = {"gain": False}
-    papers = {"group": "max", "gain": False, "safeguard": 0.1}
+    papers = {"group": "max", "gain": False, "safeguard": 0.1, "recent": 1}
     headline = {
         "exact": Variant(None, layer=OracleLayer),
         "as in the paper": Variant(PAPER, rules=papers),
@@ -113,6 +113,7 @@ def variants() -> dict[str, dict[str, Variant]]:
     top = {f"top-p {p}": Variant(layer=rankings.subclass(rankings.TopPLayer, P=p)) for p in (0.4, 0.6, 0.8, 0.9)}
     bounds = {part: rankings.subclass(rankings.ErrorBoundLayer, SHARE=part) for part in (0.05, 0.2)}
     ranks = {"no safeguard": Variant(rules={"safeguard": 0.0})}
+    ranks |= {f"newest {count} tokens forced": Variant(rules={"recent": count}) for count in (1, 4)}
     ranks |= {f"safeguard {part}": Variant(rules={"safeguard": part}) for part in (0.05, 0.1, 0.2)}
     # The least safeguard takes no token, but errors are kept.
     ranks |= {f"score + {part} error": Variant(layer=bounds[part], rules={"safeguard": 1e-9}) for part in bounds}
@@ -274,12 +275,13 @@ def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
     artifact = None
     if variant.linear is not None:
         found = calibrate.linear(variant)
-        layer = rankings.subclass(rankings.LinearLayer, linear=found, use_gain=rules.pop("gain", False))
+        settings = {"use_gain": rules.pop("gain", False), "in_products": variant.linear != "lsh"}
+        layer = rankings.subclass(rankings.LinearLayer, linear=found, **settings)
     elif layer is rankings.LayerShareLayer:
         layer, artifact = rankings.subclass(layer, shares=calibrate.shares()), calibrate.artifact(variant)
     elif variant.method is not None:
         artifact = calibrate.artifact(variant)
-    rules = {"group": "relative", "gain": True, "safeguard": 0.0, "bits": variant.bits} | rules
+    rules = {"group": "relative", "gain": True, "safeguard": 0.0, "recent": 0, "bits": variant.bits} | rules
     kind = type("StudiedCache", (BPCCache,), {"layer_class": layer})
     return partial(kind, config, artifact, **rules)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bpc_calib.codes import pack_codes, unpack_codes
 from bpc_calib.encoding import Encoded, Encoder, encode_with
-from bpc_calib.evaluation.baselines import SignsLayer
+from bpc_calib.evaluation.baselines import SignsLayer, ranked
 from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.scoring import group_scores, quantize_query
+from bpc_calib.scoring import quantize_query
 from bpc_calib.selection import sortable
 
 Linear = tuple[
@@ -27,6 +27,7 @@ class LinearLayer(SignsLayer):
 
     linear: dict[int, Linear]
     use_gain: bool
+    in_products: bool  # whether scores estimate q k
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         mean, directions, meaning = self.linear[self.index]
@@ -41,8 +42,7 @@ class LinearLayer(SignsLayer):
             return signs * gain.unsqueeze(-1)
 
         scores = query.float() @ meaning.mT @ self._derived("signs", hashed).mT
-        seen = None if visible is None else visible.unsqueeze(1)
-        return sortable(group_scores(scores, self.rules.group, seen))
+        return ranked(self, scores, visible, in_products=self.in_products)
 
 
 def linear(kind: str, keys: Tensor, bits: int, seed: int = 0) -> Linear:
@@ -164,14 +164,12 @@ class ErrorBoundLayer(BPCLayer):
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         scores = self.estimates(query, visible)
         error = self.buffers["error"][:, :, None, : self.get_seq_length()]
-        bound = scores + self.SHARE * query.float().norm(dim=-1, keepdim=True) * error
-        return sortable(group_scores(bound, self.rules.group, None if visible is None else visible.unsqueeze(1)))
+        return ranked(self, scores + self.SHARE * query.float().norm(dim=-1, keepdim=True) * error, visible)
 
     def estimates(self, query: Tensor, visible: Tensor | None) -> Tensor:
         """Scores in the unit of `q k`: float32 `[batch, kv_heads, G, N]`."""
-        projection = self.hash(visible)
-        scale = quantize_query(query, projection).scale[..., None, None]
-        return self.head_scores(query, projection) * scale / (64 if self.rules.gain else 1)
+        asked = quantize_query(query, self.hash(visible))
+        return self.head_scores(asked) / (self.logit(asked) * self.scaling)[..., None, None]
 
 
 class SoftmaxLayer(ErrorBoundLayer):
@@ -181,7 +179,7 @@ class SoftmaxLayer(ErrorBoundLayer):
         return sortable(self.weights(query, visible).sum(-2))
 
     def weights(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        scores = self.estimates(query, visible) * query.shape[-1] ** -0.5
+        scores = self.estimates(query, visible) * self.scaling
         if visible is not None:
             scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
         return scores.softmax(-1)

@@ -42,7 +42,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         min_tokens: never fewer than these, where there are as many.
         safeguard: share of the chosen kept for the keys whose codes fit worst; None: 0.1 for projections of the
             paper's method, else none (docs/projections.md).
-        recent: newest tokens always attended.
+        recent: newest tokens always attended; None: 1 for projections of the paper's method, else none.
         sink: first tokens always attended.
         dense_layers: indices of layers that attend to everything.
         group: how the scores of the query heads of a KV head become one: "relative", "max" or "sum" (`group_scores`);
@@ -68,7 +68,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         budget: float | int = 0.02,
         min_tokens: int = 128,
         safeguard: float | None = None,
-        recent: int = 1,
+        recent: int | None = None,
         sink: int = 0,
         dense_layers: Sequence[int] = (0, 1),
         group: str | None = None,
@@ -80,6 +80,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         group = ("relative" if ours else "max") if group is None else group
         gain = ours if gain is None else gain
         safeguard = (0.0 if ours else 0.1) if safeguard is None else safeguard
+        recent = (0 if ours else 1) if recent is None else recent
         rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)

@@ -11,7 +11,7 @@ from bpc_calib.errors import ModelError
 from bpc_calib.fitting import fit
 from bpc_calib.layers import Rules, SparseLayer
 from bpc_calib.models import ModelDescription
-from bpc_calib.scoring import group_scores, hash_scores, quantize_query
+from bpc_calib.scoring import RELATIVE_LIMIT, QuantizedQuery, group_scores, hash_scores, quantize_query
 
 __all__ = ["BPCLayer"]
 
@@ -34,14 +34,24 @@ class BPCLayer(SparseLayer):
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the best is attended first."""
-        scores = self.head_scores(query, self.hash(visible))
-        return group_scores(scores, self.rules.group, None if visible is None else visible.unsqueeze(1))
+        asked = quantize_query(query, self.hash(visible))
+        return self.group(self.head_scores(asked), self.logit(asked), visible)
 
-    def head_scores(self, query: Tensor, projection: Tensor) -> Tensor:
+    def head_scores(self, asked: QuantizedQuery) -> Tensor:
         """Of every query head: int32 `[batch, kv_heads, G, N]`."""
         length = self.get_seq_length()
         gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
-        return hash_scores(quantize_query(query, projection), self.buffers["codes"][:, :, :length], gain)
+        return hash_scores(asked, self.buffers["codes"][:, :, :length], gain)
+
+    def logit(self, asked: QuantizedQuery) -> Tensor:
+        """What one logit is in the unit of the scores: float32 `[batch, kv_heads]`."""
+        return (64 if self.rules.gain else 1) / (asked.scale * self.scaling)
+
+    def group(self, scores: Tensor, logit: Tensor, visible: Tensor | None) -> Tensor:
+        """One score a key for scores `[batch, kv_heads, G, N]`."""
+        limit = (RELATIVE_LIMIT * logit).clamp(max=1 << 24).to(scores.dtype)
+        valid = None if visible is None else visible.unsqueeze(1)
+        return group_scores(scores, self.rules.group, valid=valid, limit=limit)
 
     def errors(self) -> Tensor:
         """float32 `[batch, kv_heads, N]`, `-inf` for tokens that came one at a time."""

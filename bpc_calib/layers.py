@@ -119,6 +119,7 @@ class SparseLayer(GrowingLayer):
         self.rules = rules
         self.model = model
         self.calibrated = calibrated  # None: none needed, or online
+        self.scaling = model.head_dim**-0.5  # of the products, as the model last said
         self.guarded = 0  # how many were cached at the last step of several tokens
         self.served = True  # whether BPC's attention was called since the last update
         self.module: weakref.ref[Any] | None = None
@@ -185,6 +186,7 @@ class SparseLayer(GrowingLayer):
         Returns:
             `[batch, 1, query_heads, head_dim]`.
         """
+        self.scaling = self.scaling if scale is None else scale
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         indices = self.choose(grouped, k, visible)
         return sparse_attention(grouped, self.keys, self.values, indices, scale).flatten(1, 2).unsqueeze(1)

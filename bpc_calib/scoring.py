@@ -1,5 +1,6 @@
 """Scores of cached keys from their codes alone: Algorithm 3 of the paper, with the gain."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,11 @@ from bpc_calib.codes import check_bits, check_codes
 from bpc_calib.encoding import GAIN_ONE
 from bpc_calib.errors import InputError
 
-__all__ = ["GROUPS", "QuantizedQuery", "group_scores", "hash_scores", "quantize_query"]
+__all__ = ["GROUPS", "RELATIVE_LIMIT", "QuantizedQuery", "group_scores", "hash_scores", "quantize_query"]
 
 # How the scores of the query heads of a KV head become one.
 GROUPS = ("relative", "max", "sum")
+RELATIVE_LIMIT = 16.0  # logits: a key so far below the best has e^-16 of its weight
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,15 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
     return scores * (gain.to(torch.int32) + GAIN_ONE).unsqueeze(-2)
 
 
-def group_scores(scores: Tensor, group: str, valid: Tensor | None = None) -> Tensor:
+def group_scores(
+    scores: Tensor, group: str, *, valid: Tensor | None = None, limit: Tensor | float | None = None
+) -> Tensor:
     """One score a key for the `G` query heads that share a KV head: `[..., G, N]` -> `[..., N]`, same dtype.
 
-    - "relative": the largest over the heads of how far a key is below the head's own best. So no head has a say
-      because its scores are large as a whole, which its softmax ignores, and the best key of every head comes first;
+    - "relative": how far a key is below the best key of each head: four times the smallest of these distances and
+      their mean, as `4 G max + sum` of `s - max s`. So no head has a say because its scores are large as a whole,
+      which its softmax ignores, the best keys of all heads come first, and among keys equally good for one head
+      those that the others like, too;
     - "max": the largest score, as in the paper's release;
     - "sum": the sum.
 
@@ -86,16 +92,24 @@ def group_scores(scores: Tensor, group: str, valid: Tensor | None = None) -> Ten
         scores: int32 with absolute values below 2^23 (`hash_scores`), or floats.
         group: one of `GROUPS`.
         valid: bool `[..., N]`; a key that is not is no head's best.
+        limit: for "relative", the distance from which on a key is nothing to a head, as its softmax has it:
+            `RELATIVE_LIMIT` in the unit of the scores, of their dtype, `[...]`; None: none.
     """
     if group == "max":
         return scores.amax(-2)
     if group == "sum":
         return scores.sum(-2, dtype=scores.dtype)
+    heads, exact = scores.shape[-2], not scores.dtype.is_floating_point
     counted = scores
     if valid is not None:
-        least = -torch.inf if scores.dtype.is_floating_point else -(1 << 23)
-        counted = scores.masked_fill(~valid.unsqueeze(-2), least)
-    return (scores - counted.amax(-1, keepdim=True)).amax(-2)
+        counted = scores.masked_fill(~valid.unsqueeze(-2), -(1 << 23) if exact else -math.inf)
+    # So that the result fits int32; 40 heads and fewer never come there.
+    least = -(((1 << 31) - 1) // (5 * heads)) if exact else -math.inf
+    below = (scores - counted.amax(-1, keepdim=True)).clamp(least, 0)
+    best = below.amax(-2)
+    if limit is not None:
+        below = torch.maximum(below, -torch.as_tensor(limit, dtype=scores.dtype, device=scores.device)[..., None, None])
+    return 4 * heads * best + below.sum(-2, dtype=scores.dtype)
 
 
 def _check_lead(what: str, one: Tensor, other: Tensor) -> None:

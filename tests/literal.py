@@ -51,12 +51,14 @@ def gain(key: Tensor, approximation: Tensor, along: Tensor | None = None) -> int
     return min(255, max(0, round(64 * squared / dot - 32)))  # Python rounds half to even
 
 
-def group_scores(scores: list[list[float]], group: str) -> list[float]:
+def group_scores(scores: list[list[float]], group: str, limit: float | None = None) -> list[float]:
     """One score a key of those of each query head, all keys valid."""
     if group == "sum":
         return [sum(column) for column in zip(*scores, strict=True)]
     if group == "relative":
-        scores = [[each - max(head) for each in head] for head in scores]
+        below = list(zip(*([each - max(head) for each in head] for head in scores), strict=True))
+        least = -float("inf") if limit is None else -limit
+        return [4 * len(scores) * max(column) + sum(max(each, least) for each in column) for column in below]
     return [max(column) for column in zip(*scores, strict=True)]
 
 

@@ -17,7 +17,8 @@ from bpc_calib.evaluation.statistics import mean, share
 def by_hand(query, keys, values, chosen, scale):
     """The four numbers of one KV head, from lists of numbers."""
     products = [[sum(a * b for a, b in zip(q, k, strict=True)) for k in keys] for q in query]
-    best_of_group = [max(row[i] - max(row) for row in products) for i in range(len(keys))]
+    below = [[row[i] - max(row) for row in products] for i in range(len(keys))]
+    best_of_group = [4 * len(query) * max(each) + sum(max(r, -16 / scale) for r in each) for each in below]
     true = sorted(range(len(keys)), key=lambda i: (-best_of_group[i], i))[: len(chosen)]
     found = {"recall": len(set(true) & set(chosen)) / len(chosen), "mass": 0.0, "best_kept": 0.0, "cosine": 0.0}
     for row in products:

@@ -518,11 +518,15 @@ def test_the_method_of_the_artifact_says_how_it_ranks_unless_asked():
         return BPCCache(config, artifact, **asked).layers[2].rules
 
     paper, ours = tiny.artifact(config, name="paper"), tiny.artifact(config)
-    assert (rules(paper).gain, rules(paper).group, rules(paper).safeguard) == (False, "max", 0.1)
-    assert (rules(ours).gain, rules(ours).group, rules(ours).safeguard) == (True, "relative", 0)
-    assert (rules(None).gain, rules(None).group, rules(None).safeguard) == (True, "relative", 0)
-    asked = rules(paper, gain=True, group="sum", safeguard=0.5)
-    assert (asked.gain, asked.group, asked.safeguard) == (True, "sum", 0.5)
+
+    def chosen(rules):
+        return rules.gain, rules.group, rules.safeguard, rules.recent
+
+    assert chosen(rules(paper)) == (False, "max", 0.1, 1)
+    assert chosen(rules(ours)) == (True, "relative", 0, 0)
+    assert chosen(rules(None)) == (True, "relative", 0, 0)
+    asked = {"gain": True, "group": "sum", "safeguard": 0.5, "recent": 3}
+    assert chosen(rules(paper, **asked)) == chosen(rules(ours, **asked)) == (True, "sum", 0.5, 3)
     assert rules(ours, gain=False).gain is False
 
 

@@ -117,29 +117,47 @@ def test_autocast_changes_nothing():
     heads=st.integers(1, 5),
     count=st.integers(1, 30),
     floating=st.booleans(),
+    limit=st.sampled_from([None, 3_000_000]),
     seed=st.integers(0, 1000),
 )
-def test_the_scores_of_a_group_become_one(group, heads, count, floating, seed):
+def test_the_scores_of_a_group_become_one(group, heads, count, floating, limit, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-(1 << 22), 1 << 22, (2, heads, count), generator=generator, dtype=torch.int32)
     valid = torch.rand(2, count, generator=generator) < 0.8
     if floating:
         scores = scores.double() / 1000
-    found = group_scores(scores, group, valid)
+        limit = limit and limit / 1000
+    limits = None if limit is None else torch.full((2,), limit, dtype=scores.dtype)
+    found = group_scores(scores, group, valid=valid, limit=limits)
     assert found.dtype == scores.dtype
     for row in range(2):
         kept = valid[row].nonzero().flatten()
         if len(kept):
-            expected = literal.group_scores(scores[row][:, kept].tolist(), group)
-            assert found[row, kept].tolist() == pytest.approx(expected, abs=1e-9 if floating else 0)
+            expected = literal.group_scores(scores[row][:, kept].tolist(), group, limit)
+            assert found[row, kept].tolist() == pytest.approx(expected, abs=1e-6 if floating else 0)
     if valid.all():
-        assert torch.equal(found, group_scores(scores, group))
+        assert torch.equal(found, group_scores(scores, group, limit=limits))
 
 
-def test_the_best_key_of_every_head_comes_first_in_relative_order():
+def test_heads_of_small_scores_have_their_say():
     scores = torch.tensor([[1_000_000, 999_999, 999_998, 5], [1, 2, 3, 700]], dtype=torch.int32)
-    assert group_scores(scores, "relative").tolist() == [0, -1, -2, 0]
     assert group_scores(scores, "max").tolist() == [1_000_000, 999_999, 999_998, 700]
+    # 8 times the smaller distance and both: of keys 0 and 3 each is the best of a head.
+    assert group_scores(scores, "relative").tolist() == [-699, -707, -715, -999_995]
+    assert group_scores(scores, "relative", limit=torch.tensor(500)).tolist() == [-500, -509, -518, -500]
+    assert group_scores(scores[:1], "relative").tolist() == [0, -5, -10, -4_999_975]
+
+
+@pytest.mark.parametrize("heads", [8, 40, 71, 128])
+def test_the_scores_of_large_groups_fit(heads):
+    largest = 127 * 128 * 287
+    scores = torch.full((heads, 3), -largest, dtype=torch.int32)
+    scores[:, 0] = largest
+    scores[0, 1] = 0
+    found = group_scores(scores, "relative").tolist()
+    assert found[0] == 0 > found[1] >= found[2] >= -(1 << 31)
+    if heads <= 40:
+        assert found == literal.group_scores(scores.tolist(), "relative")
 
 
 def test_zero_query_scores_zero_everywhere():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from bpc_calib.layers import SparseLayer
-from bpc_calib.scoring import group_scores
+from bpc_calib.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.selection import sortable
 
 __all__ = [
@@ -33,16 +33,18 @@ __all__ = [
 HASHED_AT_ONCE = 1 << 12  # tokens: 1,500 signs of a key take kilobytes on their way
 
 
-def _ranked(scores: Tensor, group: str, visible: Tensor | None) -> Tensor:
-    """What `rank` returns for scores `[batch, kv_heads, G, N]` in the unit of `q k`."""
-    return sortable(group_scores(scores, group, None if visible is None else visible.unsqueeze(1)))
+def ranked(layer: SparseLayer, scores: Tensor, visible: Tensor | None, *, in_products: bool = True) -> Tensor:
+    """What `rank` returns for scores `[batch, kv_heads, G, N]`, in the unit of `q k` or one that is not known."""
+    valid = None if visible is None else visible.unsqueeze(1)
+    limit = RELATIVE_LIMIT / layer.scaling if in_products else None
+    return sortable(group_scores(scores, layer.rules.group, valid=valid, limit=limit))
 
 
 class OracleLayer(SparseLayer):
     """The largest products of query and key themselves: what a ranking could be at best."""
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        return _ranked(query.float() @ self.keys.float().mT, self.rules.group, visible)
+        return ranked(self, query.float() @ self.keys.float().mT, visible)
 
     def ranking_bytes(self, length: int) -> int:
         return length * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size()
@@ -95,7 +97,7 @@ class QuestLayer(SparseLayer):
         least, most = least.nan_to_num(0, 0, 0), most.nan_to_num(0, 0, 0)
         query = query.float()
         bound = query.clamp(min=0) @ most.mT + query.clamp(max=0) @ least.mT
-        best = group_scores(bound, self.rules.group, ~empty)
+        best = group_scores(bound, self.rules.group, valid=~empty, limit=RELATIVE_LIMIT / self.scaling)
         return sortable(best).repeat_interleave(self.PAGE, dim=-1)[..., :length]
 
     def ranking_bytes(self, length: int) -> int:
@@ -119,7 +121,7 @@ class SignsLayer(SparseLayer):
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         directions = _normal(self.BITS, self.keys, self.rules.seed)
         signs = self._derived("signs", lambda keys: torch.where(keys.float() @ directions.T >= 0, 1.0, -1.0))
-        return _ranked(query.float() @ directions.T @ signs.mT, self.rules.group, visible)
+        return ranked(self, query.float() @ directions.T @ signs.mT, visible, in_products=False)
 
     def ranking_bytes(self, length: int) -> int:
         return length * self.keys.shape[1] * self.BITS // 8

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from bpc_calib.cache import BPCCache
 from bpc_calib.layers import SparseLayer
-from bpc_calib.scoring import group_scores
+from bpc_calib.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.selection import select, sortable
 from bpc_calib.sparse_attention import sparse_attention
 
@@ -25,8 +25,7 @@ METRICS = ("recall", "mass", "best_kept", "cosine")
 def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
     """Four numbers a KV head of what a choice keeps, `[batch, kv_heads, 4]` in the order of `METRICS`.
 
-    - recall: share of the best `k` tokens that were chosen, those of largest weight relative to the largest weight of
-      the same query head (`group_scores`, "relative", of the products themselves);
+    - recall: share of the best `k` tokens that were chosen, by the products themselves (`group_scores`, "relative");
     - mass: share of the softmax weight of full attention on the chosen tokens, mean over the group;
     - best_kept: share of the query heads whose token of largest weight was chosen;
     - cosine: between the outputs of attention over the chosen tokens and over all, mean over the group.
@@ -43,7 +42,8 @@ def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale:
     weights = (products * scale).softmax(-1)
     chosen = torch.zeros(products.shape[:2] + products.shape[3:], dtype=torch.bool, device=query.device)
     chosen.scatter_(-1, indices, True)
-    best = select(sortable(group_scores(products, "relative")), indices.shape[-1])
+    ideal = group_scores(products, "relative", limit=RELATIVE_LIMIT / scale)
+    best = select(sortable(ideal), indices.shape[-1])
     recall = chosen.gather(-1, best).to(query.dtype).mean(-1)
     mass = (weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
     kept = chosen.gather(-1, products.argmax(-1)).to(query.dtype).mean(-1)
@@ -70,6 +70,7 @@ class ProbeLayer(SparseLayer):
             layer.observe(query, scale)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+        self.scaling = self.scaling if scale is None else scale
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         length = self.get_seq_length()
         for method, layer in self.asked.items():
@@ -83,7 +84,7 @@ class ProbeLayer(SparseLayer):
 
     def _show_to(self, layer: SparseLayer) -> None:
         """Let a layer see these keys as if they were its own."""
-        layer.is_initialized = True
+        layer.is_initialized, layer.scaling = True, self.scaling
         layer.keys, layer.values, layer.guarded = self.keys, self.values, self.guarded
 
 

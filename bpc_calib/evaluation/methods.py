@@ -19,7 +19,7 @@ class Method:
 
     label: str
     layer: type[SparseLayer]
-    forced: int = 1
+    forced: int = 0
     calibrated: bool = False  # needs an artifact
     takes_budget: bool = True
 

@@ -173,7 +173,11 @@ def score(
         approximation = codes @ rounded
         gains = [literal.gain(k, about, whole @ k) for k, about in zip(centred, approximation, strict=True)]
         ranked = ranked * (torch.tensor(gains) + 32)
-    grouped = dict(zip(visible, literal.group_scores(ranked[:, visible].tolist(), rules["group"]), strict=True))
+    # Sixteen logits in the unit of the scores, in float32 as the scale of the query is.
+    logit = (64 if rules["gain"] else 1) / ((largest / 127).float() * keys.shape[1] ** -0.5)
+    limit = int((16 * logit).clamp(max=1 << 24))
+    by_group = literal.group_scores(ranked[:, visible].tolist(), rules["group"], limit)
+    grouped = dict(zip(visible, by_group, strict=True))
     error = (residual @ whole * residual).sum(1).clamp(min=0).sqrt()
     return [int(grouped.get(i, 0)) for i in range(len(keys))], error.float().tolist()
 
