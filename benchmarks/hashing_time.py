@@ -65,7 +65,7 @@ def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dic
     )
 
     def step(gain: bool, group: str) -> Callable[[], object]:
-        rules = Rules(0.02, 128, 0.1, 1, 0, group, gain, 64, 0)
+        rules = Rules(0.02, 128, 0.0, 0, 0, group, gain, 64, 0)
         layer = BPCLayer(0, rules, model, calibrated)
         layer.update(keys, keys)
         layer.hash(None)

@@ -35,7 +35,7 @@ def main() -> None:
     variants: dict[str, dict[str, Any]] = {
         "BPC": {},
         "BPC, no gain": {"gain": False},
-        "BPC, no safeguard": {"safeguard": 0.0},
+        "BPC, safeguard 0.1": {"safeguard": 0.1},
         "BPC online": {"artifact": None},
         "BPC online, no gain": {"artifact": None, "gain": False},
     }

@@ -63,10 +63,10 @@ def variants() -> dict[str, dict[str, Variant]]:
         "score-aware": Variant(),
     }
     steps = {
-        "paper: one step, no shift": Variant(PAPER, rules=plain),
+        "one step, no shift (the paper's projection)": Variant(PAPER, rules=plain),
         "one step, shift": Variant(replace(PAPER, shift=True), rules=plain),
         "8 steps": Variant(EIGHT, rules=plain),
-        "paper + gain": Variant(replace(PAPER, shift=True)),
+        "one step, shift + gain": Variant(replace(PAPER, shift=True)),
         "8 steps + gain": Variant(EIGHT),
         "8 steps + gain, no shift": Variant(replace(EIGHT, shift=False)),
         "8 + gain + least squares": Variant(replace(EIGHT, rounds=6)),
@@ -78,8 +78,9 @@ def variants() -> dict[str, dict[str, Variant]]:
         "8 + gain + metric 1 + least squares": Variant(replace(EIGHT, power=1.0, rounds=6)),
         "8 + gain + metric 1/4 + least squares": Variant(replace(EIGHT, power=0.25, rounds=6)),
         "8 + gain + least squares + centring": Variant(replace(EIGHT, rounds=6, centred=True)),
-        "all, metric 1/4": Variant(replace(BEST, power=0.25)),
+        "all, metric 1/4: score-aware": Variant(),
         "all, metric 1/2": Variant(replace(BEST, power=0.5)),
+        "all but the shift": Variant(replace(BEST, shift=False)),
         "all, no gain": Variant(rules=plain),
     }
     others = {
@@ -112,15 +113,16 @@ def variants() -> dict[str, dict[str, Variant]]:
     }
     top = {f"top-p {p}": Variant(layer=rankings.subclass(rankings.TopPLayer, P=p)) for p in (0.4, 0.6, 0.8, 0.9)}
     bounds = {part: rankings.subclass(rankings.ErrorBoundLayer, SHARE=part) for part in (0.05, 0.2)}
-    ranks = {"no safeguard": Variant(rules={"safeguard": 0.0})}
+    ranks = {"score-aware: nothing forced": Variant()}
     ranks |= {f"newest {count} tokens forced": Variant(rules={"recent": count}) for count in (1, 4)}
     ranks |= {f"safeguard {part}": Variant(rules={"safeguard": part}) for part in (0.05, 0.1, 0.2)}
     # The least safeguard takes no token, but errors are kept.
     ranks |= {f"score + {part} error": Variant(layer=bounds[part], rules={"safeguard": 1e-9}) for part in bounds}
+    forms = (("one step, no gain", PAPER, plain), ("8 steps + gain", EIGHT, {}), ("score-aware", BEST, {}))
     bits = {
         f"{name}, {count} bits": Variant(method, bits=count, rules=rules)
         for count in (32, 64, 128)
-        for name, method, rules in (("paper", PAPER, plain), ("8 steps + gain", EIGHT, {}), ("score-aware", BEST, {}))
+        for name, method, rules in forms
     }
     keys = {
         f"{count:,} keys a head": Variant(calibration={"keys_per_head": count})

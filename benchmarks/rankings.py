@@ -29,6 +29,9 @@ class LinearLayer(SignsLayer):
     use_gain: bool
     in_products: bool  # whether scores estimate q k
 
+    def ranking_bytes(self, length: int) -> int:
+        return super().ranking_bytes(length) + self.use_gain * length * self.keys.shape[1]
+
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         mean, directions, meaning = self.linear[self.index]
 

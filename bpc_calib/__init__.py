@@ -7,7 +7,7 @@ from bpc_calib.decomposition import Decomposition, decompose
 from bpc_calib.encoding import Encoded, encode
 from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
 from bpc_calib.fitting import Fit, fit
-from bpc_calib.metric import query_metric
+from bpc_calib.metric import query_metric, second_moment
 from bpc_calib.models import ModelDescription, describe
 from bpc_calib.runtime import disable, enable
 from bpc_calib.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
@@ -40,6 +40,7 @@ __all__ = [
     "hash_scores",
     "quantize_query",
     "query_metric",
+    "second_moment",
     "select",
     "sparse_attention",
 ]

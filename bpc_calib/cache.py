@@ -16,7 +16,7 @@ from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.layers import GrowingLayer, Rules, SparseLayer
 from bpc_calib.models import ModelDescription, describe
 
-__all__ = ["BPCCache", "check_layers"]
+__all__ = ["BPCCache", "check_layers", "ranking_defaults"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +76,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         bits: int = 64,
         seed: int = 0,
     ) -> None:
-        ours = artifact is None or _name(artifact) != "paper"
-        group = ("relative" if ours else "max") if group is None else group
-        gain = ours if gain is None else gain
-        safeguard = (0.0 if ours else 0.1) if safeguard is None else safeguard
-        recent = (0 if ours else 1) if recent is None else recent
-        rules = Rules(budget, min_tokens, safeguard, recent, sink, group, gain, bits, seed)
+        asked = {"safeguard": safeguard, "recent": recent, "group": group, "gain": gain}
+        ranking = ranking_defaults(artifact) | {name: value for name, value in asked.items() if value is not None}
+        rules = Rules(budget=budget, min_tokens=min_tokens, sink=sink, bits=bits, seed=seed, **ranking)
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)
         rules = replace(rules, layers=tuple(sorted(sparse)))
@@ -184,6 +181,15 @@ class BPCCache(Cache):  # type: ignore[misc]
         return read, full
 
 
+def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:
+    """How tokens are ranked and which are forced where nothing else is asked: as in the paper for its projections."""
+    if artifact is not None and not isinstance(artifact, ProjectionArtifact):
+        raise InputError(f"artifact must be what bpc_artifacts.load returns, not {type(artifact).__name__}")
+    if artifact is not None and artifact.metadata["algorithm"]["name"] == "paper":
+        return {"safeguard": 0.1, "recent": 1, "group": "max", "gain": False}
+    return {"safeguard": 0.0, "recent": 0, "group": "relative", "gain": True}
+
+
 def check_layers(config: Any, model: ModelDescription) -> list[Any]:
     """transformers' own cache layers for this model, after a check that BPC can stand in for the full ones.
 
@@ -218,12 +224,6 @@ def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list
             f"{model.full_layers}"
         )
     return sparse
-
-
-def _name(artifact: ProjectionArtifact) -> str:
-    if not isinstance(artifact, ProjectionArtifact):
-        raise InputError(f"artifact must be what bpc_artifacts.load returns, not {type(artifact).__name__}")
-    return str(artifact.metadata["algorithm"]["name"])
 
 
 def _projections(artifact: ProjectionArtifact, model: ModelDescription, bits: int) -> Mapping[int, LayerProjection]:

@@ -57,16 +57,13 @@ def decompose(
         InputError: shapes, dtypes or values that do not fit; keys that are not finite.
     """
     check_bits(bits)
-    if keys.dim() < 2 or not keys.dtype.is_floating_point or 0 in keys.shape:
-        raise InputError(f"keys must be a floating [..., N, D], not {keys.dtype} {list(keys.shape)}")
+    check_keys(keys, weights)
     if iterations < 1:
         raise InputError(f"iterations must be at least 1, not {iterations}")
     count, dim = keys.shape[-2:]
     residual = keys.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     if weights is None:
         weights = residual.new_ones(keys.shape[:-1])
-    elif weights.shape != keys.shape[:-1] or not ((weights == 0) | (weights == 1)).all():
-        raise InputError(f"weights must be 0 or 1, of shape {list(keys.shape[:-1])}")
     weights = weights.to(torch.float64)
     residual[weights == 0] = 0
     if not residual.isfinite().all():
@@ -106,6 +103,14 @@ def decompose(
         codes=pack_codes(positive),
         residual_norms=torch.stack(squared_norm, dim=-1).clamp(min=0).sqrt(),
     )
+
+
+def check_keys(keys: Tensor, weights: Tensor | None) -> None:
+    """Raise `InputError` unless keys are a floating `[..., N, D]` and weights 0 or 1 for each."""
+    if keys.dim() < 2 or not keys.dtype.is_floating_point or 0 in keys.shape:
+        raise InputError(f"keys must be a floating [..., N, D], not {keys.dtype} {list(keys.shape)}")
+    if weights is not None and (weights.shape != keys.shape[:-1] or not ((weights == 0) | (weights == 1)).all()):
+        raise InputError(f"weights must be 0 or 1, of shape {list(keys.shape[:-1])}")
 
 
 def cholesky(metric: Tensor, keys: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, me
     The greedy loop of Algorithm 2 (`u = sign(r v)`, `r -= u v` for each row `v` of `P`, from `r = k`)
     needs only the inner products `S = K P^T` and `T = P P^T` (docs/algorithm.md); with a metric, `S = K (P M)^T` and
     `T = P M P^T`. Products are taken in float32 (float64 for float64 keys). On CUDA, TF32 is harmless for 16-bit keys
-    without mean only.
+    without mean and metric only.
 
     Args:
         keys: any floating dtype.
@@ -120,8 +120,9 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
         u = torch.where(running[..., i : i + 1, :] >= 0, one, minus_one)  # sign(0) = +1
         signs[..., i : i + 1, :] = u
         running[..., i + 1 :, :].addcmul_(u, gram[..., i, i + 1 :, None], value=-1)
+    squared_norm = squared_norm.expand(scores.shape[:-1])
     squared_error = squared_norm.clone()
-    dot = torch.zeros_like(squared_norm)  # <k, u P>
+    dot = torch.zeros_like(squared_error)  # <k, u P>
     falls = 2 * running.abs() - gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     for fall, part in zip(falls.unbind(-2), (signs * original).unbind(-2), strict=True):
         squared_error -= fall

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.codes import unpack_codes
-from bpc_calib.decomposition import BLOCK, decompose
+from bpc_calib.decomposition import BLOCK, check_keys, decompose
 from bpc_calib.encoding import encode_with, make_encoder
 
 __all__ = ["Fit", "fit", "least_squares"]
@@ -53,6 +53,8 @@ def fit(
     Raises:
         InputError: shapes, dtypes or values that do not fit.
     """
+    check_keys(keys, weights)
+    metric = None if metric is None else metric.to(keys.device)
     mean = None
     if centred:
         mean = _mean(keys, weights)
@@ -106,7 +108,7 @@ def _products(
             codes = codes * weight
         along = some if encoder.metric is None else some @ encoder.metric
         squares, cross = squares + codes.mT @ codes, cross + codes.mT @ some
-        norm = norm + (some * along).sum((-2, -1))
+        norm = norm + (some * along).sum(-2).sum(-1)  # a sum to one number would depend on the threads
     # |K - U P|^2 after 0..H bits, from these products alone.
     gained = (cross * encoder.matrix.mT).sum(-1).cumsum(-1)
     spent = (squares * encoder.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)

@@ -94,7 +94,12 @@ def group_scores(
         valid: bool `[..., N]`; a key that is not is no head's best.
         limit: for "relative", the distance from which on a key is nothing to a head, as its softmax has it:
             `RELATIVE_LIMIT` in the unit of the scores, of their dtype, `[...]`; None: none.
+
+    Raises:
+        InputError: an unknown group.
     """
+    if group not in GROUPS:
+        raise InputError(f"group must be one of {', '.join(GROUPS)}, not {group!r}")
     if group == "max":
         return scores.amax(-2)
     if group == "sum":

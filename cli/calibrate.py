@@ -20,7 +20,16 @@ from bpc_cli.arguments import (
     WeightsDtype,
     pick_device,
 )
-from bpc_cli.console import bars, command, note, print_json, print_table, printable, quiet_libraries
+from bpc_cli.console import (
+    bars,
+    command,
+    note,
+    print_json,
+    print_table,
+    printable,
+    quiet_libraries,
+    residual_title,
+)
 
 if TYPE_CHECKING:
     from bpc_calib.calibration import Plan
@@ -158,6 +167,7 @@ def calibrate(
     result = {
         "output": str(target),
         "model": chosen.model.id,
+        "algorithm": artifact.metadata["algorithm"],
         "device": device,
         "tokens": artifact.metadata["calibration"]["tokens"],
         "keys_per_head": artifact.metadata["calibration"]["keys_per_head"],
@@ -267,7 +277,7 @@ def _print_result(result: dict[str, Any]) -> None:
         table.add_row(layer, f"{value:.4f}")
     table.add_section()
     table.add_row("all", f"{result['residual']:.4f}")
-    print_table("Residual |K - UP| / |K|, mean over KV heads", table)
+    print_table(f"{residual_title(result['algorithm'])}, mean over KV heads", table)
     memory = "not known here" if result["peak_memory_bytes"] is None else _size(result["peak_memory_bytes"])
     if result["peak_gpu_memory_bytes"]:
         memory += f" and {_size(result['peak_gpu_memory_bytes'])} on the GPU"

@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-__all__ = ["bars", "command", "fail", "note", "print_json", "print_table", "printable", "quiet_libraries"]
+__all__ = [
+    "bars",
+    "command",
+    "fail",
+    "note",
+    "print_json",
+    "print_table",
+    "printable",
+    "quiet_libraries",
+    "residual_title",
+]
 
 Result = TypeVar("Result")
 
@@ -140,3 +150,10 @@ def quiet_libraries(*, bars: bool = True, warnings: bool = True) -> None:
 class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
+
+
+def residual_title(algorithm: dict[str, Any]) -> str:
+    """What residuals are shares of; those under another title do not compare."""
+    keys = "K - mean" if algorithm["centred"] else "K"
+    metric = " in the query metric" if algorithm["metric"] else ""
+    return f"Residual |{keys} - UP| / |{keys}|{metric}"

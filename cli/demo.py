@@ -62,7 +62,7 @@ def demo(
         if show:
             print(
                 f"2. Calibration: {SAMPLES} texts of {TOKENS:,} tokens gave a projection to 64 bits for every KV head; "
-                f"what 64 bits leave of a key is {artifact.metadata['metrics']['residual']:.2f} of its length. "
+                f"what they leave of a key's score is {artifact.metadata['metrics']['residual']:.2f} of it. "
                 f"{calibrated:.0f} s."
             )
         enable(model)

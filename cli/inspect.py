@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpc_cli.arguments import find_artifact
-from bpc_cli.console import command, fail, note, print_json, print_table, printable, quiet_libraries
+from bpc_cli.console import command, fail, note, print_json, print_table, printable, quiet_libraries, residual_title
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -111,7 +111,7 @@ def _print(artifact: "ProjectionArtifact", file: str, commit: str | None) -> Non
         last = layer.residual[:, -1]
         cells = [last.mean(), last.min(), last.max(), *(last[head] for head in heads)]
         residual.add_row(str(index), *(f"{value:.3f}" for value in cells))
-    print_table(f"Residual |K - UP| / |K| after {algorithm['bits']} bits", residual)
+    print_table(f"{residual_title(algorithm)}, after {algorithm['bits']} bits", residual)
 
 
 def _plot(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.cache import BPCCache
+from bpc_calib.cache import BPCCache, ranking_defaults
 from bpc_calib.corpora import Corpus
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.fidelity import METRICS, probe
@@ -163,6 +163,7 @@ def check(
     if TEXT in tasks and not corpora:
         raise InputError(f"task {TEXT!r} needs a corpus")
     limit = describe(config).context_limit
+    recent = rules.get("recent", ranking_defaults(artifact)["recent"])
     for length in lengths if tasks else ():
         if length < 1:
             raise InputError(f"prompts must have at least 1 token, not {length}")
@@ -173,7 +174,7 @@ def check(
         for budget in budgets:
             k = attended(length, budget, rules.get("min_tokens", 128))
             for name in chosen:
-                forced = METHODS[name].forced
+                forced = max(METHODS[name].forced, recent)
                 if METHODS[name].takes_budget and k <= forced:
                     raise InputError(
                         f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} attends to "

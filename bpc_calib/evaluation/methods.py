@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.cache import BPCCache
+from bpc_calib.cache import BPCCache, ranking_defaults
 from bpc_calib.evaluation import baselines
 from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.layers import SparseLayer
@@ -51,11 +51,13 @@ def make_cache(
 ) -> BPCCache:
     """An empty cache that attends as this method does; `rules` are those of `BPCCache`, a budget None is its default.
 
-    The safeguard is BPC's; the other methods choose by their ranking alone.
+    The safeguard is BPC's; the other methods choose by their ranking alone. What is forced, and how the scores of a
+    group become one, are the same for all: the artifact's method says, where `rules` do not.
     """
     if name == "full":
         return BPCCache(config, budget=1.0, dense_layers=())
-    method = METHODS[name]
+    method, defaults = METHODS[name], ranking_defaults(artifact)
+    rules = {"group": defaults["group"], "recent": defaults["recent"]} | rules
     if method.layer is not BPCLayer:
         rules = rules | {"safeguard": 0.0}
     kind: type[BPCCache] = type("ComparedCache", (BPCCache,), {"layer_class": method.layer})
