@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import literal
 import pytest
 import tiny
 import torch
@@ -10,6 +11,7 @@ import torch
 from bpc_calib import describe
 from bpc_calib.evaluation import baselines
 from bpc_calib.layers import Rules
+from bpc_calib.scoring import GROUPS
 
 MODEL = describe(tiny.config())
 KEYS = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
@@ -17,8 +19,8 @@ VALUES = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(1))
 QUERY = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(2))  # two query heads a KV head
 
 
-def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL, layers=(0,)):
-    rules = Rules(budget, 1, 0.0, 1, 0, "max", True, 64, 0, tuple(layers))
+def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL, layers=(0,), group="max"):
+    rules = Rules(budget, 1, 0.0, 1, 0, group, True, 64, 0, tuple(layers))
     made = kind(index, rules, model, None)
     made.update(keys, values)
     return made
@@ -28,12 +30,16 @@ def chosen(made, visible=None, k=12):
     return made.choose(QUERY, k, visible)
 
 
-def test_the_oracle_takes_the_largest_products_and_the_newest():
-    found = chosen(layer(baselines.OracleLayer))
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("padding", [0, 25])
+def test_the_oracle_takes_the_largest_products_and_the_newest(group, padding):
+    visible = torch.arange(70).unsqueeze(0) >= padding if padding else None
+    found = chosen(layer(baselines.OracleLayer, group=group), visible)
     for head in range(2):
-        best = [max(float(q @ k) for q in QUERY[0, head]) for k in KEYS[0, head]]
-        order = sorted(range(69), key=lambda i: -best[i])
-        assert found[0, head].tolist() == sorted([69, *order[:11]])
+        products = (QUERY[0, head] @ KEYS[0, head, padding:].T).tolist()
+        best = literal.group_scores(products, group, 16 * 8**0.5)
+        order = sorted(range(69 - padding), key=lambda i: -best[i])
+        assert found[0, head].tolist() == sorted([69, *(padding + i for i in order[:11])])
 
 
 def test_the_window_is_four_sinks_and_the_newest():
@@ -52,8 +58,9 @@ def test_random_keys_differ_from_step_to_step_and_not_from_run_to_run():
     assert (counts - 1000 * 11 / 69).abs().max() < 60
 
 
-def test_quest_takes_whole_pages_by_their_upper_bound():
-    found = chosen(layer(baselines.QuestLayer, budget=33), k=33)
+@pytest.mark.parametrize("group", GROUPS)
+def test_quest_takes_whole_pages_by_their_upper_bound(group):
+    found = chosen(layer(baselines.QuestLayer, budget=33, group=group), k=33)
     for head in range(2):
         bounds = []
         for page in KEYS[0, head].split(16):
@@ -62,7 +69,8 @@ def test_quest_takes_whole_pages_by_their_upper_bound():
                 for q in QUERY[0, head]
             ]
             assert all(per_query[g] >= float((page @ QUERY[0, head, g]).max()) - 1e-5 for g in range(2))
-            bounds.append(max(per_query))
+            bounds.append(per_query)
+        bounds = literal.group_scores(list(zip(*bounds, strict=True)), group, 16 * 8**0.5)
         taken = [69]  # the newest
         for page in sorted(range(5), key=lambda page: -bounds[page]):
             taken += [token for token in range(16 * page, min(70, 16 * page + 16)) if token != 69]
@@ -79,12 +87,13 @@ def test_quest_leaves_padding_out_of_its_pages():
     assert (with_padding >= 20).all()
 
 
-def test_random_signs_rank_by_projected_products():
+@pytest.mark.parametrize("group", GROUPS)
+def test_random_signs_rank_by_projected_products(group):
     directions = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    found = chosen(layer(baselines.SignsLayer))
+    found = chosen(layer(baselines.SignsLayer, group=group))
     for head in range(2):
         signs = torch.where(KEYS[0, head] @ directions.T >= 0, 1.0, -1.0)
-        scores = (QUERY[0, head] @ directions.T @ signs.T).amax(0)
+        scores = torch.tensor(literal.group_scores((QUERY[0, head] @ directions.T @ signs.T).tolist(), group))
         order = scores[:69].argsort(descending=True)[:11].tolist()
         assert found[0, head].tolist() == sorted([69, *order])
 

@@ -162,6 +162,17 @@ def test_refuses_a_metric_or_mean_that_does_not_fit():
         encode(keys, projection, mean=torch.ones(7))
 
 
+def test_leading_dimensions_broadcast_both_ways():
+    keys, projections = random_keys(30, 8), random_keys(3, 32, 8, seed=1)
+    found = encode(keys, projections)
+    assert found.codes.shape == (3, 30, 1)
+    for head in range(3):
+        alone = encode(keys, projections[head])
+        assert torch.equal(found.codes[head], alone.codes)
+        assert torch.equal(found.error[head], alone.error)
+        assert torch.equal(found.gain[head], alone.gain)
+
+
 @pytest.mark.parametrize(
     ("keys", "projection", "message"),
     [

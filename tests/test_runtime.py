@@ -530,6 +530,14 @@ def test_the_method_of_the_artifact_says_how_it_ranks_unless_asked():
     assert rules(ours, gain=False).gain is False
 
 
+def test_a_layer_with_other_kv_heads_than_the_projections_is_refused():
+    config = tiny.config()
+    layer = BPCCache(config, tiny.artifact(config), dense_layers=()).layers[0]
+    layer.update(torch.ones(1, 1, 9, 8), torch.ones(1, 1, 9, 8))  # one of two, as a rank of tensor parallelism has
+    with pytest.raises(ModelError, match="layer 0 has 1 KV heads here, the projections 2"):
+        layer.hash(None)
+
+
 def test_artifacts_that_do_not_fit_what_is_asked_are_refused():
     config = tiny.config()
     with pytest.raises(InputError, match="64 bits, not 128"):
@@ -548,13 +556,14 @@ def test_online_projections_wait_until_there_is_something_to_choose():
     assert cache.layers[0].projection.shape == (1, 2, 64, 8)
 
 
-def test_kv_bytes_counts_what_a_step_reads():
+@pytest.mark.parametrize(("rules", "each"), [({}, 8 + 1), ({"safeguard": 0.1}, 8 + 1 + 4), ({"gain": False}, 8)])
+def test_kv_bytes_counts_what_a_step_reads(rules, each):
     model = enabled()
-    cache = BPCCache(model.config, budget=5, min_tokens=1, dense_layers=(1,))
+    cache = BPCCache(model.config, budget=5, min_tokens=1, dense_layers=(1,), **rules)
     assert cache.kv_bytes(100) == (0, 0)
     generate(model, past_key_values=cache)
     token = 2 * 2 * 8 * 4  # keys and values, 2 heads of 8, float32
-    code = 2 * (8 + 1 + 4)  # code, gain and error of 2 heads
+    code = 2 * each  # code, gain and error of 2 heads
     assert cache.kv_bytes(100) == (2 * (5 * token + 100 * code) + 100 * token, 3 * 100 * token)
     assert cache.kv_bytes(4) == (3 * 4 * token, 3 * 4 * token)
 

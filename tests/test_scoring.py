@@ -175,6 +175,11 @@ def test_projection_is_rounded_to_the_dtype_of_the_query(dtype):
     assert torch.equal(found.values, quantize_query(query.float(), projection.to(dtype).float()).values)
 
 
+def test_refuses_an_unknown_group():
+    with pytest.raises(InputError, match="group must be one of relative, max, sum, not 'mean'"):
+        group_scores(torch.ones(2, 5, dtype=torch.int32), "mean")
+
+
 def test_refuses_what_does_not_fit():
     query = quantized(torch.ones(2, 64))
     with pytest.raises(InputError, match=r"codes of 64 bits are int64 \[..., N, 1\]"):

@@ -98,12 +98,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **argume
         if query.shape[2] > 1:
             cache.guarded[layer] = key.shape[2]
         else:
-            _mask_unselected(cache, layer, logits, query, key, attention_mask, group)
+            _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scale)
     weights = logits.softmax(-1)
     return (weights @ value.repeat_interleave(group, 1).double()).to(query.dtype).transpose(1, 2), None
 
 
-def _mask_unselected(cache, layer, logits, query, key, attention_mask, group) -> None:
+def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scale) -> None:
     rules = cache.rules
     batch, heads, length = key.shape[:3]
     visible = [
@@ -124,7 +124,7 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group) ->
         for head in range(heads):
             queries = query[row, head * group : (head + 1) * group, 0]
             keys = key[row, head]
-            scores, error = score(queries, keys, *cache.projection(layer, row, head), visible[row], rules)
+            scores, error = score(queries, keys, *cache.projection(layer, row, head), visible[row], rules, scale)
             chosen = choose(scores, error, visible[row], wanted[row], cache.guarded[layer], rules)
             outside = [i for i in range(length) if i not in chosen]
             logits[row, head * group : (head + 1) * group, 0, outside] = -torch.inf
@@ -158,6 +158,7 @@ def score(
     mean: Tensor | None,
     visible: list[int],
     rules: dict[str, Any],
+    scale: float | None = None,
 ) -> tuple[list[int], list[float]]:
     """The integer that ranks each key, and its error, for queries `[G, D]`, keys `[N, D]` and `P [H, D]`."""
     rounded = projection.to(keys.dtype).double()
@@ -174,7 +175,9 @@ def score(
         gains = [literal.gain(k, about, whole @ k) for k, about in zip(centred, approximation, strict=True)]
         ranked = ranked * (torch.tensor(gains) + 32)
     # Sixteen logits in the unit of the scores, in float32 as the scale of the query is.
-    logit = (64 if rules["gain"] else 1) / ((largest / 127).float() * keys.shape[1] ** -0.5)
+    logit = (64 if rules["gain"] else 1) / (
+        (largest / 127).float() * (keys.shape[1] ** -0.5 if scale is None else scale)
+    )
     limit = int((16 * logit).clamp(max=1 << 24))
     by_group = literal.group_scores(ranked[:, visible].tolist(), rules["group"], limit)
     grouped = dict(zip(visible, by_group, strict=True))

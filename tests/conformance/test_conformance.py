@@ -25,7 +25,8 @@ SHAPES = {
     "head_dim 256": {"head_dim": 256},
 }
 RULES = {
-    "paper": {"gain": False},
+    "paper": {"gain": False, "group": "max"},
+    "no gain": {"gain": False},
     "32 bits": {"bits": 32},
     "128 bits": {"bits": 128},
     "128 bits, no gain": {"bits": 128, "gain": False},
@@ -51,7 +52,7 @@ RULES = {
     "a dense layer": {"dense_layers": (1,)},
     "seed": {"seed": 7, "online": True},
     "online, 128 bits": {"bits": 128, "online": True},
-    "online, paper": {"gain": False, "online": True},
+    "online, paper": {"gain": False, "group": "max", "online": True},
 }
 
 
@@ -145,6 +146,33 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
             expected = (weights @ values[row, head, chosen].double()).to(dtype)
             # Another token in the set moves an output by some 0.1.
             torch.testing.assert_close(found[row, 0, 2 * head : 2 * head + 2], expected, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale):
+    config = tiny.config(head_dim=64, num_attention_heads=8, num_key_value_heads=2, hidden_size=512)
+    generator = torch.Generator().manual_seed(5)
+    artifact = tiny.artifact(config, metric=True, centred=True)
+    settings = suite.DEFAULTS | {"budget": 0.2, "safeguard": 0.0, "gain": gain}
+    keys = torch.randn(1, 2, 120, 64, generator=generator).double()
+    sharpness = torch.tensor([1.0, 10, 40, 200]).repeat(2)[:, None, None]
+    queries = sharpness * torch.randn(1, 8, 1, 64, generator=generator).double()
+    chosen = []
+    for limit in (None, 1e9):
+        layer = BPCCache(config, artifact, **settings).layers[1]
+        layer.update(keys, keys)
+        layer.scaling = 64**-0.5 if scale is None else scale
+        if limit:
+            layer.logit = lambda asked, limit=limit: torch.full_like(asked.scale, limit)
+        chosen.append(layer.choose(queries.squeeze(2).unflatten(1, (2, 4)), layer.count(120), None))
+    assert not torch.equal(*chosen)  # or the limit would not be tested here
+    for head in range(2):
+        found_by = reference.of_head(artifact.layers[1], head)
+        asking = queries[0, 4 * head : 4 * head + 4, 0]
+        scores, error = reference.score(asking, keys[0, head], *found_by, list(range(120)), settings, scale)
+        expected = reference.choose(scores, error, list(range(120)), 24, 120, settings)
+        assert chosen[0][0, head].tolist() == sorted(expected)
 
 
 class IgnoresBudget(BPCLayer):
