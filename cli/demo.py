@@ -62,7 +62,7 @@ def demo(
         if show:
             print(
                 f"2. Calibration: {SAMPLES} texts of {TOKENS:,} tokens gave a projection to 64 bits for every KV head; "
-                f"what they leave of a key's score is {artifact.metadata['metrics']['residual']:.2f} of it. "
+                f"of a key they leave {artifact.metadata['metrics']['residual']:.2f} of its length in the query metric. "
                 f"{calibrated:.0f} s."
             )
         enable(model)
