@@ -62,8 +62,8 @@ def demo(
         if show:
             print(
                 f"2. Calibration: {SAMPLES} texts of {TOKENS:,} tokens gave a projection to 64 bits for every KV head; "
-                f"of a key they leave {artifact.metadata['metrics']['residual']:.2f} of its length in the query metric. "
-                f"{calibrated:.0f} s."
+                f"of a key it leaves {artifact.metadata['metrics']['residual']:.2f} of its length in the query "
+                f"metric. {calibrated:.0f} s."
             )
         enable(model)
         rows = evaluate(
