@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 KEYS_PER_HEAD = 65_536
 SEQUENCE_LENGTH = 8192
-DECOMPOSED_AT_ONCE = 1 << 30  # bytes of float64 keys
+FITTED_AT_ONCE = 1 << 28  # bytes of float64 keys, of which a fit holds up to four copies
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def project(collected: Collected, chosen: Plan, device: torch.device, progress: 
 def _project(keys: Tensor, moment: Tensor | None, chosen: Plan, device: torch.device) -> LayerProjection:
     """Fit `[kv_heads, N, D]`, as many heads at once as fit a fixed memory."""
     method = chosen.method
-    heads = max(1, DECOMPOSED_AT_ONCE // (keys[0].numel() * 8))
+    heads = max(1, FITTED_AT_ONCE // (keys[0].numel() * 8))
     metric = None if moment is None or method.power is None else query_metric(moment, method.power)
     found = []
     for first in range(0, len(keys), heads):

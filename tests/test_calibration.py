@@ -189,7 +189,7 @@ def test_the_papers_method_is_one_step_without_shift(text_folder):
 
 
 def test_heads_are_decomposed_in_turns_where_memory_is_short(made, text_folder, monkeypatch):
-    monkeypatch.setattr("bpc_calib.calibration.DECOMPOSED_AT_ONCE", 1)
+    monkeypatch.setattr("bpc_calib.calibration.FITTED_AT_ONCE", 1)
     again = calibrate(
         tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
     )
