@@ -119,7 +119,7 @@ def test_what_cannot_be_evaluated_is_refused_before_any_work():
         "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks attends to 5 whatever it ranks: "
         "nothing is left to choose"
     )
-    assert "BPC online attends to 1 whatever it ranks" in refused(budgets=[1], methods=["bpc-online"])
+    assert "BPC online attends to 1 whatever it ranks" in refused(budgets=[1], methods=["bpc-online"], recent=1)
     assert refused(dense_layers=(9,)).startswith("dense_layers")
     assert check(tiny.config(**LENGTHS), None, ["needle"], [1024], [0.1], None, 5, [], **HARD) == tuple(
         name for name in METHODS if name != "bpc"

@@ -52,9 +52,9 @@ def test_decodes_with_what_it_was_told(bpc, model_folder, artifact, expected):
     assert made["tokens"] == expected(20, load(artifact), budget=8, min_tokens=1, dense_layers=())
     assert made["tokens"] != expected(20)
     assert made["prompt_tokens"] == len(PROMPT) + 1
-    # A step reads 8 tokens of 2 heads x 8 x 4 bytes, keys and values; code, gain and error of every token and head.
+    # A step reads 8 tokens of 2 heads x 8 x 4 bytes, keys and values; code and gain of every token and head.
     lengths = range(len(PROMPT) + 2, len(PROMPT) + 1 + 20)
-    share = sum(8 * 128 + n * 26 for n in lengths) / sum(128 * n for n in lengths)
+    share = sum(8 * 128 + n * 18 for n in lengths) / sum(128 * n for n in lengths)
     assert made["kv_bytes_share"] == pytest.approx(share)
 
 
