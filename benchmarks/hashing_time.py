@@ -78,6 +78,7 @@ def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dic
         return decode
 
     steps = {
+        "no gain, relative": step(False, "relative"),
         "no gain, max": step(False, "max"),
         "gain, max": step(True, "max"),
         "gain, relative": step(True, "relative"),

@@ -110,10 +110,11 @@ def group_scores(
         counted = scores.masked_fill(~valid.unsqueeze(-2), -(1 << 23) if exact else -math.inf)
     # So that the result fits int32; 40 heads and fewer never come there.
     least = -(((1 << 31) - 1) // (5 * heads)) if exact else -math.inf
-    below = (scores - counted.amax(-1, keepdim=True)).clamp(least, 0)
+    below = (scores - counted.amax(-1, keepdim=True)).clamp_(least, 0)
     best = below.amax(-2)
     if limit is not None:
-        below = torch.maximum(below, -torch.as_tensor(limit, dtype=scores.dtype, device=scores.device)[..., None, None])
+        limit = torch.as_tensor(limit, dtype=scores.dtype, device=scores.device)
+        below = below.clamp_(min=-limit[..., None, None])
     return 4 * heads * best + below.sum(-2, dtype=scores.dtype)
 
 
