@@ -36,10 +36,10 @@ def main() -> None:
         "`bpc calibrate -m demo --samples 180 --sequence-length 2048 -o demo.safetensors`.",
         "[What the figures mean](evaluating.md#figures). 95 % intervals in brackets.",
         "",
-        "`evaluation_2048_score_aware.json` and `evaluation_text_2048.json` are of the defaults of today. The others are",
-        "older: there BPC, exact top-k, Quest and signs rank by the largest score of a group and attend to the newest token",
-        "always, and BPC takes 8 steps a bit without metric, least squares and centring, and a safeguard of 0.1; the other",
-        "methods are as they were. Today's BPC at 8,192 tokens is in [projections](projections.md).",
+        "`evaluation_2048_score_aware.json` and `evaluation_text_2048.json` are of the defaults of today. The others",
+        "are older: there BPC, exact top-k, Quest and signs rank by the largest score of a group and always attend to",
+        "the newest token, and BPC takes 8 steps a bit without metric, least squares and centring, and a safeguard of",
+        "0.1; the other methods are as they were. Today's BPC at 8,192 tokens is in [projections](projections.md).",
         "",
     ]
     for tokens, budget in dict.fromkeys((row["tokens"], row["budget"]) for row in rows if row["budget"]):
