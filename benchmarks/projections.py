@@ -202,6 +202,7 @@ def main() -> None:
         name: getattr(arguments, name)
         for name in ("length", "prompts", "texts", "corpus", "samples", "sequence_length", "keys_per_head", "seed")
     }
+    settings["corpus"] = report.base(arguments.corpus)
     report.write(arguments.output, {"settings": settings | HARD, "rows": list(rows.values())})
 
 

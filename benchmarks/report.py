@@ -33,13 +33,13 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
     """Write `result` with the machine and the command as JSON; paths in the command lose their folders."""
     if path is None:
         return
-    words = [_base(word) for word in sys.argv]
+    words = [base(word) for word in sys.argv]
     document = {"command": " ".join(["python", *words]), "machine": machine(), **result}
     path.write_text(json.dumps(document, indent=2) + "\n")
     print(f"Wrote {path}", file=sys.stderr)
 
 
-def _base(word: str) -> str:
+def base(word: str) -> str:
     name, equals, path = word.rpartition("=")
     return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "..", "~")) else word
 
