@@ -8,7 +8,6 @@ by token; see docs/projections.md for the tables this makes.
 
 import argparse
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
@@ -22,19 +21,18 @@ import report
 import torch
 
 from bpc_calib import describe, disable, enable
-from bpc_calib.cache import BPCCache
+from bpc_calib.cache import BPCCache, ranking_defaults
 from bpc_calib.calibration import METHODS, Collected, Method, collect, plan, project
 from bpc_calib.corpora import expand, open_corpus
 from bpc_calib.evaluation import HARD
 from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
-from bpc_calib.evaluation.evaluate import DEPTHS, FORCED, OTHER_TEXT, ask, hide_all
+from bpc_calib.evaluation.evaluate import FORCED, OTHER_TEXT, ask, draw_prompts
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import fork, log_likelihoods, prefill
 from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.models import load_model, load_tokenizer
 from bpc_calib.samples import draw_samples
-from bpc_calib.tasks import TASKS
 
 BEST = METHODS["score-aware"]
 PAPER = METHODS["paper"]
@@ -284,7 +282,7 @@ def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
         layer, artifact = rankings.subclass(layer, shares=calibrate.shares()), calibrate.artifact(variant)
     elif variant.method is not None:
         artifact = calibrate.artifact(variant)
-    rules = {"group": "relative", "gain": True, "safeguard": 0.0, "recent": 0, "bits": variant.bits} | rules
+    rules = ranking_defaults(None) | {"bits": variant.bits} | rules
     kind = type("StudiedCache", (BPCCache,), {"layer_class": layer})
     return partial(kind, config, artifact, **rules)
 
@@ -294,9 +292,7 @@ def needles(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: A
     if not arguments.prompts:
         return
     length, count = arguments.length, arguments.prompts
-    drawn = [random.Random(f"{arguments.seed}/needle/{length}/{number}") for number in range(count)]
-    depths = [(number % DEPTHS + 0.5) / DEPTHS for number in range(count)]
-    asked = hide_all([TASKS["needle"](rng) for rng in drawn], tokenizer, length, drawn, depths)
+    asked = draw_prompts("needle", tokenizer, length, count, arguments.seed)
     show = lambda part: print(f"\rneedles {part:6.1%}", end="", file=sys.stderr, flush=True)  # noqa: E731
     found = ask(model, tokenizer, asked, makers, max(1, (1 << 16) // length), show)
     for key, answers in found.items():

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from bpc_calib.codes import pack_codes, unpack_codes
-from bpc_calib.encoding import Encoded, Encoder, encode_with
+from bpc_calib.encoding import Encoded, Encoder, encode_with, gain_byte
 from bpc_calib.evaluation.baselines import SignsLayer, ranked
 from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.scoring import quantize_query
 from bpc_calib.selection import sortable
 
-Linear = tuple[
-    Tensor, Tensor, Tensor
-]  # mean [heads, D], directions [heads, H, D], and what a bit stands for [heads, H, D]
+# mean [heads, D], directions [heads, H, D], and what their bits stand for [heads, H, D]
+Linear = tuple[Tensor, Tensor, Tensor]
 
 
 class LinearLayer(SignsLayer):
@@ -93,7 +92,7 @@ class DescentLayer(BPCLayer):
     @classmethod
     def encode(cls, encoder: Encoder, keys: Tensor) -> Encoded:
         greedy = encode_with(encoder, keys)
-        keys, along = _centred(encoder, keys)
+        keys, along = encoder.centre(keys)
         bits = encoder.matrix.shape[-1]
         norm = (keys * along).sum(-1)
         scores, signs = keys @ encoder.matrix, unpack_codes(greedy.codes, bits)
@@ -119,7 +118,7 @@ class BeamLayer(BPCLayer):
 
     @staticmethod
     def encode(encoder: Encoder, keys: Tensor) -> Encoded:
-        keys, along = _centred(encoder, keys)
+        keys, along = encoder.centre(keys)
         scores = keys @ encoder.matrix
         bits = scores.shape[-1]
         left = scores.unsqueeze(-2)  # [..., beam, H]
@@ -143,20 +142,10 @@ class BeamLayer(BPCLayer):
         return _encoded(encoder, scores, signs.gather(-2, best).squeeze(-2), (keys * along).sum(-1))
 
 
-def _centred(encoder: Encoder, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys less their mean, and their products with the metric."""
-    keys = keys.to(encoder.matrix.dtype)
-    if encoder.mean is not None:
-        keys = keys - encoder.mean.unsqueeze(-2)
-    return keys, keys if encoder.metric is None else keys @ encoder.metric
-
-
 def _encoded(encoder: Encoder, scores: Tensor, signs: Tensor, squared_norm: Tensor) -> Encoded:
     dot = (scores * signs).sum(-1)
     error = squared_norm - 2 * dot + (signs @ encoder.gram * signs).sum(-1)
-    gain = (64 * squared_norm / dot - 32).round().clamp(0, 255)
-    gain = torch.where(dot > 0, gain, 255).to(torch.uint8)
-    return Encoded(pack_codes(signs > 0), error.clamp(min=0).sqrt(), gain)
+    return Encoded(pack_codes(signs > 0), error.clamp(min=0).sqrt(), gain_byte(squared_norm, dot))
 
 
 class ErrorBoundLayer(BPCLayer):

@@ -9,7 +9,7 @@ from torch import Tensor
 from bpc_calib.codes import check_bits, pack_codes
 from bpc_calib.errors import InputError
 
-__all__ = ["GAIN_ONE", "Encoded", "Encoder", "encode", "encode_gram", "encode_with", "make_encoder"]
+__all__ = ["GAIN_ONE", "Encoded", "Encoder", "encode", "encode_gram", "encode_with", "gain_byte", "make_encoder"]
 
 # A gain byte b stands for (b + 32) / 64, so 0.5 to 4.48; this one stands for 1.
 GAIN_ONE = 32
@@ -33,6 +33,13 @@ class Encoder:
     gram: Tensor  # [..., H, H], P M P^T
     metric: Tensor | None  # [..., D, D]
     mean: Tensor | None  # [..., D]
+
+    def centre(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys less the mean, and those times the metric."""
+        wide = keys.to(self.matrix.dtype)
+        if self.mean is not None:
+            wide = wide - self.mean.unsqueeze(-2)
+        return wide, wide if self.metric is None else wide @ self.metric
 
     def change(self, how: Callable[[Tensor], Tensor]) -> "Encoder":
         """The same, with all tensors changed alike."""
@@ -98,10 +105,7 @@ def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, me
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`encode` for keys of the dtype that the encoder was made for."""
     with torch.autocast(keys.device.type, enabled=False):
-        wide = keys.to(encoder.matrix.dtype)
-        if encoder.mean is not None:
-            wide = wide - encoder.mean.unsqueeze(-2)
-        along = wide if encoder.metric is None else wide @ encoder.metric
+        wide, along = encoder.centre(keys)
         return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
 
 
@@ -130,11 +134,12 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     return Encoded(
         codes=pack_codes(signs.mT > 0),
         error=squared_error.clamp(min=0).sqrt().float(),
-        gain=_gain_byte(squared_norm, dot),
+        gain=gain_byte(squared_norm, dot),
     )
 
 
-def _gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
+def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
+    """uint8, of keys with these squared norms and products `<k, u P>`."""
     byte = (64 * squared_norm / dot - 32).round().clamp(0, GAIN_MAX)  # round() is half to even
     byte = torch.where(dot > 0, byte, GAIN_MAX)
     return torch.where(squared_norm > 0, byte, GAIN_ONE).to(torch.uint8)

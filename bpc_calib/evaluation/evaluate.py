@@ -23,7 +23,7 @@ from bpc_calib.samples import draw_samples
 from bpc_calib.selection import attended
 from bpc_calib.tasks import TASKS, Problem, score
 
-__all__ = ["DEPTHS", "HARD", "TEXT", "Answers", "ask", "check", "evaluate", "hide_all"]
+__all__ = ["DEPTHS", "HARD", "TEXT", "Answers", "ask", "check", "draw_prompts", "evaluate", "hide_all"]
 
 TEXT = "text"  # the task that is no question: plain text
 FORCED = 64  # tokens of each text that are decoded one at a time
@@ -114,7 +114,9 @@ def evaluate(
         for length in (lengths if TEXT in tasks else ())
     }
     steps = [(length, task) for length in lengths for task in tasks]
-    asked = {(length, task): _prompts(task, tokenizer, length, prompts, seed) for length, task in steps if task != TEXT}
+    asked = {
+        (length, task): draw_prompts(task, tokenizer, length, prompts, seed) for length, task in steps if task != TEXT
+    }
     rows = []
     for number, (length, task) in enumerate(steps):
         many = batch or max(1, BATCH_TOKENS // length)
@@ -183,7 +185,8 @@ def check(
     return chosen
 
 
-def _prompts(task: str, tokenizer: Any, length: int, prompts: int, seed: int) -> list[Prompt]:
+def draw_prompts(task: str, tokenizer: Any, length: int, prompts: int, seed: int) -> list[Prompt]:
+    """Prompts of a task, the same for the same seed; needles stand at `DEPTHS` in turn."""
     drawn = [random.Random(f"{seed}/{task}/{length}/{number}") for number in range(prompts)]
     problems = [TASKS[task](rng) for rng in drawn]
     depths = [(number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None for number in range(prompts)]
