@@ -1,11 +1,11 @@
 # TORCH names the torch to install, for example TORCH=torch==2.13.0+cpu; a plain torch may bring several GB.
 TORCH ?= torch
 PYTHON ?= python3
-SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py bpc_calib/evaluation/*.py bpc_calib/demo/* cli/*.py)
+SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py bpc_calib/evaluation/*.py bpc_calib/kernels/*.py bpc_calib/demo/* cli/*.py)
 # Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
 INSTALL := install -q --config-settings editable_mode=strict -e '.[dev]'
 
-.PHONY: demo demo-model test test-floor clean
+.PHONY: demo demo-model test test-floor gpu clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -26,6 +26,10 @@ test: .venv/ready
 test-floor: .venv-floor/ready
 	.venv-floor/bin/pytest
 
+# Everything worth measuring on an NVIDIA GPU, in 8 minutes; without one nothing. TORCH= must be a torch with CUDA.
+gpu: .venv/ready
+	.venv/bin/python benchmarks/gpu_suite.py
+
 .venv/ready: pyproject.toml $(SOURCES)
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/pip install -q '$(TORCH)'
@@ -35,7 +39,7 @@ test-floor: .venv-floor/ready
 .venv-floor/ready: pyproject.toml $(SOURCES)
 	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
 	.venv-floor/bin/pip install -q '$(TORCH)'
-	.venv-floor/bin/pip $(INSTALL) transformers==5.17.0 datasets==4.0.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0
+	.venv-floor/bin/pip $(INSTALL) transformers==5.17.0 datasets==4.0.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 triton==3.6.0
 	touch $@
 
 clean:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpc_calib.choosing import rank
 from bpc_calib.codes import pack_codes, unpack_codes
 from bpc_calib.encoding import Encoded, Encoder, encode_with, gain_byte
 from bpc_calib.evaluation.baselines import SignsLayer, ranked
 from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.scoring import quantize_query
+from bpc_calib.layers import SparseLayer
+from bpc_calib.scoring import hash_scores, quantize_query
 from bpc_calib.selection import sortable
 
 # mean [heads, D], directions [heads, H, D], and what their bits stand for [heads, H, D]
@@ -151,6 +153,7 @@ def _encoded(encoder: Encoder, scores: Tensor, signs: Tensor, squared_norm: Tens
 class ErrorBoundLayer(BPCLayer):
     """The score and a share of the stored error times the length of the query: an upper bound of a kind."""
 
+    choose = SparseLayer.choose  # by rank
     SHARE = 0.1  # of the error that counts; the safeguard must be above 0, for errors to be kept
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
@@ -158,10 +161,16 @@ class ErrorBoundLayer(BPCLayer):
         error = self.buffers["error"][:, :, None, : self.get_seq_length()]
         return ranked(self, scores + self.SHARE * query.float().norm(dim=-1, keepdim=True) * error, visible)
 
+    def scores(self, query: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+        """int32 `[batch, kv_heads, G, N]`, and the scale of the query `[batch, kv_heads]`."""
+        asked, length = quantize_query(query, self.hash(visible)), self.get_seq_length()
+        gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
+        return hash_scores(asked, self.buffers["codes"][:, :, :length], gain), asked.scale
+
     def estimates(self, query: Tensor, visible: Tensor | None) -> Tensor:
         """Scores in the unit of `q k`: float32 `[batch, kv_heads, G, N]`."""
-        asked = quantize_query(query, self.hash(visible))
-        return self.head_scores(asked) / (self.logit(asked) * self.scaling)[..., None, None]
+        scores, scale = self.scores(query, visible)
+        return scores * (scale / (64 if self.rules.gain else 1))[..., None, None]
 
 
 class SoftmaxLayer(ErrorBoundLayer):
@@ -193,7 +202,10 @@ class TopPLayer(SoftmaxLayer):
     taken = steps = 0
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        return BPCLayer.rank(self, query, visible)
+        scores, scale = self.scores(query, visible)
+        valid = None if visible is None else visible.unsqueeze(1)
+        rules = {"group": self.rules.group, "gain": self.rules.gain, "scaling": self.scaling}
+        return rank(scores, scale, valid=valid, **rules)
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
         weights = self.weights(query, visible).amax(-2)

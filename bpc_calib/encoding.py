@@ -133,7 +133,7 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
         dot += part
     return Encoded(
         codes=pack_codes(signs.mT > 0),
-        error=squared_error.clamp(min=0).sqrt().float(),
+        error=squared_error.clamp(min=0).double().sqrt().float(),  # the float32 root of torch's CPU is not rounded well
         gain=gain_byte(squared_norm, dot),
     )
 

@@ -22,7 +22,7 @@ def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
     # A tensor of inference mode cannot be written to outside of it.
     frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
     if buffer is None or needed > buffer.shape[2] or frozen:
-        room = needed + max(LEAST_ROOM, needed // 16)
+        room = -(-(needed + max(LEAST_ROOM, needed // 16)) // 16) * 16  # rows stay aligned for wide loads
         larger = new.new_empty(*new.shape[:2], room, *new.shape[3:])
         if buffer is not None:
             larger[:, :, :length] = buffer[:, :, :length]

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.encoding import Encoder, encode_with, make_encoder
+from bpc_calib.dispatch import choose, encode_with
+from bpc_calib.encoding import Encoder, make_encoder
 from bpc_calib.errors import ModelError
 from bpc_calib.fitting import fit
 from bpc_calib.layers import Rules, SparseLayer
 from bpc_calib.models import ModelDescription
-from bpc_calib.scoring import RELATIVE_LIMIT, QuantizedQuery, group_scores, hash_scores, quantize_query
+from bpc_calib.selection import worst_first
 
 __all__ = ["BPCLayer"]
 
@@ -22,51 +23,51 @@ HASHED_AT_ONCE = 1 << 16  # tokens: hashing takes some 20 bytes a bit and key on
 
 
 class BPCLayer(SparseLayer):
-    """Ranks tokens by the codes of their keys."""
+    """Chooses tokens by the codes of their keys."""
 
     encode = staticmethod(encode_with)  # a subclass that searches for better codes is compared in the same place
 
     def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__(index, rules, model, calibrated)
-        self.projection: Tensor | None = None  # the one in use, [kv_heads, bits, head_dim]; online: of every sequence
+        # The one in use, in the dtype of the keys: [kv_heads, bits, head_dim]; online: one for every sequence.
+        self.projection: Tensor | None = None
         self.encoder: Encoder | None = None  # made from it
         self.hashed = 0  # how many tokens have codes
 
-    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the best is attended first."""
-        asked = quantize_query(query, self.hash(visible))
-        return self.group(self.head_scores(asked), self.logit(asked), visible)
+    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
+        """Indices `[batch, kv_heads, k]` of the tokens attended, for queries `[batch, kv_heads, G, head_dim]`."""
+        projection, rules, length = self.hash(visible), self.rules, self.get_seq_length()
+        return choose(
+            query,
+            projection,
+            self.buffers["codes"][:, :, :length],
+            self.buffers["gain"][:, :, :length] if rules.gain else None,
+            k,
+            scaling=self.scaling,
+            group=rules.group,
+            valid=visible,
+            recent=rules.recent,
+            sink=rules.sink,
+            worst=self.worst() if rules.safeguard else None,
+            safeguard=rules.safeguard,
+        )
 
-    def head_scores(self, asked: QuantizedQuery) -> Tensor:
-        """Of every query head: int32 `[batch, kv_heads, G, N]`."""
-        length = self.get_seq_length()
-        gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
-        return hash_scores(asked, self.buffers["codes"][:, :, :length], gain)
-
-    def logit(self, asked: QuantizedQuery) -> Tensor:
-        """What one logit is in the unit of the scores: float32 `[batch, kv_heads]`."""
-        return (64 if self.rules.gain else 1) / (asked.scale * self.scaling)
-
-    def group(self, scores: Tensor, logit: Tensor, visible: Tensor | None) -> Tensor:
-        """One score a key for scores `[batch, kv_heads, G, N]`."""
-        limit = (RELATIVE_LIMIT * logit).clamp(max=1 << 24).to(scores.dtype)
-        valid = None if visible is None else visible.unsqueeze(1)
-        return group_scores(scores, self.rules.group, valid=valid, limit=limit)
-
-    def errors(self) -> Tensor:
-        """float32 `[batch, kv_heads, N]`, `-inf` for tokens that came one at a time."""
-        errors = torch.full_like(self.buffers["error"][:, :, : self.get_seq_length()], -torch.inf)
-        errors[:, :, : self.guarded] = self.buffers["error"][:, :, : self.guarded]
-        return errors
+    def worst(self) -> Tensor:
+        """int32 `[batch, kv_heads, guarded]`: the order in which the safeguard takes tokens."""
+        if "worst" not in self.buffers or self.buffers["worst"].shape[2] != self.guarded:
+            self.buffers["worst"] = worst_first(self.buffers["error"][:, :, : self.guarded])
+        return self.buffers["worst"]
 
     def ranking_bytes(self, length: int) -> int:
-        """Bytes of the codes, gains and errors of a sequence."""
+        """Bytes of the codes and gains of a sequence, and of the safeguard's list what it takes."""
         bits = self.rules.bits if self.calibrated is None else self.calibrated.projection.shape[1]
-        return length * self.keys.shape[1] * (8 * -(-bits // 64) + self.rules.gain + 4 * bool(self.rules.safeguard))
+        listed = 4 * int(self.rules.safeguard * self.count(length))
+        return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens."""
         super().crop(tokens_to_remove)
+        self.buffers.pop("worst", None)
         length = self.get_seq_length()
         self.hashed = min(self.hashed, length)
         if not length:
@@ -107,7 +108,7 @@ class BPCLayer(SparseLayer):
                 weights=weights,
                 generator=generator,
             )
-            return found.projection, make_encoder(found.projection, keys.dtype)
+            return found.projection.to(keys.dtype), make_encoder(found.projection, keys.dtype)
         projection, metric, mean = (
             None if array is None else torch.from_numpy(array).to(keys.device)
             for array in (self.calibrated.projection, self.calibrated.metric, self.calibrated.mean)
@@ -117,4 +118,4 @@ class BPCLayer(SparseLayer):
             raise ModelError(
                 f"layer {self.index} has {keys.shape[1]} KV heads here, the projections {projection.shape[0]}"
             )
-        return projection, make_encoder(projection, keys.dtype, metric=metric, mean=mean)
+        return projection.to(keys.dtype), make_encoder(projection, keys.dtype, metric=metric, mean=mean)

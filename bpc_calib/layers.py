@@ -12,12 +12,12 @@ from transformers.cache_utils import DynamicLayer
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.codes import check_bits
+from bpc_calib.dispatch import sparse_attention
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.growing import append
 from bpc_calib.models import ModelDescription
 from bpc_calib.scoring import GROUPS
 from bpc_calib.selection import attended, select
-from bpc_calib.sparse_attention import sparse_attention
 
 __all__ = ["GrowingLayer", "Rules", "SparseLayer"]
 
@@ -128,10 +128,6 @@ class SparseLayer(GrowingLayer):
         """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the best is attended first."""
         raise NotImplementedError
 
-    def errors(self) -> Tensor | None:
-        """float32 `[batch, kv_heads, N]`: the worst are kept by the safeguard; None: there is no safeguard."""
-        return None
-
     def ranking_bytes(self, length: int) -> int:
         """Bytes that ranking `length` tokens of a sequence reads."""
         return 0
@@ -194,16 +190,8 @@ class SparseLayer(GrowingLayer):
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
         """Indices `[batch, kv_heads, k]` of the tokens attended, for queries `[batch, kv_heads, G, head_dim]`."""
         rules = self.rules
-        scores = self.rank(query, visible)
-        return select(
-            scores,
-            k,
-            valid=None if visible is None else visible.unsqueeze(1),
-            recent=rules.recent,
-            sink=rules.sink,
-            error=self.errors() if rules.safeguard else None,
-            safeguard=rules.safeguard,
-        )
+        valid = None if visible is None else visible.unsqueeze(1)
+        return select(self.rank(query, visible), k, valid=valid, recent=rules.recent, sink=rules.sink)
 
     def step_bytes(self, length: int, token: int) -> int:
         """Bytes that a step reads a sequence, where the keys and values of a token take `token`."""

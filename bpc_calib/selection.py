@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["attended", "select", "sortable"]
+__all__ = ["attended", "select", "sortable", "worst_first"]
 
 # A token's rule, value and index share one int64: at most 2, 32 and these bits.
 INDEX_BITS = 28
@@ -37,22 +37,22 @@ def select(
     valid: Tensor | None = None,
     recent: int = 0,
     sink: int = 0,
-    error: Tensor | None = None,
+    worst: Tensor | None = None,
     safeguard: float = 0.0,
 ) -> Tensor:
     """Choose `k` tokens for each row of `scores`: ascending indices, int64 `[..., k]`.
 
     In this order of right, each skipping what is already in: the newest `recent`, the first `sink`,
-    `floor(safeguard * k)` by largest `error`, then the best scores. Ties go to the lower index. Where
-    the forced ones exceed `k`, the earlier rule wins and `k` holds.
+    `floor(safeguard * k)` of those that `worst` lists first, then the best scores. Ties go to the lower index.
+    Where the forced ones exceed `k`, the earlier rule wins and `k` holds.
 
     Args:
         scores: integers that fit int32 `[..., N]`, one row a KV head (already reduced over its group).
         k: how many, at most the number of valid tokens; or int64 `[...]`, one a row. Rows shorter than
             the longest end in -1.
         valid: bool `[..., N]`; False is padding: never selected, and not counted by `recent` and `sink`.
-        error: float32 `[..., N]`; a token of error `-inf` does not enter the safeguard.
-        safeguard: share of `k` in [0, 1] that the safeguard may take.
+        worst: integers `[..., L]`, the tokens that the safeguard draws from, in its order (`worst_first`); -1 is none.
+        safeguard: share of `k` in [0, 1] that it may take.
 
     Raises:
         InputError: arguments out of range, or more tokens asked for than there are.
@@ -86,17 +86,16 @@ def select(
     # One number a token, all different: its rule outweighs every value, and the value every index.
     rule = 3 * newest.long() + 2 * first.long()
     value = torch.where(newest, position, torch.where(first, 0, scores))
-    if error is not None and safeguard > 0:
+    if worst is not None and safeguard > 0:
         # Multiplied in integers, as exact on every device; the limit keeps the product below 2^63.
         share = Fraction(str(safeguard)).limit_denominator(1_000_000)
         places = wanted * share.numerator // share.denominator
-        candidates = error.expand(scores.shape).masked_fill(newest | first | ~valid, -torch.inf)
-        nothing = torch.zeros((), dtype=torch.long, device=device)
-        worst = _best(nothing, sortable(candidates), int(places.max()) if width else 0)
-        order = torch.arange(worst.shape[-1], device=device).expand(worst.shape)
-        guarded = (order < places.unsqueeze(-1)) & (candidates.gather(-1, worst) > -torch.inf)
-        rule = rule.expand(scores.shape).scatter_add(-1, worst, guarded.long())
-        value = value.scatter(-1, worst, torch.where(guarded, -order, value.gather(-1, worst)))
+        worst = worst.long().expand(*rows, -1)
+        free = (valid & ~(newest | first)).expand(scores.shape).gather(-1, worst.clamp(min=0)) & (worst >= 0)
+        order = free.cumsum(-1)
+        guarded = torch.where(free & (order <= places.unsqueeze(-1)), worst, count)  # a place more, for all others
+        rule = _with(rule.expand(scores.shape), guarded, torch.ones_like(order))
+        value = _with(value.long(), guarded, -order)
     best = _best(torch.where(valid, rule, -1), value, width)
     # Places beyond the row's own k go to the end, as `count`, and become -1 there.
     chosen = torch.arange(width, device=device) < wanted.unsqueeze(-1)
@@ -104,11 +103,25 @@ def select(
     return indices.masked_fill(indices == count, -1)
 
 
+def worst_first(error: Tensor) -> Tensor:
+    """The order in which the safeguard takes tokens: int32 `[..., N]`, the largest error first, ties by index.
+
+    Args:
+        error: float32 `[..., N]`, as `encode` gives it.
+    """
+    return error.sort(dim=-1, descending=True, stable=True).indices.to(torch.int32)
+
+
 def sortable(values: Tensor) -> Tensor:
     """int32 in the order of floats, equal where these are equal, so that any real ranking can be selected from."""
     # The bits of a float, read as an integer, are in its order once those of a negative one are turned over.
     bits = (values.float() + 0.0).view(torch.int32)
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _with(tensor: Tensor, places: Tensor, new: Tensor) -> Tensor:
+    """`tensor [..., N]` with `new` at `places`; place N is nowhere."""
+    return torch.nn.functional.pad(tensor, (0, 1)).scatter(-1, places, new)[..., :-1]
 
 
 def _best(rule: Tensor, value: Tensor, k: int) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["sparse_attention"]
+__all__ = ["check", "sparse_attention"]
 
 
 def sparse_attention(
@@ -25,6 +25,17 @@ def sparse_attention(
     Raises:
         InputError: shapes or dtypes that do not fit.
     """
+    check(query, keys, values, indices)
+    rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
+    none = indices < 0
+    mask = ~none.unsqueeze(-2) if none.any() else None
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, keys.gather(-2, rows), values.gather(-2, rows), attn_mask=mask, scale=scale
+    )
+
+
+def check(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
+    """Raise `InputError` unless these are what `sparse_attention` takes."""
     fit = keys.shape == values.shape and query.shape[-1:] == keys.shape[-1:] and query.dtype == keys.dtype
     if not fit or not query.shape[:-2] == keys.shape[:-2] == indices.shape[:-1]:
         raise InputError(
@@ -32,9 +43,3 @@ def sparse_attention(
             f"{list(query.shape)} {query.dtype}, {list(keys.shape)} {keys.dtype}, {list(values.shape)} and "
             f"{list(indices.shape)}"
         )
-    rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
-    none = indices < 0
-    mask = ~none.unsqueeze(-2) if none.any() else None
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, keys.gather(-2, rows), values.gather(-2, rows), attn_mask=mask, scale=scale
-    )

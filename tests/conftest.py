@@ -10,6 +10,11 @@ from typing import NamedTuple
 # here finds them imported, is as quiet as in a process of its own.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
+import torch
+
+# Without a GPU the kernels run in Triton's interpreter, which is chosen when they are defined.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 import pytest
 import tiny
 from typer.testing import CliRunner

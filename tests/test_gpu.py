@@ -8,6 +8,7 @@ from test_decomposition import random_keys
 
 from bpc_calib import BPCCache, calibrate, decompose, enable, encode, hash_scores, quantize_query, select
 from bpc_calib.encoding import encode_gram
+from bpc_calib.selection import worst_first
 
 SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
 
@@ -46,8 +47,8 @@ def test_scores_and_selection_are_exact():
     scores = hash_scores(query, encoded.codes, encoded.gain)
     assert torch.equal(scores, hash_scores(on_gpu, encoded.codes.cuda(), encoded.gain.cuda()).cpu())
     rules = {"recent": 1, "sink": 2, "safeguard": 0.1}
-    here = select(scores.amax(-2), 60, error=encoded.error, **rules)
-    there = select(scores.amax(-2).cuda(), 60, error=encoded.error.cuda(), **rules)
+    here = select(scores.amax(-2), 60, worst=worst_first(encoded.error), **rules)
+    there = select(scores.amax(-2).cuda(), 60, worst=worst_first(encoded.error.cuda()), **rules)
     assert torch.equal(here, there.cpu())
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpc_calib import InputError, attended, select
+from bpc_calib.selection import worst_first
 
 
 def literal_select(scores, k, valid, recent, sink, error, safeguard):
@@ -18,6 +19,12 @@ def literal_select(scores, k, valid, recent, sink, error, safeguard):
     forced += by_error[: int(k * round(safeguard * 100)) // 100]
     forced += sorted((i for i in real if i not in forced), key=lambda i: (-scores[i], i))
     return sorted(forced[:k])
+
+
+def listed(error):
+    """The order of the safeguard, without those whose error is -inf."""
+    worst = worst_first(error)
+    return worst.masked_fill(error.gather(-1, worst.long()) == -float("inf"), -1)
 
 
 @settings(max_examples=200, deadline=None)
@@ -35,7 +42,7 @@ def test_equals_the_rules_read_one_by_one(data, count, recent, sink):
         valid=torch.tensor(valid, dtype=torch.bool),
         recent=recent,
         sink=sink,
-        error=torch.tensor(error),
+        worst=listed(torch.tensor(error)),
         safeguard=safeguard,
     )
     assert found.dtype == torch.int64
@@ -55,11 +62,11 @@ def test_batch_equals_single():
     scores = torch.randint(-20, 20, (2, 3, 60), generator=generator, dtype=torch.int32)
     error = torch.rand(2, 3, 60, generator=generator)
     rules = {"recent": 2, "sink": 1, "safeguard": 0.2}
-    found = select(scores, 15, error=error, **rules)
+    found = select(scores, 15, worst=worst_first(error), **rules)
     assert found.shape == (2, 3, 15)
     for b in range(2):
         for h in range(3):
-            assert torch.equal(found[b, h], select(scores[b, h], 15, error=error[b, h], **rules))
+            assert torch.equal(found[b, h], select(scores[b, h], 15, worst=worst_first(error[b, h]), **rules))
 
 
 def test_forced_tokens_hold_the_budget():
@@ -121,7 +128,9 @@ def test_refuses_float_scores():
 def test_the_widest_scores_keep_their_order():
     scores = torch.tensor([-(2**31) + 1, 2**31 - 1, 0, 2**31 - 2, -1])
     assert select(scores, 3).tolist() == [1, 2, 3]
-    assert select(scores, 2, recent=1, error=torch.tensor([1e-30, 0.0, 0.0, 0.0, 9.0]), safeguard=0.5).tolist() == [
+    assert select(
+        scores, 2, recent=1, worst=worst_first(torch.tensor([1e-30, 0.0, 0.0, 0.0, 9.0])), safeguard=0.5
+    ).tolist() == [
         0,
         4,
     ]

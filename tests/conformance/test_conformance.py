@@ -11,6 +11,7 @@ from suite import check
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.hashed_layer import BPCLayer
+from bpc_calib.layers import SparseLayer
 
 FAMILIES = {family: (family, {}) for family in tiny.FAMILIES} | {
     "mistral, wide window": ("mistral", {"sliding_window": 128}),  # as wide as the context: full attention
@@ -111,6 +112,30 @@ def test_rules(rules, operation):
     check(model(), operation, **RULES[rules])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
+@operations(*suite.OPERATIONS)
+def test_the_kernels(operation, monkeypatch):
+    """The Triton path, in its interpreter: every operation on one family, with what the default needs and a metric."""
+    import bpc_calib.kernels.ops  # noqa: F401
+    from bpc_calib.kernels import pipeline
+
+    launched = dict.fromkeys(("choose", "sparse_attention", "encode_with"), 0)
+
+    def counting(name, function):
+        def call(*arguments, **rules):
+            launched[name] += 1
+            return function(*arguments, **rules)
+
+        return call
+
+    for name in launched:
+        monkeypatch.setattr(pipeline, name, counting(name, getattr(pipeline, name)))
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    online = operation in (suite.beams, suite.batch_changes)
+    check(model(num_hidden_layers=1), operation, online=online, metric=not online, centred=not online, bits=32)
+    assert min(launched.values()) > 0, launched
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention compiles C++ on a CPU")
 
 
@@ -150,7 +175,7 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
 
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale):
+def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale, monkeypatch):
     config = tiny.config(head_dim=64, num_attention_heads=8, num_key_value_heads=2, hidden_size=512)
     generator = torch.Generator().manual_seed(5)
     artifact = tiny.artifact(config, metric=True, centred=True)
@@ -164,7 +189,7 @@ def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale):
         layer.update(keys, keys)
         layer.scaling = 64**-0.5 if scale is None else scale
         if limit:
-            layer.logit = lambda asked, limit=limit: torch.full_like(asked.scale, limit)
+            monkeypatch.setattr("bpc_calib.choosing.RELATIVE_LIMIT", limit)
         chosen.append(layer.choose(queries.squeeze(2).unflatten(1, (2, 4)), layer.count(120), None))
     assert not torch.equal(*chosen)  # or the limit would not be tested here
     for head in range(2):
@@ -185,8 +210,9 @@ class IgnoresBudget(BPCLayer):
 class NewestOnly(BPCLayer):
     """Attends to the newest token."""
 
+    choose = SparseLayer.choose  # by rank
+
     def rank(self, query, visible):
-        super().rank(query, visible)  # hashes
         return torch.arange(self.get_seq_length()).expand(*self.keys.shape[:3])
 
     def chosen(self, visible):
@@ -197,8 +223,9 @@ class NewestOnly(BPCLayer):
 class Random(BPCLayer):
     """Attends to as many as it should, drawn by chance."""
 
+    choose = SparseLayer.choose
+
     def rank(self, query, visible):
-        super().rank(query, visible)
         return torch.randint(1 << 20, self.keys.shape[:3])
 
 

@@ -1,0 +1,261 @@
+"""What a decoding step of a layer takes on a GPU, by stage: beside its floor, dense attention, the paper's pipeline."""
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paper_pipeline
+import torch
+from gpu_exactness import random_codes
+from gpu_timing import bandwidth, device, reason, summary, timed
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bpc_calib import dispatch
+from bpc_calib.kernels import pipeline
+from bpc_calib.selection import attended
+
+__all__ = ["DIM", "GROUP", "KV_HEADS", "bandwidth_row", "steps"]
+
+KV_HEADS, GROUP, DIM, BUDGET = 8, 4, 128, 0.02
+FORMS = (("relative, gain", "relative", True), ("max, no gain", "max", False))
+
+Emit = Callable[[dict[str, Any]], None]
+Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def bandwidth_row(*, tiny: bool) -> tuple[float, dict[str, Any]]:
+    """Bytes a second of a copy within the memory, and the row that says so."""
+    megabytes = 4 if tiny else 4096
+    rates = [each / 1e9 for each in bandwidth(megabytes)]
+    row = {"what": f"copy of {megabytes:,} MiB, GB/s, bytes read and written", **summary(rates)}
+    return 1e9 * statistics.median(rates), row
+
+
+def steps(emit: Emit, *, tiny: bool) -> None:
+    """A step at every length: ours by stage, the paper's pipeline, every dense decode there is."""
+    rate, row = bandwidth_row(tiny=tiny)
+    emit(row)
+    for tokens in (200,) if tiny else (1 << 17, 1 << 19, 1 << 15, 1 << 13):
+        for row in _step(tokens, rate, 1 if tiny else 11):
+            emit({"tokens": tokens, **row})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
+    k, where = attended(tokens, BUDGET), device()
+    sets, dense_sets = _sets(tokens)
+    yield {"what": "working sets in turn, so that none stays in L2", "median": sets}
+    generator = torch.Generator(where).manual_seed(0)
+    query = torch.randn(1, KV_HEADS, GROUP, DIM, generator=generator, device=where).bfloat16()
+    projection = torch.randn(KV_HEADS, 64, DIM, generator=generator, device=where)
+    shape = (sets, 1, KV_HEADS, tokens)
+    codes = random_codes(*shape, bits=64, generator=generator)
+    gains = torch.randint(32, 97, shape, generator=generator, device=where, dtype=torch.uint8)
+    keys, values = (torch.randn(*shape, DIM, generator=generator, device=where, dtype=torch.bfloat16) for _ in range(2))
+
+    # Bytes that cannot but move: what a stage reads once and what it leaves for the next.
+    kept, listed, ranked = KV_HEADS * k * DIM * 4, KV_HEADS * k * 8, KV_HEADS * tokens * 4
+    floors: dict[str, int] = {}
+    forms: dict[str, list[Callable[[], Any]]] = {}
+    for name, group, gain in FORMS:
+        held = KV_HEADS * tokens * (8 + gain)
+        floors |= {
+            f"{name}: score": held + ranked, f"{name}: select": ranked + listed, f"{name}: attend": kept + listed,
+            f"{name}: whole": held + kept,
+        }  # fmt: skip
+        given = [(codes[i], gains[i] if gain else None, keys[i], values[i]) for i in range(sets)]
+        for stage, function in _stages(query, projection, k, group, gain).items():
+            forms[f"{name}: {stage}"] = [functools.partial(function, *each) for each in given]
+        lists = [pipeline.choose(query, projection, *each[:2], k, scaling=DIM**-0.5, group=group) for each in given]
+        forms[f"{name}: attend"] = [
+            functools.partial(pipeline.sparse_attention, query, keys[i], values[i], lists[i]) for i in range(sets)
+        ]
+    asked = pipeline.prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0)
+    rounded = asked.values.unflatten(0, (1, KV_HEADS))
+    floors |= {"paper: score": KV_HEADS * tokens * 12, "paper: whole": KV_HEADS * tokens * 8 + kept}
+    forms["paper: score"] = [functools.partial(paper_pipeline.popcount_scores, rounded, codes[i]) for i in range(sets)]
+    forms["paper: whole"] = [
+        functools.partial(paper_pipeline.paper_step, query, projection, codes[i], keys[i], values[i], k)
+        for i in range(sets)
+    ]
+    notes: dict[str, str] = {}
+    right = _attention(query, keys[0], values[0])
+    for name, function in dense_forms().items():
+        name = f"dense: {name}"
+        floors[name] = KV_HEADS * tokens * DIM * 4
+        if isinstance(function, str):
+            notes[name] = function
+            continue
+        try:
+            found = function(query, keys[0], values[0])
+            error = float((found.float() - right).norm() / right.norm())
+        except Exception as fault:
+            notes[name] = reason(fault)
+            continue
+        if not error < 0.02:
+            notes[name] = f"not measured: its result is off by {error:.1e}"
+            continue
+        forms[name] = [functools.partial(function, query, keys[i], values[i]) for i in range(dense_sets)]
+
+    replayed = timed(forms, repeats, graphs=True)
+    eager = timed({name: calls[:32] for name, calls in forms.items()}, -(-repeats // 2), graphs=False)
+    for name, _, _ in FORMS:  # stages that cannot run alone: by the difference to what comes before them
+        for kind in (replayed, eager):
+            before, scored, chosen = (kind.pop(f"{name}: {stage}") for stage in ("prep", "prep to score", "choose"))
+            kind |= {f"{name}: prep": before, f"{name}: score": _less(scored, before)}
+            kind |= {f"{name}: select": _less(chosen, scored)}
+    yield from _rows(replayed, eager, floors, notes, rate)
+    yield from _ratios(replayed)
+
+
+def _sets(tokens: int) -> tuple[int, int]:
+    """How many working sets let none stay cached: those of the codes, and those of all keys and values."""
+    if not torch.cuda.is_available():
+        return 2, 1
+    cache = 4 * torch.cuda.get_device_properties(0).L2_cache_size
+    memory = int(0.4 * torch.cuda.mem_get_info()[0])
+    room = max(1, min(memory, 16 << 30) // (KV_HEADS * tokens * (DIM * 4 + 9)))
+    sets = max(1, min(-(-cache // (KV_HEADS * tokens * 8)), room, 256))
+    return sets, min(sets, max(2, -(-cache // (KV_HEADS * tokens * DIM * 4))))
+
+
+def _stages(query: Tensor, projection: Tensor, k: int, group: str, gain: bool) -> dict[str, Callable[..., Any]]:
+    """What takes codes `[1, H_KV, N, 1]`, gains, keys and values, and goes further each time."""
+    rules: dict[str, Any] = {"scaling": DIM**-0.5, "group": group}
+
+    def prep(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> pipeline.Ranking:
+        return pipeline.prepare(query, projection, k, codes.shape[2], gain=gain, **rules)
+
+    def scored(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> None:
+        pipeline.rank(prep(codes, gains, keys, values), codes, gains, group=group, valid=None, worst=None)
+
+    def chosen(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
+        return pipeline.choose(query, projection, codes, gains, k, **rules)
+
+    def whole(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
+        # As the cache calls it: eager times have the cost of the operators too.
+        return dispatch.sparse_attention(
+            query, keys, values, dispatch.choose(query, projection, codes, gains, k, **rules)
+        )
+
+    return {"prep": prep, "prep to score": scored, "choose": chosen, "whole": whole}
+
+
+def dense_forms() -> dict[str, Dense | str]:
+    """Every dense decode there is: queries `[1, H_KV, G, D]` over all keys `[1, H_KV, N, D]`; or why there is none."""
+
+    def folded(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, keys, values)
+
+    def grouped(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                query.flatten(1, 2).unsqueeze(2), keys, values, enable_gqa=True
+            ).unflatten(1, query.shape[1:3]).squeeze(3)  # fmt: skip
+
+    lengths: dict[int, Tensor] = {}  # made once: a step has them at hand
+
+    def split(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        tokens = keys.shape[2]
+        if tokens not in lengths:
+            lengths[tokens] = torch.tensor([tokens], device=keys.device)
+        return pipeline.sparse_attention(query, keys, values, None, lengths=lengths[tokens])
+
+    forms: dict[str, Dense | str] = {"split-KV in Triton (ours)": split}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        forms[f"SDPA {name}, group folded"] = functools.partial(folded, backend)
+        forms[f"SDPA {name}, enable_gqa"] = functools.partial(grouped, backend)
+    for name, make in (("FlashInfer", _flashinfer), ("FlashAttention 3", _flash3), ("FlashAttention 2", _flash2)):
+        try:
+            forms[name] = make()
+        except ImportError:
+            forms[name] = "not installed"
+    return forms
+
+
+def _flashinfer() -> Dense:
+    from flashinfer import single_decode_with_kv_cache
+
+    def decode(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out = single_decode_with_kv_cache(
+            query.flatten(0, 2), keys[0], values[0], kv_layout="HND", use_tensor_cores=True
+        )
+        return out.view_as(query)
+
+    return decode
+
+
+def _flash2() -> Dense:
+    from flash_attn import flash_attn_with_kvcache
+
+    return functools.partial(_flash, flash_attn_with_kvcache)
+
+
+def _flash3() -> Dense:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    return functools.partial(_flash, flash_attn_with_kvcache)
+
+
+def _flash(function: Callable[..., Any], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    out = function(query.flatten(1, 2).unsqueeze(1), keys.transpose(1, 2), values.transpose(1, 2))
+    return (out[0] if isinstance(out, tuple) else out).view_as(query)
+
+
+def _attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Full attention in float64, a KV head at a time."""
+    heads = []
+    for h in range(keys.shape[1]):
+        logits = query[:, h].double() @ keys[:, h].double().mT / math.sqrt(DIM)
+        heads.append(logits.softmax(-1) @ values[:, h].double())
+    return torch.stack(heads, 1).float()
+
+
+def _less(samples: list[float] | str, before: list[float] | str) -> list[float] | str:
+    if isinstance(samples, str) or isinstance(before, str):
+        return samples if isinstance(samples, str) else before
+    return [a - b for a, b in zip(samples, before, strict=True)]
+
+
+def _rows(
+    replayed: dict[str, Any], eager: dict[str, Any], floors: dict[str, int], notes: dict[str, str], rate: float
+) -> Iterator[dict[str, Any]]:
+    """A row a form, the stages of ours in the order in which they run."""
+    order = ("prep", "score", "select", "attend", "whole")
+    names = [f"{name}: {stage}" for name, _, _ in FORMS for stage in order]
+    for name in [*names, *(each for each in floors if each not in names)]:
+        floor = 1e6 * floors[name] / rate if name in floors else None
+        row: dict[str, Any] = {"what": name, "unit": "us"}
+        samples = replayed.get(name, notes.get(name))
+        if isinstance(samples, list):
+            row |= summary(samples)
+            alone = eager[name]
+            row["eager"] = summary(alone)["median"] if isinstance(alone, list) else alone
+        else:
+            row |= {"median": None, "spread": None, "note": samples}
+        if floor is not None:
+            row["floor"] = round(floor, 2)
+            row["times_floor"] = round(row["median"] / floor, 2) if row["median"] else None
+        yield row
+
+
+def _ratios(replayed: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """How many times as long the others take as a whole step of ours."""
+    dense = {
+        name: statistics.median(s) for name, s in replayed.items() if name.startswith("dense") and isinstance(s, list)
+    }
+    best = min(dense, key=dense.get) if dense else None
+    for name, _, _ in FORMS:
+        ours = replayed[f"{name}: whole"]
+        for other in ("paper: whole", best):
+            theirs = replayed.get(other) if other else None
+            if isinstance(ours, list) and isinstance(theirs, list):
+                ratio = statistics.median(theirs) / statistics.median(ours)
+                label = f"best {other}" if other == best else other
+                yield {"what": f"{label} / {name}: whole", "unit": "times", "median": round(ratio, 2)}

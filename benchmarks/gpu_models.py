@@ -1,0 +1,264 @@
+"""Hashing a prompt, decoding through transformers and calibrating on a GPU, at the shape of Llama 3.1 8B."""
+
+import functools
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_kernels import DIM, GROUP, KV_HEADS, bandwidth_row
+from gpu_timing import captured, clock, device, reason, summary
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+from bpc_calib import BPCCache, decompose, disable, enable, encoding
+from bpc_calib.calibration import METHODS
+from bpc_calib.encoding import make_encoder
+from bpc_calib.fitting import fit
+from bpc_calib.kernels import pipeline
+from bpc_calib.selection import attended
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import tiny as tiny_models
+
+__all__ = ["calibration", "decoding", "hashing"]
+
+Emit = Callable[[dict[str, Any]], None]
+
+LLAMA_8B = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 20,
+}  # fmt: skip
+SPLIT = "split_kv"  # the name under which transformers calls our own dense decode
+
+
+def hashing(emit: Emit, *, tiny: bool) -> None:
+    """Hashing the keys of a prompt in one layer, and what share that is of the prefill of this layer."""
+    rate, row = bandwidth_row(tiny=tiny)
+    emit(row)
+    tokens, repeats = (100, 1) if tiny else (1 << 17, 5)
+    generator = torch.Generator(device()).manual_seed(0)
+    keys = torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, device=device(), dtype=torch.bfloat16)
+    projection = 0.3 * torch.randn(KV_HEADS, 64, DIM, generator=generator, device=device())
+    root = torch.randn(KV_HEADS, 2 * DIM, DIM, generator=generator, device=device())
+    metric, mean = root.mT @ root / (2 * DIM), torch.randn(KV_HEADS, DIM, generator=generator, device=device())
+    floor = 1e3 * KV_HEADS * tokens * (DIM * 2 + 8 + 4 + 1) / rate
+    medians: dict[str, float] = {}
+    for form, parts in (("metric and mean", (metric, mean)), ("plain", (None, None))):
+        encoder = make_encoder(projection, keys.dtype, metric=parts[0], mean=parts[1])
+        for where, function in (("Triton", pipeline.encode_with), ("plain torch", encoding.encode_with)):
+            samples = _milliseconds(functools.partial(function, encoder, keys), repeats)
+            what = f"hash {tokens:,} keys a KV head, {form}, {where}"
+            emit({"what": what, "unit": "ms", **summary(samples, 3), "floor": round(floor, 3)})
+            medians[f"{form}, {where}"] = statistics.median(samples)
+    del root, keys
+    best = math.inf
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        what = f"prefill of a layer, {tokens:,} tokens, SDPA {backend.name.split('_')[0].lower()}"
+        try:
+            samples = _milliseconds(
+                _prefill(
+                    tokens, backend, *((64, 128) if tiny else (LLAMA_8B["hidden_size"], LLAMA_8B["intermediate_size"]))
+                ),
+                repeats,
+            )
+        except Exception as error:
+            emit({"what": what, "unit": "ms", "median": None, "note": reason(error)})
+            continue
+        emit({"what": what, "unit": "ms", **summary(samples, 2)})
+        best = min(best, statistics.median(samples))
+    for form, milliseconds in medians.items():
+        share = round(100 * milliseconds / best, 3) if best < math.inf else None
+        emit({"what": f"hashing / prefill of the layer: {form}", "unit": "%", "median": share})
+
+
+def _milliseconds(run: Callable[[], Any], repeats: int) -> list[float]:
+    run()
+    return [1e3 * clock(run) for _ in range(repeats)]
+
+
+def _prefill(tokens: int, backend: SDPBackend, hidden: int, intermediate: int) -> Callable[[], Tensor]:
+    """The matrix products and the attention of a layer; norms and positions are left out, which makes it no slower."""
+    generator = torch.Generator(device()).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device(), dtype=torch.bfloat16) / shape[-1] ** 0.5
+
+    query_heads = GROUP * KV_HEADS
+    state = random(tokens, hidden)
+    into, out = random((query_heads + 2 * KV_HEADS) * DIM, hidden), random(hidden, query_heads * DIM)
+    gate, up, down = random(intermediate, hidden), random(intermediate, hidden), random(hidden, intermediate)
+
+    def run() -> Tensor:
+        heads = linear(state, into).unflatten(-1, (-1, DIM)).transpose(0, 1).unsqueeze(0)
+        query, keys, values = heads.split([query_heads, KV_HEADS, KV_HEADS], 1)
+        with sdpa_kernel(backend):
+            mixed = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        result = state + linear(mixed.squeeze(0).transpose(0, 1).flatten(1), out)
+        for part in result.split(1 << 14):  # as many as fit any card
+            part += linear(silu(linear(part, gate)) * linear(part, up), down)
+        return result
+
+    return run
+
+
+@torch.inference_mode()
+def decoding(emit: Emit, *, tiny: bool) -> None:
+    """A step through transformers, as it is and as a CUDA graph, beside what the weights alone allow."""
+    rate, row = bandwidth_row(tiny=tiny)
+    emit(row)
+    _register()
+    model = _model(tiny)
+    config = model.config
+    artifact = tiny_models.artifact(config, metric=True, centred=True)
+    weights = sum(each.nbytes for each in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize  # bytes a layer
+    layers, dense_layers = config.num_hidden_layers, (0,) if tiny else (0, 1)
+    emit({"what": "read the weights once, but for the embedding", "unit": "ms", "floor": _floor(weights, rate)})
+    for tokens in (150,) if tiny else (1 << 17, 1 << 19):
+        k = attended(tokens, 0.02)
+        code = config.num_key_value_heads * 9 * tokens
+        sparse = layers - len(dense_layers)
+        full = weights + layers * tokens * token
+        least = weights + len(dense_layers) * tokens * token + sparse * (code + k * token)
+        floors = {"BPC": least, "full": full}
+        emit(
+            {
+                "tokens": tokens,
+                "what": "most that BPC can gain, by bytes",
+                "unit": "times",
+                "median": round(full / least, 2),
+            }
+        )
+        emit({
+            "tokens": tokens, "what": "most that a free sparse attention could", "unit": "times",
+            "median": round(full / (weights + len(dense_layers) * tokens * token), 2),
+        })  # fmt: skip
+        for name, attention, budget in (
+            ("BPC, 2 %, dense layers by split-KV", SPLIT, 0.02),
+            ("full attention, buffers that grow, split-KV", SPLIT, 1.0),
+            ("BPC, 2 %, dense layers by SDPA", "sdpa", 0.02),
+            ("full attention, buffers that grow, SDPA", "sdpa", 1.0),
+            ("full attention, DynamicCache, SDPA", "sdpa", None),
+        ):
+            about = {"tokens": tokens, "what": name, "unit": "ms"}
+            floor = _floor(floors["BPC" if budget == 0.02 else "full"], rate)
+            try:
+                _switch(model, attention)
+                rows = _decode(model, artifact, tokens, budget, dense_layers, 1 if tiny else 7)
+            except Exception as error:
+                rows = {"": {"median": None, "note": reason(error)}}
+            for kind, figures in rows.items():
+                row = about | {"what": f"{name}{kind}"} | figures
+                if row.get("spread"):  # a step like any other
+                    row |= {"tokens_per_second": round(1e3 / row["median"], 1), "floor": floor}
+                    row |= {"times_floor": round(row["median"] / floor, 2)}
+                emit(row)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def _floor(size: float, rate: float) -> float:
+    return round(1e3 * size / rate, 3)
+
+
+def _model(tiny: bool) -> Any:
+    """Random bf16 weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    if tiny:
+        return tiny_models.model(num_hidden_layers=2, max_position_embeddings=1024).to(device())
+    config = LlamaConfig(**LLAMA_8B, rope_theta=500000.0, tie_word_embeddings=False)
+    with device():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def _register() -> None:
+    """Our own dense decode as an attention of transformers, so that full attention is not slow for want of one."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    base = AttentionInterface()["sdpa"]
+
+    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **arguments: Any) -> Any:
+        if query.shape[2] > 1 or mask is not None:
+            return base(module, query, key, value, mask, **arguments)
+        grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
+        lengths = torch.full((len(key),), key.shape[2], device=key.device)
+        out = pipeline.sparse_attention(grouped, key, value, None, arguments.get("scaling"), lengths=lengths)
+        return out.flatten(1, 2).unsqueeze(1), None
+
+    AttentionInterface.register(SPLIT, attention)
+    AttentionMaskInterface.register(SPLIT, AttentionMaskInterface()["sdpa"])
+
+
+def _switch(model: Any, attention: str) -> None:
+    disable(model)
+    model.set_attn_implementation(attention)
+    enable(model)
+
+
+def _decode(
+    model: Any, artifact: Any, tokens: int, budget: float | None, dense_layers: tuple[int, ...], repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds of a step behind `tokens` random keys and values; without a budget in a `DynamicCache`."""
+    from transformers import DynamicCache
+
+    config = model.config
+    if budget is None:
+        cache: Any = DynamicCache(config=config)
+    else:
+        cache = BPCCache(config, artifact, budget=budget, dense_layers=dense_layers)
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    for layer in cache.layers:
+        keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        layer.update(keys, values)
+        layer.served = True  # no attention of this step's is to come
+    ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    step = functools.partial(model, ids, past_key_values=cache)
+    began = time.perf_counter()
+    step()  # hashes all keys
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    first = 1e3 * (time.perf_counter() - began)
+    step()
+    eager = [1e3 * clock(step) for _ in range(repeats)]
+    rows = {", first step (compiles and hashes all)": {"median": round(first, 1)}, ", eager": summary(eager, 3)}
+    try:
+        # Replayed, a step writes the same place again: the time is that of a step at this length.
+        run = captured([step])
+        run()
+        rows[", CUDA graph"] = summary([1e3 * clock(run) for _ in range(3 * repeats)], 3)
+    except Exception as error:
+        rows[", CUDA graph"] = {"median": None, "note": reason(error)}
+    return rows
+
+
+def calibration(emit: Emit, *, tiny: bool) -> None:
+    """Finding the projections of a layer: 65,536 keys a KV head."""
+    tokens, repeats = (300, 1) if tiny else (1 << 16, 3)
+    generator = torch.Generator(device()).manual_seed(0)
+    keys = torch.randn(KV_HEADS, tokens, DIM, generator=generator, device=device())
+    keys = (keys * torch.logspace(0, -1, DIM, device=device())).bfloat16()
+    root = torch.randn(KV_HEADS, 2 * DIM, DIM, generator=generator, device=device())
+    metric = root.mT @ root / (2 * DIM)
+    method = next(each for each in METHODS.values() if each.power is not None)
+    default = functools.partial(
+        fit, keys, 64, iterations=method.iterations, rounds=method.rounds, metric=metric, centred=method.centred
+    )
+    for what, run in (
+        ("decompose, 8 steps a bit", functools.partial(decompose, keys, 64)),
+        ("decompose, 1 step a bit (the paper's)", functools.partial(decompose, keys, 64, iterations=1)),
+        (f"fit as calibration does by default ({method.name})", default),
+    ):
+        run()
+        samples = [clock(run) for _ in range(repeats)]
+        about = f"{what}: {KV_HEADS} KV heads, {tokens:,} keys, D={DIM}, 64 bits"
+        emit({"what": about, "unit": "s", **summary(samples, 4)})
+        emit({"what": f"{what}: 32 such layers", "unit": "s", "median": round(32 * statistics.median(samples), 2)})

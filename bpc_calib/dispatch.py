@@ -1,0 +1,151 @@
+"""Where a step is computed: by Triton on a GPU, in plain torch elsewhere. `BPC_BACKEND` names one for all.
+
+Every function here has the signature of its torch oracle and returns what that returns.
+"""
+
+import functools
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_calib import choosing, encoding
+from bpc_calib.encoding import Encoded, Encoder
+from bpc_calib.errors import InputError
+from bpc_calib.scoring import GROUPS
+from bpc_calib.sparse_attention import check
+from bpc_calib.sparse_attention import sparse_attention as plain_attention
+
+__all__ = ["BACKENDS", "backend", "choose", "encode_with", "sparse_attention"]
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("torch", "triton")
+OLDEST_TRITON = (3, 6)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOST_HEADS, MOST_DIM, MOST_ROWS, MOST_TOKENS = 16, 256, 65535, 1 << 28
+
+
+def backend(device: torch.device) -> str:
+    """The one of `BACKENDS` that serves tensors of this device.
+
+    Raises:
+        InputError: `BPC_BACKEND` names none, or one that cannot run here.
+    """
+    named = os.environ.get("BPC_BACKEND") or None
+    if named is None:
+        if device.type != "cuda":
+            return "torch"
+        if (missing := _without_triton()) is not None:
+            _warn_once(f"{missing}; plain torch decodes instead, slowly")
+            return "torch"
+        return "triton"
+    if named not in BACKENDS:
+        raise InputError(f"BPC_BACKEND must be one of {', '.join(BACKENDS)}, not {named!r}")
+    if named == "triton":
+        if (missing := _without_triton()) is not None:
+            raise InputError(f"BPC_BACKEND=triton: {missing}")
+        if device.type != "cuda" and not _interpreted():
+            raise InputError(f"BPC_BACKEND=triton: needs a GPU, and the tensors are on {device.type}")
+    return named
+
+
+def choose(
+    query: Tensor,
+    projection: Tensor,
+    codes: Tensor,
+    gain: Tensor | None,
+    k: int | Tensor,
+    *,
+    scaling: float,
+    group: str = GROUPS[0],
+    valid: Tensor | None = None,
+    lengths: Tensor | None = None,
+    recent: int = 0,
+    sink: int = 0,
+    worst: Tensor | None = None,
+    safeguard: float = 0.0,
+    width: int | None = None,
+) -> Tensor:
+    """`bpc_calib.choosing.choose`."""
+    rules: dict[str, Any] = {
+        "scaling": scaling, "group": group, "valid": valid, "lengths": lengths, "recent": recent, "sink": sink,
+        "worst": worst, "safeguard": safeguard,
+    }  # fmt: skip
+    if not _triton_serves(query, codes.shape[:3], contiguous=codes.stride(-1) == 1):
+        return choosing.choose(query, projection, codes, gain, k, width=width, **rules)
+    choosing.check(query, projection, codes, gain, k, group, valid, lengths, recent, sink, worst, safeguard)
+    one, ks = (0, k) if isinstance(k, Tensor) else (int(k), None)
+    if width is None:
+        width = one if ks is None else int(ks.max())
+    return torch.ops.bpc.choose(query, projection, codes, gain, one, ks, **rules, width=width)
+
+
+def sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+) -> Tensor:
+    """`bpc_calib.sparse_attention.sparse_attention`."""
+    contiguous = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+    if not _triton_serves(query, keys.shape[:3], contiguous=contiguous):
+        return plain_attention(query, keys, values, indices, scale)
+    check(query, keys, values, indices)
+    return torch.ops.bpc.sparse_attention(
+        query, keys, values, indices, query.shape[-1] ** -0.5 if scale is None else scale
+    )
+
+
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+    """`bpc_calib.encoding.encode_with`."""
+    if not _triton_serves(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1):
+        return encoding.encode_with(encoder, keys)
+    return Encoded(*torch.ops.bpc.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
+
+
+def _triton_serves(given: Tensor, shape: torch.Size, *, contiguous: bool) -> bool:
+    """Whether the kernels take tensors like this query or these keys, for a cache `[B, H_KV, N]`."""
+    if backend(given.device) != "triton":
+        return False
+    heads, dim = given.shape[-2], given.shape[-1]
+    if given.dim() != 4:
+        fault = f"{given.dim()} dimensions instead of 4"
+    elif given.dtype not in DTYPES:
+        fault = f"dtype {given.dtype}"
+    elif given.shape[2] != shape[2] and heads > MOST_HEADS:
+        fault = f"{heads} query heads on a KV head, more than {MOST_HEADS}"
+    elif dim > MOST_DIM:
+        fault = f"head_dim {dim}, above {MOST_DIM}"
+    elif shape[0] * shape[1] > MOST_ROWS or shape[2] >= MOST_TOKENS:
+        fault = f"a cache {list(shape)}, beyond {MOST_ROWS} rows or {MOST_TOKENS} tokens"
+    elif not contiguous:
+        fault = "a last dimension that is not contiguous"
+    else:
+        import bpc_calib.kernels.ops  # noqa: F401  registers torch.ops.bpc
+
+        return True
+    _warn_once(f"the Triton kernels do not serve {fault}; plain torch does, slowly")
+    return False
+
+
+@functools.cache
+def _without_triton() -> str | None:
+    """What is missing for Triton; None: nothing."""
+    try:
+        import triton
+    except ImportError:
+        return "Triton is not installed (pip install triton)"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    return None
+
+
+def _interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)

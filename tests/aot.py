@@ -1,0 +1,145 @@
+"""Compiles every kernel ahead of time, without a GPU, and prints what came out: one JSON line a kernel and GPU.
+
+Run on its own (`python tests/aot.py 90`): the interpreter and the compiler cannot share a process.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bpc_calib.kernels import pipeline
+from bpc_calib.kernels.attend import attend_kernel, reduce_kernel
+from bpc_calib.kernels.compact import compact_kernel
+from bpc_calib.kernels.encode import encode_kernel, greedy_kernel
+from bpc_calib.kernels.guard import guard_kernel
+from bpc_calib.kernels.narrow import fine_kernel, middle_kernel
+from bpc_calib.kernels.prep import prep_kernel
+from bpc_calib.kernels.score import best_kernel, score_kernel
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INTEGERS = {"length", "k", "recent", "sink", "share_up", "share_down", "count", "blocks", "width", "splits", "n"}
+FLOATS = {"scaling", "scale"}
+TYPES = {  # of what each pointer points at; those of the model's dtype are in DTYPED
+    "values": "i8", "scale": "fp32", "codes": "i8", "gain": "u8", "valid": "i1", "indices": "i64",
+    "lengths": "i32", "worst": "i32", "matrix": "fp32", "gram": "fp32", "metric": "fp32", "mean": "fp32",
+    "error": "fp32", "part": "fp32", "weight": "fp32", "largest": "fp32", "scores": "fp32",
+    "squared_norm": "fp32",
+}  # fmt: skip
+
+
+def signature(kernel, constants, changes):
+    """The types and hints under which the runtime would compile it for aligned tensors."""
+    types, hints = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            types[name] = "constexpr"
+            continue
+        if name in changes:
+            types[name] = changes[name]
+        elif name in INTEGERS or re.search(r"_[bhngr]$", name):
+            types[name] = "i32"
+        elif name in FLOATS:
+            types[name] = "fp32"
+        else:
+            types[name] = "*" + TYPES.get(name, "i32")
+        if types[name].startswith("*") or re.search(r"_[bhngr]$", name):
+            hints[(place,)] = [["tt.divisibility", 16]]
+    return types, hints
+
+
+def compiled(kernel, arch, constants, changes=None, **options):
+    """Registers, stack, shared memory and SASS of a kernel, and how many of its instructions matter here."""
+    types, hints = signature(kernel, constants, changes or {})
+    source = ASTSource(kernel, types, constants, hints)
+    options = {"num_warps": 4, "enable_fp_fusion": True} | options
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _tool("-res-usage", file.name)
+        sass = _tool("-sass", file.name)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return {
+        "kernel": kernel.__name__,
+        "arch": arch,
+        "constants": {name: str(value) for name, value in constants.items()},
+        "registers": registers,
+        "stack": stack,
+        "shared": made.metadata.shared,
+        "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)", sass)),
+        "int8_mma": len(re.findall(r"\b(?:IMMA|IGMMA|UTCIMMA)|mma\.\S*\.s8", sass + made.asm["ptx"])),
+        "cp_async": made.asm["ptx"].count("cp.async"),
+    }
+
+
+def _tool(*arguments):
+    return subprocess.run([TOOLS / "cuobjdump", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+EXACT = {"enable_fp_fusion": False}
+GROUPS = [  # heads, bits, group, gain
+    (1, 64, "relative", True), (4, 64, "relative", True), (5, 32, "max", False), (8, 128, "relative", True),
+    (7, 64, "sum", True), (16, 64, "relative", False), (16, 128, "relative", True), (4, 64, "max", False),
+]  # fmt: skip
+
+
+def everything(arch):
+    """Every kernel under the settings that change it."""
+    for dtype, dim in (*(("bf16", dim) for dim in (64, 80, 96, 128, 256)), ("fp16", 128)):
+        typed = dict.fromkeys(("query", "keys", "values", "out", "projection"), f"*{dtype}")
+        yield from of_the_model(arch, typed, dim, full=(dtype, dim) == ("bf16", 128))
+    for bits in (32, 64, 128):
+        constants = {"H": bits, "BLOCK": pipeline.HASHED}
+        yield compiled(greedy_kernel, arch, constants, {"codes": "*i32"}, num_warps=8, **EXACT)
+    for heads, bits, group, gain in GROUPS:
+        yield from of_the_codes(arch, heads, bits, group, gain)
+    yield compiled(guard_kernel, arch, {"COARSE": pipeline.COARSE, "BLOCK": pipeline.GUARDED})
+
+
+def of_the_model(arch, typed, dim, *, full):
+    """The kernels that read queries, keys or values."""
+    up = triton.next_power_of_2(dim)
+    for chunk, missing in ((64, "lengths"), (256, "lengths"), (256, "indices"))[0 if full else 1 :]:
+        constants = {"H_KV": 8, "G": 4, "D": dim, "D_UP": up, "CHUNK": chunk, "BLOCK": pipeline.LISTED, missing: None}
+        yield compiled(attend_kernel, arch, constants, typed | {"scale": "fp32"}, num_stages=3)
+    yield compiled(reduce_kernel, arch, {"D": dim, "D_UP": up, "SPLITS_UP": 64, "BLOCK": 16}, typed)
+    for bits in (32, 64, 128) if full else (64,):
+        for missing in ((), ("metric", "mean")) if full else ((),):
+            constants = {"H_KV": 8, "D": dim, "H": bits, "PART": pipeline.PART, "BLOCK": pipeline.HASHED}
+            constants |= dict.fromkeys(missing)
+            yield compiled(encode_kernel, arch, constants, typed | {"codes": "*i32"}, num_warps=8, **EXACT)
+    for missing in (("lengths", "ks", "bounds"), ()) if full else (("lengths", "ks", "bounds"),):
+        constants = {"H_KV": 8, "G": 4, "G_UP": 4, "H": 64, "D": dim, "D_UP": up, "GROUP": "relative", "GAIN": True}
+        constants |= {"COARSE": pipeline.COARSE, "MIDDLE": 2048, "FINE": 256} | dict.fromkeys(missing)
+        types = typed | {"values": "*i8", "scale": "*fp32"}
+        yield compiled(prep_kernel, arch, constants, types, num_warps=8, **EXACT)
+
+
+def of_the_codes(arch, heads, bits, group, gain):
+    """The kernels that read codes and scores."""
+    constants = {
+        "H_KV": 8, "G": heads, "G_UP": triton.next_power_of_2(heads), "H": bits, "TIGHT": bits != 32,
+        "PACK": pipeline.packed(heads, bits), "BLOCK": pipeline.scored(heads),
+    } | ({} if gain else {"gain": None})  # fmt: skip
+    for missing in ({"valid": None}, {}):
+        if group == "relative":
+            yield compiled(best_kernel, arch, constants | missing)
+        yield compiled(score_kernel, arch, constants | missing | {"GROUP": group, "COARSE": pipeline.COARSE})
+    bins = pipeline.middle_bins(group, heads, bits, gain)
+    sizes = {"COARSE": pipeline.COARSE, "MIDDLE": bins, "BLOCK": pipeline.COUNTED}
+    if bins > 1:
+        yield compiled(middle_kernel, arch, sizes)
+    yield compiled(fine_kernel, arch, sizes)
+    yield compiled(compact_kernel, arch, sizes | {"BLOCKS_UP": 256})
+
+
+if __name__ == "__main__":
+    for report in everything(int(sys.argv[1])):
+        print(json.dumps(report), flush=True)

@@ -1,0 +1,103 @@
+"""What the compiler makes of the kernels for GPUs that are not here; and what they may not contain."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bpc_calib import kernels
+
+HERE = Path(__file__).parent
+GPUS = {80: "A100", 90: "H100 and H200", 100: "B200"}
+# The most registers that a kernel may take under any setting; 255 is where the compiler begins to spill.
+REGISTERS = {
+    "prep_kernel": 128, "best_kernel": 200, "score_kernel": 200, "guard_kernel": 40, "middle_kernel": 64,
+    "fine_kernel": 224, "compact_kernel": 136, "attend_kernel": 200, "reduce_kernel": 80, "encode_kernel": 240,
+    "greedy_kernel": 184,
+}  # fmt: skip
+# Of the shape measured most: 4 heads, 64 bits, head_dim 128.
+USUAL = {"best_kernel": 112, "score_kernel": 152, "attend_kernel": 128, "encode_kernel": 224}
+SHARED = 99 * 1024  # bytes a block may take on the smallest of today's GPUs
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """By GPU: what was compiled, side by side in processes that do not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    running = {}
+    for arch in GPUS:
+        environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp(f"triton{arch}"))
+        command = [sys.executable, str(HERE / "aot.py"), str(arch)]
+        running[arch] = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(environment)
+        )
+    made = {}
+    for arch, process in running.items():
+        out, err = process.communicate(timeout=900)
+        assert process.returncode == 0, err[-3000:]
+        made[arch] = [json.loads(line) for line in out.splitlines()]
+    return made
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_compiles_within_its_registers(reports, arch):
+    assert {report["kernel"] for report in reports[arch]} == set(REGISTERS)
+    for report in reports[arch]:
+        assert report["stack"] == 0, report
+        assert report["registers"] <= REGISTERS[report["kernel"]], report
+        constants = report["constants"]
+        usual = (constants.get("G", "4"), constants.get("H", "64"), constants.get("D", "128")) == ("4", "64", "128")
+        if usual and constants.get("MIDDLE", "2048") == "2048":
+            assert report["registers"] <= USUAL.get(report["kernel"], 255), report
+        if constants.get("indices") != "None":  # the dense form is a baseline of benchmarks
+            assert report["shared"] <= SHARED, report
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_scores_come_from_int8_products(reports, arch):
+    found = [report for report in reports[arch] if report["kernel"] in ("best_kernel", "score_kernel")]
+    assert len(found) >= 14
+    assert all(report["int8_mma"] > 0 for report in found)
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_listed_rows_are_loaded_ahead(reports, arch):
+    looping = [
+        report
+        for report in reports[arch]
+        if report["kernel"] == "attend_kernel" and report["constants"]["CHUNK"] == "256"
+    ]
+    assert len(looping) >= 12
+    assert all(report["cp_async"] > 0 for report in looping)
+
+
+def test_products_of_floats_go_through_the_wrapper():
+    """The interpreter multiplies the raw bits of 16-bit floats, silently; integers it gets right."""
+    files = sorted(Path(kernels.__file__).parent.glob("*.py"))
+    assert len(files) > 8
+    for file in files:
+        for call in raw_products(ast.parse(file.read_text())):
+            assert file.name == "language.py", f"{file.name}:{call.lineno}: tl.dot; take language.dot"
+
+
+def test_the_lint_sees_a_raw_product():
+    assert raw_products(ast.parse("x = tl.dot(a, b)"))
+    assert raw_products(ast.parse("x = triton.language.dot(a, b, out_dtype=tl.float32)"))
+    assert not raw_products(ast.parse("x = tl.dot(a, b, c, out_dtype=tl.int32)"))
+    assert not raw_products(ast.parse("x = dot(a, b)"))
+
+
+def raw_products(tree):
+    """Calls of Triton's own `dot` that are not of integers."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("dot", "dot_scaled")
+        and not any(word.arg == "out_dtype" and ast.unparse(word.value) == "tl.int32" for word in node.keywords)
+    ]

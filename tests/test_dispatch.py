@@ -1,0 +1,164 @@
+"""Which backend serves, and what is said when one cannot."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from test_kernels import DEVICE, cache, draw
+
+from bpc_calib import InputError, choosing, dispatch, encoding, sparse_attention
+
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.delenv("BPC_BACKEND", raising=False)
+    for cached in (dispatch._warn_once, dispatch._without_triton):
+        cached.cache_clear()
+    yield
+    for cached in (dispatch._warn_once, dispatch._without_triton):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def warned(caplog):
+    caplog.set_level(logging.WARNING, "bpc_calib.dispatch")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_torch_serves_the_cpu_and_triton_the_gpu(monkeypatch):
+    assert dispatch.backend(CPU) == "torch"
+    assert dispatch.backend(torch.device("cuda")) == "triton"
+    monkeypatch.setenv("BPC_BACKEND", "torch")
+    assert dispatch.backend(torch.device("cuda")) == "torch"
+    monkeypatch.setenv("BPC_BACKEND", "")
+    assert dispatch.backend(CPU) == "torch"
+
+
+def test_an_unknown_backend_is_refused(monkeypatch):
+    monkeypatch.setenv("BPC_BACKEND", "cuda")
+    with pytest.raises(InputError, match=r"^BPC_BACKEND must be one of torch, triton, not 'cuda'$"):
+        dispatch.backend(CPU)
+
+
+def test_without_triton_a_gpu_falls_back_with_one_warning(monkeypatch, warned):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert dispatch.backend(torch.device("cuda")) == "torch"
+    assert dispatch.backend(torch.device("cuda")) == "torch"
+    assert warned() == ["Triton is not installed (pip install triton); plain torch decodes instead, slowly"]
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    with pytest.raises(InputError, match="Triton is not installed"):
+        dispatch.backend(torch.device("cuda"))
+
+
+def test_an_old_triton_is_not_taken(monkeypatch):
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", "3.4.0")
+    assert dispatch.backend(torch.device("cuda")) == "torch"
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    with pytest.raises(InputError, match=r"Triton 3\.4\.0 is older than 3\.6"):
+        dispatch.backend(CPU)
+
+
+@interpreted
+def test_compiled_kernels_need_a_gpu(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    assert dispatch.backend(CPU) == "triton"  # by the interpreter
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(InputError, match="needs a GPU, and the tensors are on cpu"):
+        dispatch.backend(CPU)
+
+
+def arguments(heads=4, dim=64):
+    projection, encoded = cache(1, 2, 60, dim, 64)
+    return draw(1, 2, heads, dim, seed=3), projection, encoded
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """Where a kernel is launched all the same, the test fails."""
+    import bpc_calib.kernels.ops  # noqa: F401
+
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    for name in ("choose", "sparse_attention", "encode_with"):
+        monkeypatch.setattr(f"bpc_calib.kernels.pipeline.{name}", None)
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_what_the_kernels_do_not_serve_falls_back(warned):
+    query, projection, encoded = arguments(heads=17)
+    rules = {"scaling": 0.1, "recent": 1}
+    for _ in range(2):
+        found = dispatch.choose(query, projection, encoded.codes, encoded.gain, 9, **rules)
+    assert torch.equal(found, choosing.choose(query, projection, encoded.codes, encoded.gain, 9, **rules))
+    keys = draw(1, 2, 60, 64, seed=2)
+    assert torch.equal(dispatch.sparse_attention(query, keys, keys, found), sparse_attention(query, keys, keys, found))
+    assert warned() == [
+        "the Triton kernels do not serve 17 query heads on a KV head, more than 16; plain torch does, slowly"
+    ]
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda keys: keys.expand(1, 1, 2, 60, 64), "5 dimensions instead of 4"),
+        (lambda keys: torch.zeros(1, 2, 60, 320, device=DEVICE), "head_dim 320, above 256"),
+        (lambda keys: keys.mT.contiguous().mT, "a last dimension that is not contiguous"),
+        (lambda keys: keys[:, :1, :1, :].expand(1, 70000, 1, 64), "beyond 65535 rows"),
+    ],
+    ids=["dimensions", "head_dim", "strides", "rows"],
+)
+def test_keys_that_the_kernels_do_not_take(warned, change, said):
+    keys = change(draw(1, 2, 60, 64, seed=2))
+    projection = draw(64, keys.shape[-1], seed=1) / 16
+    encoder = encoding.make_encoder(projection, keys.dtype)
+    expected = encoding.encode_with(encoder, keys)
+    assert torch.equal(dispatch.encode_with(encoder, keys).codes, expected.codes)
+    assert len(warned()) == 1
+    assert said in warned()[0]
+
+
+@interpreted
+def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
+    """Bit for bit what torch gives in float64, where no product rounds a query another way."""
+    projection, encoded = cache(2, 2, 60, 64, 64)
+    query, keys = draw(2, 2, 4, 64, seed=3, dtype=torch.float64), draw(2, 2, 60, 64, seed=2, dtype=torch.float64)
+    rules = {"scaling": 0.1, "recent": 1}
+    for k in (9, torch.tensor([[9], [5]], device=DEVICE)):
+        plain = dispatch.choose(query, projection, encoded.codes, encoded.gain, k, **rules)
+        monkeypatch.setenv("BPC_BACKEND", "triton")
+        launched = dispatch.choose(query, projection, encoded.codes, encoded.gain, k, **rules)
+        assert torch.equal(plain, launched)
+        attended = dispatch.sparse_attention(query, keys, keys, launched)
+        torch.testing.assert_close(attended, sparse_attention(query, keys, keys, plain))
+        monkeypatch.delenv("BPC_BACKEND")
+    assert warned() == []
+
+
+def test_a_wrong_shape_is_refused_before_a_kernel_sees_it(monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("BPC_BACKEND", "triton")
+    query, keys = draw(1, 2, 4, 64), draw(1, 2, 60, 64)
+    with pytest.raises(InputError, match="do not fit"):
+        dispatch.sparse_attention(query, keys, keys, torch.zeros(1, 3, 5, dtype=torch.int64, device=DEVICE))
+    projection, encoded = cache(1, 2, 60, 64, 64)
+    for wrong in (
+        {"query": query[..., :32]},
+        {"codes": encoded.codes[:, :1]},
+        {"codes": encoded.codes.int()},
+        {"gain": encoded.gain[..., :9]},
+        {"projection": projection[:, :48]},
+        {"k": 61},
+        {"k": -1},
+        {"group": "mean"},
+    ):
+        given = {"query": query, "projection": projection, "codes": encoded.codes, "gain": encoded.gain, "k": 9} | wrong
+        with pytest.raises(InputError):
+            dispatch.choose(**given, scaling=0.1)
