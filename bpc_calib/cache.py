@@ -166,8 +166,8 @@ class BPCCache(Cache):  # type: ignore[misc]
     def kv_bytes(self, length: int) -> tuple[int, int]:
         """Bytes of the cache that a step reads a sequence when `length` tokens are cached: here, and by full attention.
 
-        Counted are keys, values, codes, gains and the safeguard's list, not the queries, the masks or what is written. Before
-        the first step: 0 and 0.
+        Counted are keys, values, codes, gains and the safeguard's list, not the queries, the masks or what is
+        written. Before the first step: 0 and 0.
         """
         read = full = 0
         for layer in self.layers:

@@ -35,7 +35,7 @@ COUNTED = 2048  # keys a program counts and lists
 GUARDED = 256  # tokens of the safeguard's list read at once
 COARSE = 256  # bins of the first histogram
 PROGRAMS = 512  # that share the list of an attention
-LISTED = 64  # tokens attended at once
+LISTED = 64  # tokens attended at once, in 16 bits
 HASHED = 64  # keys a program hashes
 PART = 32  # of their dimensions at a time
 
@@ -246,8 +246,9 @@ def sparse_attention(
     """`bpc_calib.sparse_attention`; without indices, over the first `lengths [B]` tokens."""
     batch, kv_heads, heads, dim = query.shape
     rows, count = batch * kv_heads, keys.shape[2] if indices is None else indices.shape[-1]
+    block = 2 * LISTED // query.element_size()  # as many bytes for wider dtypes
     # A power of two, so that few kernels are compiled while a list grows.
-    chunk = max(LISTED, triton.next_power_of_2(triton.cdiv(count * rows, PROGRAMS)))
+    chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, PROGRAMS)))
     splits = max(1, triton.cdiv(count, chunk))
     wide = torch.promote_types(query.dtype, torch.float32)
     part = torch.empty(rows, splits, heads, dim, dtype=wide, device=query.device)
@@ -259,21 +260,13 @@ def sparse_attention(
     attend_kernel[(splits, rows)](
         query, keys, values, indices, lengths, part, weight, largest, dim**-0.5 if scale is None else scale, count,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        H_KV=kv_heads, G=heads, D=dim, D_UP=triton.next_power_of_2(dim), CHUNK=chunk, BLOCK=LISTED,
-        num_warps=4, num_stages=3,
+        H_KV=kv_heads, G=heads, D=dim, D_UP=triton.next_power_of_2(dim), CHUNK=chunk, BLOCK=block,
+        num_warps=4, num_stages=3 if query.element_size() == 2 else 1,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
-        part,
-        weight,
-        largest,
-        out,
-        splits,
-        D=dim,
-        D_UP=triton.next_power_of_2(dim),
-        SPLITS_UP=triton.next_power_of_2(splits),
-        BLOCK=16,
-        num_warps=4,
-    )
+        part, weight, largest, out, splits,
+        D=dim, D_UP=triton.next_power_of_2(dim), SPLITS_UP=triton.next_power_of_2(splits), BLOCK=16, num_warps=4,
+    )  # fmt: skip
     return out
 
 

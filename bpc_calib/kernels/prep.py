@@ -74,7 +74,8 @@ def prep_kernel(
     most = 0
     for head in tl.static_range(G):
         q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
-        rounded = tl.clamp(round_even(tl.sum(P * q[None, :], 1) * inverse), -127.0, 127.0).to(tl.int32)
+        rounded = round_even(tl.sum(P * q[None, :], 1) * inverse).to(tl.int32)
+        rounded = tl.minimum(tl.maximum(rounded, -127), 127)
         tl.store(values + (row * G + head) * H + bit, rounded.to(tl.int8))
         tl.store(totals + row * G + head, tl.sum(rounded, 0))
         reach = tl.sum(tl.abs(rounded), 0)
