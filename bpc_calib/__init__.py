@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from bpc_calib.calibration import calibrate
 from bpc_calib.decomposition import Decomposition, decompose
+from bpc_calib.dispatch import choose, sparse_attention
 from bpc_calib.encoding import Encoded, encode
 from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
 from bpc_calib.fitting import Fit, fit
@@ -12,7 +13,6 @@ from bpc_calib.models import ModelDescription, describe
 from bpc_calib.runtime import disable, enable
 from bpc_calib.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
 from bpc_calib.selection import attended, select
-from bpc_calib.sparse_attention import sparse_attention
 
 if TYPE_CHECKING:
     from bpc_calib.cache import BPCCache
@@ -30,6 +30,7 @@ __all__ = [
     "QuantizedQuery",
     "attended",
     "calibrate",
+    "choose",
     "decompose",
     "describe",
     "disable",
