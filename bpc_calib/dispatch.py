@@ -28,6 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOST_HEADS, MOST_DIM, MOST_ROWS, MOST_TOKENS = 16, 256, 65535, 1 << 28
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile does not look inside
 def backend(device: torch.device) -> str:
     """The one of `BACKENDS` that serves tensors of this device.
 

@@ -142,6 +142,23 @@ def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
     assert warned() == []
 
 
+def test_a_step_compiles_to_one_graph(monkeypatch):
+    if DEVICE.type == "cpu":
+        monkeypatch.setenv("BPC_BACKEND", "triton")
+    projection, encoded = cache(2, 2, 60, 64, 64)
+    keys, lengths = draw(2, 2, 60, 64, seed=2), torch.tensor([60, 31], device=DEVICE)
+
+    def step(query, lengths):
+        codes = dispatch.encode_with(encoding.make_encoder(projection, keys.dtype), keys).codes
+        indices = dispatch.choose(query, projection, codes, encoded.gain, 9, scaling=0.1, lengths=lengths, recent=1)
+        return dispatch.sparse_attention(query * 1.0, keys, keys, indices)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for seed in (3, 4):
+        query = draw(2, 2, 4, 64, seed=seed)
+        assert torch.equal(compiled(query, lengths), step(query, lengths))
+
+
 def test_a_wrong_shape_is_refused_before_a_kernel_sees_it(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setenv("BPC_BACKEND", "triton")
