@@ -149,6 +149,9 @@ def test_padded_sequences_in_a_larger_buffer(rules):
     found, expected = both(query, projection, encoded, k.clamp(max=9), lengths=lengths, width=12, **rules)
     assert torch.equal(found, expected)
     assert (found[..., 9:] == -1).all()
+    apart = torch.tensor([[5, 9], [1, 2], [3, 0]], device=DEVICE)  # of each head
+    found, expected = both(query, projection, encoded, apart, valid=valid, lengths=lengths[:1].expand(3), **rules)
+    assert torch.equal(found, expected)
 
 
 def test_nothing_behind_the_length_is_read():

@@ -112,10 +112,15 @@ def prepare(
         middle=empty(middle_bins(group, heads, bits, gain)),
         fine=empty(256),
     )
-    ks = None
+    ks = bounds = None
     if isinstance(k, Tensor):
-        ks, k = k.to(torch.int32).expand(batch, kv_heads).contiguous(), 0
-    bounds = _bounds(valid, lengths, ks, k, recent, sink) if valid is not None and (recent or sink) else None
+        ks, k = k.to(torch.int32), 0
+    if valid is not None and (recent or sink):
+        bounds = _bounds(valid, lengths, ks, k, recent, sink).expand(batch, kv_heads, 3).contiguous()
+    if ks is not None:
+        ks = ks.expand(batch, kv_heads).contiguous()
+    if lengths is not None:
+        lengths = lengths.contiguous()
     share = Fraction(str(safeguard)).limit_denominator(1_000_000)
     prep_kernel[(rows,)](
         query, projection, made.values, made.totals, made.scale, made.plan, made.best, made.coarse, made.middle,
@@ -133,17 +138,17 @@ def _tight(tensor: Tensor) -> Tensor:
 
 
 def _bounds(valid: Tensor, lengths: Tensor | None, ks: Tensor | None, k: int, recent: int, sink: int) -> Tensor:
-    """int32 `[B, 3]`: how many tokens are real, where the newest of them begin and the first of them end."""
+    """int32 `[B, H_KV or 1, 3]`: how many tokens are real, where the newest of them begin and the first of them end."""
     if lengths is not None:
         valid = valid & (torch.arange(valid.shape[1], device=valid.device) < lengths.unsqueeze(-1))
-    so_far = valid.cumsum(-1)
-    count = so_far[:, -1]
-    wanted = torch.full_like(count, k) if ks is None else ks[:, 0]
+    so_far = valid.cumsum(-1).unsqueeze(1)
+    count = so_far[..., -1]
+    wanted = torch.full_like(count, k) if ks is None else ks
     newest = wanted.clamp(max=recent)
     first = torch.minimum(wanted, count).sub(newest).clamp(max=sink)
     newest_from = (so_far <= (count - newest).unsqueeze(-1)).sum(-1)
     first_to = (so_far <= first.unsqueeze(-1)).sum(-1)
-    return torch.stack([count, newest_from, first_to], dim=-1).to(torch.int32)
+    return torch.stack([count.expand_as(first), newest_from, first_to], dim=-1).to(torch.int32)
 
 
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
@@ -226,6 +231,8 @@ def choose(
     batch, kv_heads, tokens = codes.shape[:3]
     if width is None:
         width = int(k.max()) if isinstance(k, Tensor) else k
+    if not width:
+        return codes.new_empty(batch, kv_heads, 0)
     if worst is not None and (not safeguard or not worst.shape[-1]):
         worst = None
     ranking = prepare(
@@ -255,8 +262,7 @@ def sparse_attention(
     weight = torch.empty(rows, splits, heads, dtype=wide, device=query.device)
     largest = torch.empty_like(weight)
     out = torch.empty(batch, kv_heads, heads, dim, dtype=query.dtype, device=query.device)
-    if indices is not None:
-        indices = indices.contiguous()
+    indices, lengths = (None if each is None else each.contiguous() for each in (indices, lengths))
     attend_kernel[(splits, rows)](
         query, keys, values, indices, lengths, part, weight, largest, dim**-0.5 if scale is None else scale, count,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],

@@ -51,7 +51,7 @@ def prep_kernel(
     MIDDLE: tl.constexpr,
     FINE: tl.constexpr,
 ):
-    """One program a row. `lengths [B]`, `ks [B * H_KV]` and `bounds [B, 3]` stand above `length` and `k` if given."""
+    """One program a row. `lengths [B]`, `ks [rows]` and `bounds [rows, 3]` stand above `length` and `k` if given."""
     row = tl.program_id(0)
     b = (row // H_KV).to(tl.int64)
     h = (row % H_KV).to(tl.int64)
@@ -105,9 +105,9 @@ def prep_kernel(
         k = tl.load(ks + row).to(tl.int32)
     newest = tl.minimum(recent, k)
     if bounds is not None:
-        count = tl.load(bounds + 3 * b).to(tl.int32)
-        newest_from = tl.load(bounds + 3 * b + 1).to(tl.int32)
-        first_to = tl.load(bounds + 3 * b + 2).to(tl.int32)
+        count = tl.load(bounds + 3 * row)
+        newest_from = tl.load(bounds + 3 * row + 1)
+        first_to = tl.load(bounds + 3 * row + 2)
         first = tl.minimum(sink, tl.minimum(k, count) - newest)
     else:
         newest_from = length - newest
