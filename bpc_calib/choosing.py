@@ -37,14 +37,14 @@ def choose(
         projection: `[H_KV, H, D]`, or `[B, H_KV, H, D]`.
         codes: int64 `[B, H_KV, N, W]`.
         gain: uint8 `[B, H_KV, N]`; None ranks without.
-        k: how many, at most the number of real tokens; or integers `[B, 1]`.
+        k: how many, at most the number of real tokens; or integers `[B, 1]` or `[B, H_KV]`.
         scaling: of the products, as attention takes it: what is one logit.
         group: as in `group_scores`.
         valid: bool `[B, N]`; False is padding.
         lengths: integers `[B]`; what lies behind so many tokens is no token. None: there are N.
         recent: newest tokens always attended.
         sink: first tokens always attended.
-        worst: `[B, H_KV, L]`, the tokens that the safeguard draws from (`worst_first`).
+        worst: integers `[B, H_KV, L]`, the tokens that the safeguard draws from, none twice (`worst_first`).
         safeguard: share of `k` that it may take.
         width: of the result, at least every `k`; None: the largest `k`.
 

@@ -15,42 +15,48 @@ from bpc_calib import choosing, encoding
 from bpc_calib.encoding import Encoded, Encoder
 from bpc_calib.errors import InputError
 from bpc_calib.scoring import GROUPS
-from bpc_calib.sparse_attention import check
+from bpc_calib.sparse_attention import check as check_attention
 from bpc_calib.sparse_attention import sparse_attention as plain_attention
 
-__all__ = ["BACKENDS", "backend", "choose", "encode_with", "sparse_attention"]
+__all__ = ["BACKENDS", "backend", "choose", "encode_with", "named", "sparse_attention"]
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("torch", "triton")
 OLDEST_TRITON = (3, 6)
+OLDEST_GPU = (8, 0)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MOST_HEADS, MOST_DIM, MOST_ROWS, MOST_TOKENS = 16, 256, 65535, 1 << 28
+MOST_HEADS, MOST_DIM, MOST_ROWS, MOST_TOKENS = 16, 256, 65535, 1 << 22
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile does not look inside
 def backend(device: torch.device) -> str:
     """The one of `BACKENDS` that serves tensors of this device.
 
     Raises:
         InputError: `BPC_BACKEND` names none, or one that cannot run here.
     """
-    named = os.environ.get("BPC_BACKEND") or None
-    if named is None:
-        if device.type != "cuda":
-            return "torch"
-        if (missing := _without_triton()) is not None:
-            _warn_once(f"{missing}; plain torch decodes instead, slowly")
-            return "torch"
+    asked = named()
+    if asked == "torch" or (asked is None and device.type != "cuda"):
+        return "torch"
+    missing = _without_triton() or _unfit(device)
+    if missing is None:
         return "triton"
-    if named not in BACKENDS:
-        raise InputError(f"BPC_BACKEND must be one of {', '.join(BACKENDS)}, not {named!r}")
-    if named == "triton":
-        if (missing := _without_triton()) is not None:
-            raise InputError(f"BPC_BACKEND=triton: {missing}")
-        if device.type != "cuda" and not _interpreted():
-            raise InputError(f"BPC_BACKEND=triton: needs a GPU, and the tensors are on {device.type}")
-    return named
+    if asked is not None:
+        raise InputError(f"BPC_BACKEND=triton: {missing}")
+    _warn_once(f"{missing}; plain torch decodes instead, slowly")
+    return "torch"
+
+
+def named() -> str | None:
+    """The backend that `BPC_BACKEND` names; None: none.
+
+    Raises:
+        InputError: it names one that there is not.
+    """
+    asked = os.environ.get("BPC_BACKEND") or None
+    if asked not in (None, *BACKENDS):
+        raise InputError(f"BPC_BACKEND must be one of {', '.join(BACKENDS)}, not {asked!r}")
+    return asked
 
 
 def choose(
@@ -75,7 +81,7 @@ def choose(
         "scaling": scaling, "group": group, "valid": valid, "lengths": lengths, "recent": recent, "sink": sink,
         "worst": worst, "safeguard": safeguard,
     }  # fmt: skip
-    if not _triton_serves(query, codes.shape[:3], contiguous=codes.stride(-1) == 1):
+    if not _triton_serves(query, codes.shape[:3], heads=query.shape[-2], contiguous=codes.stride(-1) == 1):
         return choosing.choose(query, projection, codes, gain, k, width=width, **rules)
     choosing.check(query, projection, codes, gain, k, group, valid, lengths, recent, sink, worst, safeguard)
     one, ks = (0, k) if isinstance(k, Tensor) else (int(k), None)
@@ -89,9 +95,9 @@ def sparse_attention(
 ) -> Tensor:
     """`bpc_calib.sparse_attention.sparse_attention`."""
     contiguous = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-    if not _triton_serves(query, keys.shape[:3], contiguous=contiguous):
+    if not _triton_serves(query, keys.shape[:3], heads=query.shape[-2], contiguous=contiguous):
         return plain_attention(query, keys, values, indices, scale)
-    check(query, keys, values, indices)
+    check_attention(query, keys, values, indices)
     return torch.ops.bpc.sparse_attention(
         query, keys, values, indices, query.shape[-1] ** -0.5 if scale is None else scale
     )
@@ -104,16 +110,16 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     return Encoded(*torch.ops.bpc.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
 
 
-def _triton_serves(given: Tensor, shape: torch.Size, *, contiguous: bool) -> bool:
-    """Whether the kernels take tensors like this query or these keys, for a cache `[B, H_KV, N]`."""
+def _triton_serves(given: Tensor, shape: torch.Size, *, contiguous: bool, heads: int = 1) -> bool:
+    """Whether the kernels take a query or keys like these, for a cache `[B, H_KV, N]` and `heads` queries a KV head."""
     if backend(given.device) != "triton":
         return False
-    heads, dim = given.shape[-2], given.shape[-1]
+    dim = given.shape[-1]
     if given.dim() != 4:
         fault = f"{given.dim()} dimensions instead of 4"
     elif given.dtype not in DTYPES:
         fault = f"dtype {given.dtype}"
-    elif given.shape[2] != shape[2] and heads > MOST_HEADS:
+    elif heads > MOST_HEADS:
         fault = f"{heads} query heads on a KV head, more than {MOST_HEADS}"
     elif dim > MOST_DIM:
         fault = f"head_dim {dim}, above {MOST_DIM}"
@@ -141,10 +147,19 @@ def _without_triton() -> str | None:
     return None
 
 
-def _interpreted() -> bool:
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
+def _unfit(device: torch.device) -> str | None:
+    """Why compiled kernels cannot run on a device; None: they can, or it interprets them."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"needs a GPU, and the tensors are on {device.type}"
+    if torch.version.hip is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_GPU:
+            return (
+                f"the kernels need a GPU of compute capability 8.0, and this one has {'.'.join(map(str, capability))}"
+            )
+    return None
 
 
 @functools.cache

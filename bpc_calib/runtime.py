@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpc_calib.dispatch import named
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models import describe
 from bpc_calib.observation import verify
@@ -35,6 +36,7 @@ def enable(model: Any) -> None:
 
     Raises:
         ModelError: a model that BPC cannot serve; says why.
+        InputError: `BPC_BACKEND` names no backend.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -43,6 +45,7 @@ def enable(model: Any) -> None:
     part, base = _implementation(model)
     if _base(base) is not None:
         return
+    named()
     description = describe(model.config)
     check_layers(model.config, description)
     masks = AttentionMaskInterface()

@@ -51,7 +51,8 @@ def select(
         k: how many, at most the number of valid tokens; or int64 `[...]`, one a row. Rows shorter than
             the longest end in -1.
         valid: bool `[..., N]`; False is padding: never selected, and not counted by `recent` and `sink`.
-        worst: integers `[..., L]`, the tokens that the safeguard draws from, in its order (`worst_first`); -1 is none.
+        worst: integers `[..., L]`, the tokens that the safeguard draws from, in its order, none twice
+            (`worst_first`); -1 is none.
         safeguard: share of `k` in [0, 1] that it may take.
 
     Raises:

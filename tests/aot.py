@@ -27,7 +27,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTEGERS = {"length", "k", "recent", "sink", "share_up", "share_down", "count", "blocks", "width", "splits", "n"}
 FLOATS = {"scaling", "scale"}
 TYPES = {  # of what each pointer points at; those of the model's dtype are in DTYPED
-    "values": "i8", "scale": "fp32", "codes": "i8", "gain": "u8", "valid": "i1", "indices": "i64",
+    "values": "i8", "scale": "fp32", "codes": "i8", "gain": "u8", "valid": "u1", "indices": "i64",
     "lengths": "i32", "worst": "i32", "matrix": "fp32", "gram": "fp32", "metric": "fp32", "mean": "fp32",
     "error": "fp32", "part": "fp32", "weight": "fp32", "largest": "fp32", "scores": "fp32",
     "squared_norm": "fp32",
@@ -92,7 +92,7 @@ GROUPS = [  # heads, bits, group, gain
 
 def everything(arch):
     """Every kernel under the settings that change it."""
-    for dtype, dim in (*(("bf16", dim) for dim in (64, 80, 96, 128, 256)), ("fp16", 128)):
+    for dtype, dim in (*(("bf16", dim) for dim in (8, 64, 80, 96, 128, 256)), ("fp16", 128)):
         typed = dict.fromkeys(("query", "keys", "values", "out", "projection"), f"*{dtype}")
         yield from of_the_model(arch, typed, dim, full=(dtype, dim) == ("bf16", 128))
     for bits in (32, 64, 128):
@@ -105,7 +105,7 @@ def everything(arch):
 
 def of_the_model(arch, typed, dim, *, full):
     """The kernels that read queries, keys or values."""
-    up = triton.next_power_of_2(dim)
+    up = max(16, triton.next_power_of_2(dim))
     for chunk, missing in ((64, "lengths"), (256, "lengths"), (256, "indices"))[0 if full else 1 :]:
         constants = {"H_KV": 8, "G": 4, "D": dim, "D_UP": up, "CHUNK": chunk, "BLOCK": pipeline.LISTED, missing: None}
         yield compiled(attend_kernel, arch, constants, typed | {"scale": "fp32"}, num_stages=3)
@@ -115,9 +115,15 @@ def of_the_model(arch, typed, dim, *, full):
             constants = {"H_KV": 8, "D": dim, "H": bits, "PART": pipeline.PART, "BLOCK": pipeline.HASHED}
             constants |= dict.fromkeys(missing)
             yield compiled(encode_kernel, arch, constants, typed | {"codes": "*i32"}, num_warps=8, **EXACT)
-    for missing in (("lengths", "ks", "bounds"), ()) if full else (("lengths", "ks", "bounds"),):
-        constants = {"H_KV": 8, "G": 4, "G_UP": 4, "H": 64, "D": dim, "D_UP": up, "GROUP": "relative", "GAIN": True}
-        constants |= {"COARSE": pipeline.COARSE, "MIDDLE": 2048, "FINE": 256} | dict.fromkeys(missing)
+    shapes = [(4, 64, ("lengths", "ks", "bounds"))]
+    if full:
+        shapes.append((4, 64, ()))
+    if dim == 256:
+        shapes.append((16, 128, ()))  # the widest
+    for heads, bits, missing in shapes:
+        constants = {"H_KV": 8, "G": heads, "G_UP": heads, "H": bits, "D": dim, "D_UP": up, "GROUP": "relative"}
+        constants |= {"GAIN": True, "COARSE": pipeline.COARSE, "FINE": 256} | dict.fromkeys(missing)
+        constants |= {"MIDDLE": pipeline.middle_bins("relative", heads, bits, True)}
         types = typed | {"values": "*i8", "scale": "*fp32"}
         yield compiled(prep_kernel, arch, constants, types, num_warps=8, **EXACT)
 

@@ -1,15 +1,18 @@
 """Which backend serves, and what is said when one cannot."""
 
 import logging
+import subprocess
 import sys
 
 import pytest
+import tiny
 import torch
 from test_kernels import DEVICE, cache, draw
 
-from bpc_calib import InputError, choosing, dispatch, encoding, sparse_attention
+from bpc_calib import InputError, choosing, dispatch, enable, encoding, sparse_attention
 
 CPU = torch.device("cpu")
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
 
 
@@ -66,13 +69,33 @@ def test_an_old_triton_is_not_taken(monkeypatch):
 
 @interpreted
 def test_compiled_kernels_need_a_gpu(monkeypatch):
-    from triton import knobs
-
     monkeypatch.setenv("BPC_BACKEND", "triton")
     assert dispatch.backend(CPU) == "triton"  # by the interpreter
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(InputError, match="needs a GPU, and the tensors are on cpu"):
         dispatch.backend(CPU)
+
+
+@interpreted
+def test_a_gpu_too_old_falls_back(monkeypatch, warned):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert dispatch.backend(torch.device("cuda")) == "torch"
+    assert warned() == [
+        "the kernels need a GPU of compute capability 8.0, and this one has 7.5; plain torch decodes instead, slowly"
+    ]
+
+
+def test_the_package_imports_no_triton():
+    code = "import sys, bpc_calib; assert not {'triton', 'torch._dynamo'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_enable_refuses_an_unknown_backend(monkeypatch):
+    monkeypatch.setenv("BPC_BACKEND", "fast")
+    with pytest.raises(InputError, match="BPC_BACKEND must be one of"):
+        enable(tiny.model())
 
 
 def arguments(heads=4, dim=64):
@@ -90,6 +113,12 @@ def no_kernels(monkeypatch):
         monkeypatch.setattr(f"bpc_calib.kernels.pipeline.{name}", None)
 
 
+def written_out(query, keys, listed):
+    """Softmax attention written out."""
+    rows = keys.gather(2, listed.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))
+    return (query @ rows.mT * keys.shape[-1] ** -0.5).softmax(-1) @ rows
+
+
 @pytest.mark.usefixtures("no_kernels")
 def test_what_the_kernels_do_not_serve_falls_back(warned):
     query, projection, encoded = arguments(heads=17)
@@ -97,8 +126,10 @@ def test_what_the_kernels_do_not_serve_falls_back(warned):
     for _ in range(2):
         found = dispatch.choose(query, projection, encoded.codes, encoded.gain, 9, **rules)
     assert torch.equal(found, choosing.choose(query, projection, encoded.codes, encoded.gain, 9, **rules))
-    keys = draw(1, 2, 60, 64, seed=2)
-    assert torch.equal(dispatch.sparse_attention(query, keys, keys, found), sparse_attention(query, keys, keys, found))
+    for tokens in (60, 17):  # as many tokens as heads are no other case
+        keys, listed = draw(1, 2, tokens, 64, seed=2), found.clamp(max=tokens - 1)
+        attended = dispatch.sparse_attention(query, keys, keys, listed)
+        torch.testing.assert_close(attended, written_out(query, keys, listed))
     assert warned() == [
         "the Triton kernels do not serve 17 query heads on a KV head, more than 16; plain torch does, slowly"
     ]

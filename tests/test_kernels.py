@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bpc_calib import choosing, encode, hash_scores, quantize_query, select
+from bpc_calib import InputError, choosing, encode, hash_scores, quantize_query, select
 from bpc_calib.encoding import GAIN_MAX, encode_gram, encode_with, make_encoder
 from bpc_calib.kernels import ops, pipeline
 from bpc_calib.scoring import QuantizedQuery
@@ -154,6 +154,24 @@ def test_padded_sequences_in_a_larger_buffer(rules):
     assert torch.equal(found, expected)
 
 
+def test_a_list_wider_than_k_ends_in_minus_one():
+    projection, encoded = cache(1, 2, 257, 64, 64)
+    found, expected = both(draw(1, 2, 4, 64, seed=3), projection, encoded, 49, width=52)
+    assert torch.equal(found, expected)
+    assert (found[..., 49:] == -1).all()
+
+
+def test_a_length_beyond_the_buffer_is_the_buffer():
+    projection, encoded = cache(1, 2, 60, 64, 64)
+    query, lengths = draw(1, 2, 4, 64, seed=3), torch.tensor([75], device=DEVICE)
+    found, expected = both(query, projection, encoded, 9, lengths=lengths)
+    assert torch.equal(found, expected)
+    keys = draw(1, 2, 60, 64, seed=2)
+    everything = torch.arange(60, device=DEVICE).expand(1, 2, -1)
+    dense = pipeline.sparse_attention(query, keys, keys, None, lengths=lengths)
+    torch.testing.assert_close(dense, sparse_attention(query, keys, keys, everything))
+
+
 def test_nothing_behind_the_length_is_read():
     projection, encoded = cache(1, 2, 300, 64, 64)
     lengths = torch.tensor([257], device=DEVICE)
@@ -246,10 +264,23 @@ def test_codes_of_keys(dtype, dim, bits, measured):
     torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("lead", [(), (1,), (2,), (1, 2), (3, 2), (3, 1)])
+def test_projections_shared_by_heads_or_sequences(lead):
+    projection = draw(*lead, 64, 64, seed=1) / 16
+    some = draw(64, 64, seed=4)
+    encoder = make_encoder(projection, torch.float64, metric=some @ some.mT / 64, mean=draw(64, seed=5))
+    keys = draw(3, 2, 40, 64, seed=2, dtype=torch.float64)
+    found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
+    assert torch.equal(found.codes, expected.codes)
+    torch.testing.assert_close(found.error, expected.error)
+    with pytest.raises(InputError, match="do not fit projections to 64 dimensions"):
+        pipeline.encode_with(encoder, keys[..., :32])
+
+
 @pytest.mark.parametrize("dtype", list(EXACT))
 @pytest.mark.parametrize(
     ("heads", "dim", "tokens", "k"),
-    [(4, 128, 700, 100), (1, 64, 90, 1), (16, 256, 300, 300), (5, 80, 200, 65), (7, 96, 64, 64)],
+    [(4, 128, 700, 100), (1, 64, 90, 1), (16, 256, 300, 300), (5, 80, 200, 65), (7, 96, 64, 64), (2, 8, 40, 20)],
 )
 def test_attention_over_listed_tokens(dtype, heads, dim, tokens, k):
     query = draw(2, heads, 2, dim, dtype=dtype).transpose(1, 2)
@@ -266,6 +297,18 @@ def test_attention_over_listed_tokens(dtype, heads, dim, tokens, k):
     torch.testing.assert_close(found, expected, rtol=EXACT[dtype], atol=EXACT[dtype])
 
 
+def test_attention_over_nothing_is_zero():
+    query, keys = draw(2, 2, 4, 64), draw(2, 2, 50, 64, seed=1)
+    indices = torch.full((2, 2, 5), -1, device=DEVICE)
+    indices[0] = torch.arange(5)
+    found, expected = (
+        pipeline.sparse_attention(query, keys, keys, indices),
+        sparse_attention(query, keys, keys, indices),
+    )
+    assert (found[1] == 0).all()
+    torch.testing.assert_close(found, expected)
+
+
 def test_attention_over_everything():
     query, keys, values = draw(2, 2, 4, 64), draw(2, 2, 150, 64, seed=1), draw(2, 2, 150, 64, seed=2)
     lengths = torch.tensor([150, 70], device=DEVICE)
@@ -277,6 +320,7 @@ def test_attention_over_everything():
 
 
 def test_the_same_every_time():
+    """Of a GPU: the interpreter runs programs one after the other."""
     projection, encoded = cache(1, 2, 1500, 64, 64)
     query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 1500, 64, seed=2)
     made = []
@@ -284,6 +328,48 @@ def test_the_same_every_time():
         indices = pipeline.choose(query, projection, encoded.codes, encoded.gain, 300, scaling=0.1)
         made.append((indices, pipeline.sparse_attention(query, keys, keys, indices)))
     assert all(torch.equal(one, other) for again in made[1:] for one, other in zip(made[0], again, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_step_in_a_cuda_graph():
+    """Captured once, then asked again with another query and another length."""
+    projection, encoded = cache(1, 2, 2100, 64, 64)
+    query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 2100, 64, seed=2)
+    lengths = torch.tensor([2100], device=DEVICE)
+
+    def step():
+        indices = ops.choose(
+            query,
+            projection,
+            encoded.codes,
+            encoded.gain,
+            60,
+            None,
+            0.1,
+            "relative",
+            None,
+            lengths,
+            1,
+            0,
+            None,
+            0.0,
+            60,
+        )
+        return indices, ops.sparse_attention(query, keys, keys, indices, 0.1)
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for seed, length in ((3, 2100), (4, 1500), (5, 70)):
+        query.copy_(draw(1, 2, 4, 64, seed=seed))
+        lengths.fill_(length)
+        graph.replay()
+        assert all(map(torch.equal, replayed, step()))
 
 
 def test_operators_tell_their_shapes():

@@ -11,6 +11,7 @@ from bpc_calib.scoring import QuantizedQuery
 from bpc_calib.sparse_attention import sparse_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there by the interpreter
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 @pytest.fixture(scope="module")

@@ -58,11 +58,11 @@ def attend_kernel(
     top = tl.full([16], float("-inf"), wide)
     total = tl.zeros([16], wide)
     sums = tl.zeros([16, D_UP], wide)
-    end = count if indices is not None else tl.load(lengths + b).to(tl.int32)
+    end = count if indices is not None else tl.minimum(tl.load(lengths + b).to(tl.int32), count)
     for first in range(0, CHUNK, BLOCK):
         at = split * CHUNK + first + tl.arange(0, BLOCK)
         if indices is not None:
-            token = tl.load(indices + row.to(tl.int64) * count + at, mask=at < end, other=-1)
+            token = tl.load(indices + row.to(tl.int64) * count + at, mask=at < end, other=-1).to(tl.int64)
         else:
             token = tl.where(at < end, at, -1).to(tl.int64)
         listed = token >= 0
@@ -118,4 +118,5 @@ def reduce_kernel(
         )
         top = next_top
     out += (row.to(tl.int64) * tl.num_programs(0) + head) * D
-    tl.store(out + d, (sums / total).to(out.dtype.element_ty), mask=d < D)
+    mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # of no token at all: 0
+    tl.store(out + d, mean.to(out.dtype.element_ty), mask=d < D)

@@ -12,6 +12,8 @@ __all__ = ["guard_kernel"]
 def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, COARSE: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row: takes tokens of the list `worst [rows, count]` (-1: none) until its places are filled.
 
+    No token stands in the list twice.
+
     A token taken leaves the histogram of the scores.
     """
     row = tl.program_id(0)

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from bpc_calib.encoding import Encoded, Encoder
+from bpc_calib.errors import InputError
 from bpc_calib.kernels.attend import attend_kernel, reduce_kernel
 from bpc_calib.kernels.compact import compact_kernel
 from bpc_calib.kernels.encode import encode_kernel, greedy_kernel
@@ -242,7 +243,7 @@ def choose(
     if valid is not None:
         valid = _tight(valid)
     rank(ranking, codes, gain, group=group, valid=valid, worst=None if worst is None else _tight(worst).flatten(0, 1))
-    ragged = isinstance(k, Tensor) or valid is not None or lengths is not None
+    ragged = not isinstance(k, int) or width != k or any(each is not None for each in (valid, lengths, worst))
     return take(ranking, width, ragged=ragged).unflatten(0, (batch, kv_heads))
 
 
@@ -253,6 +254,9 @@ def sparse_attention(
     """`bpc_calib.sparse_attention`; without indices, over the first `lengths [B]` tokens."""
     batch, kv_heads, heads, dim = query.shape
     rows, count = batch * kv_heads, keys.shape[2] if indices is None else indices.shape[-1]
+    if query.dtype == torch.float64:  # a number given to a kernel is a float32 there
+        query, scale = query * (dim**-0.5 if scale is None else scale), 1.0
+    dim_up = max(16, triton.next_power_of_2(dim))  # the least depth of a matrix product
     block = 2 * LISTED // query.element_size()  # as many bytes for wider dtypes
     # A power of two, so that few kernels are compiled while a list grows.
     chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, PROGRAMS)))
@@ -266,12 +270,12 @@ def sparse_attention(
     attend_kernel[(splits, rows)](
         query, keys, values, indices, lengths, part, weight, largest, dim**-0.5 if scale is None else scale, count,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        H_KV=kv_heads, G=heads, D=dim, D_UP=triton.next_power_of_2(dim), CHUNK=chunk, BLOCK=block,
-        num_warps=4, num_stages=3 if query.element_size() == 2 else 1,
+        H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block,
+        num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
         part, weight, largest, out, splits,
-        D=dim, D_UP=triton.next_power_of_2(dim), SPLITS_UP=triton.next_power_of_2(splits), BLOCK=16, num_warps=4,
+        D=dim, D_UP=dim_up, SPLITS_UP=triton.next_power_of_2(splits), BLOCK=16, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -281,10 +285,12 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     batch, kv_heads, tokens, dim = keys.shape
     bits = encoder.matrix.shape[-1]
     encoded = _empty((batch, kv_heads, tokens), bits, keys.device)
-    own = encoder.matrix.dim() == 4  # projections of each sequence
+    if encoder.matrix.shape[-2] != dim:
+        raise InputError(f"keys {list(keys.shape)} do not fit projections to {encoder.matrix.shape[-2]} dimensions")
+    own = encoder.matrix.dim() == 4 and encoder.matrix.shape[0] > 1  # projections of each sequence
     matrix, gram, metric, mean = (
-        None if each is None else each.contiguous()
-        for each in (encoder.matrix.mT, encoder.gram, encoder.metric, encoder.mean)
+        None if each is None else each.expand(batch if own else 1, kv_heads, *each.shape[-rank:]).contiguous()
+        for each, rank in ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1))
     )
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
         keys, matrix, gram, metric, mean, encoded.codes.view(torch.int32), encoded.error, encoded.gain, tokens,

@@ -70,12 +70,13 @@ def prep_kernel(
     for head in tl.static_range(G):
         q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
         largest = tl.maximum(largest, tl.max(tl.abs(tl.sum(P * q[None, :], 1)), 0))
-    inverse = tl.where(largest > 0, divide(tl.full([], 127, P.dtype), tl.where(largest > 0, largest, 1)), 0)
+    # As torch rounds 127 / largest; a query too small for its inverse goes to the ends of the range.
+    inverse = tl.where(largest > 0, divide(tl.full([], 1, P.dtype), tl.where(largest > 0, largest, 1)) * 127, 0)
     most = 0
     for head in tl.static_range(G):
         q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
-        rounded = round_even(tl.sum(P * q[None, :], 1) * inverse).to(tl.int32)
-        rounded = tl.minimum(tl.maximum(rounded, -127), 127)
+        exact = tl.sum(P * q[None, :], 1) * inverse
+        rounded = round_even(tl.minimum(tl.maximum(exact, -127.0), 127.0)).to(tl.int32)
         tl.store(values + (row * G + head) * H + bit, rounded.to(tl.int8))
         tl.store(totals + row * G + head, tl.sum(rounded, 0))
         reach = tl.sum(tl.abs(rounded), 0)
@@ -100,7 +101,7 @@ def prep_kernel(
 
     # Who is forced: the newest, then the first, and never more than k of them.
     if lengths is not None:
-        length = tl.load(lengths + b).to(tl.int32)
+        length = tl.maximum(tl.minimum(tl.load(lengths + b).to(tl.int32), length), 0)
     if ks is not None:
         k = tl.load(ks + row).to(tl.int32)
     newest = tl.minimum(recent, k)
