@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = ("torch", "triton")
 OLDEST_TRITON = (3, 6)
 OLDEST_GPU = (8, 0)
+NO_FLOAT64 = (10, 0)  # from here on Triton's compiler breaks off at products of float64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOST_HEADS, MOST_DIM, MOST_ROWS, MOST_TOKENS = 16, 256, 65535, 1 << 22
 
@@ -117,7 +118,7 @@ def _triton_serves(given: Tensor, shape: torch.Size, *, contiguous: bool, heads:
     dim = given.shape[-1]
     if given.dim() != 4:
         fault = f"{given.dim()} dimensions instead of 4"
-    elif given.dtype not in DTYPES:
+    elif given.dtype not in DTYPES or (given.dtype == torch.float64 and _capability(given.device) >= NO_FLOAT64):
         fault = f"dtype {given.dtype}"
     elif heads > MOST_HEADS:
         fault = f"{heads} query heads on a KV head, more than {MOST_HEADS}"
@@ -153,13 +154,16 @@ def _unfit(device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"needs a GPU, and the tensors are on {device.type}"
-    if torch.version.hip is None and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST_GPU:
-            return (
-                f"the kernels need a GPU of compute capability 8.0, and this one has {'.'.join(map(str, capability))}"
-            )
+    if (capability := _capability(device)) < OLDEST_GPU:
+        return f"the kernels need a GPU of compute capability 8.0, and this one has {'.'.join(map(str, capability))}"
     return None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """NVIDIA's compute capability; elsewhere one that is served."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return OLDEST_GPU
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
