@@ -69,9 +69,11 @@ def compiled(kernel, arch, constants, changes=None, **options):
     return {
         "kernel": kernel.__name__,
         "arch": arch,
+        "triton": triton.__version__,
         "constants": {name: str(value) for name, value in constants.items()},
         "registers": registers,
         "stack": stack,
+        "warps": options["num_warps"],
         "shared": made.metadata.shared,
         "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)", sass)),
         "int8_mma": len(re.findall(r"\b(?:IMMA|IGMMA|UTCIMMA)|mma\.\S*\.s8", sass + made.asm["ptx"])),

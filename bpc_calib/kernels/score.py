@@ -185,11 +185,11 @@ def score_kernel(
         )  # fmt: skip
         g = tl.arange(0, G_UP)[None, None, :]
         if GROUP == "relative":
-            LEAST: tl.constexpr = -(((1 << 31) - 1) // (5 * G))
-            below = scores - tl.load(best + row * G_UP + g)
-            below = tl.minimum(tl.maximum(below, LEAST), 0)
+            below = scores - tl.load(best + row * G_UP + g)  # with 16 heads, too, far above what `group_scores` clamps
+            if valid is not None:
+                below = tl.minimum(below, 0)  # padding, which is no head's best
             limit = tl.load(plan + row * 8 + 7)
-            nearest = below if G == G_UP else tl.where(g < G, below, LEAST)
+            nearest = below if G == G_UP else tl.where(g < G, below, NEVER)
             within = tl.maximum(below, -limit)
             within = within if G == G_UP else tl.where(g < G, within, 0)
             score = 4 * G * tl.max(nearest, 2) + tl.sum(within, 2)
