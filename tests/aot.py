@@ -19,7 +19,7 @@ from bpc_calib.kernels.attend import attend_kernel, reduce_kernel
 from bpc_calib.kernels.compact import compact_kernel
 from bpc_calib.kernels.encode import encode_kernel, greedy_kernel
 from bpc_calib.kernels.guard import guard_kernel
-from bpc_calib.kernels.narrow import fine_kernel, middle_kernel
+from bpc_calib.kernels.narrow import fine_kernel, middle_kernel, upper_kernel
 from bpc_calib.kernels.prep import prep_kernel
 from bpc_calib.kernels.score import best_kernel, score_kernel
 
@@ -102,6 +102,9 @@ def everything(arch):
         yield compiled(greedy_kernel, arch, constants, {"codes": "*i32"}, num_warps=8, **EXACT)
     for heads, bits, group, gain in GROUPS:
         yield from of_the_codes(arch, heads, bits, group, gain)
+    yield compiled(fine_kernel, arch, {"BLOCK": pipeline.COUNTED})
+    for blocks in (1, 256, 2048):
+        yield compiled(compact_kernel, arch, {"BLOCKS_UP": blocks, "BLOCK": pipeline.COUNTED})
     yield compiled(guard_kernel, arch, {"COARSE": pipeline.COARSE, "BLOCK": pipeline.GUARDED})
 
 
@@ -141,11 +144,10 @@ def of_the_codes(arch, heads, bits, group, gain):
             yield compiled(best_kernel, arch, constants | missing)
         yield compiled(score_kernel, arch, constants | missing | {"GROUP": group, "COARSE": pipeline.COARSE})
     bins = pipeline.middle_bins(group, heads, bits, gain)
-    sizes = {"COARSE": pipeline.COARSE, "MIDDLE": bins, "BLOCK": pipeline.COUNTED}
+    sizes = {"COARSE": pipeline.COARSE, "MIDDLE": bins}
     if bins > 1:
-        yield compiled(middle_kernel, arch, sizes)
-    yield compiled(fine_kernel, arch, sizes)
-    yield compiled(compact_kernel, arch, sizes | {"BLOCKS_UP": 256})
+        yield compiled(middle_kernel, arch, sizes | {"BLOCK": pipeline.COUNTED})
+    yield compiled(upper_kernel, arch, sizes, num_warps=8)
 
 
 if __name__ == "__main__":

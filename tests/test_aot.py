@@ -16,8 +16,8 @@ GPUS = {80: "A100", 90: "H100 and H200", 100: "B200"}
 # The most registers that a kernel may take under any setting; 255 is where the compiler begins to spill.
 REGISTERS = {
     "prep_kernel": 240, "best_kernel": 200, "score_kernel": 200, "guard_kernel": 40, "middle_kernel": 64,
-    "fine_kernel": 224, "compact_kernel": 136, "attend_kernel": 200, "reduce_kernel": 80, "encode_kernel": 240,
-    "greedy_kernel": 184,
+    "upper_kernel": 64, "fine_kernel": 224, "compact_kernel": 112, "attend_kernel": 200, "reduce_kernel": 80,
+    "encode_kernel": 240, "greedy_kernel": 184,
 }  # fmt: skip
 # Of the shape measured most: 4 heads, 64 bits, head_dim 128.
 USUAL = {"prep_kernel": 96, "best_kernel": 112, "score_kernel": 152, "attend_kernel": 128, "encode_kernel": 224}
@@ -51,7 +51,7 @@ def test_compiles_within_its_registers(reports, arch):
         assert report["registers"] <= REGISTERS[report["kernel"]], report
         constants = report["constants"]
         usual = (constants.get("G", "4"), constants.get("H", "64"), constants.get("D", "128")) == ("4", "64", "128")
-        if usual and constants.get("MIDDLE", "2048") == "2048":
+        if usual:
             assert report["registers"] <= USUAL.get(report["kernel"], 255), report
         if constants.get("indices") != "None":  # the dense form is a baseline of benchmarks
             assert report["shared"] <= SHARED, report

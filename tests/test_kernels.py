@@ -230,7 +230,7 @@ def test_scores_and_their_histogram():
     assert (made.ranked[:, [0, 1498, 1499]] == 2**31 - 1).all()
     low, shift = made.plan[:, 5:6], made.plan[:, 6:7]
     for row, digits in enumerate((ranked - low) >> shift):
-        assert torch.equal(made.coarse[row], torch.bincount(digits[1:1498], minlength=256))
+        assert torch.equal(made.coarse[row], torch.bincount(digits[1:1498], minlength=pipeline.COARSE))
 
 
 @pytest.mark.parametrize("bits", [32, 64, 128])

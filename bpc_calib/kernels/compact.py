@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bpc_calib.kernels.narrow import distances, find, upper
+from bpc_calib.kernels.narrow import distances, find
 
 __all__ = ["compact_kernel"]
 
@@ -12,16 +12,13 @@ __all__ = ["compact_kernel"]
 def compact_kernel(
     ranked,
     plan,
-    coarse,
-    middle,
+    threshold,
     fine,
     above,
     indices,
     ranked_r,
     blocks,
     width,
-    COARSE: tl.constexpr,
-    MIDDLE: tl.constexpr,
     BLOCKS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -35,18 +32,19 @@ def compact_kernel(
     at = block * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(plan + row * 8)
     if block * BLOCK < length:
-        found, left = upper(coarse, middle, plan, row, COARSE, MIDDLE)
-        lowest, left = find(fine + row * 256, left, 256)
-        threshold = (found << 8) + lowest
+        lowest, left = find(fine + row * 256, tl.load(threshold + row * 2 + 1), 256)
+        last = (tl.load(threshold + row * 2) << 8) + lowest
         distance, forced, ranks = distances(ranked, plan, row, at, length, ranked_r)
 
         before = tl.arange(0, BLOCKS_UP)
         held = above + (row.to(tl.int64) * blocks + before) * 257 + lowest
-        at_least = tl.sum(tl.load(held, mask=before < block, other=0), 0)
         over = tl.sum(tl.load(held + 1, mask=before < block, other=0), 0)
+        level = tl.sum(tl.load(held, mask=before < block, other=0), 0) - over
+        free = tl.maximum(left - level, 0)  # places that earlier blocks leave to equal scores
 
-        equal = ranks & (distance == threshold)
-        takes = equal & (at_least - over + tl.cumsum(equal.to(tl.int32), 0) <= left)
-        takes = takes | forced | (ranks & (distance > threshold))
-        place = over + tl.minimum(at_least - over, left) + tl.cumsum(takes.to(tl.int32), 0) - 1
+        sure = forced | (ranks & (distance > last))
+        equal = ranks & (distance == last)
+        so_far = tl.cumsum((sure.to(tl.int32) << 16) + equal.to(tl.int32), 0)  # both in one: a block is far below 2^16
+        takes = sure | (equal & ((so_far & 0xFFFF) <= free))
+        place = over + tl.minimum(level, left) + (so_far >> 16) + tl.minimum(so_far & 0xFFFF, free) - 1
         tl.store(indices + row.to(tl.int64) * width + place, at.to(tl.int64), mask=takes & (place < width))

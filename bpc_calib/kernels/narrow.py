@@ -1,4 +1,4 @@
-"""Step 4: the score from which on keys are chosen, digit by digit: its upper, middle and lower 8 bits.
+"""Step 4: the score from which on keys are chosen, digit by digit: its upper 7 bits, middle ones and lowest 8.
 
 The upper digit comes with the scores. Each later histogram counts only the keys in the bin found before it, so few.
 """
@@ -29,13 +29,15 @@ def find(histogram, wanted, BINS: tl.constexpr):
 
 
 @triton.jit
-def upper(coarse, middle, plan, row, COARSE: tl.constexpr, MIDDLE: tl.constexpr):
-    """All but the lowest 8 bits of the threshold, and how many keys with these bits are needed."""
+def upper_kernel(coarse, middle, plan, threshold, COARSE: tl.constexpr, MIDDLE: tl.constexpr):
+    """`threshold [rows, 2]`: all but its lowest 8 bits, and how many keys with these bits are needed; grid (rows)."""
+    row = tl.program_id(0)
     found, left = find(coarse + row * COARSE, tl.load(plan + row * 8 + 4), COARSE)
     if MIDDLE > 1:
         next_found, left = find(middle + row * MIDDLE, left, MIDDLE)
         found = (found << (tl.load(plan + row * 8 + 6) - 8)) + next_found
-    return found, left
+    tl.store(threshold + row * 2, found)
+    tl.store(threshold + row * 2 + 1, left)
 
 
 @triton.jit
@@ -66,19 +68,7 @@ def middle_kernel(
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def fine_kernel(
-    ranked,
-    plan,
-    coarse,
-    middle,
-    fine,
-    above,
-    ranked_r,
-    blocks,
-    COARSE: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def fine_kernel(ranked, plan, threshold, fine, above, ranked_r, blocks, BLOCK: tl.constexpr):
     """Histogram `fine [rows, 256]` of the lowest 8 bits, and what each block holds: grid as above.
 
     `above [rows, blocks, 257]`: how many keys of the block are forced, or have higher upper bits than the
@@ -89,7 +79,7 @@ def fine_kernel(
     at = block * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(plan + row * 8)
     if block * BLOCK < length:
-        found, _ = upper(coarse, middle, plan, row, COARSE, MIDDLE)
+        found = tl.load(threshold + row * 2)
         distance, forced, ranks = distances(ranked, plan, row, at, length, ranked_r)
         sure = tl.sum((forced | (ranks & ((distance >> 8) > found))).to(tl.int32), 0)
         in_bin = ranks & ((distance >> 8) == found)

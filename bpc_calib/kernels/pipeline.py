@@ -13,7 +13,7 @@ from bpc_calib.kernels.attend import attend_kernel, reduce_kernel
 from bpc_calib.kernels.compact import compact_kernel
 from bpc_calib.kernels.encode import encode_kernel, greedy_kernel
 from bpc_calib.kernels.guard import guard_kernel
-from bpc_calib.kernels.narrow import fine_kernel, middle_kernel
+from bpc_calib.kernels.narrow import fine_kernel, middle_kernel, upper_kernel
 from bpc_calib.kernels.prep import PLAN, prep_kernel
 from bpc_calib.kernels.score import best_kernel, score_kernel
 from bpc_calib.scoring import GROUPS, QuantizedQuery
@@ -34,7 +34,7 @@ __all__ = [
 SCORED = 1024  # keys a program scores, see `scored`
 COUNTED = 2048  # keys a program counts and lists
 GUARDED = 256  # tokens of the safeguard's list read at once
-COARSE = 256  # bins of the first histogram
+COARSE = 128  # bins of the first histogram
 PROGRAMS = 512  # that share the list of an attention
 LISTED = 64  # tokens attended at once, in 16 bits
 HASHED = 64  # keys a program hashes
@@ -55,6 +55,7 @@ class Ranking:
     ranked: Tensor  # int32 [rows, N and a few more]
     coarse: Tensor  # int32 [rows, COARSE]
     middle: Tensor  # int32 [rows, 2^...]
+    threshold: Tensor  # int32 [rows, 2]
     fine: Tensor  # int32 [rows, 256]
 
 
@@ -66,7 +67,7 @@ def middle_bins(group: str, heads: int, bits: int, gain: bool) -> int:
         span = 5 * heads * min(2 * reach, ((1 << 31) - 1) // (5 * heads))
     elif group == "sum":
         span *= heads
-    return int(1 << max(0, span.bit_length() - 16))
+    return int(1 << max(0, span.bit_length() - (8 + COARSE.bit_length() - 1)))
 
 
 def packed(heads: int, bits: int) -> int:
@@ -111,6 +112,7 @@ def prepare(
         ranked=empty(triton.cdiv(tokens, 16) * 16),  # rows begin at multiples of 64 bytes
         coarse=empty(COARSE),
         middle=empty(middle_bins(group, heads, bits, gain)),
+        threshold=empty(2),
         fine=empty(256),
     )
     ks = bounds = None
@@ -198,16 +200,16 @@ def take(ranking: Ranking, width: int, *, ragged: bool) -> Tensor:
     indices = torch.empty(rows, width, dtype=torch.int64, device=above.device)
     if ragged:
         indices.fill_(-1)
-    sizes = {"COARSE": COARSE, "MIDDLE": ranking.middle.shape[1], "BLOCK": COUNTED}
-    counted = (ranking.ranked, ranking.plan, ranking.coarse, ranking.middle)
-    stride = ranking.ranked.stride(0)
+    bins, stride = {"COARSE": COARSE, "MIDDLE": ranking.middle.shape[1]}, ranking.ranked.stride(0)
+    counts = (ranking.plan, ranking.coarse, ranking.middle)
     if ranking.middle.shape[1] > 1:
-        middle_kernel[(blocks, rows)](*counted, stride, **sizes, num_warps=4)
-    fine_kernel[(blocks, rows)](*counted, ranking.fine, above, stride, blocks, **sizes, num_warps=4)
+        middle_kernel[(blocks, rows)](ranking.ranked, *counts, stride, **bins, BLOCK=COUNTED, num_warps=4)
+    upper_kernel[(rows,)](ranking.coarse, ranking.middle, ranking.plan, ranking.threshold, **bins, num_warps=8)
+    last = (ranking.ranked, ranking.plan, ranking.threshold, ranking.fine, above)
+    fine_kernel[(blocks, rows)](*last, stride, blocks, BLOCK=COUNTED, num_warps=4)
     compact_kernel[(blocks, rows)](
-        *counted, ranking.fine, above, indices, stride, blocks, width,
-        BLOCKS_UP=triton.next_power_of_2(blocks), **sizes, num_warps=4,
-    )  # fmt: skip
+        *last, indices, stride, blocks, width, BLOCKS_UP=triton.next_power_of_2(blocks), BLOCK=COUNTED, num_warps=4
+    )
     return indices
 
 

@@ -93,7 +93,7 @@ def prep_kernel(
         span = 2 * most
         low = -most
     shift = 8
-    for each in tl.static_range(8, 23):
+    for each in tl.static_range(8, 31):
         shift += ((span >> each) >= COARSE).to(tl.int32)
     product = unit * scaling
     logit = tl.div_rn(tl.full([], 64.0 if GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
