@@ -8,7 +8,7 @@ import triton.language as tl
 
 from bpc_calib.kernels.score import FORCED, NEVER
 
-__all__ = ["find", "fine_kernel", "middle_kernel", "upper"]
+__all__ = ["distances", "find", "fine_kernel", "middle_kernel", "upper_kernel"]
 
 
 @triton.jit
