@@ -185,7 +185,7 @@ def score_kernel(
         )  # fmt: skip
         g = tl.arange(0, G_UP)[None, None, :]
         if GROUP == "relative":
-            below = scores - tl.load(best + row * G_UP + g)  # with 16 heads, too, far above what `group_scores` clamps
+            below = scores - tl.load(best + row * G_UP + g)  # the clamp of `group_scores` is out of reach of 16 heads
             if valid is not None:
                 below = tl.minimum(below, 0)  # padding, which is no head's best
             limit = tl.load(plan + row * 8 + 7)
