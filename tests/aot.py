@@ -130,7 +130,8 @@ def of_the_model(arch, typed, dim, *, full):
         constants |= {"GAIN": True, "COARSE": pipeline.COARSE, "FINE": 256} | dict.fromkeys(missing)
         constants |= {"MIDDLE": pipeline.middle_bins("relative", heads, bits, True)}
         types = typed | {"values": "*i8", "scale": "*fp32"}
-        yield compiled(prep_kernel, arch, constants, types, num_warps=8, **EXACT)
+        warps = pipeline.prep_warps(bits, dim)
+        yield compiled(prep_kernel, arch, constants, types, num_warps=warps, **EXACT)
 
 
 def of_the_codes(arch, heads, bits, group, gain):

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 GPUS = {80: "A100", 90: "H100 and H200", 100: "B200"}
 # The most registers that a kernel may take under any setting; 255 is where the compiler begins to spill.
 REGISTERS = {
-    "prep_kernel": 240, "best_kernel": 200, "score_kernel": 200, "guard_kernel": 40, "middle_kernel": 64,
+    "prep_kernel": 128, "best_kernel": 200, "score_kernel": 200, "guard_kernel": 40, "middle_kernel": 64,
     "upper_kernel": 64, "fine_kernel": 224, "compact_kernel": 112, "attend_kernel": 200, "reduce_kernel": 80,
     "encode_kernel": 240, "greedy_kernel": 184,
 }  # fmt: skip

@@ -80,6 +80,11 @@ def scored(heads: int) -> int:
     return SCORED if heads <= 8 else SCORED // 2
 
 
+def prep_warps(bits: int, dim: int) -> int:
+    """Of the first kernel, which holds a whole projection in its registers."""
+    return 8 if bits * triton.next_power_of_2(dim) <= 1 << 14 else 16
+
+
 def prepare(
     query: Tensor,
     projection: Tensor,
@@ -130,7 +135,8 @@ def prepare(
         made.fine, lengths, ks, bounds, tokens, k, recent, sink, share.numerator, share.denominator, scaling,
         *query.stride()[:3], *projection.stride()[:3],
         H_KV=kv_heads, G=heads, G_UP=made.best.shape[1], H=bits, D=dim, D_UP=triton.next_power_of_2(dim), GROUP=group,
-        GAIN=gain, COARSE=COARSE, MIDDLE=made.middle.shape[1], FINE=256, num_warps=8, **no_contraction,
+        GAIN=gain, COARSE=COARSE, MIDDLE=made.middle.shape[1], FINE=256,
+        num_warps=prep_warps(bits, dim), **no_contraction,
     )  # fmt: skip
     return made
 

@@ -67,13 +67,13 @@ def prep_kernel(
     )
     P = P.to(tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32)
     largest = tl.zeros([], P.dtype)
-    for head in tl.static_range(G):
+    for head in range(G):
         q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
         largest = tl.maximum(largest, tl.max(tl.abs(tl.sum(P * q[None, :], 1)), 0))
     # As torch rounds 127 / largest; a query too small for its inverse goes to the ends of the range.
     inverse = tl.where(largest > 0, divide(tl.full([], 1, P.dtype), tl.where(largest > 0, largest, 1)) * 127, 0)
-    most = 0
-    for head in tl.static_range(G):
+    most = tl.full([], 0, tl.int32)
+    for head in range(G):
         q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
         exact = tl.sum(P * q[None, :], 1) * inverse
         rounded = round_even(tl.minimum(tl.maximum(exact, -127.0), 127.0)).to(tl.int32)
