@@ -82,7 +82,7 @@ def scored(heads: int) -> int:
 
 def prep_warps(bits: int, dim: int) -> int:
     """Of the first kernel, which holds a whole projection in its registers."""
-    return 8 if bits * triton.next_power_of_2(dim) <= 1 << 14 else 16
+    return 8 if bits * triton.next_power_of_2(dim) <= 1 << 12 else 16
 
 
 def prepare(
