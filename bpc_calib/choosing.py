@@ -5,10 +5,18 @@ from torch import Tensor
 
 from bpc_calib.codes import check_codes
 from bpc_calib.errors import InputError
-from bpc_calib.scoring import GROUPS, RELATIVE_LIMIT, QuantizedQuery, group_scores, hash_scores, quantize_query
-from bpc_calib.selection import select
+from bpc_calib.scoring import (
+    GROUPS,
+    RELATIVE_LIMIT,
+    QuantizedQuery,
+    check_group,
+    group_scores,
+    hash_scores,
+    quantize_query,
+)
+from bpc_calib.selection import check_forced, select
 
-__all__ = ["check", "choose", "choose_asked", "rank"]
+__all__ = ["check", "choose", "choose_asked", "rank", "within"]
 
 
 def choose(
@@ -102,12 +110,8 @@ def check(
             raise InputError(f"k must be integers [B, 1] or [B, H_KV], not {k.dtype} {list(k.shape)}")
     elif not 0 <= k <= tokens:
         raise InputError(f"k must be between 0 and the {tokens} tokens there are, not {k}")
-    if group not in GROUPS:
-        raise InputError(f"group must be one of {', '.join(GROUPS)}, not {group!r}")
-    if recent < 0 or sink < 0 or not 0 <= safeguard <= 1:
-        raise InputError(
-            f"recent and sink must be 0 or more and safeguard in [0, 1], not {recent}, {sink} and {safeguard}"
-        )
+    check_group(group)
+    check_forced(recent, sink, safeguard)
 
 
 def _same(found: int, wanted: int) -> bool:
@@ -132,14 +136,19 @@ def choose_asked(
 ) -> Tensor:
     """`choose` for queries already rounded."""
     if lengths is not None:
-        held = torch.arange(codes.shape[2], device=codes.device) < lengths.unsqueeze(-1)
-        valid = held if valid is None else valid & held
+        valid = within(lengths, codes.shape[2], valid)
     valid = None if valid is None else valid.unsqueeze(1)
     scores = hash_scores(asked, codes, gain)
     ranked = rank(scores, asked.scale, group=group, gain=gain is not None, scaling=scaling, valid=valid)
     chosen = select(ranked, k, valid=valid, recent=recent, sink=sink, worst=worst, safeguard=safeguard)
     missing = 0 if width is None else width - chosen.shape[-1]
     return torch.nn.functional.pad(chosen, (0, missing), value=-1) if missing > 0 else chosen
+
+
+def within(lengths: Tensor, tokens: int, valid: Tensor | None) -> Tensor:
+    """bool `[B, tokens]`: what lies within the lengths `[B]`, and is valid."""
+    held = torch.arange(tokens, device=lengths.device) < lengths.unsqueeze(-1)
+    return held if valid is None else valid & held
 
 
 def rank(

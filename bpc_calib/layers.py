@@ -16,7 +16,7 @@ from bpc_calib.dispatch import sparse_attention
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.growing import append
 from bpc_calib.models import ModelDescription
-from bpc_calib.scoring import GROUPS
+from bpc_calib.scoring import check_group
 from bpc_calib.selection import attended, select
 
 __all__ = ["GrowingLayer", "Rules", "SparseLayer"]
@@ -50,8 +50,7 @@ class Rules:
             or not 0 <= self.safeguard <= 1
         ):
             raise InputError(f"safeguard must be a share in [0, 1], not {self.safeguard!r}")
-        if self.group not in GROUPS:
-            raise InputError(f"group must be one of {', '.join(GROUPS)}, not {self.group!r}")
+        check_group(self.group)
         if not isinstance(self.gain, bool):
             raise InputError(f"gain must be True or False, not {self.gain!r}")
         if self.seed >= 1 << 63:

@@ -10,7 +10,7 @@ from bpc_calib.codes import check_bits, check_codes
 from bpc_calib.encoding import GAIN_ONE
 from bpc_calib.errors import InputError
 
-__all__ = ["GROUPS", "RELATIVE_LIMIT", "QuantizedQuery", "group_scores", "hash_scores", "quantize_query"]
+__all__ = ["GROUPS", "RELATIVE_LIMIT", "QuantizedQuery", "check_group", "group_scores", "hash_scores", "quantize_query"]
 
 # How the scores of the query heads of a KV head become one.
 GROUPS = ("relative", "max", "sum")
@@ -98,8 +98,7 @@ def group_scores(
     Raises:
         InputError: an unknown group.
     """
-    if group not in GROUPS:
-        raise InputError(f"group must be one of {', '.join(GROUPS)}, not {group!r}")
+    check_group(group)
     if group == "max":
         return scores.amax(-2)
     if group == "sum":
@@ -116,6 +115,12 @@ def group_scores(
         limit = torch.as_tensor(limit, dtype=scores.dtype, device=scores.device)
         below = below.clamp_(min=-limit[..., None, None])
     return 4 * heads * best + below.sum(-2, dtype=scores.dtype)
+
+
+def check_group(group: str) -> None:
+    """Raise `InputError` unless `group` is one of `GROUPS`."""
+    if group not in GROUPS:
+        raise InputError(f"group must be one of {', '.join(GROUPS)}, not {group!r}")
 
 
 def _check_lead(what: str, one: Tensor, other: Tensor) -> None:

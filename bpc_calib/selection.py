@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["attended", "select", "sortable", "worst_first"]
+__all__ = ["as_fraction", "attended", "check_forced", "select", "sortable", "worst_first"]
 
 # A token's rule, value and index share one int64: at most 2, 32 and these bits.
 INDEX_BITS = 28
@@ -62,10 +62,7 @@ def select(
         raise InputError(f"scores must be integers [..., N], not {scores.dtype} {list(scores.shape)}")
     if scores.dtype == torch.int64 and (scores.abs() >= 1 << 31).any():
         raise InputError("scores must fit int32")
-    if recent < 0 or sink < 0 or not 0 <= safeguard <= 1:
-        raise InputError(
-            f"recent and sink must be 0 or more and safeguard in [0, 1], not {recent}, {sink} and {safeguard}"
-        )
+    check_forced(recent, sink, safeguard)
     rows, count = scores.shape[:-1], scores.shape[-1]
     device = scores.device
     if count >= 1 << INDEX_BITS:
@@ -88,8 +85,7 @@ def select(
     rule = 3 * newest.long() + 2 * first.long()
     value = torch.where(newest, position, torch.where(first, 0, scores))
     if worst is not None and safeguard > 0:
-        # Multiplied in integers, as exact on every device; the limit keeps the product below 2^63.
-        share = Fraction(str(safeguard)).limit_denominator(1_000_000)
+        share = as_fraction(safeguard)
         places = wanted * share.numerator // share.denominator
         worst = worst.long().expand(*rows, -1)
         free = (valid & ~(newest | first)).expand(scores.shape).gather(-1, worst.clamp(min=0)) & (worst >= 0)
@@ -102,6 +98,19 @@ def select(
     chosen = torch.arange(width, device=device) < wanted.unsqueeze(-1)
     indices = torch.where(chosen, best, count).sort(-1).values
     return indices.masked_fill(indices == count, -1)
+
+
+def check_forced(recent: int, sink: int, safeguard: float) -> None:
+    """Raise `InputError` unless `select` takes these."""
+    if recent < 0 or sink < 0 or not 0 <= safeguard <= 1:
+        raise InputError(
+            f"recent and sink must be 0 or more and safeguard in [0, 1], not {recent}, {sink} and {safeguard}"
+        )
+
+
+def as_fraction(safeguard: float) -> Fraction:
+    """The decimal that it prints as: multiplied in integers it is as exact on every device, and below 2^63."""
+    return Fraction(str(safeguard)).limit_denominator(1_000_000)
 
 
 def worst_first(error: Tensor) -> Tensor:

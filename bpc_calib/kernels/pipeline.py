@@ -1,12 +1,12 @@
 """The kernels behind the signatures of their torch oracles: what is allocated, and what is launched in which order."""
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 import torch
 import triton
 from torch import Tensor
 
+from bpc_calib.choosing import within
 from bpc_calib.encoding import Encoded, Encoder
 from bpc_calib.errors import InputError
 from bpc_calib.kernels.attend import attend_kernel, reduce_kernel
@@ -17,6 +17,7 @@ from bpc_calib.kernels.narrow import fine_kernel, middle_kernel, upper_kernel
 from bpc_calib.kernels.prep import PLAN, prep_kernel
 from bpc_calib.kernels.score import best_kernel, score_kernel
 from bpc_calib.scoring import GROUPS, QuantizedQuery
+from bpc_calib.selection import as_fraction
 
 __all__ = [
     "Ranking",
@@ -129,7 +130,7 @@ def prepare(
         ks = ks.expand(batch, kv_heads).contiguous()
     if lengths is not None:
         lengths = lengths.contiguous()
-    share = Fraction(str(safeguard)).limit_denominator(1_000_000)
+    share = as_fraction(safeguard)
     prep_kernel[(rows,)](
         query, projection, made.values, made.totals, made.scale, made.plan, made.best, made.coarse, made.middle,
         made.fine, lengths, ks, bounds, tokens, k, recent, sink, share.numerator, share.denominator, scaling,
@@ -149,7 +150,7 @@ def _tight(tensor: Tensor) -> Tensor:
 def _bounds(valid: Tensor, lengths: Tensor | None, ks: Tensor | None, k: int, recent: int, sink: int) -> Tensor:
     """int32 `[B, H_KV or 1, 3]`: how many tokens are real, where the newest of them begin and the first of them end."""
     if lengths is not None:
-        valid = valid & (torch.arange(valid.shape[1], device=valid.device) < lengths.unsqueeze(-1))
+        valid = within(lengths, valid.shape[1], valid)
     so_far = valid.cumsum(-1).unsqueeze(1)
     count = so_far[..., -1]
     wanted = torch.full_like(count, k) if ks is None else ks
