@@ -1,9 +1,10 @@
-"""Where a step is computed: by Triton on a GPU, in plain torch elsewhere. `BPC_BACKEND` names one for all.
+"""Where a step is computed: by Triton on a GPU, numba on a CPU, or plain torch. `BPC_BACKEND` names one for all.
 
 Every function here has the signature of its torch oracle and returns what that returns.
 """
 
 import functools
+import importlib
 import logging
 import os
 from typing import Any
@@ -22,11 +23,11 @@ __all__ = ["BACKENDS", "backend", "choose", "encode_with", "named", "sparse_atte
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("torch", "triton")
-OLDEST_TRITON = (3, 6)
+BACKENDS = ("torch", "triton", "numba")
+OLDEST_TRITON, OLDEST_NUMBA = (3, 6), (0, 61)
 OLDEST_GPU = (8, 0)
 NO_FLOAT64 = (10, 0)  # from here on Triton's compiler breaks off at products of float64
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_HEADS, MOST_DIM, MOST_ROWS, MOST_TOKENS = 16, 256, 65535, 1 << 22
 
 
@@ -37,13 +38,20 @@ def backend(device: torch.device) -> str:
         InputError: `BPC_BACKEND` names none, or one that cannot run here.
     """
     asked = named()
-    if asked == "torch" or (asked is None and device.type != "cuda"):
+    if asked == "torch":
         return "torch"
-    missing = _without_triton() or _unfit(device)
+    wanted = asked or {"cuda": "triton", "cpu": "numba"}.get(device.type, "torch")
+    missing = None
+    if wanted == "triton":
+        missing = _without("triton", OLDEST_TRITON, "pip install triton") or _unfit(device)
+    elif wanted == "numba":
+        missing = _without("numba", OLDEST_NUMBA, "pip install 'bpc-calib[cpu]'")
+        if missing is None and device.type != "cpu":
+            missing = f"needs tensors on the CPU, and they are on {device.type}"
     if missing is None:
-        return "triton"
+        return wanted
     if asked is not None:
-        raise InputError(f"BPC_BACKEND=triton: {missing}")
+        raise InputError(f"BPC_BACKEND={asked}: {missing}")
     _warn_once(f"{missing}; plain torch decodes instead, slowly")
     return "torch"
 
@@ -82,9 +90,12 @@ def choose(
         "scaling": scaling, "group": group, "valid": valid, "lengths": lengths, "recent": recent, "sink": sink,
         "worst": worst, "safeguard": safeguard,
     }  # fmt: skip
-    if not _triton_serves(query, codes.shape[:3], heads=query.shape[-2], contiguous=codes.stride(-1) == 1):
+    serves = _serves(query, codes.shape[:3], heads=query.shape[-2], contiguous=codes.stride(-1) == 1)
+    if serves == "torch":
         return choosing.choose(query, projection, codes, gain, k, width=width, **rules)
     choosing.check(query, projection, codes, gain, k, group, valid, lengths, recent, sink, worst, safeguard)
+    if serves == "numba":
+        return _numba(query.dtype).choose(query, projection, codes, gain, k, width=width, **rules)
     one, ks = (0, k) if isinstance(k, Tensor) else (int(k), None)
     if width is None:
         width = one if ks is None else int(ks.max())
@@ -96,9 +107,12 @@ def sparse_attention(
 ) -> Tensor:
     """`bpc_calib.sparse_attention.sparse_attention`."""
     contiguous = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-    if not _triton_serves(query, keys.shape[:3], heads=query.shape[-2], contiguous=contiguous):
+    serves = _serves(query, keys.shape[:3], heads=query.shape[-2], contiguous=contiguous)
+    if serves == "torch":
         return plain_attention(query, keys, values, indices, scale)
     check_attention(query, keys, values, indices)
+    if serves == "numba":
+        return _numba(query.dtype).sparse_attention(query, keys, values, indices, scale)
     return torch.ops.bpc.sparse_attention(
         query, keys, values, indices, query.shape[-1] ** -0.5 if scale is None else scale
     )
@@ -106,45 +120,58 @@ def sparse_attention(
 
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.encoding.encode_with`."""
-    if not _triton_serves(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1):
+    serves = _serves(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1)
+    if serves == "torch":
         return encoding.encode_with(encoder, keys)
+    if serves == "numba":
+        return _numba(keys.dtype).encode_with(encoder, keys)
     return Encoded(*torch.ops.bpc.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
 
 
-def _triton_serves(given: Tensor, shape: torch.Size, *, contiguous: bool, heads: int = 1) -> bool:
-    """Whether the kernels take a query or keys like these, for a cache `[B, H_KV, N]` and `heads` queries a KV head."""
-    if backend(given.device) != "triton":
-        return False
-    dim = given.shape[-1]
+def _serves(given: Tensor, shape: torch.Size, *, contiguous: bool, heads: int = 1) -> str:
+    """What takes a query or keys like these, for a cache `[B, H_KV, N]` and `heads` queries a KV head."""
+    found = backend(given.device)
+    if found == "torch" or (found == "numba" and torch.compiler.is_compiling()):  # which sees through torch alone
+        return "torch"
+    dim, triton = given.shape[-1], found == "triton"
+    float64 = triton and given.dtype == torch.float64 and _capability(given.device) < NO_FLOAT64
     if given.dim() != 4:
         fault = f"{given.dim()} dimensions instead of 4"
-    elif given.dtype not in DTYPES or (given.dtype == torch.float64 and _capability(given.device) >= NO_FLOAT64):
+    elif given.dtype not in DTYPES and not float64:
         fault = f"dtype {given.dtype}"
     elif heads > MOST_HEADS:
         fault = f"{heads} query heads on a KV head, more than {MOST_HEADS}"
     elif dim > MOST_DIM:
         fault = f"head_dim {dim}, above {MOST_DIM}"
-    elif shape[0] * shape[1] > MOST_ROWS or shape[2] >= MOST_TOKENS:
+    elif triton and (shape[0] * shape[1] > MOST_ROWS or shape[2] >= MOST_TOKENS):
         fault = f"a cache {list(shape)}, beyond {MOST_ROWS} rows or {MOST_TOKENS} tokens"
     elif not contiguous:
         fault = "a last dimension that is not contiguous"
     else:
-        import bpc_calib.kernels.ops  # noqa: F401  registers torch.ops.bpc
+        if triton:
+            import bpc_calib.kernels.ops  # noqa: F401  registers torch.ops.bpc
+        return found
+    _warn_once(f"the {found.capitalize()} kernels do not serve {fault}; plain torch does, slowly")
+    return "torch"
 
-        return True
-    _warn_once(f"the Triton kernels do not serve {fault}; plain torch does, slowly")
-    return False
+
+def _numba(dtype: torch.dtype) -> Any:
+    """The compiled kernels, ready for keys of this dtype."""
+    from bpc_calib.cpu import pipeline
+
+    pipeline.make_ready(dtype)
+    return pipeline
 
 
 @functools.cache
-def _without_triton() -> str | None:
-    """What is missing for Triton; None: nothing."""
+def _without(name: str, oldest: tuple[int, int], remedy: str) -> str | None:
+    """What is missing of a library; None: nothing."""
     try:
-        import triton
+        found = importlib.import_module(name).__version__
     except ImportError:
-        return "Triton is not installed (pip install triton)"
-    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
-        return f"Triton {triton.__version__} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+        return f"{name.capitalize()} is not installed ({remedy})"
+    if tuple(map(int, found.split(".")[:2])) < oldest:
+        return f"{name.capitalize()} {found} is older than {'.'.join(map(str, oldest))}"
     return None
 
 

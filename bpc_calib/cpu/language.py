@@ -6,7 +6,6 @@ bfloat16, int16 for float16.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numba

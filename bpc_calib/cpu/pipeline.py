@@ -1,7 +1,10 @@
 """The compiled kernels behind the signatures of their torch oracles: what is allocated, and what is run in which order."""
 
+import functools
+import itertools
+import logging
 import threading
-from dataclasses import dataclass
+import time
 from typing import Any
 
 import numba
@@ -10,39 +13,68 @@ import torch
 from torch import Tensor
 
 from bpc_calib.cpu.attend import attend_kernel, reduce_kernel
+from bpc_calib.cpu.choose import SELECT, choose_kernel
 from bpc_calib.cpu.encode import greedy_kernel
-from bpc_calib.cpu.prep import prep_kernel, table_size
-from bpc_calib.cpu.score import GROUP_CODES, PAD, score_kernel
-from bpc_calib.cpu.take import take_kernel
+from bpc_calib.cpu.folder import kept
+from bpc_calib.cpu.prep import table_size
+from bpc_calib.cpu.score import GROUP_CODES, PAD
 from bpc_calib.encoding import Encoded, Encoder
+from bpc_calib.errors import InputError
 from bpc_calib.scoring import GROUPS, QuantizedQuery
 from bpc_calib.selection import as_fraction
+from bpc_calib.sparse_attention import sparse_attention as plain_attention
 
-__all__ = ["Ranking", "choose", "encode_gram", "encode_with", "prepare", "quantized", "rank", "sparse_attention", "take"]
+__all__ = ["choose", "choose_asked", "encode_gram", "encode_with", "make_ready", "sparse_attention"]
+
+logger = logging.getLogger(__name__)
 
 SHARE = 4096  # keys that are worth a thread
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 NONE = 0  # the address of what there is not
 
 _one_at_a_time = threading.Lock()  # not every threading layer of numba can be entered twice
+_memory = torch.empty(0, dtype=torch.uint8)  # of whoever holds the lock
 
 
-@dataclass(frozen=True)
-class Ranking:
-    """What the kernels of one step leave for each other; a row is a KV head of a sequence."""
+@functools.cache
+def make_ready(dtype: torch.dtype) -> None:
+    """Compile the kernels for keys of a dtype, or load them, and say how long it took where it takes long."""
+    folder, name = kept(), str(dtype).removeprefix("torch.")
+    marker = None if folder is None else folder / name
+    fresh = marker is None or not marker.exists()
+    if fresh:
+        once = "at every start: no folder could be made to keep them" if marker is None else "once on this machine"
+        logger.warning("compiling the kernels for %s on the CPU, some 10 to 30 s, %s", name, once)
+    began = time.perf_counter()
+    query, keys = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 2, 16, dtype=dtype)
+    codes = torch.zeros(1, 1, 2, 1, dtype=torch.int64)
+    chosen = choose(query, torch.zeros(1, 32, 16, dtype=dtype), codes, None, 1, scaling=1.0)
+    sparse_attention(query, keys, keys, chosen)
+    encode_gram(torch.zeros(1, 1, 2, 32), torch.zeros(32, 32), torch.zeros(1, 1, 2))
+    if fresh:
+        logger.warning("compiled in %.1f s", time.perf_counter() - began)
+        if marker is not None:
+            marker.touch()
 
-    values: Tensor  # int8 [rows, G, H]
-    totals: Tensor  # int32 [rows, G up to 4s], sums of the values
-    scale: Tensor  # float32 [rows]
-    tables: Tensor  # int32 [rows, G / 4, ...], see `fill_bytes`
-    ranked: Tensor  # int32 [rows, N and some more]
-    rules: dict[str, Any]  # what `rank` and `take` need of the arguments of `prepare`
+
+def _threads() -> None:
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
-def _run(kernel: Any, *arguments: Any) -> None:
+def _run(kernel: Any, *arguments: Any) -> Any:
     with _one_at_a_time:
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
-        kernel(*arguments)
+        _threads()
+        return kernel(*arguments)
+
+
+def _scratch(*sizes: int) -> list[int]:
+    """Addresses of so many bytes each, at multiples of 64: fresh memory would cost more than what is done in it."""
+    global _memory
+    ends = list(itertools.accumulate(-(-size // 64) * 64 + 64 for size in sizes))
+    if len(_memory) < ends[-1] + 64:
+        _memory = torch.empty(ends[-1] + ends[-1] // 16 + 64, dtype=torch.uint8)
+    first = -(-_memory.data_ptr() // 64) * 64
+    return [first + begin for begin in (0, *ends[:-1])]
 
 
 def _like(tensor: Tensor) -> Any:
@@ -55,48 +87,6 @@ def _parts(rows: int, length: int, share: int) -> int:
     return 1 if rows >= 2 * threads else max(1, min(-(-2 * threads // rows), length // share))
 
 
-def prepare(
-    query: Tensor,
-    projection: Tensor,
-    k: int | Tensor,
-    tokens: int,
-    *,
-    group: str,
-    gain: bool,
-    scaling: float,
-    valid: Tensor | None = None,
-    lengths: Tensor | None = None,
-    recent: int = 0,
-    sink: int = 0,
-    safeguard: float = 0.0,
-) -> Ranking:
-    """Step 1 for queries `[B, H_KV, G, D]`, projections `[(B,) H_KV, H, D]` and up to `tokens` keys."""
-    batch, kv_heads, heads, dim = query.shape
-    bits, rows = projection.shape[-2], batch * kv_heads
-    words, fours = -(-bits // 64), -(-heads // 4)
-    projection = _tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
-    query = _tight(query)
-    size = table_size(words)
-    ranking = Ranking(
-        values=torch.empty(rows, heads, bits, dtype=torch.int8),
-        totals=torch.empty(rows, 4 * fours, dtype=torch.int32),
-        scale=torch.empty(rows),
-        tables=torch.empty(rows, fours, size, dtype=torch.int32),
-        ranked=torch.empty(rows, -(-tokens // PAD) * PAD + PAD, dtype=torch.int32),
-        rules={
-            "tokens": tokens, "k": k, "scaling": scaling, "recent": recent, "sink": sink, "safeguard": safeguard,
-            "valid": None if valid is None else _tight(valid),
-            "lengths": None if lengths is None else lengths.to(torch.int64).contiguous(),
-        },
-    )  # fmt: skip
-    _run(
-        prep_kernel, _like(query), query.data_ptr(), *query.stride()[:3], projection.data_ptr(), *projection.stride()[:3],
-        rows, kv_heads, heads, bits, dim, words, ranking.values.data_ptr(), ranking.totals.data_ptr(),
-        ranking.scale.data_ptr(), ranking.tables.data_ptr(), size,
-    )  # fmt: skip
-    return ranking
-
-
 def _tight(tensor: Tensor) -> Tensor:
     """With a contiguous last dimension, which all kernels count on."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
@@ -104,53 +94,6 @@ def _tight(tensor: Tensor) -> Tensor:
 
 def _address(tensor: Tensor | None) -> int:
     return NONE if tensor is None else tensor.data_ptr()
-
-
-def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
-    """The queries as step 1 rounded them, in the form of `quantize_query`."""
-    return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
-
-
-def rank(ranking: Ranking, codes: Tensor, gain: Tensor | None, *, group: str) -> None:
-    """Step 2: fills `ranked`, for codes `[B, H_KV, N, W]` and gains `[B, H_KV, N]`."""
-    rows, heads, _ = ranking.values.shape
-    kv_heads, tokens, words = codes.shape[1:]
-    if codes.stride(3) != 1 or codes.stride(2) != words:
-        codes = codes.contiguous()
-    gain = None if gain is None else _tight(gain)
-    valid, lengths = ranking.rules["valid"], ranking.rules["lengths"]
-    stride = ranking.ranked.shape[1]
-    fours, parts = ranking.tables.shape[1], _parts(rows, tokens, SHARE)
-    kept = torch.empty(rows, 4 * fours, stride, dtype=torch.int16)
-    best = torch.empty(rows, parts, 4 * fours, dtype=torch.int32)
-    _run(
-        score_kernel, rows, kv_heads, heads, tokens, words, parts, GROUP_CODES[group],
-        codes.data_ptr(), codes.stride(0), codes.stride(1),
-        _address(gain), *((0, 0) if gain is None else gain.stride()[:2]),
-        _address(valid), 0 if valid is None else valid.stride(0), _address(lengths),
-        ranking.scale.data_ptr(), ranking.rules["scaling"], ranking.tables.data_ptr(), ranking.tables.shape[2],
-        ranking.totals.data_ptr(), kept.data_ptr(), best.data_ptr(), ranking.ranked.data_ptr(), stride,
-    )  # fmt: skip
-
-
-def take(ranking: Ranking, batch: int, width: int, worst: Tensor | None = None) -> Tensor:
-    """Step 3: int64 `[rows, width]`, -1 behind the last token of a row."""
-    rows, stride = ranking.ranked.shape
-    rules = ranking.rules
-    k, ks = rules["k"], None
-    if isinstance(k, Tensor):
-        ks, k = k.to(torch.int64).expand(batch, rows // batch), 0
-    if worst is not None:
-        worst = worst.to(torch.int32).contiguous()
-    share = as_fraction(rules["safeguard"] if worst is not None else 0.0)
-    valid, lengths = rules["valid"], rules["lengths"]
-    indices = torch.empty(rows, width, dtype=torch.int64)
-    _run(
-        take_kernel, ranking.ranked.data_ptr(), stride, rows, rows // batch, rules["tokens"], _address(lengths),
-        _address(valid), 0 if valid is None else valid.stride(0), k, _address(ks), *((0, 0) if ks is None else ks.stride()),
-        rules["recent"], rules["sink"], _address(worst), 0 if worst is None else worst.shape[-1], share.numerator, share.denominator, indices.data_ptr(), width,
-    )  # fmt: skip
-    return indices
 
 
 def choose(
@@ -171,15 +114,69 @@ def choose(
     width: int | None = None,
 ) -> Tensor:
     """`bpc_calib.choosing.choose`."""
-    batch, kv_heads, tokens = codes.shape[:3]
+    return choose_asked(
+        query, projection, codes, gain, k, scaling=scaling, group=group, valid=valid, lengths=lengths, recent=recent,
+        sink=sink, worst=worst, safeguard=safeguard, width=width,
+    )[0]  # fmt: skip
+
+
+def choose_asked(
+    query: Tensor,
+    projection: Tensor,
+    codes: Tensor,
+    gain: Tensor | None,
+    k: int | Tensor,
+    *,
+    scaling: float,
+    group: str,
+    valid: Tensor | None = None,
+    lengths: Tensor | None = None,
+    recent: int = 0,
+    sink: int = 0,
+    worst: Tensor | None = None,
+    safeguard: float = 0.0,
+    width: int | None = None,
+    stages: int = SELECT,
+) -> tuple[Tensor, QuantizedQuery]:
+    """`choose`, and the queries as they were rounded; or only the first `stages` of it, for a clock."""
+    (batch, kv_heads, heads, dim), (tokens, words) = query.shape, codes.shape[2:]
+    bits, rows, fours = projection.shape[-2], batch * kv_heads, -(-heads // 4)
     if width is None:
         width = int(k.max()) if isinstance(k, Tensor) else k
-    ranking = prepare(
-        query, projection, k, tokens, group=group, gain=gain is not None, scaling=scaling, valid=valid, lengths=lengths,
-        recent=recent, sink=sink, safeguard=safeguard,
-    )  # fmt: skip
-    rank(ranking, codes, gain, group=group)
-    return take(ranking, batch, width, worst).unflatten(0, (batch, kv_heads))
+    if not rows or not width:
+        empty = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8)
+        return codes.new_empty(batch, kv_heads, width), QuantizedQuery(empty, torch.empty(batch, kv_heads))
+    query, projection = _tight(query), _tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
+    if codes.stride(3) != 1 or codes.stride(2) != words:
+        codes = codes.contiguous()
+    gain, valid = (None if each is None else _tight(each) for each in (gain, valid))
+    lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
+    ks = None
+    if isinstance(k, Tensor):
+        ks, k = k.to(torch.int64).expand(batch, kv_heads), 0
+    worst = None if worst is None or not safeguard else worst.to(torch.int32).contiguous()
+    share = as_fraction(safeguard if worst is not None else 0.0)
+    parts = _parts(rows, tokens, SHARE)
+    slots = min(rows, torch.get_num_threads()) if parts == 1 else rows
+    stride, size = -(-tokens // PAD) * PAD + PAD, table_size(words)
+    values, scale = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8), torch.empty(batch, kv_heads)
+    indices = torch.empty(batch, kv_heads, width, dtype=torch.int64)
+    with _one_at_a_time:
+        totals, tables, best, kept, ranked, spare = _scratch(
+            16 * rows * fours, 4 * rows * fours * size, 16 * rows * parts * fours, 8 * slots * fours * stride,
+            4 * slots * stride, 8 * slots * stride,
+        )  # fmt: skip
+        _threads()
+        choose_kernel(
+            slots, parts, stages, rows, _like(query), query.data_ptr(), *query.stride()[:3], projection.data_ptr(),
+            *projection.stride()[:3], kv_heads, heads, bits, dim, words, values.data_ptr(), totals, scale.data_ptr(),
+            tables, size, tokens, GROUP_CODES[group], codes.data_ptr(), *codes.stride()[:2],
+            _address(gain), *((0, 0) if gain is None else gain.stride()[:2]),
+            _address(valid), 0 if valid is None else valid.stride(0), _address(lengths), float(scaling), kept, best,
+            ranked, stride, k, _address(ks), *((0, 0) if ks is None else ks.stride()), recent, sink, _address(worst),
+            0 if worst is None else worst.shape[-1], share.numerator, share.denominator, indices.data_ptr(), width, spare,
+        )  # fmt: skip
+    return indices, QuantizedQuery(values, scale)
 
 
 def sparse_attention(
@@ -188,18 +185,22 @@ def sparse_attention(
     """`bpc_calib.sparse_attention` for `[B, H_KV, ...]`."""
     batch, kv_heads, heads, dim = query.shape
     rows, count = batch * kv_heads, indices.shape[-1]
+    if not rows or not count:
+        return plain_attention(query, keys, values, indices, scale)
     parts = _parts(rows, count, 64)
     wide, indices = _tight(query).float(), indices.contiguous()
     partial = torch.empty(rows, parts, heads, dim)
-    weights = torch.empty(rows, parts, 2, heads)
+    weights, faults = torch.empty(rows, parts, 2, heads), torch.empty(rows, parts, dtype=torch.int64)
     out = torch.empty(batch, kv_heads, heads, dim)
     _run(
-        attend_kernel, _like(keys), wide.data_ptr(), *wide.stride()[:3], keys.data_ptr(), *keys.stride()[:3],
+        attend_kernel, _like(keys), wide.data_ptr(), *wide.stride()[:3], keys.data_ptr(), keys.shape[2], *keys.stride()[:3],
         values.data_ptr(), *values.stride()[:3], indices.data_ptr(), count,
         float(dim**-0.5 if scale is None else scale), rows, kv_heads, heads, dim, parts,
-        partial.data_ptr(), weights.data_ptr(),
+        partial.data_ptr(), weights.data_ptr(), faults.data_ptr(),
     )  # fmt: skip
-    _run(reduce_kernel, partial.data_ptr(), weights.data_ptr(), out.data_ptr(), rows, parts, heads, dim)
+    left = partial.data_ptr(), weights.data_ptr(), faults.data_ptr()
+    if not _run(reduce_kernel, *left, out.data_ptr(), rows, parts, heads, dim):
+        raise InputError(f"indices must be below the {keys.shape[2]} tokens there are, and one is {int(indices.max())}")
     return out.to(query.dtype)
 
 

@@ -1,11 +1,10 @@
 """Step 1: the queries projected and rounded to int8, and the tables that scoring reads."""
 
-import numba
 import numpy as np
 
-from bpc_calib.cpu.language import LANES, at, compiled, inlined, widen
+from bpc_calib.cpu.language import LANES, at, inlined, prefetch, widen
 
-__all__ = ["prep_kernel", "table_size"]
+__all__ = ["prep_row", "table_size"]
 
 F32, I8, I32, U64 = (np.empty(0, kind) for kind in (np.float32, np.int8, np.int32, np.uint64))
 
@@ -30,7 +29,7 @@ def fill_bytes(values, heads, bits, words, table):
 
 @inlined
 def fill_sums(values, heads, bits, words, table):
-    """For sums by look-up: uint64 `[words * 8, 256]`, 16 bits a head, of what a byte of the code adds: never negative."""
+    """For sums by look-up: uint64 `[words * 8, 256]`, 16 bits a head, what a byte of a code adds; never negative."""
     for part in range(words * 8):
         lowest = np.uint64(0)
         steps = np.zeros(8, np.int64)
@@ -52,6 +51,7 @@ def prep_row(
     row, like, query, query_b, query_h, query_g, projection, projection_b, projection_h, projection_n,
     kv_heads, heads, bits, dim, words, values, totals, scale, tables, table_size,
 ):  # fmt: skip
+    """`quantize_query`: int8 values `[rows, heads, bits]`, scale `[rows]`, sums int32 `[rows, heads up to 4s]`."""
     b, h = row // kv_heads, row % kv_heads
     fours = (heads + 3) // 4
     size = like.itemsize
@@ -60,11 +60,14 @@ def prep_row(
         asked = at(query + size * (b * query_b + h * query_h + g * query_g), dim, like)
         for d in range(dim):
             wide[g * dim + d] = widen(asked[d])
+    start = projection + size * (b * projection_b + h * projection_h)
+    for byte in range(0, size * bits * dim, 64):  # another layer's was in the cache
+        prefetch(start + byte)
     projected = np.empty(heads * bits, np.float32)
     line = np.empty(dim, np.float32)
     largest = np.float32(0)
     for j in range(bits):
-        given = at(projection + size * (b * projection_b + h * projection_h + j * projection_n), dim, like)
+        given = at(start + size * j * projection_n, dim, like)
         for d in range(dim):
             line[d] = widen(given[d])
         for g in range(heads):
@@ -90,16 +93,3 @@ def prep_row(
             fill_bytes(some, few, bits, words, at(table, table_size, I32))
         else:
             fill_sums(some, few, bits, words, at(table, table_size // 2, U64))
-
-
-@compiled(parallel=True)
-def prep_kernel(
-    like, query, query_b, query_h, query_g, projection, projection_b, projection_h, projection_n,
-    rows, kv_heads, heads, bits, dim, words, values, totals, scale, tables, table_size,
-):  # fmt: skip
-    """`quantize_query`: int8 values `[rows, heads, bits]`, scale `[rows]`, sums int32 `[rows, heads up to 4s]`."""
-    for index in numba.prange(rows):
-        prep_row(
-            np.int64(index), like, query, query_b, query_h, query_g, projection, projection_b, projection_h,
-            projection_n, kv_heads, heads, bits, dim, words, values, totals, scale, tables, table_size,
-        )  # fmt: skip

@@ -4,12 +4,11 @@ Each head's best score is needed before a key can be ranked (`group_scores`), so
 int16, and every thread has its own share of the keys.
 """
 
-import numba
 import numpy as np
 
-from bpc_calib.cpu.language import LANES, at, compiled, dots_1, dots_2, inlined
+from bpc_calib.cpu.language import LANES, at, dots_1, dots_2, inlined
 
-__all__ = ["BLOCK", "FORCED", "GROUP_CODES", "NEVER", "PAD", "score_kernel"]
+__all__ = ["BLOCK", "FORCED", "GROUP_CODES", "NEVER", "PAD", "multiply", "rank_part"]
 
 FORCED = 1 << 28  # in place of a score: attended whatever comes; above every sum of 16 scores
 NEVER = -(1 << 31)  # padding
@@ -90,29 +89,56 @@ def largest(product, gains, gained, valid, masked):
     return best
 
 
-@inlined
-def add_head(product, gains, gained, group, best, least, limit, top, total):
-    """One head's part in the ranks of some keys: `top` its largest, `total` its sum."""
-    for i in range(len(product)):
-        score = np.int32(product[i])
-        if gained:
-            score = np.int32(score * np.int32(np.int32(gains[i]) + GAIN_ONE))
-        if group == 0:
-            score = min(max(np.int32(score - best), least), np.int32(0))
-        top[i] = max(top[i], score)
-        total[i] = np.int32(total[i] + (max(score, limit) if group == 0 else score))
+def _ranker(group: int, gained: bool):
+    """What ranks keys by the scores of 4 heads: numba would not keep a branch out of the loop."""
+
+    @inlined
+    def rank_four(a, b, c, d, gains, best, masks, least, limit, first, top, total):
+        """`top` becomes the largest of the 4 scores, `total` their sum, with what is there already if not `first`.
+
+        A head that there is not has the products of another, and mask 0.
+        """
+        best_a, best_b, best_c, best_d = best[0], best[1], best[2], best[3]
+        mask_b, mask_c, mask_d = masks[1], masks[2], masks[3]
+        for i in range(len(top)):
+            one, two, three, four = np.int32(a[i]), np.int32(b[i]), np.int32(c[i]), np.int32(d[i])
+            if gained:
+                weight = np.int32(np.int32(gains[i]) + GAIN_ONE)
+                one, two = np.int32(one * weight), np.int32(two * weight)
+                three, four = np.int32(three * weight), np.int32(four * weight)
+            if group == 0:
+                one = min(max(np.int32(one - best_a), least), np.int32(0))
+                two = min(max(np.int32(two - best_b), least), np.int32(0))
+                three = min(max(np.int32(three - best_c), least), np.int32(0))
+                four = min(max(np.int32(four - best_d), least), np.int32(0))
+            if group != 2:
+                most = max(max(one, two), max(three, four))
+                top[i] = most if first else max(most, top[i])
+            if group == 0:
+                one, two, three, four = max(one, limit), max(two, limit), max(three, limit), max(four, limit)
+            if group != 1:
+                three, four = np.int32(three & mask_c), np.int32(four & mask_d)
+                both = np.int32(np.int32(one + np.int32(two & mask_b)) + np.int32(three + four))
+                total[i] = both if first else np.int32(both + total[i])
+
+    return rank_four
+
+
+relative, relative_gain = _ranker(0, False), _ranker(0, True)
+largest_plain, largest_gain = _ranker(1, False), _ranker(1, True)
+sum_plain, sum_gain = _ranker(2, False), _ranker(2, True)
 
 
 @inlined
 def multiply(
     task, kv_heads, heads, tokens, words, parts, size, codes, codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b,
-    lengths, tables, table_size, totals, kept, best, stride,
+    lengths, tables, table_size, totals, kept, best, stride, slot,
 ):  # fmt: skip
     """The products of a part of a row, and the best score of each head in it."""
     row, part = task // parts, task % parts
     b, h = row // kv_heads, row % kv_heads
     fours = (heads + 3) // 4
-    length = at(lengths + 8 * b, 1, I64)[0] if lengths else tokens
+    length = min(tokens, at(lengths + 8 * b, 1, I64)[0]) if lengths else tokens
     found = at(best + 4 * task * 4 * fours, 4 * fours, I32)
     found[:] = LEAST
     for begin in range(part * size, min(length, part * size + size), BLOCK):
@@ -120,7 +146,7 @@ def multiply(
         gains = at(gain + b * gain_b + h * gain_h + begin, count if gain else 0, U8)
         real = at(valid + b * valid_b + begin, count if valid else 0, BOOL)
         for four in range(fours):
-            out = kept + 2 * ((row * fours + four) * 4 * stride + begin)
+            out = kept + 2 * ((slot * fours + four) * 4 * stride + begin)
             which = row * fours + four
             products(
                 codes + 8 * (b * codes_b + h * codes_h + begin * words), words, count,
@@ -134,30 +160,60 @@ def multiply(
 @inlined
 def rank_part(
     task, kv_heads, heads, tokens, parts, size, group, gain, gain_b, gain_h, valid, valid_b, lengths, scale, scaling,
-    kept, best, ranked, stride,
+    kept, best, ranked, stride, slot,
 ):  # fmt: skip
     """The ranks of a part of a row, once all its products are known."""
     row, part = task // parts, task % parts
     b, h = row // kv_heads, row % kv_heads
     fours = (heads + 3) // 4
-    length = at(lengths + 8 * b, 1, I64)[0] if lengths else tokens
+    length = min(tokens, at(lengths + 8 * b, 1, I64)[0]) if lengths else tokens
     least = np.int32(-(((1 << 31) - 1) // (5 * heads)))
     logit = np.float32(64 if gain else 1) / (at(scale + 4 * row, 1, F32)[0] * np.float32(scaling))
     limit = np.int32(-min(np.float32(16) * logit, np.float32(1 << 24)))
     top, total = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32)
-    ranks = at(ranked + 4 * row * stride, stride, I32)
+    most, masks = np.full(4 * fours, np.int32(LEAST)), np.zeros(4 * fours, np.int32)
+    masks[:heads] = -1
+    for head in range(4 * fours):
+        stands_for = head if head < heads else heads - 1
+        for other in range(parts):
+            most[head] = max(most[head], at(best + 4 * ((row * parts + other) * 4 * fours + stands_for), 1, I32)[0])
+    ranks = at(ranked + 4 * slot * stride, stride, I32)
     for begin in range(part * size, min(tokens, part * size + size), BLOCK):
         end = min(tokens, part * size + size, begin + BLOCK)
         count = max(0, min(length, end) - begin)
         gains = at(gain + b * gain_b + h * gain_h + begin, count if gain else 0, U8)
-        top[:] = NEVER
-        total[:] = 0
-        for head in range(heads):
-            most = np.int32(LEAST)
-            for other in range(parts):
-                most = max(most, at(best + 4 * ((row * parts + other) * 4 * fours + head), 1, I32)[0])
-            product = at(kept + 2 * ((row * fours * 4 + head) * stride + begin), count, I16)
-            add_head(product, gains, gain != 0, group, most, least, limit, top, total)
+        for four in range(fours):
+            address, last = kept + 2 * ((slot * fours + four) * 4 * stride + begin), min(heads - 4 * four, 4) - 1
+            products_a = at(address, count, I16)
+            products_b = at(address + 2 * stride * min(1, last), count, I16)
+            products_c = at(address + 2 * stride * min(2, last), count, I16)
+            products_d = at(address + 2 * stride * last, count, I16)
+            few, marks, first = most[4 * four : 4 * four + 4], masks[4 * four : 4 * four + 4], four == 0
+            some, sums = top[:count], total[:count]
+            if group == 0 and gain:
+                relative_gain(
+                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
+                )
+            elif group == 0:
+                relative(
+                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
+                )
+            elif group == 1 and gain:
+                largest_gain(
+                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
+                )
+            elif group == 1:
+                largest_plain(
+                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
+                )
+            elif gain:
+                sum_gain(
+                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
+                )
+            else:
+                sum_plain(
+                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
+                )
         for i in range(count):
             if group == 0:
                 ranks[begin + i] = np.int32(np.int32(4 * heads) * top[i] + total[i])
@@ -171,22 +227,3 @@ def rank_part(
         ranks[begin + count : end] = NEVER
     if part == parts - 1:
         ranks[tokens:] = NEVER
-
-
-@compiled(parallel=True)
-def score_kernel(
-    rows, kv_heads, heads, tokens, words, parts, group, codes, codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b,
-    lengths, scale, scaling, tables, table_size, totals, kept, best, ranked, stride,
-):  # fmt: skip
-    """Ranks int32 `[rows, stride]` of up to `tokens` keys; `kept` int16 `[rows, heads up to 4s, stride]` on the way."""
-    size = ((tokens + parts - 1) // parts + PAD - 1) // PAD * PAD
-    for index in numba.prange(rows * parts):
-        multiply(
-            np.int64(index), kv_heads, heads, tokens, words, parts, size, codes, codes_b, codes_h, gain, gain_b, gain_h,
-            valid, valid_b, lengths, tables, table_size, totals, kept, best, stride,
-        )  # fmt: skip
-    for index in numba.prange(rows * parts):
-        rank_part(
-            np.int64(index), kv_heads, heads, tokens, parts, size, group, gain, gain_b, gain_h, valid, valid_b, lengths,
-            scale, scaling, kept, best, ranked, stride,
-        )  # fmt: skip

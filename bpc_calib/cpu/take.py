@@ -4,13 +4,12 @@ A sample of the ranks says from where on they may be among the best, with room t
 counted by their digits. Where the sample was wrong, everything is.
 """
 
-import numba
 import numpy as np
 
-from bpc_calib.cpu.language import above, at, compiled, inlined, lowest
+from bpc_calib.cpu.language import above, at, inlined, lowest
 from bpc_calib.cpu.score import FORCED, NEVER
 
-__all__ = ["take_kernel"]
+__all__ = ["take_row"]
 
 SAMPLE = 2048
 DIGIT = 11  # bits
@@ -89,18 +88,17 @@ def candidates(ranks, address, length, least, found, values):
 
 
 @inlined
-def best(ranks, address, length, wanted, out):
+def best(ranks, address, length, wanted, found, values, out):
     """The places of the `wanted` best, ascending, -1 behind the last."""
     bins = np.empty(1 << DIGIT, np.int32)
     least = np.int32(NEVER + 1)
     share = wanted * SAMPLE / max(1, length)
-    spare = np.int64(share + 4 * np.sqrt(share) + 8)
-    if length >= 2 * SAMPLE and spare < SAMPLE:
+    most = np.int64(share + 4 * np.sqrt(share) + 8)
+    if length >= 2 * SAMPLE and most < SAMPLE:
         sample = np.empty(SAMPLE, np.int32)
         for i in range(SAMPLE):
             sample[i] = ranks[i * length // SAMPLE]
-        least = max(least, kth(sample, SAMPLE, spare, bins)[0])
-    found, values = np.empty(length, np.int32), np.empty(length, np.int32)
+        least = max(least, kth(sample, SAMPLE, most, bins)[0])
     count = candidates(ranks, address, length, least, found, values)
     if count < wanted and least > NEVER + 1:
         count = candidates(ranks, address, length, np.int32(NEVER + 1), found, values)
@@ -123,27 +121,16 @@ def best(ranks, address, length, wanted, out):
 @inlined
 def take_row(
     row, ranked, stride, kv_heads, tokens, lengths, valid, valid_b, k, ks, ks_b, ks_h, recent, sink, worst, listed,
-    numerator, denominator, indices, width,
+    numerator, denominator, indices, width, spare, slot,
 ):  # fmt: skip
+    """int64 `[rows, width]`, -1 behind the last; `worst` int32 `[rows, listed]`; `spare` int32 `[slots, 2, stride]`."""
     b, h = row // kv_heads, row % kv_heads
-    length = at(lengths + 8 * b, 1, I64)[0] if lengths else tokens
+    length = min(tokens, at(lengths + 8 * b, 1, I64)[0]) if lengths else tokens
     wanted = min(width, at(ks + 8 * (b * ks_b + h * ks_h), 1, I64)[0] if ks else k)
-    address = ranked + 4 * row * stride
+    address = ranked + 4 * slot * stride
     ranks = at(address, stride, I32)
     real = at(valid + b * valid_b, tokens if valid else 0, BOOL)
     some = at(worst + 4 * row * listed, listed, I32)
     force(ranks, real, valid != 0, length, wanted, recent, sink, some, listed, wanted * numerator // denominator)
-    best(ranks, address, length, wanted, at(indices + 8 * row * width, width, I64))
-
-
-@compiled(parallel=True)
-def take_kernel(
-    ranked, stride, rows, kv_heads, tokens, lengths, valid, valid_b, k, ks, ks_b, ks_h, recent, sink, worst, listed,
-    numerator, denominator, indices, width,
-):  # fmt: skip
-    """int64 `[rows, width]`, -1 behind the last; `worst` has int32 `[rows, listed]`."""
-    for index in numba.prange(rows):
-        take_row(
-            np.int64(index), ranked, stride, kv_heads, tokens, lengths, valid, valid_b, k, ks, ks_b, ks_h, recent, sink,
-            worst, listed, numerator, denominator, indices, width,
-        )  # fmt: skip
+    room = at(spare + 8 * slot * stride, 2 * stride, I32)
+    best(ranks, address, length, wanted, room[:stride], room[stride:], at(indices + 8 * row * width, width, I64))
