@@ -34,8 +34,14 @@ class Encoder:
     metric: Tensor | None  # [..., D, D]
     mean: Tensor | None  # [..., D]
 
+    def check(self, keys: Tensor) -> None:
+        """Raise `InputError` unless it hashes keys `[..., N, D]`."""
+        if self.matrix.shape[-2] != keys.shape[-1]:
+            raise InputError(f"keys {list(keys.shape)} do not fit projections to {self.matrix.shape[-2]} dimensions")
+
     def centre(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Keys less the mean, and those times the metric."""
+        self.check(keys)
         wide = keys.to(self.matrix.dtype)
         if self.mean is not None:
             wide = wide - self.mean.unsqueeze(-2)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import tiny
 import torch
-from test_kernels import DEVICE, cache, draw
+from drawn import DEVICE, cache, draw
 
 from bpc_calib import InputError, choosing, dispatch, enable, encoding, sparse_attention
 

@@ -11,6 +11,8 @@ CHUNK = 64  # tokens whose weights are made at once
 AHEAD = 10  # tokens whose keys are asked for before they are needed
 F32, I64 = np.empty(0, np.float32), np.empty(0, np.int64)
 LOG2E = np.float32(1.4426950408889634)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.1219444e-4)
+LEAST = np.float32(-87)  # e^-87 is next to nothing, and still a normal number
 FAST = {"reassoc", "contract", "nsz"}  # sums in any order; infinities stay what they are
 
 
@@ -18,17 +20,18 @@ FAST = {"reassoc", "contract", "nsz"}  # sums in any order; infinities stay what
 def exponentials(x):
     """`e^x` of float32 in place, for x of at most 0, to 2 units in the last place: what compiles to whole vectors."""
     for i in range(len(x)):
-        # 2^n 2^f with f in [-1/2, 1/2], and the Taylor series of the latter.
-        power = max(x[i] * LOG2E, np.float32(-126))
-        whole = np.rint(power)
-        f = power - whole
-        series = np.float32(1.5403530393381609e-4)
-        series = series * f + np.float32(1.3333558146428443e-3)
-        series = series * f + np.float32(9.618129107628477e-3)
-        series = series * f + np.float32(5.550410866482158e-2)
-        series = series * f + np.float32(2.402265069591007e-1)
-        series = series * f + np.float32(6.931471805599453e-1)
-        series = series * f + np.float32(1)
+        # 2^n e^r with r in [-ln 2 / 2, ln 2 / 2], ln 2 in two parts, and the Taylor series of the latter.
+        given = max(x[i], LEAST)
+        whole = np.rint(given * LOG2E)
+        r = (given - whole * LN2_HIGH) - whole * LN2_LOW
+        series = np.float32(1 / 5040)
+        series = series * r + np.float32(1 / 720)
+        series = series * r + np.float32(1 / 120)
+        series = series * r + np.float32(1 / 24)
+        series = series * r + np.float32(1 / 6)
+        series = series * r + np.float32(1 / 2)
+        series = series * r + np.float32(1)
+        series = series * r + np.float32(1)
         x[i] = series * float_of(np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)))
 
 

@@ -1,4 +1,4 @@
-"""The compiled kernels behind the signatures of their torch oracles: what is allocated, and what is run in which order."""
+"""The compiled kernels behind the signatures of their torch oracles: what is allocated, and what runs when."""
 
 import functools
 import itertools
@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from bpc_calib.cpu.attend import attend_kernel, reduce_kernel
-from bpc_calib.cpu.choose import SELECT, choose_kernel
+from bpc_calib.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.cpu.encode import greedy_kernel
 from bpc_calib.cpu.folder import kept
 from bpc_calib.cpu.prep import table_size
 from bpc_calib.cpu.score import GROUP_CODES, PAD
 from bpc_calib.encoding import Encoded, Encoder
 from bpc_calib.errors import InputError
+from bpc_calib.growing import in_huge_pages
 from bpc_calib.scoring import GROUPS, QuantizedQuery
 from bpc_calib.selection import as_fraction
 from bpc_calib.sparse_attention import sparse_attention as plain_attention
 
-__all__ = ["choose", "choose_asked", "encode_gram", "encode_with", "make_ready", "sparse_attention"]
+__all__ = ["choose", "choose_asked", "encode_gram", "encode_with", "make_ready", "quantize_query", "sparse_attention"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def _scratch(*sizes: int) -> list[int]:
     global _memory
     ends = list(itertools.accumulate(-(-size // 64) * 64 + 64 for size in sizes))
     if len(_memory) < ends[-1] + 64:
-        _memory = torch.empty(ends[-1] + ends[-1] // 16 + 64, dtype=torch.uint8)
+        _memory = in_huge_pages(torch.empty(ends[-1] + ends[-1] // 16 + 64, dtype=torch.uint8))
     first = -(-_memory.data_ptr() // 64) * 64
     return [first + begin for begin in (0, *ends[:-1])]
 
@@ -174,9 +175,16 @@ def choose_asked(
             _address(gain), *((0, 0) if gain is None else gain.stride()[:2]),
             _address(valid), 0 if valid is None else valid.stride(0), _address(lengths), float(scaling), kept, best,
             ranked, stride, k, _address(ks), *((0, 0) if ks is None else ks.stride()), recent, sink, _address(worst),
-            0 if worst is None else worst.shape[-1], share.numerator, share.denominator, indices.data_ptr(), width, spare,
+            0 if worst is None else worst.shape[-1], share.numerator, share.denominator, indices.data_ptr(), width,
+            spare,
         )  # fmt: skip
     return indices, QuantizedQuery(values, scale)
+
+
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
+    """`bpc_calib.quantize_query` for `[B, H_KV, G, D]`, as the first stage rounds."""
+    none = torch.empty(*query.shape[:2], 1, -(-projection.shape[-2] // 64), dtype=torch.int64)
+    return choose_asked(query, projection, none, None, 1, scaling=1.0, group="max", stages=PROJECT)[1]
 
 
 def sparse_attention(
@@ -193,7 +201,8 @@ def sparse_attention(
     weights, faults = torch.empty(rows, parts, 2, heads), torch.empty(rows, parts, dtype=torch.int64)
     out = torch.empty(batch, kv_heads, heads, dim)
     _run(
-        attend_kernel, _like(keys), wide.data_ptr(), *wide.stride()[:3], keys.data_ptr(), keys.shape[2], *keys.stride()[:3],
+        attend_kernel, _like(keys), wide.data_ptr(), *wide.stride()[:3], keys.data_ptr(), keys.shape[2],
+        *keys.stride()[:3],
         values.data_ptr(), *values.stride()[:3], indices.data_ptr(), count,
         float(dim**-0.5 if scale is None else scale), rows, kv_heads, heads, dim, parts,
         partial.data_ptr(), weights.data_ptr(), faults.data_ptr(),
@@ -216,14 +225,16 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     lead, (tokens, bits) = scores.shape[:-2], scores.shape[-2:]
     rows = lead.numel()
     scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
-    gram = gram.expand(*lead, bits, bits).reshape(rows, bits, bits)
+    gram = gram.expand(*lead, bits, bits).reshape(rows, bits, bits)  # perhaps the same for all rows, with stride 0
+    if gram.stride()[1:] != (bits, 1):
+        gram = gram.contiguous()
     encoded = Encoded(
         codes=torch.empty(*lead, tokens, -(-bits // 64), dtype=torch.int64),
         error=torch.empty(*lead, tokens),
         gain=torch.empty(*lead, tokens, dtype=torch.uint8),
     )
     _run(
-        greedy_kernel, scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), bits * bits, rows, tokens, bits,
+        greedy_kernel, scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), gram.stride(0), rows, tokens, bits,
         encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
     )  # fmt: skip
     return encoded

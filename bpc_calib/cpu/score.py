@@ -6,7 +6,7 @@ int16, and every thread has its own share of the keys.
 
 import numpy as np
 
-from bpc_calib.cpu.language import LANES, at, dots_1, dots_2, inlined
+from bpc_calib.cpu.language import LANES, at, dots_1, dots_2, inlined, prefetch
 
 __all__ = ["BLOCK", "FORCED", "GROUP_CODES", "NEVER", "PAD", "multiply", "rank_part"]
 
@@ -14,6 +14,7 @@ FORCED = 1 << 28  # in place of a score: attended whatever comes; above every su
 NEVER = -(1 << 31)  # padding
 LEAST = -(1 << 23)  # below every score
 BLOCK = 1024  # keys whose products are in the nearest cache
+SOON = 4096  # bytes of codes from one that is read to one that is asked for
 PAD = 64  # rows of products and ranks have room for so many more
 GROUP_CODES = {"relative": 0, "max": 1, "sum": 2}
 
@@ -55,6 +56,10 @@ def products(codes, words, count, table, table_size, starts, out, stride):
         look_up(at(codes, count * words, I64), entries, low, words, count, at(out, 4 * stride, I16), stride)
         return
     for i in range(0, count - LANES + 1, LANES):
+        # What fetches ahead by itself stops at the end of a page.
+        soon = codes + 8 * words * i + SOON
+        for byte in range(0, 8 * words * LANES, 64):
+            prefetch(soon + byte)
         if words == 1:
             dots_1(codes + 8 * i, table, starts, out + 2 * i, stride)
         else:

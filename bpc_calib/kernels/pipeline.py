@@ -25,6 +25,7 @@ __all__ = [
     "encode_gram",
     "encode_with",
     "prepare",
+    "quantize_query",
     "quantized",
     "rank",
     "sparse_attention",
@@ -161,6 +162,11 @@ def _bounds(valid: Tensor, lengths: Tensor | None, ks: Tensor | None, k: int, re
     return torch.stack([count.expand_as(first), newest_from, first_to], dim=-1).to(torch.int32)
 
 
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
+    """`bpc_calib.quantize_query` for `[B, H_KV, G, D]`, as step 1 rounds."""
+    return quantized(prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0), len(query))
+
+
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
     """The queries as step 1 rounded them, in the form of `quantize_query`."""
     return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
@@ -291,11 +297,10 @@ def sparse_attention(
 
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.encoding.encode_with` for keys `[B, H_KV, N, D]`."""
+    encoder.check(keys)
     batch, kv_heads, tokens, dim = keys.shape
     bits = encoder.matrix.shape[-1]
     encoded = _empty((batch, kv_heads, tokens), bits, keys.device)
-    if encoder.matrix.shape[-2] != dim:
-        raise InputError(f"keys {list(keys.shape)} do not fit projections to {encoder.matrix.shape[-2]} dimensions")
     own = encoder.matrix.dim() == 4 and encoder.matrix.shape[0] > 1  # projections of each sequence
     matrix, gram, metric, mean = (
         None if each is None else each.expand(batch if own else 1, kv_heads, *each.shape[-rank:]).contiguous()

@@ -1,0 +1,24 @@
+"""Random queries, keys, codes and projections for the tests of all backends."""
+
+import torch
+
+from bpc_calib import encode
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+# From compute capability 10 on Triton's compiler breaks off at products of float64.
+FLOAT64 = [] if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0) else [torch.float64]
+EXACT = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def cache(batch, kv_heads, tokens, dim, bits, *, zero_keys=False, dtype=torch.float32):
+    """Projections, and codes, gains and errors of keys under them."""
+    projection = draw(kv_heads, bits, dim, seed=1) / (2 * dim**0.5)
+    keys = draw(batch, kv_heads, tokens, dim, seed=2, dtype=dtype)
+    if zero_keys:
+        keys[:, :, ::3] = 0
+    return projection, encode(keys, projection)

@@ -1,0 +1,257 @@
+"""Every backend against plain torch, bit for bit: Triton's kernels, interpreted or on a GPU, and numba's on a CPU."""
+
+import importlib
+
+import pytest
+import torch
+from drawn import DEVICE, EXACT, FLOAT64, cache, draw
+
+from bpc_calib import InputError, choosing
+from bpc_calib.encoding import encode_gram, encode_with, make_encoder
+from bpc_calib.selection import worst_first
+from bpc_calib.sparse_attention import sparse_attention
+
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("kernels", marks=[pytest.mark.gpu] if GPU else []),
+        pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the tensors of these tests are on the GPU here")),
+    ]
+)
+def pipeline(request):
+    return importlib.import_module(f"bpc_calib.{request.param}.pipeline")
+
+
+def skip_unserved(pipeline, dtype):
+    if dtype == torch.float64 and pipeline.__name__ == "bpc_calib.cpu.pipeline":
+        pytest.skip("plain torch serves float64 on a CPU")
+
+
+@pytest.fixture
+def both(pipeline):
+    """What a backend chooses, and what the oracle does from the same int8 queries."""
+
+    def chosen(query, projection, encoded, k, *, gain=True, **rules):
+        gains = encoded.gain if gain else None
+        rules = {"scaling": 0.1, "group": "relative"} | rules
+        found = pipeline.choose(query, projection, encoded.codes, gains, k, **rules)
+        asked = pipeline.quantize_query(query, projection)
+        forced = {
+            "valid": None,
+            "lengths": None,
+            "recent": 0,
+            "sink": 0,
+            "worst": None,
+            "safeguard": 0.0,
+            "width": None,
+        }
+        return found, choosing.choose_asked(asked, encoded.codes, gains, k, **(forced | rules))
+
+    return chosen
+
+
+SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens
+    "usual": (1, 4, 128, 64, 1000),
+    "one head": (2, 1, 64, 64, 513),
+    "five heads": (1, 5, 80, 32, 300),
+    "seven heads": (1, 7, 96, 128, 257),
+    "eight heads": (1, 8, 256, 64, 700),
+    "sixteen heads": (1, 16, 64, 32, 600),
+    "sixteen heads of 128 bits": (1, 16, 64, 128, 90),
+    "more than a block of each kind": (1, 2, 64, 64, 2100),
+    "one token": (1, 4, 64, 64, 1),
+}
+
+
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("group", ["relative", "max", "sum"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chooses_what_the_oracle_chooses(shape, group, gain, both):
+    batch, heads, dim, bits, tokens = SHAPES[shape]
+    projection, encoded = cache(batch, 2, tokens, dim, bits)
+    found, expected = both(
+        draw(batch, 2, heads, dim, seed=3), projection, encoded, -(-tokens // 9), group=group, gain=gain
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("k", [1, 2, 59, 60])
+@pytest.mark.parametrize("rules", [{}, {"recent": 1, "sink": 4}, {"recent": 7}, {"recent": 1, "safeguard": 0.5}])
+def test_every_k(k, rules, both):
+    projection, encoded = cache(1, 2, 60, 64, 64)
+    if "safeguard" in rules:
+        rules = rules | {"worst": worst_first(encoded.error)}
+    found, expected = both(draw(1, 2, 4, 64, seed=3), projection, encoded, k, **rules)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("group", ["relative", "max", "sum"])
+def test_all_ties_go_to_the_lowest_indices(group, both):
+    projection, encoded = cache(1, 2, 2100, 64, 64)
+    found, expected = both(torch.zeros(1, 2, 4, 64, device=DEVICE), projection, encoded, 40, group=group)
+    assert found[0].tolist() == [list(range(40))] * 2
+    assert torch.equal(found, expected)
+    found, expected = both(
+        torch.zeros(1, 2, 4, 64, device=DEVICE), projection, encoded, 40, group=group, recent=3, sink=2
+    )
+    assert found[0].tolist() == [[*range(37), 2097, 2098, 2099]] * 2
+    assert torch.equal(found, expected)
+
+
+def test_few_scores_so_many_ties(both):
+    projection, encoded = cache(1, 1, 1500, 64, 32)
+    encoded.codes[:, :, :] = encoded.codes[:, :, :5].repeat(1, 1, 300, 1)
+    for k in (7, 300, 301, 777):
+        found, expected = both(draw(1, 1, 4, 64, seed=3), projection, encoded, k, gain=False)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("rules", [{}, {"recent": 3, "sink": 2}, {"recent": 1, "sink": 1, "safeguard": 0.4}])
+def test_padded_sequences_in_a_larger_buffer(rules, both):
+    """Holes, another length and another k for each sequence; tokens, heads and sequences apart in memory."""
+    batch, tokens, room = 3, 200, 256
+    projection, encoded = cache(batch, 2, tokens, 64, 64)
+    codes = torch.full((batch, 2, room, 1), -1, device=DEVICE)[:, :, :tokens]
+    gain = torch.full((room, 2, batch), 255, dtype=torch.uint8, device=DEVICE).permute(2, 1, 0)[:, :, :tokens]
+    encoded = type(encoded)(codes.copy_(encoded.codes), encoded.error, gain.copy_(encoded.gain))
+    valid = torch.rand(batch, tokens, generator=torch.Generator().manual_seed(7)).to(DEVICE) > 0.3
+    valid[1, :90] = False
+    lengths = torch.tensor([200, 150, 97], device=DEVICE)
+    real = valid & (torch.arange(tokens, device=DEVICE) < lengths[:, None])
+    k = (real.sum(-1, keepdim=True) // torch.tensor([[9], [2], [1]], device=DEVICE)).clamp(min=1)
+    if "safeguard" in rules:
+        rules = rules | {"worst": worst_first(encoded.error)}
+    query = draw(batch, 2, 4, 64, seed=3)
+    found, expected = both(query, projection, encoded, k, valid=valid, lengths=lengths, **rules)
+    assert torch.equal(found, expected)
+    found, expected = both(query, projection, encoded, k.clamp(max=9), lengths=lengths, width=12, **rules)
+    assert torch.equal(found, expected)
+    assert (found[..., 9:] == -1).all()
+    apart = torch.tensor([[5, 9], [1, 2], [3, 0]], device=DEVICE)  # of each head
+    found, expected = both(query, projection, encoded, apart, valid=valid, lengths=lengths[:1].expand(3), **rules)
+    assert torch.equal(found, expected)
+
+
+def test_a_list_wider_than_k_ends_in_minus_one(both):
+    projection, encoded = cache(1, 2, 257, 64, 64)
+    found, expected = both(draw(1, 2, 4, 64, seed=3), projection, encoded, 49, width=52)
+    assert torch.equal(found, expected)
+    assert (found[..., 49:] == -1).all()
+
+
+def test_nothing_behind_the_length_is_read(both):
+    projection, encoded = cache(1, 2, 300, 64, 64)
+    lengths = torch.tensor([257], device=DEVICE)
+    query = draw(1, 2, 4, 64, seed=3)
+    found, _ = both(query, projection, encoded, 20, lengths=lengths)
+    encoded.codes[:, :, 257:] = -1
+    encoded.gain[:, :, 257:] = 255
+    again, _ = both(query, projection, encoded, 20, lengths=lengths)
+    assert torch.equal(found, again)
+    assert found.max() < 257
+
+
+def test_codes_that_are_not_side_by_side(both):
+    projection, encoded = cache(1, 2, 70, 64, 128)
+    wide = torch.stack([encoded.codes, encoded.codes], dim=3).flatten(3)[..., :2]  # a gap behind every key
+    assert wide.stride(2) == 4
+    query = draw(1, 2, 4, 64, seed=3)
+    found, expected = both(query, projection, type(encoded)(wide, encoded.error, encoded.gain), 9)
+    assert torch.equal(found, expected)
+
+
+def test_each_sequence_with_projections_of_its_own(both):
+    projection, encoded = cache(2, 2, 90, 64, 64)
+    own = torch.stack([projection, -projection.flip(1)]).mT.contiguous().mT  # not contiguous
+    found, expected = both(draw(2, 2, 4, 64, seed=3), own, encoded, 9)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("bits", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_codes_from_the_same_products_are_exact(bits, dtype, pipeline):
+    skip_unserved(pipeline, dtype)
+    scores, gram = draw(2, 150, bits, dtype=dtype), 0.3 * draw(2, bits, bits, seed=1, dtype=dtype)
+    scores[0, 7] = 0
+    norm = 50 * draw(2, 150, seed=2, dtype=dtype).abs()
+    norm[1, 3] = 0
+    found, expected = pipeline.encode_gram(scores, gram, norm), encode_gram(scores, gram, norm)
+    for name in ("codes", "error", "gain"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "bits"),
+    [(torch.float32, 64, 64), (torch.bfloat16, 128, 64), (torch.float16, 80, 32), (torch.bfloat16, 256, 128),
+     *((dtype, 96, 128) for dtype in FLOAT64)],
+)  # fmt: skip
+def test_codes_of_keys(dtype, dim, bits, measured, pipeline):
+    """With metric and mean and without; the keys strided, some of them zero."""
+    skip_unserved(pipeline, dtype)
+    projection = draw(2, bits, dim, seed=1) / (2 * dim**0.5)
+    some = draw(2, dim, dim, seed=4)
+    metric = some @ some.mT / dim + torch.eye(dim, device=DEVICE) if measured else None
+    mean = draw(2, dim, seed=5) if measured else None
+    keys = draw(2, 130, 2, dim, seed=2, dtype=dtype).transpose(1, 2)
+    keys[:, :, 5] = 0
+    encoder = make_encoder(projection, dtype, metric=metric, mean=mean)
+    found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
+    assert (found.codes != expected.codes).any(-1).sum() <= 2
+    assert (found.gain.int() - expected.gain.int()).abs().max() <= 1
+    torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2,), (1, 2), (3, 2), (3, 1)])
+def test_projections_shared_by_heads_or_sequences(lead, pipeline):
+    projection = draw(*lead, 64, 64, seed=1) / 16
+    some = draw(64, 64, seed=4)
+    encoder = make_encoder(projection, torch.float32, metric=some @ some.mT / 64, mean=draw(64, seed=5))
+    keys = draw(3, 2, 40, 64, seed=2)
+    found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
+    assert (found.codes != expected.codes).any(-1).sum() <= 2
+    torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
+    with pytest.raises(InputError, match="do not fit projections to 64 dimensions"):
+        pipeline.encode_with(encoder, keys[..., :32])
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "dim", "tokens", "k"),
+    [(4, 128, 700, 100), (1, 64, 90, 1), (16, 256, 300, 300), (5, 80, 200, 65), (7, 96, 64, 64), (2, 8, 40, 20)],
+)
+def test_attention_over_listed_tokens(dtype, heads, dim, tokens, k, pipeline):
+    skip_unserved(pipeline, dtype)
+    query = draw(2, heads, 2, dim, dtype=dtype).transpose(1, 2)
+    keys, values = (
+        draw(2, tokens + 9, 2, dim, seed=seed, dtype=dtype).transpose(1, 2)[:, :, :tokens] for seed in (1, 2)
+    )
+    indices = torch.stack([torch.randperm(tokens)[:k].sort().values for _ in range(4)]).view(2, 2, k).to(DEVICE)
+    if k > 64:
+        indices[1, :, -3:] = -1
+    found, expected = (
+        pipeline.sparse_attention(query, keys, values, indices, 0.3),
+        sparse_attention(query, keys, values, indices, 0.3),
+    )
+    torch.testing.assert_close(found, expected, rtol=EXACT[dtype], atol=EXACT[dtype])
+
+
+def test_attention_over_nothing_is_zero(pipeline):
+    query, keys = draw(2, 2, 4, 64), draw(2, 2, 50, 64, seed=1)
+    indices = torch.full((2, 2, 5), -1, device=DEVICE)
+    indices[0] = torch.arange(5)
+    found, expected = (
+        pipeline.sparse_attention(query, keys, keys, indices),
+        sparse_attention(query, keys, keys, indices),
+    )
+    assert (found[1] == 0).all()
+    torch.testing.assert_close(found, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
+
+
+def test_a_length_beyond_the_buffer_is_the_buffer(both):
+    projection, encoded = cache(1, 2, 60, 64, 64)
+    query, lengths = draw(1, 2, 4, 64, seed=3), torch.tensor([75], device=DEVICE)
+    found, expected = both(query, projection, encoded, 9, lengths=lengths)
+    assert torch.equal(found, expected)

@@ -1,0 +1,261 @@
+"""What is numba's own: large caches, threads, instruction sets, and where compiled kernels are kept."""
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bpc_calib import InputError, choosing, dispatch, quantize_query
+from bpc_calib.cpu import attend, folder, pipeline
+from bpc_calib.encoding import Encoded
+
+RULES = {"scaling": 0.1, "group": "relative"}
+
+
+@pytest.fixture
+def threads():
+    """Set the number of torch's threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def large(rows, tokens, words=1):
+    """Codes and gains by chance: only their number matters here."""
+    generator = torch.Generator().manual_seed(tokens)
+    codes = torch.randint(-(1 << 62), 1 << 62, (1, rows, tokens, words), generator=generator)
+    gain = torch.randint(0, 256, (1, rows, tokens), generator=generator).to(torch.uint8)
+    return Encoded(codes, torch.zeros(1, rows, tokens), gain)
+
+
+def both(query, projection, encoded, k, **rules):
+    asked = pipeline.quantize_query(query, projection)
+    usual = dict.fromkeys(("valid", "lengths", "worst", "width")) | {"recent": 0, "sink": 0, "safeguard": 0.0}
+    found = pipeline.choose(query, projection, encoded.codes, encoded.gain, k, **(RULES | rules))
+    return found, choosing.choose_asked(asked, encoded.codes, encoded.gain, k, **(usual | RULES | rules))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 20_011), (3, 9_001), (8, 5_000)])
+def test_any_number_of_threads_chooses_the_same(threads, rows, tokens, count):
+    """Rows apart, and a row in parts."""
+    threads(count)
+    projection = draw(rows, 64, 64, seed=1)
+    lengths = torch.tensor([tokens - 77])
+    valid = torch.rand(1, tokens, generator=torch.Generator().manual_seed(3)) > 0.2
+    for rules in ({}, {"group": "max", "recent": 3, "sink": 5}, {"lengths": lengths, "valid": valid}):
+        found, expected = both(draw(1, rows, 5, 64), projection, large(rows, tokens), 123, **rules)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("k", [1, 40, 5_000, 19_999])
+def test_where_a_sample_of_the_scores_misleads(k):
+    """The best tokens all in the sample, or none of them; nearly all the same; every score different from its like."""
+    tokens = 20_000
+    query, projection = draw(1, 1, 1, 64), draw(1, 64, 64, seed=1)
+    asked = pipeline.quantize_query(query, projection).values[0, 0, 0]
+    best = int(sum((1 << j) for j in range(63) if asked[j] >= 0) - ((asked[63] >= 0).item() << 63))
+    sampled = torch.arange(2048) * tokens // 2048
+    for place in (sampled, sampled + 1, torch.arange(7)):
+        encoded = large(1, tokens)
+        encoded.codes[0, 0, place, 0] = best
+        found, expected = both(query, projection, encoded, k)
+        assert torch.equal(found, expected)
+        encoded.codes[:] = ~best
+        encoded.codes[0, 0, place, 0] = best
+        found, expected = both(query, projection, encoded, k)
+        assert torch.equal(found, expected)
+
+
+def test_scores_from_one_end_of_the_integers_to_the_other():
+    """Ranks that need all their digits: two tokens far from all others."""
+    encoded = large(1, 9_000)
+    query, projection = draw(1, 1, 16, 64), 1e-3 * draw(1, 64, 64, seed=1)
+    for group in ("relative", "sum"):
+        for k in (2, 8_999):
+            found, expected = both(query, projection, encoded, k, group=group, scaling=1e-6)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_queries_in_int8(dtype):
+    """Across a product that rounds in its own order: few entries differ, by one."""
+    query, projection = draw(3, 2, 4, 128, dtype=dtype), draw(2, 64, 128, seed=1, dtype=dtype)
+    query[1, 0] = 0
+    found, expected = pipeline.quantize_query(query, projection), quantize_query(query, projection)
+    apart = (found.values.int() - expected.values.int()).abs()
+    assert apart.max() <= 1
+    assert apart.sum() <= 4  # of 1,536
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
+
+
+def test_exponentials():
+    x = np.concatenate([np.linspace(-87, 0, 100_001), [-1000, -np.inf, -0.0]]).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    attend.exponentials(x)
+    assert np.abs(x[:-3] / exact[:-3] - 1).max() < 3e-7
+    assert (x[-3:-1] < 2e-38).all()
+    assert x[-1] == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_attention_in_parts_is_attention(threads, count):
+    threads(count)
+    query, keys, values = draw(1, 2, 4, 64), draw(1, 2, 900, 64, seed=1), draw(1, 2, 900, 64, seed=2)
+    keys[:, :, 700] *= 50  # one part has all the weight
+    indices = torch.arange(900).expand(1, 2, -1).clone()
+    indices[0, 0, 100:600] = -1  # nothing in a part, and holes anywhere
+    indices[0, 1, ::3] = -1
+    found = pipeline.sparse_attention(query, keys, values, indices)
+    torch.testing.assert_close(found, plain(query, keys, values, indices), rtol=1e-5, atol=1e-5)
+
+
+def plain(query, keys, values, indices):
+    """Softmax attention written out, in float64."""
+    logits = query.double() @ keys.double().mT / keys.shape[-1] ** 0.5
+    listed = torch.zeros(*indices.shape[:2], keys.shape[2] + 1, dtype=torch.bool)
+    listed.scatter_(2, torch.where(indices < 0, keys.shape[2], indices), True)
+    weights = logits.masked_fill(~listed[:, :, None, :-1], -torch.inf).softmax(-1)
+    return (weights @ values.double()).float()
+
+
+def test_an_index_beyond_the_tokens_is_refused():
+    query, keys = draw(1, 2, 4, 64), draw(1, 2, 50, 64)
+    indices = torch.tensor([[[0, 1], [2, 50]]])
+    with pytest.raises(InputError, match=r"^indices must be below the 50 tokens there are, and one is 50$"):
+        dispatch.sparse_attention(query, keys, keys, indices)
+
+
+def test_steps_in_several_threads_at_once():
+    encoded, projection = large(2, 5_000), draw(2, 64, 64, seed=1)
+    queries = [draw(1, 2, 4, 64, seed=seed) for seed in range(4)]
+    expected = [pipeline.choose(query, projection, encoded.codes, encoded.gain, 99, **RULES) for query in queries]
+    wrong = []
+
+    def work(i):
+        for _ in range(20):
+            found = pipeline.choose(queries[i], projection, encoded.codes, encoded.gain, 99, **RULES)
+            if not torch.equal(found, expected[i]):
+                wrong.append(i)
+
+    running = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for each in running:
+        each.start()
+    for each in running:
+        each.join()
+    assert not wrong
+
+
+INSTRUCTIONS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import test_cpu
+from bpc_calib.cpu.language import LANES
+assert LANES == int(sys.argv[2]), LANES
+for bits in (32, 64, 128):
+    for heads in (1, 4, 5):
+        query, projection = test_cpu.draw(1, 2, heads, 64), test_cpu.draw(2, bits, 64, seed=1)
+        encoded = test_cpu.large(2, 5_003, -(-bits // 64))
+        if bits == 32:
+            encoded.codes[:] &= (1 << 32) - 1
+        for group in ("relative", "max", "sum"):
+            found, expected = test_cpu.both(query, projection, encoded, 99, group=group)
+            assert torch.equal(found, expected), (bits, heads, group)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lanes", "features"),
+    [(0, ""), (8, "+avx2,+fma,+avxvnni"), (16, None)],
+    ids=["by tables", "256 bits", "512 bits"],
+)
+def test_every_instruction_set(tmp_path, lanes, features):
+    """The scores are the same integers, whatever multiplies bytes."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    if lanes:
+        from llvmlite.binding import get_host_cpu_features
+
+        has = get_host_cpu_features()
+        if not (has.get("avxvnni") if lanes == 8 else has.get("avx512vnni") and has.get("avx512bw")):
+            pytest.skip("this machine has no such instructions")
+    if features is not None:
+        environment |= {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run(
+        [sys.executable, "-c", INSTRUCTIONS, str(Path(__file__).parent), str(lanes)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch):
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = folder.kept()
+    assert found.parent == tmp_path / "bpc" / "bpc-numba"
+    assert stat.S_IMODE(found.stat().st_mode) == stat.S_IMODE(found.parent.stat().st_mode) == 0o700
+    found.parent.chmod(0o770)
+    assert folder.kept() is None
+    found.parent.chmod(0o700)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "bpc").mkdir()
+    (tmp_path / "other" / "bpc" / "bpc-numba").symlink_to(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert folder.kept() is None
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
+    assert folder.kept().parent == tmp_path / "named" / "bpc-numba"
+
+
+READY = """
+import logging, sys, torch
+from bpc_calib.cpu import pipeline
+logging.basicConfig(format="%(message)s")
+pipeline.make_ready(torch.float32)
+print(sum(sum(k.stats.cache_hits.values()) for k in (pipeline.choose_kernel, pipeline.attend_kernel)))
+"""
+
+
+@pytest.mark.slow
+def test_compiling_is_told_and_done_once(tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+    first, second = (
+        subprocess.run([sys.executable, "-c", READY], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    said = first.stderr.splitlines()
+    assert said[0] == "compiling the kernels for float32 on the CPU, some 10 to 30 s, once on this machine"
+    assert said[1].startswith("compiled in ")
+    assert first.stdout == "0\n"
+    assert second.stderr == ""
+    assert second.stdout == "2\n"
+
+
+def test_without_numba_torch_serves_with_one_warning(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "bpc_calib.dispatch")
+    monkeypatch.delenv("BPC_BACKEND", raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for cached in (dispatch._warn_once, dispatch._without):
+        cached.cache_clear()
+    try:
+        assert dispatch.backend(torch.device("cpu")) == "torch"
+        assert dispatch.backend(torch.device("cpu")) == "torch"
+        said = "Numba is not installed (pip install 'bpc-calib[cpu]'); plain torch decodes instead, slowly"
+        assert [record.getMessage() for record in caplog.records] == [said]
+        monkeypatch.setenv("BPC_BACKEND", "numba")
+        with pytest.raises(InputError, match=r"^BPC_BACKEND=numba: Numba is not installed"):
+            dispatch.backend(torch.device("cpu"))
+    finally:
+        for cached in (dispatch._warn_once, dispatch._without):
+            cached.cache_clear()
