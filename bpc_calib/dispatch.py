@@ -4,7 +4,6 @@ Every function here has the signature of its torch oracle and returns what that 
 """
 
 import functools
-import importlib
 import logging
 import os
 from typing import Any
@@ -43,9 +42,9 @@ def backend(device: torch.device) -> str:
     wanted = asked or {"cuda": "triton", "cpu": "numba"}.get(device.type, "torch")
     missing = None
     if wanted == "triton":
-        missing = _without("triton", OLDEST_TRITON, "pip install triton") or _unfit(device)
+        missing = _without_triton() or _unfit(device)
     elif wanted == "numba":
-        missing = _without("numba", OLDEST_NUMBA, "pip install 'bpc-calib[cpu]'")
+        missing = _without_numba()
         if missing is None and device.type != "cpu":
             missing = f"needs tensors on the CPU, and they are on {device.type}"
     if missing is None:
@@ -130,8 +129,10 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
 
 def _serves(given: Tensor, shape: torch.Size, *, contiguous: bool, heads: int = 1) -> str:
     """What takes a query or keys like these, for a cache `[B, H_KV, N]` and `heads` queries a KV head."""
+    if torch.compiler.is_compiling() and given.device.type == "cpu" and named() != "triton":
+        return "torch"  # the compiler cannot see into what numba compiled
     found = backend(given.device)
-    if found == "torch" or (found == "numba" and torch.compiler.is_compiling()):  # which sees through torch alone
+    if found == "torch":
         return "torch"
     dim, triton = given.shape[-1], found == "triton"
     float64 = triton and given.dtype == torch.float64 and _capability(given.device) < NO_FLOAT64
@@ -151,7 +152,7 @@ def _serves(given: Tensor, shape: torch.Size, *, contiguous: bool, heads: int = 
         if triton:
             import bpc_calib.kernels.ops  # noqa: F401  registers torch.ops.bpc
         return found
-    _warn_once(f"the {found.capitalize()} kernels do not serve {fault}; plain torch does, slowly")
+    _warn_once(f"the {found} kernels do not serve {fault}; plain torch does, slowly")
     return "torch"
 
 
@@ -164,15 +165,29 @@ def _numba(dtype: torch.dtype) -> Any:
 
 
 @functools.cache
-def _without(name: str, oldest: tuple[int, int], remedy: str) -> str | None:
-    """What is missing of a library; None: nothing."""
+def _without_triton() -> str | None:
+    """What is missing for Triton; None: nothing."""
     try:
-        found = importlib.import_module(name).__version__
+        import triton
     except ImportError:
-        return f"{name.capitalize()} is not installed ({remedy})"
-    if tuple(map(int, found.split(".")[:2])) < oldest:
-        return f"{name.capitalize()} {found} is older than {'.'.join(map(str, oldest))}"
-    return None
+        return "Triton is not installed (pip install triton)"
+    return _older("Triton", triton.__version__, OLDEST_TRITON)
+
+
+@functools.cache
+def _without_numba() -> str | None:
+    """What is missing for numba; None: nothing."""
+    try:
+        import numba
+    except ImportError:
+        return "numba is not installed (pip install 'bpc-calib[cpu]')"
+    return _older("numba", numba.__version__, OLDEST_NUMBA)
+
+
+def _older(name: str, found: str, oldest: tuple[int, int]) -> str | None:
+    if tuple(map(int, found.split(".")[:2])) >= oldest:
+        return None
+    return f"{name} {found} is older than {'.'.join(map(str, oldest))}"
 
 
 def _unfit(device: torch.device) -> str | None:

@@ -246,16 +246,16 @@ def test_without_numba_torch_serves_with_one_warning(monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "bpc_calib.dispatch")
     monkeypatch.delenv("BPC_BACKEND", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    for cached in (dispatch._warn_once, dispatch._without):
+    for cached in (dispatch._warn_once, dispatch._without_numba):
         cached.cache_clear()
     try:
         assert dispatch.backend(torch.device("cpu")) == "torch"
         assert dispatch.backend(torch.device("cpu")) == "torch"
-        said = "Numba is not installed (pip install 'bpc-calib[cpu]'); plain torch decodes instead, slowly"
+        said = "numba is not installed (pip install 'bpc-calib[cpu]'); plain torch decodes instead, slowly"
         assert [record.getMessage() for record in caplog.records] == [said]
         monkeypatch.setenv("BPC_BACKEND", "numba")
-        with pytest.raises(InputError, match=r"^BPC_BACKEND=numba: Numba is not installed"):
+        with pytest.raises(InputError, match=r"^BPC_BACKEND=numba: numba is not installed"):
             dispatch.backend(torch.device("cpu"))
     finally:
-        for cached in (dispatch._warn_once, dispatch._without):
+        for cached in (dispatch._warn_once, dispatch._without_numba):
             cached.cache_clear()

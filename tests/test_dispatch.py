@@ -19,10 +19,10 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("BPC_BACKEND", raising=False)
-    for cached in (dispatch._warn_once, dispatch._without_triton):
+    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_numba):
         cached.cache_clear()
     yield
-    for cached in (dispatch._warn_once, dispatch._without_triton):
+    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_numba):
         cached.cache_clear()
 
 
@@ -32,18 +32,22 @@ def warned(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_torch_serves_the_cpu_and_triton_the_gpu(monkeypatch):
-    assert dispatch.backend(CPU) == "torch"
+def test_numba_serves_the_cpu_and_triton_the_gpu(monkeypatch):
+    assert dispatch.backend(CPU) == "numba"
     assert dispatch.backend(torch.device("cuda")) == "triton"
+    assert dispatch.backend(torch.device("mps")) == "torch"
     monkeypatch.setenv("BPC_BACKEND", "torch")
-    assert dispatch.backend(torch.device("cuda")) == "torch"
+    assert dispatch.backend(torch.device("cuda")) == dispatch.backend(CPU) == "torch"
     monkeypatch.setenv("BPC_BACKEND", "")
-    assert dispatch.backend(CPU) == "torch"
+    assert dispatch.backend(CPU) == "numba"
+    monkeypatch.setenv("BPC_BACKEND", "numba")
+    with pytest.raises(InputError, match="needs tensors on the CPU, and they are on cuda"):
+        dispatch.backend(torch.device("cuda"))
 
 
 def test_an_unknown_backend_is_refused(monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "cuda")
-    with pytest.raises(InputError, match=r"^BPC_BACKEND must be one of torch, triton, not 'cuda'$"):
+    with pytest.raises(InputError, match=r"^BPC_BACKEND must be one of torch, triton, numba, not 'cuda'$"):
         dispatch.backend(CPU)
 
 
@@ -87,8 +91,8 @@ def test_a_gpu_too_old_falls_back(monkeypatch, warned):
     ]
 
 
-def test_the_package_imports_no_triton():
-    code = "import sys, bpc_calib; assert not {'triton', 'torch._dynamo'} & set(sys.modules)"
+def test_the_package_imports_no_compiler():
+    code = "import sys, bpc_calib; assert not {'triton', 'numba', 'torch._dynamo'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -131,7 +135,7 @@ def test_what_the_kernels_do_not_serve_falls_back(warned):
         attended = dispatch.sparse_attention(query, keys, keys, listed)
         torch.testing.assert_close(attended, written_out(query, keys, listed))
     assert warned() == [
-        "the Triton kernels do not serve 17 query heads on a KV head, more than 16; plain torch does, slowly"
+        "the triton kernels do not serve 17 query heads on a KV head, more than 16; plain torch does, slowly"
     ]
 
 
@@ -163,13 +167,14 @@ def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
     query, keys = draw(2, 2, 4, 64, seed=3, dtype=torch.float64), draw(2, 2, 60, 64, seed=2, dtype=torch.float64)
     rules = {"scaling": 0.1, "recent": 1}
     for k in (9, torch.tensor([[9], [5]], device=DEVICE)):
+        monkeypatch.setenv("BPC_BACKEND", "torch")
         plain = dispatch.choose(query, projection, encoded.codes, encoded.gain, k, **rules)
         monkeypatch.setenv("BPC_BACKEND", "triton")
         launched = dispatch.choose(query, projection, encoded.codes, encoded.gain, k, **rules)
         assert torch.equal(plain, launched)
         attended = dispatch.sparse_attention(query, keys, keys, launched)
+        monkeypatch.setenv("BPC_BACKEND", "torch")
         torch.testing.assert_close(attended, sparse_attention(query, keys, keys, plain))
-        monkeypatch.delenv("BPC_BACKEND")
     assert warned() == []
 
 

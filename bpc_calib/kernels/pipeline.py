@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bpc_calib.choosing import within
 from bpc_calib.encoding import Encoded, Encoder
-from bpc_calib.errors import InputError
 from bpc_calib.kernels.attend import attend_kernel, reduce_kernel
 from bpc_calib.kernels.compact import compact_kernel
 from bpc_calib.kernels.encode import encode_kernel, greedy_kernel
