@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["append"]
+__all__ = ["append", "reserve"]
 
 LEAST_ROOM = 256  # tokens
 
@@ -19,13 +19,31 @@ def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
         new: `[batch, heads, tokens, ...]`.
     """
     needed = length + new.shape[2]
-    # A tensor of inference mode cannot be written to outside of it.
-    frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
-    if buffer is None or needed > buffer.shape[2] or frozen:
-        room = -(-(needed + max(LEAST_ROOM, needed // 16)) // 16) * 16  # rows stay aligned for wide loads
+    if buffer is None or needed > buffer.shape[2] or not _writable(buffer):
+        room = _aligned(needed + max(LEAST_ROOM, needed // 16))
         larger = new.new_empty(*new.shape[:2], room, *new.shape[3:])
         if buffer is not None:
             larger[:, :, :length] = buffer[:, :, :length]
         buffer = larger
     buffer[:, :, length:needed] = new.detach()
     return buffer
+
+
+def reserve(buffer: Tensor, length: int, room: int) -> Tensor:
+    """The buffer, or a larger copy of its first `length` tokens where it has no `room`; behind them it holds 0."""
+    if room > buffer.shape[2] or not _writable(buffer):
+        larger = buffer.new_empty(*buffer.shape[:2], _aligned(room), *buffer.shape[3:])
+        larger[:, :, :length] = buffer[:, :, :length]
+        buffer = larger
+    buffer[:, :, length:] = 0
+    return buffer
+
+
+def _writable(buffer: Tensor) -> bool:
+    """A tensor of inference mode cannot be written to outside of it."""
+    return torch.is_inference_mode_enabled() or not buffer.is_inference()
+
+
+def _aligned(tokens: int) -> int:
+    """Rows of so many tokens stay aligned for wide loads."""
+    return -(-tokens // 16) * 16
