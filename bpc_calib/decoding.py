@@ -71,9 +71,10 @@ class _Stepping:
 
         ids, cache = inputs["input_ids"], inputs["past_key_values"]
         if self.step is None:
-            beside = [name for name, value in inputs.items() if name not in KNOWN and value not in (None, False)]
+            given = {name for name, value in inputs.items() if value is not None and value is not False}
+            beside = sorted(given - KNOWN)
             if beside:
-                raise InputError(f"static_decoding gives the model nothing beside its tokens, and {beside} came")
+                raise InputError(f"static_decoding gives the model nothing beside its tokens, and {', '.join(beside)} came")
             length, mask, positions = cache.get_seq_length(), inputs.get("attention_mask"), inputs.get("position_ids")
             begun = static_steps(
                 self.model,
