@@ -17,11 +17,11 @@ KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_
 def static_decoding(
     model: Any, input_ids: Tensor, *, stopping_criteria: Any, generation_config: Any, **arguments: Any
 ) -> Any:
-    """Decode by `static_steps`; give it to `model.generate(..., past_key_values=cache, custom_generate=static_decoding)`.
+    """Decode by `static_steps`: `model.generate(..., past_key_values=cache, custom_generate=static_decoding)`.
 
-    The prefill is an ordinary one, and the loop is that of transformers: sampling, processors of logits, stopping criteria,
-    streamers and what is returned are as without it, and so are the tokens. Room is made for `max_new_tokens` (or
-    `max_length`).
+    The prefill is an ordinary one, and the loop is that of transformers: sampling, processors of logits, stopping
+    criteria, streamers and what is returned are as without it, and so are the tokens. Room is made for
+    `max_new_tokens` (or `max_length`).
 
     Raises:
         ModelError: a model that static steps cannot serve (`static_steps`).
@@ -48,7 +48,7 @@ def static_decoding(
     with ExitStack() as stack:
         stepping = _Stepping(model, generation_config.max_length - 1, stack)
         return GenerationMixin._sample(
-            stepping,  # type: ignore[arg-type]
+            stepping,
             input_ids,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
@@ -74,7 +74,9 @@ class _Stepping:
             given = {name for name, value in inputs.items() if value is not None and value is not False}
             beside = sorted(given - KNOWN)
             if beside:
-                raise InputError(f"static_decoding gives the model nothing beside its tokens, and {', '.join(beside)} came")
+                raise InputError(
+                    f"static_decoding gives the model nothing beside its tokens, and {', '.join(beside)} came"
+                )
             length, mask, positions = cache.get_seq_length(), inputs.get("attention_mask"), inputs.get("position_ids")
             begun = static_steps(
                 self.model,

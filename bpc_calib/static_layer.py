@@ -1,9 +1,8 @@
-"""Layers of a cache that keeps its size: where the next token goes is a tensor on the device, not a length on the host."""
+"""Layers of a cache that keeps its size: where the next token goes, the device knows."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bpc_calib.dispatch import choose, dense_attention, sparse_attention
@@ -17,7 +16,7 @@ __all__ = ["Clock", "StaticLayer"]
 
 @dataclass
 class Clock:
-    """Where a step stands, the same for all layers. `tick` begins one: it writes to none of the tensors it is made of."""
+    """Where a step stands, the same for all layers."""
 
     place: Tensor  # int64 [1]: the slot of the new token
     counts: Tensor  # int64 [B, room]: how many tokens it attends to, by its slot
@@ -28,7 +27,7 @@ class Clock:
     k: Tensor = field(init=False)  # int64 [B, 1]
 
     def tick(self) -> None:
-        """What the layers of this step are told."""
+        """Begin a step: what its layers are told, in tensors of its own."""
         self.lengths = (self.place + 1).repeat(len(self.counts))
         self.k = self.counts.index_select(1, self.place)
 
@@ -75,12 +74,16 @@ class StaticLayer(GrowingLayer):
         return keys, self.values
 
     def attend(self, module: Any, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Attention of the new token, already cached: `[batch, query_heads, 1, head_dim]` to `[batch, 1, query_heads, ...]`.
+        """Attention of one new token a sequence, already cached.
 
         Args:
             module: the one of the model that asks.
+            query: `[batch, query_heads, 1, head_dim]`.
             scale: of the logits; None is `head_dim ** -0.5`.
             window: of sliding attention.
+
+        Returns:
+            `[batch, 1, query_heads, head_dim]`.
         """
         if window is not None and window < self.clock.counts.shape[1]:
             raise ModelError(

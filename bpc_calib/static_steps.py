@@ -63,7 +63,8 @@ def check_static(model: Any, cache: Any) -> None:
     """Raise unless static steps serve this model and cache.
 
     Raises:
-        ModelError: sliding-window layers, RoPE that changes with the length, several devices, or a GPU without the kernels.
+        ModelError: sliding-window layers, RoPE that changes with the length, several devices, or a GPU without the
+            kernels.
         InputError: no `BPCCache`, one that takes static steps already, or a model that is not enabled.
     """
     from bpc_calib.cache import BPCCache
@@ -212,8 +213,7 @@ def _plan(real: list[int], steps: int, rules: "Rules") -> tuple[list[list[int]],
     lengths = [range(count + 1, count + 1 + steps) for count in real]
     counts = [[attended(each, rules.budget, rules.min_tokens) for each in row] for row in lengths]
     choosing = [
-        next((i for i in range(steps) if wanted[i] < row[i]), None)
-        for wanted, row in zip(counts, lengths, strict=True)
+        next((i for i in range(steps) if wanted[i] < row[i]), None) for wanted, row in zip(counts, lengths, strict=True)
     ]
     return counts, min((each for each in choosing if each is not None), default=None)
 
@@ -224,6 +224,8 @@ def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Te
     What a step caches goes to the same slot each time, so it needs no undoing.
     """
     held = [each.clone() for each in state]
+    caching = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # or a graph would read casts that are freed behind it
     try:
         with torch.cuda.device(state[0].device):
             side = torch.cuda.Stream()
@@ -241,6 +243,8 @@ def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Te
         raise
     except RuntimeError as fault:
         raise ModelError(f"a step cannot be captured as a CUDA graph: {first_line(fault)}") from fault
+    finally:
+        torch.set_autocast_cache_enabled(caching)
 
     def replay() -> Tensor:
         graph.replay()

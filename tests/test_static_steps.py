@@ -1,9 +1,6 @@
 """Static steps: the tokens and logits of steps in buffers that grow, and nothing in a step that waits for a device."""
 
-import os
-
 import pytest
-import suite
 import tiny
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,12 +8,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_decoding, static_steps
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import make_cache
 from bpc_calib.static_layer import StaticLayer
 
 ALL_SPARSE = {"budget": 0.15, "min_tokens": 1, "dense_layers": ()}
 PAPER = {"safeguard": 0.3, "recent": 1, "group": "max", "gain": False}
 SERVED = [family for family in tiny.FAMILIES if family != "gemma3_text"]
+
+
+def prompt(*lengths):
+    """Random tokens, padded on the left to the longest."""
+    width = max(lengths)
+    ids = torch.randint(250, (len(lengths), width), generator=torch.Generator().manual_seed(len(lengths)))
+    mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
+    return {"input_ids": ids.masked_fill(~mask, 256), "attention_mask": mask.long()}
 
 
 def enabled(family="llama", **changes):
@@ -47,7 +52,7 @@ def assert_same(model, inputs, rules, *, artifact=None, **arguments):
 @pytest.mark.parametrize("lengths", [(41,), (40, 23, 31)], ids=["one", "ragged"])
 def test_families(family, lengths):
     model = enabled(family)
-    inputs, artifact = suite.prompt(*lengths), tiny.artifact(model.config)
+    inputs, artifact = prompt(*lengths), tiny.artifact(model.config)
     assert_same(model, inputs, ALL_SPARSE | {"dense_layers": (1,)}, artifact=artifact)
 
 
@@ -72,7 +77,7 @@ def test_families(family, lengths):
 def test_rules(rules, lengths, online):
     model = enabled()
     artifact = None if online else tiny.artifact(model.config, rules.get("bits", 64), metric=True, centred=True)
-    assert_same(model, suite.prompt(*lengths), ALL_SPARSE | rules, artifact=artifact)
+    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
@@ -82,7 +87,7 @@ def test_the_kernels(rules, lengths, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "triton")
     model = enabled(num_hidden_layers=2)
     artifact = tiny.artifact(model.config, 32, metric=True)
-    assert_same(model, suite.prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=6)
+    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=6)
 
 
 def test_in_bfloat16_and_float32():
@@ -90,7 +95,7 @@ def test_in_bfloat16_and_float32():
         model = tiny.model().to(dtype)
         enable(model)
         caches = [BPCCache(model.config, tiny.artifact(model.config), **ALL_SPARSE, safeguard=0.2) for _ in range(2)]
-        inputs = suite.prompt(41)
+        inputs = prompt(41)
         plain = generate(model, caches[0], inputs, new=4)
         static = generate(model, caches[1], inputs, new=4, custom_generate=static_decoding)
         torch.testing.assert_close(static.logits, plain.logits, rtol=0.05, atol=0.05)
@@ -112,7 +117,7 @@ class After(StoppingCriteria):
 
 def test_what_generate_offers_works():
     model = enabled()
-    inputs = suite.prompt(40, 23)
+    inputs = prompt(40, 23)
     free = generate(model, BPCCache(model.config, **ALL_SPARSE), inputs, 12).sequences
     eos = int(free[0, 44])  # ends one sequence first: padding behind it
     for arguments in (
@@ -132,7 +137,7 @@ def test_streams(capsys):
     model, texts = enabled(), []
     for decoding in (None, static_decoding):
         streamer = TextStreamer(tiny.tokenizer(), skip_prompt=True)
-        generate(model, BPCCache(model.config, **ALL_SPARSE), suite.prompt(40), custom_generate=decoding, streamer=streamer)
+        generate(model, BPCCache(model.config, **ALL_SPARSE), prompt(40), custom_generate=decoding, streamer=streamer)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != ""
 
@@ -140,7 +145,7 @@ def test_streams(capsys):
 def test_afterwards_the_cache_goes_on():
     """Another turn, tokens taken back, sequences repeated: of a cache that decoded statically, and of one that grew."""
     model = enabled()
-    inputs = suite.prompt(34, 21)
+    inputs = prompt(34, 21)
     artifact = tiny.artifact(model.config)
     made = []
     for decoding in (None, static_decoding):
@@ -150,16 +155,17 @@ def test_afterwards_the_cache_goes_on():
         for turn in range(3):
             new = {"input_ids": ids, "attention_mask": mask}
             out = generate(model, cache, new, 5, custom_generate=None if turn == 2 else decoding)
-            ids = torch.cat([out.sequences, suite.prompt(6, 6)["input_ids"]], dim=1)
+            ids = torch.cat([out.sequences, prompt(6, 6)["input_ids"]], dim=1)
             mask = torch.nn.functional.pad(mask, (0, 11), value=1)
             found += out.logits
         cache.crop(-3)
         cache.batch_repeat_interleave(2)
         length = cache.get_seq_length()
         mask = mask[:, : length + 1].repeat_interleave(2, 0)
+        ids, positions = ids[:, length : length + 1].repeat_interleave(2, 0), mask.sum(-1, keepdim=True) - 1
         with torch.no_grad():
-            found.append(model(ids[:, length : length + 1].repeat_interleave(2, 0), attention_mask=mask,
-                               position_ids=mask.sum(-1, keepdim=True) - 1, past_key_values=cache).logits[:, -1])  # fmt: skip
+            step = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        found.append(step.logits[:, -1])
         made.append(found)
     for ours, theirs in zip(*made, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -207,7 +213,7 @@ class NoWaiting(TorchDispatchMode):
 class NoReading(TorchFunctionMode):
     """Refuses what reads a tensor without an operator."""
 
-    READ = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__tolist"}
+    READ = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         assert getattr(function, "__name__", "") not in self.READ, f"{function} waits for the device"
@@ -225,7 +231,6 @@ def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded, dense_l
     mask = torch.arange(40) >= torch.tensor([[0], [7]]) if padded else None
     cache = prefilled(model, rows=2, dense_layers=dense_layers, safeguard=0.2, recent=1)
     ids = torch.tensor([[5], [6]])
-    monkeypatch.setitem(os.environ, "BPC_BACKEND", "triton")
     with static_steps(model, cache, 5, attention_mask=mask) as step:
         step(ids)
         step(ids)
@@ -238,7 +243,7 @@ def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded, dense_l
 def test_what_cannot_be_served_is_refused():
     model = enabled("gemma3_text")
     with pytest.raises(ModelError, match="layer 0 has a sliding window"):
-        generate(model, BPCCache(model.config), suite.prompt(20), custom_generate=static_decoding)
+        generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
     for rope in (
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
         {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
@@ -246,16 +251,16 @@ def test_what_cannot_be_served_is_refused():
     ):  # fmt: skip
         model = enabled(rope_parameters=rope)
         with pytest.raises(ModelError, match="RoPE changes with the length"):
-            generate(model, BPCCache(model.config), suite.prompt(20), custom_generate=static_decoding)
+            generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
     model = enabled("phi3")  # a window as wide as the model's limit, until the text is longer
     with pytest.raises(ModelError, match="sliding window of 128"):
-        generate(model, BPCCache(model.config, budget=5, min_tokens=1), suite.prompt(120), 12, custom_generate=static_decoding)
+        generate(
+            model, BPCCache(model.config, budget=5, min_tokens=1), prompt(120), 12, custom_generate=static_decoding
+        )
     model = enabled()
-    with pytest.raises(ModelError, match="ranking of a"):
-        cache = METHODS["exact"](model.config, budget=5) if "exact" in METHODS else None
-        if cache is None:
-            pytest.skip("no such method")
-        generate(model, cache, suite.prompt(20), custom_generate=static_decoding)
+    cache = make_cache("oracle", model.config, None, budget=5, min_tokens=1, dense_layers=())
+    with pytest.raises(ModelError, match="the ranking of a"):
+        generate(model, cache, prompt(20), custom_generate=static_decoding)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +277,7 @@ def test_what_generate_is_asked_and_static_decoding_cannot_is_refused(arguments,
     model = enabled()
     settings = {"past_key_values": BPCCache(model.config)} | arguments
     with pytest.raises(InputError, match=fault):
-        model.generate(**suite.prompt(20), **settings, max_new_tokens=4, custom_generate=static_decoding)
+        model.generate(**prompt(20), **settings, max_new_tokens=4, custom_generate=static_decoding)
 
 
 def test_arguments_that_do_not_fit_are_refused():
