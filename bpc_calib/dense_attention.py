@@ -49,4 +49,4 @@ def check(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, valid: T
     if lengths.shape != keys.shape[:1] or lengths.dtype.is_floating_point:
         raise InputError(f"lengths {lengths.dtype} {list(lengths.shape)} do not fit keys {list(keys.shape)}")
     if valid is not None and (valid.shape != (keys.shape[0], keys.shape[2]) or valid.dtype != torch.bool):
-        raise InputError(f"valid {valid.dtype} {list(valid.shape)} does not fit keys {list(keys.shape)}")
+        raise InputError(f"valid {valid.dtype} {list(valid.shape)} do not fit keys {list(keys.shape)}")
