@@ -141,7 +141,7 @@ def decoding(emit: Emit, *, tiny: bool) -> None:
         })  # fmt: skip
         for name, budget in (
             ("BPC, 2 %", 0.02),
-            ("full attention, buffers that keep their size", 1.0),
+            ("full attention, BPCCache", 1.0),
             ("full attention, DynamicCache, SDPA", None),
         ):
             about = {"tokens": tokens, "what": name, "unit": "ms"}

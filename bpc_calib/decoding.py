@@ -28,8 +28,6 @@ def static_decoding(
         InputError: no `BPCCache`, beams, drafts, `use_cache=False`, attentions or hidden states to return, or
             arguments for the model beside the tokens.
     """
-    from transformers.generation.utils import GenerationMixin
-
     mode = str(generation_config.get_generation_mode().value)
     if mode not in ("greedy_search", "sample"):
         raise InputError(f"static_decoding serves greedy decoding and sampling, not {mode.replace('_', ' ')}")
@@ -47,7 +45,7 @@ def static_decoding(
     check_static(model, cache)
     with ExitStack() as stack:
         stepping = _Stepping(model, generation_config.max_length - 1, stack)
-        return GenerationMixin._sample(
+        return type(model)._sample(
             stepping,
             input_ids,
             stopping_criteria=stopping_criteria,

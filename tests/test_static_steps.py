@@ -223,7 +223,7 @@ class NoReading(TorchFunctionMode):
 @pytest.mark.parametrize("dense_layers", [(), (0,)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded, dense_layers):
-    """The kernels themselves are opaque operators here; in their place their declared results, of any values."""
+    """The kernels themselves are opaque operators here, as they are to a device."""
     import bpc_calib.kernels.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
@@ -235,7 +235,7 @@ def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded, dense_l
         step(ids)
         step(ids)
         with NoReading(), NoWaiting():
-            assert step(ids).isfinite().logical_not().sum().shape == ()
+            assert step(ids).shape == (2, tiny.VOCAB)
         with pytest.raises(AssertionError, match="waits"), NoReading(), NoWaiting():
             bool(step(ids).isfinite().all())  # or the modes see nothing
 
