@@ -12,13 +12,11 @@ from bpc_calib.errors import BPCError, InputError, ModelError
 from bpc_calib.hub import first_line
 from bpc_calib.models import describe
 from bpc_calib.runtime import is_enabled
-from bpc_calib.selection import attended
 
 if TYPE_CHECKING:
     from bpc_calib.cache import BPCCache
-    from bpc_calib.layers import Rules
 
-__all__ = ["check_static", "static_steps"]
+__all__ = ["check_static", "static_steps", "warm_up"]
 
 WARM_UP = 3
 
@@ -35,10 +33,10 @@ def static_steps(
     """Decode one token at a time behind a prefilled cache, with nothing in a step that the device must wait for.
 
     Inside the `with` block, `step(ids)` takes the next tokens, int64 `[B, 1]`, and returns their logits
-    `[B, vocab]`. The cache has room for all steps before the first static one, and lengths are kept on the device, so
-    on CUDA a step is captured once and replayed; elsewhere it runs as it is. Steps up to the first that has anything
-    to choose are ordinary ones: there the prompt is hashed. Behind the block the cache grows as before. Full attention
-    is decoded in the same way by a `BPCCache(model.config, budget=1.0)`.
+    `[B, vocab]`. The cache has room for all steps from the first static one on, and lengths are kept on the device, so
+    on CUDA a step is captured once and replayed; elsewhere it runs as it is. The first step that has anything to choose
+    is an ordinary one: there the prompt is hashed. Behind the block the cache grows as before. Full attention is
+    decoded in the same way by a `BPCCache(model.config, budget=1.0)`.
 
     Args:
         model: enabled (`bpc_calib.enable`).
@@ -91,7 +89,7 @@ def check_static(model: Any, cache: Any) -> None:
 
 
 class _Steps:
-    """The steps of one `static_steps`: ordinary ones, then static ones."""
+    """The steps of one `static_steps`: static, ordinary where a choice is first to be made, static again."""
 
     def __init__(
         self, model: Any, cache: Any, steps: int, attention_mask: Tensor | None, position_ids: Tensor | None
@@ -99,7 +97,7 @@ class _Steps:
         from bpc_calib.layers import SparseLayer
 
         self.model, self.cache = model, cache
-        self.length = cache.get_seq_length()
+        self.length = self.start = cache.get_seq_length()  # tokens cached
         if not self.length:
             raise InputError("the cache is empty: static steps begin behind a prefill")
         if steps < 0:
@@ -112,13 +110,11 @@ class _Steps:
             position_ids = torch.tensor(real, device=self.device).unsqueeze(-1)
         if position_ids.shape not in ((self.batch, 1), (1, 1)):
             raise InputError(f"position_ids must be [B, 1] for {self.batch} sequences, not {list(position_ids.shape)}")
-        self.positions = position_ids.to(self.device).clone()
+        self.positions = position_ids.to(self.device, copy=True)
         self.room = self.length + steps
-        rules = next(layer.rules for layer in cache.layers if isinstance(layer, SparseLayer))
-        self.counts, first = _plan(real, steps, rules)
-        self.chooses = first is not None
-        self.ordinary = 0 if first is None else first + 1
-        self.layers: list[Any] = []  # the static ones, once there are
+        count = next(layer.count for layer in cache.layers if isinstance(layer, SparseLayer))
+        self.counts, self.first = _plan(real, steps, count)
+        self.layers: list[Any] = []  # the static ones, while there are
         self.run: Callable[[], Tensor] | None = None
         self.failed = False
 
@@ -128,13 +124,13 @@ class _Steps:
         if ids.shape != (self.batch, 1) or ids.dtype.is_floating_point:
             raise InputError(f"ids must be integers [{self.batch}, 1], not {ids.dtype} {list(ids.shape)}")
         if self.length == self.room:
-            raise InputError("more steps than static_steps was told")
-        if self.failed or (self.layers and self.cache.layers is not self.layers):
-            raise InputError("a step of this static_steps failed, or its cache was reset: begin anew")
+            raise InputError(f"more steps than the {self.room - self.start} that static_steps was told")
+        if self.failed or self.cache.get_seq_length() != self.length:
+            raise InputError("a step of this static_steps failed, or its cache was changed: begin anew")
         self.failed = True  # until it has not
-        if self.ordinary:
+        if self.length - self.start == self.first:
+            self.end()
             logits = self._ordinary(ids)
-            self.ordinary -= 1
         else:
             if self.run is None:
                 self.run = self._begin(ids)
@@ -149,11 +145,10 @@ class _Steps:
         """Let the cache grow again."""
         if self.layers and self.cache.layers is self.layers:
             self.cache.layers = [layer.thaw() for layer in self.layers]
+        self.layers, self.run = [], None
 
     def _ordinary(self, ids: Tensor) -> Tensor:
-        if self.mask is not None:
-            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
-        logits = self._forward(ids, None if self.mask is None else self.mask.long())
+        logits = self._forward(ids, None if self.mask is None else _widened(self.mask, self.length + 1).long())
         self.positions += 1
         return logits
 
@@ -168,16 +163,17 @@ class _Steps:
         """Give the layers their room; what runs a step, for tokens in `self.ids`."""
         from bpc_calib.static_layer import Clock, StaticLayer
 
-        counts = torch.tensor(self.counts, device=self.device)
-        valid = None
-        if self.mask is not None:
-            valid = torch.nn.functional.pad(self.mask, (0, self.room - self.length), value=True)
         self.ids = ids.to(self.device, copy=True)
-        # Columns for the slots in use, so that a count stands where its token does.
-        counts = torch.nn.functional.pad(counts, (self.room - counts.shape[1], 0))
-        place = torch.full((1,), self.length, device=self.device)
-        self.clock = Clock(place, counts, valid, width=int(counts.max()), length=self.length)
-        self.layers = [StaticLayer(layer, self.clock, chooses=self.chooses) for layer in self.cache.layers]
+        self.clock = Clock(
+            place=torch.full((1,), self.length, device=self.device),
+            # With columns for the slots in use before, so that a count stands where its token does.
+            counts=torch.nn.functional.pad(torch.tensor(self.counts, device=self.device), (self.start, 0)),
+            valid=None if self.mask is None else _widened(self.mask, self.room),
+            width=max(map(max, self.counts)),
+            length=self.length,
+        )
+        chooses = self.first is not None and self.length - self.start > self.first
+        self.layers = [StaticLayer(layer, self.clock, chooses=chooses) for layer in self.cache.layers]
         self.cache.layers = self.layers
         # Masks of four dimensions are handed on as they are: nothing is built for a step, and none of ours reads it.
         unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
@@ -204,26 +200,38 @@ def _padding(mask: Tensor | None, batch: int, length: int, device: torch.device)
     return None if mask.all() else mask
 
 
-def _plan(real: list[int], steps: int, rules: "Rules") -> tuple[list[list[int]], int | None]:
+def _widened(mask: Tensor, length: int) -> Tensor:
+    """The mask of so many tokens: what came behind a prompt is no padding."""
+    return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=True)
+
+
+def _plan(real: list[int], steps: int, count: Callable[[int], int]) -> tuple[list[list[int]], int | None]:
     """How many tokens each sequence attends to in each step, and the first step with anything to choose.
 
     Args:
         real: tokens of each sequence before the first step.
+        count: how many of so many tokens are attended.
     """
-    lengths = [range(count + 1, count + 1 + steps) for count in real]
-    counts = [[attended(each, rules.budget, rules.min_tokens) for each in row] for row in lengths]
-    choosing = [
-        next((i for i in range(steps) if wanted[i] < row[i]), None) for wanted, row in zip(counts, lengths, strict=True)
-    ]
-    return counts, min((each for each in choosing if each is not None), default=None)
+    lengths = [range(each + 1, each + 1 + steps) for each in real]
+    counts = [list(map(count, row)) for row in lengths]
+    first = (i for i in range(steps) if any(wanted[i] < row[i] for wanted, row in zip(counts, lengths, strict=True)))
+    return counts, next(first, None)
+
+
+def warm_up(run: Callable[[], Tensor], state: list[Tensor]) -> None:
+    """Run a step a few times and undo what it wrote to `state`.
+
+    What it caches goes to the same slot each time, and is the same: that needs no undoing.
+    """
+    held = [each.clone() for each in state]
+    for _ in range(WARM_UP):
+        run()
+        for each, before in zip(state, held, strict=True):
+            each.copy_(before)
 
 
 def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Tensor]:
-    """What replays `run` as a CUDA graph, whose writes to `state` are undone while it warms up.
-
-    What a step caches goes to the same slot each time, so it needs no undoing.
-    """
-    held = [each.clone() for each in state]
+    """What replays `run` as a CUDA graph."""
     caching = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # or a graph would read casts that are freed behind it
     try:
@@ -231,10 +239,7 @@ def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Te
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(WARM_UP):
-                    run()
-                    for each, before in zip(state, held, strict=True):
-                        each.copy_(before)
+                warm_up(run, state)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

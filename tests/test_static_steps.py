@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_decoding, static_steps
 from bpc_calib.evaluation.methods import make_cache
 from bpc_calib.static_layer import StaticLayer
+from bpc_calib.static_steps import warm_up
 
 ALL_SPARSE = {"budget": 0.15, "min_tokens": 1, "dense_layers": ()}
 PAPER = {"safeguard": 0.3, "recent": 1, "group": "max", "gain": False}
@@ -190,13 +191,43 @@ def test_step_by_step():
             torch.testing.assert_close(step(each), expected, rtol=1e-9, atol=1e-9)
             assert cache.get_seq_length() == 41 + i
             assert isinstance(cache.layers[0], StaticLayer) is (i > 0)  # the first chooses: an ordinary one
-        with pytest.raises(InputError, match="more steps than"):
+            assert cache.kv_bytes(41 + i) == growing.kv_bytes(41 + i)
+        with pytest.raises(InputError, match="more steps than the 8"):
             step(ids[0])
     assert not any(isinstance(layer, StaticLayer) for layer in cache.layers)
     for one, other in zip(cache.layers, growing.layers, strict=True):
         for name in ("codes", "gain", "keys", "values"):
             assert torch.equal(one.buffers[name][:, :, :48], other.buffers[name][:, :, :48])
         assert one.hashed == other.hashed == 48
+
+
+def test_warming_up_leaves_no_trace():
+    """What happens before a capture."""
+    model = enabled()
+    growing, cache = prefilled(model, safeguard=0.2), prefilled(model, safeguard=0.2)
+    ids = torch.randint(250, (1, 6), generator=torch.Generator().manual_seed(2)).split(1, dim=1)
+    with static_steps(model, cache, 6) as step:
+        for i, each in enumerate(ids):
+            if i in (1, 4):
+                steps = step.__self__
+                steps.run = steps.run or steps._begin(each)
+                with torch.no_grad():
+                    warm_up(steps.run, [steps.clock.place, steps.positions])
+            with torch.no_grad():
+                expected = model(each, past_key_values=growing).logits[:, -1]
+            torch.testing.assert_close(step(each), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_static_before_and_after_the_first_choice():
+    model = enabled()
+    cache = prefilled(model, min_tokens=43)
+    ids, kinds = torch.zeros(1, 1, dtype=torch.long), []
+    with static_steps(model, cache, 7) as step:
+        for _ in range(7):
+            step(ids)
+            layer = cache.layers[0]
+            kinds.append(layer.chooses if isinstance(layer, StaticLayer) else None)
+    assert kinds == [False, False, False, None, True, True, True]  # of 41 to 47 tokens
 
 
 class NoWaiting(TorchDispatchMode):
