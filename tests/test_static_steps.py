@@ -86,9 +86,9 @@ def test_rules(rules, lengths, online):
 @pytest.mark.parametrize("lengths", [(41,), (36, 23)], ids=["one", "ragged"])
 def test_the_kernels(rules, lengths, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "triton")
-    model = enabled(num_hidden_layers=2)
+    model = enabled(num_hidden_layers=1 + ("dense_layers" in rules))
     artifact = tiny.artifact(model.config, 32, metric=True)
-    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=6)
+    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=4)
 
 
 def test_in_bfloat16_and_float32():
@@ -251,16 +251,15 @@ class NoReading(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dense_layers", [(), (0,)])
 @pytest.mark.parametrize("padded", [False, True])
-def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded, dense_layers):
+def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded):
     """The kernels themselves are opaque operators here, as they are to a device."""
     import bpc_calib.kernels.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
-    model = enabled()
+    model = enabled(num_hidden_layers=2)
     mask = torch.arange(40) >= torch.tensor([[0], [7]]) if padded else None
-    cache = prefilled(model, rows=2, dense_layers=dense_layers, safeguard=0.2, recent=1)
+    cache = prefilled(model, rows=2, dense_layers=(0,), safeguard=0.2, recent=1)
     ids = torch.tensor([[5], [6]])
     with static_steps(model, cache, 5, attention_mask=mask) as step:
         step(ids)
@@ -346,6 +345,20 @@ def test_arguments_that_do_not_fit_are_refused():
     disable(model)
     with pytest.raises(InputError, match="enable"), static_steps(model, cache, 4):
         pass
+
+
+@pytest.mark.parametrize("dense_layers", [(), (0, 1)])
+def test_a_model_that_bypasses_the_attention_is_noticed(dense_layers):
+    """A dense path would read what no token is in."""
+    model = enabled()
+    cache = prefilled(model, dense_layers=dense_layers)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    with static_steps(model, cache, 6) as step:
+        step(ids)
+        step(ids)
+        disable(model)
+        with pytest.raises(ModelError, match="bypasses BPC's attention"):
+            step(ids)
 
 
 def test_a_step_that_fails_leaves_the_cache_as_it_was():
