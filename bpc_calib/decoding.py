@@ -20,8 +20,8 @@ def static_decoding(
     """Decode by `static_steps`: `model.generate(..., past_key_values=cache, custom_generate=static_decoding)`.
 
     The prefill is an ordinary one, and the loop is that of transformers: sampling, processors of logits, stopping
-    criteria, streamers and what is returned are as without it, and so are the tokens. Room is made for
-    `max_new_tokens` (or `max_length`).
+    criteria, streamers and what is returned are as without it, and so are the tokens, up to how attention is rounded.
+    Room is made for `max_new_tokens` (or `max_length`).
 
     Raises:
         ModelError: a model that static steps cannot serve (`static_steps`).
