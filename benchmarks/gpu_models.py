@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from bpc_calib import BPCCache, decompose, disable, enable, encoding
+from bpc_calib import BPCCache, decompose, enable, encoding, static_steps
 from bpc_calib.calibration import METHODS
 from bpc_calib.encoding import make_encoder
 from bpc_calib.fitting import fit
@@ -35,7 +35,6 @@ LLAMA_8B = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 20,
 }  # fmt: skip
-SPLIT = "split_kv"  # the name under which transformers calls our own dense decode
 
 
 def hashing(emit: Emit, *, tiny: bool) -> None:
@@ -110,11 +109,11 @@ def _prefill(tokens: int, backend: SDPBackend, hidden: int, intermediate: int) -
 
 @torch.inference_mode()
 def decoding(emit: Emit, *, tiny: bool) -> None:
-    """A step through transformers, as it is and as a CUDA graph, beside what the weights alone allow."""
+    """A step through transformers, as it is (dense layers by SDPA) and as a CUDA graph, beside what the bytes allow."""
     rate, row = bandwidth_row(tiny=tiny)
     emit(row)
-    _register()
     model = _model(tiny)
+    enable(model)
     config = model.config
     artifact = tiny_models.artifact(config, metric=True, centred=True)
     weights = sum(each.nbytes for each in model.parameters()) - model.get_input_embeddings().weight.nbytes
@@ -140,17 +139,14 @@ def decoding(emit: Emit, *, tiny: bool) -> None:
             "tokens": tokens, "what": "most that a free sparse attention could", "unit": "times",
             "median": round(full / (weights + len(dense_layers) * tokens * token), 2),
         })  # fmt: skip
-        for name, attention, budget in (
-            ("BPC, 2 %, dense layers by split-KV", SPLIT, 0.02),
-            ("full attention, buffers that grow, split-KV", SPLIT, 1.0),
-            ("BPC, 2 %, dense layers by SDPA", "sdpa", 0.02),
-            ("full attention, buffers that grow, SDPA", "sdpa", 1.0),
-            ("full attention, DynamicCache, SDPA", "sdpa", None),
+        for name, budget in (
+            ("BPC, 2 %", 0.02),
+            ("full attention, BPCCache", 1.0),
+            ("full attention, DynamicCache, SDPA", None),
         ):
             about = {"tokens": tokens, "what": name, "unit": "ms"}
             floor = _floor(floors["BPC" if budget == 0.02 else "full"], rate)
             try:
-                _switch(model, attention)
                 rows = _decode(model, artifact, tokens, budget, dense_layers, 1 if tiny else 7)
             except Exception as error:
                 rows = {"": {"median": None, "note": reason(error)}}
@@ -180,30 +176,6 @@ def _model(tiny: bool) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def _register() -> None:
-    """Our own dense decode as an attention of transformers, so that full attention is not slow for want of one."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    base = AttentionInterface()["sdpa"]
-
-    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **arguments: Any) -> Any:
-        if query.shape[2] > 1 or mask is not None:
-            return base(module, query, key, value, mask, **arguments)
-        grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
-        lengths = torch.full((len(key),), key.shape[2], device=key.device)
-        out = pipeline.sparse_attention(grouped, key, value, None, arguments.get("scaling"), lengths=lengths)
-        return out.flatten(1, 2).unsqueeze(1), None
-
-    AttentionInterface.register(SPLIT, attention)
-    AttentionMaskInterface.register(SPLIT, AttentionMaskInterface()["sdpa"])
-
-
-def _switch(model: Any, attention: str) -> None:
-    disable(model)
-    model.set_attn_implementation(attention)
-    enable(model)
-
-
 def _decode(
     model: Any, artifact: Any, tokens: int, budget: float | None, dense_layers: tuple[int, ...], repeats: int
 ) -> dict[str, dict[str, Any]]:
@@ -231,13 +203,23 @@ def _decode(
     eager = [1e3 * clock(step) for _ in range(repeats)]
     rows = {", first step (compiles and hashes all)": {"median": round(first, 1)}, ", eager": summary(eager, 3)}
     try:
-        # Replayed, a step writes the same place again: the time is that of a step at this length.
-        run = captured([step])
-        run()
-        rows[", CUDA graph"] = summary([1e3 * clock(run) for _ in range(3 * repeats)], 3)
+        rows[", CUDA graph"] = summary(_graph(model, cache, step, ids, 3 * repeats), 3)
     except Exception as error:
         rows[", CUDA graph"] = {"median": None, "note": reason(error)}
     return rows
+
+
+def _graph(model: Any, cache: Any, step: Callable[[], Any], ids: Tensor, repeats: int) -> list[float]:
+    """Milliseconds of steps that are replayed."""
+    if not isinstance(cache, BPCCache):
+        # Written to the same place again and again: the time is that of a step at this length.
+        run = captured([step])
+        run()
+        return [1e3 * clock(run) for _ in range(repeats)]
+    with static_steps(model, cache, repeats + 3) as static:
+        for _ in range(3):  # an ordinary one, the capture, a replay
+            static(ids)
+        return [1e3 * clock(functools.partial(static, ids)) for _ in range(repeats)]
 
 
 def calibration(emit: Emit, *, tiny: bool) -> None:

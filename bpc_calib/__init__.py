@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from bpc_calib.calibration import calibrate
+from bpc_calib.decoding import static_decoding
 from bpc_calib.decomposition import Decomposition, decompose
 from bpc_calib.dispatch import choose, sparse_attention
 from bpc_calib.encoding import Encoded, encode
@@ -13,6 +14,7 @@ from bpc_calib.models import ModelDescription, describe
 from bpc_calib.runtime import disable, enable
 from bpc_calib.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
 from bpc_calib.selection import attended, select
+from bpc_calib.static_steps import static_steps
 
 if TYPE_CHECKING:
     from bpc_calib.cache import BPCCache
@@ -44,6 +46,8 @@ __all__ = [
     "second_moment",
     "select",
     "sparse_attention",
+    "static_decoding",
+    "static_steps",
 ]
 
 

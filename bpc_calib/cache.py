@@ -170,7 +170,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         written. Before the first step: 0 and 0.
         """
         read = full = 0
-        for layer in self.layers:
+        for each in self.layers:
+            layer = getattr(each, "layer", each)  # below a static one
             if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
                 continue
             heads, dim = layer.keys.shape[1], layer.keys.shape[3]

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from bpc_calib import choosing, encoding
+from bpc_calib.dense_attention import check as check_dense
+from bpc_calib.dense_attention import dense_attention as plain_dense
 from bpc_calib.encoding import Encoded, Encoder
 from bpc_calib.errors import InputError
 from bpc_calib.scoring import GROUPS
 from bpc_calib.sparse_attention import check as check_attention
 from bpc_calib.sparse_attention import sparse_attention as plain_attention
 
-__all__ = ["BACKENDS", "backend", "choose", "encode_with", "named", "sparse_attention"]
+__all__ = ["BACKENDS", "backend", "choose", "dense_attention", "encode_with", "named", "sparse_attention"]
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +116,25 @@ def sparse_attention(
         return _numba(query.dtype).sparse_attention(query, keys, values, indices, scale)
     return torch.ops.bpc.sparse_attention(
         query, keys, values, indices, query.shape[-1] ** -0.5 if scale is None else scale
+    )
+
+
+def dense_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float | None = None,
+    *,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """`bpc_calib.dense_attention.dense_attention`; padded sequences in plain torch, which waits for nothing."""
+    contiguous = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
+    if valid is not None or not _triton_serves(query, keys.shape[:3], heads=query.shape[-2], contiguous=contiguous):
+        return plain_dense(query, keys, values, lengths, scale, valid=valid)
+    check_dense(query, keys, values, lengths, valid)
+    return torch.ops.bpc.dense_attention(
+        query, keys, values, lengths, query.shape[-1] ** -0.5 if scale is None else scale
     )
 
 

@@ -1,18 +1,13 @@
 """Tensors that grow along their tokens without a copy of the whole at every step."""
 
-import ctypes
-import functools
-import mmap
-import sys
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-__all__ = ["append", "in_huge_pages"]
+from bpc_calib.pages import in_huge_pages
+
+__all__ = ["append", "reserve"]
 
 LEAST_ROOM = 256  # tokens
-HUGE = 1 << 21  # bytes
 
 
 def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
@@ -26,10 +21,8 @@ def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
         new: `[batch, heads, tokens, ...]`.
     """
     needed = length + new.shape[2]
-    # A tensor of inference mode cannot be written to outside of it.
-    frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
-    if buffer is None or needed > buffer.shape[2] or frozen:
-        room = -(-(needed + max(LEAST_ROOM, needed // 16)) // 16) * 16  # rows stay aligned for wide loads
+    if buffer is None or needed > buffer.shape[2] or not _writable(buffer):
+        room = _aligned(needed + max(LEAST_ROOM, needed // 16))
         larger = in_huge_pages(new.new_empty(*new.shape[:2], room, *new.shape[3:]))
         if buffer is not None:
             larger[:, :, :length] = buffer[:, :, :length]
@@ -38,27 +31,21 @@ def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
     return buffer
 
 
-def in_huge_pages(fresh: Tensor) -> Tensor:
-    """The same tensor, not yet written to; on Linux's CPU in pages of 2 MB where it has that many bytes.
-
-    Rows read here and there would wait for the tables of small pages as long as for themselves.
-    """
-    advise, size = _advise(), fresh.untyped_storage().nbytes()
-    if fresh.device.type == "cpu" and advise is not None and size >= 2 * HUGE:
-        first = -(-fresh.untyped_storage().data_ptr() // HUGE) * HUGE
-        last = (fresh.untyped_storage().data_ptr() + size) // HUGE * HUGE
-        advise(first, last - first, mmap.MADV_HUGEPAGE)  # where it is refused, pages stay small
-    return fresh
+def reserve(buffer: Tensor, length: int, room: int) -> Tensor:
+    """The buffer, or a larger copy of its first `length` tokens where it has no `room`; behind them it holds 0."""
+    if room > buffer.shape[2] or not _writable(buffer):
+        larger = in_huge_pages(buffer.new_empty(*buffer.shape[:2], _aligned(room), *buffer.shape[3:]))
+        larger[:, :, :length] = buffer[:, :, :length]
+        buffer = larger
+    buffer[:, :, length:] = 0
+    return buffer
 
 
-@functools.cache
-def _advise() -> Callable[[int, int, int], int] | None:
-    """The C library's `madvise`, if there is one that knows huge pages."""
-    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+def _writable(buffer: Tensor) -> bool:
+    """A tensor of inference mode cannot be written to outside of it."""
+    return torch.is_inference_mode_enabled() or not buffer.is_inference()
+
+
+def _aligned(tokens: int) -> int:
+    """Rows of so many tokens stay aligned for wide loads."""
+    return -(-tokens // 16) * 16

@@ -1,6 +1,7 @@
 """BPC's own layer: a code, a gain and an error beside every key."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,21 +37,21 @@ class BPCLayer(SparseLayer):
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
         """Indices `[batch, kv_heads, k]` of the tokens attended, for queries `[batch, kv_heads, G, head_dim]`."""
-        projection, rules, length = self.hash(visible), self.rules, self.get_seq_length()
-        return choose(
-            query,
-            projection,
-            self.buffers["codes"][:, :, :length],
-            self.buffers["gain"][:, :, :length] if rules.gain else None,
-            k,
-            scaling=self.scaling,
-            group=rules.group,
-            valid=visible,
-            recent=rules.recent,
-            sink=rules.sink,
-            worst=self.worst() if rules.safeguard else None,
-            safeguard=rules.safeguard,
-        )
+        projection, length = self.hash(visible), self.get_seq_length()
+        gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
+        return choose(query, projection, self.buffers["codes"][:, :, :length], gain, k, valid=visible, **self.how())
+
+    def how(self) -> dict[str, Any]:
+        """What `choose` is told beside the query, the cache and `k`."""
+        rules = self.rules
+        return {
+            "scaling": self.scaling,
+            "group": rules.group,
+            "recent": rules.recent,
+            "sink": rules.sink,
+            "worst": self.worst() if rules.safeguard else None,
+            "safeguard": rules.safeguard,
+        }
 
     def worst(self) -> Tensor:
         """int32 `[batch, kv_heads, guarded]`: the order in which the safeguard takes tokens."""

@@ -53,11 +53,14 @@ class ModelDescription:
         return [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
 
     @property
+    def rope_follows_length(self) -> bool:
+        """Whether the frequencies of RoPE change with the length of the context."""
+        return any(table.get("rope_type") in LENGTH_DEPENDENT_ROPE for table in _rope_tables(self.rope or {}))
+
+    @property
     def can_shift(self) -> bool:
         """Whether shifting all positions leaves the model's function as it is."""
-        if self.rope is None or self.scales_by_position:
-            return False
-        return not any(table.get("rope_type") in LENGTH_DEPENDENT_ROPE for table in _rope_tables(self.rope))
+        return self.rope is not None and not self.scales_by_position and not self.rope_follows_length
 
     def fits(self, text_config: Any) -> bool:
         """Whether a text model's config has the same kind, layers, heads and RoPE."""

@@ -19,7 +19,7 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models import describe
 from bpc_calib.observation import verify
 
-__all__ = ["disable", "enable"]
+__all__ = ["disable", "enable", "is_enabled"]
 
 PREFIX = "bpc_"
 
@@ -67,6 +67,11 @@ def disable(model: Any) -> None:
         model.set_attn_implementation({part: base})
 
 
+def is_enabled(model: Any) -> bool:
+    """Whether `enable` was called for a model and not undone."""
+    return _base(_implementation(model)[1]) is not None
+
+
 def _implementation(model: Any) -> tuple[str, str]:
     """Where the text model's attention is set ("" is the model itself), and to what."""
     if not callable(getattr(model, "set_attn_implementation", None)):
@@ -101,6 +106,9 @@ def _attention(
     base: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Called by transformers: `[batch, heads, tokens, head_dim]` in, `[batch, tokens, heads, head_dim]` out."""
+    static = getattr(key, "bpc_static", None)
+    if static is not None:
+        return static.attend(module, query, arguments.get("scaling"), arguments.get("sliding_window")), None
     layer = getattr(key, "bpc_layer", None)
     if layer is not None:
         layer.serve(module)

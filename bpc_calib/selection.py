@@ -1,5 +1,6 @@
 """The set of tokens attended: forced ones first, then the best ranked."""
 
+import functools
 from fractions import Fraction
 from numbers import Integral
 
@@ -26,8 +27,15 @@ def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
     is_count = isinstance(budget, Integral) and not isinstance(budget, bool)
     if not (is_count or isinstance(budget, float)) or not budget > 0 or (not is_count and budget > 1):
         raise InputError(f"budget must be a share in (0, 1] or a positive number of tokens, not {budget!r}")
-    wanted = int(budget) if is_count else int(Fraction(str(float(budget))) * length)
-    return min(length, max(min_tokens, wanted))
+    if is_count:
+        return min(length, max(min_tokens, int(budget)))
+    share = _decimal(float(budget))
+    return min(length, max(min_tokens, length * share.numerator // share.denominator))
+
+
+@functools.cache
+def _decimal(share: float) -> Fraction:
+    return Fraction(str(share))
 
 
 def select(

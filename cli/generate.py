@@ -77,7 +77,7 @@ def generate(
     projections = None if artifact == "online" else load(find_artifact(artifact)[0])
     import torch
 
-    from bpc_calib import BPCCache, describe, enable
+    from bpc_calib import BPCCache, ModelError, describe, enable, static_decoding
     from bpc_calib.models import load_config, load_model, load_tokenizer
 
     device = pick_device(device)
@@ -109,10 +109,27 @@ def generate(
         torch.manual_seed(seed)
         return _run(loaded, tokenizer, inputs.to(device), show, past_key_values=past, max_new_tokens=new, **settings)
 
+    def full_attention() -> Any:
+        """Its cache, behind steps of the same kind; None is transformers' own."""
+        return BPCCache(config, budget=1.0, dense_layers=()) if "custom_generate" in settings else None
+
+    def try_out() -> None:
+        """What happens once in a process is in no figure, and a step that cannot be captured is found before a text."""
+        for past in (BPCCache(config, budget=1, min_tokens=1, dense_layers=()), full_attention()):
+            run(past, 4, ids[:, :64], False)
+
     show = not as_json
+    if _captures(device):
+        settings["custom_generate"] = static_decoding
+        try:
+            try_out()
+        except ModelError as fault:
+            del settings["custom_generate"]
+            if not quiet:
+                note(f"Decoding without CUDA graphs: {fault}")
     if compare:
-        for past in (BPCCache(config, budget=1, min_tokens=1, dense_layers=()), None):
-            run(past, 2, ids[:, :64], False)  # what happens once in a process is in no figure
+        if "custom_generate" not in settings:
+            try_out()
         if show:
             print(f"--- BPC ({artifact if projections is None else 'calibrated'}, budget {budget}) ---")
     ours = run(cache, max_new_tokens, ids, show)
@@ -135,7 +152,7 @@ def generate(
         return
     if show:
         print("--- full attention ---")
-    theirs = run(None, max_new_tokens, ids, show)
+    theirs = run(full_attention(), max_new_tokens, ids, show)
     difference = _first_difference(tokenizer, ours["tokens"], theirs["tokens"])
     result |= {"full_attention": theirs, "first_difference": difference}
     if as_json:
@@ -145,6 +162,11 @@ def generate(
     print(f"first difference: {_say(difference, len(ours['tokens']))}")
     print(f"BPC: {_figures(ours)}, {_percent(result['kv_bytes_share'])} of the KV bytes of full attention")
     print(f"full attention: {_figures(theirs)}")
+
+
+def _captures(device: str) -> bool:
+    """Whether steps are replayed as CUDA graphs."""
+    return device.startswith("cuda")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

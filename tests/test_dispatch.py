@@ -113,7 +113,7 @@ def no_kernels(monkeypatch):
     import bpc_calib.kernels.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
-    for name in ("choose", "sparse_attention", "encode_with"):
+    for name in ("choose", "sparse_attention", "encode_with"):  # the dense one is the sparse one without a list
         monkeypatch.setattr(f"bpc_calib.kernels.pipeline.{name}", None)
 
 
@@ -137,6 +137,18 @@ def test_what_the_kernels_do_not_serve_falls_back(warned):
     assert warned() == [
         "the triton kernels do not serve 17 query heads on a KV head, more than 16; plain torch does, slowly"
     ]
+
+
+@pytest.mark.usefixtures("no_kernels")
+def test_padding_is_attended_around_in_plain_torch():
+    query, keys = draw(2, 2, 4, 64, seed=3), draw(2, 2, 60, 64, seed=2)
+    lengths, valid = torch.tensor([60, 40], device=DEVICE), torch.ones(2, 60, dtype=torch.bool, device=DEVICE)
+    valid[1, :7] = valid[0, 20:30] = False
+    found = dispatch.dense_attention(query, keys, keys, lengths, valid=valid)
+    for row, listed in enumerate(([*range(20), *range(30, 60)], [*range(7, 40)])):
+        listed = torch.tensor(listed, device=DEVICE).expand(1, 2, -1)
+        expected = written_out(query[row : row + 1], keys[row : row + 1], listed)
+        torch.testing.assert_close(found[row : row + 1], expected)
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -176,6 +188,40 @@ def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
         monkeypatch.setenv("BPC_BACKEND", "torch")
         torch.testing.assert_close(attended, sparse_attention(query, keys, keys, plain))
     assert warned() == []
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_dense_attention_reads_no_further_than_the_length(monkeypatch, backend):
+    if DEVICE.type == "cpu" or backend == "torch":
+        monkeypatch.setenv("BPC_BACKEND", backend)
+    query, keys, values = draw(2, 2, 4, 64, seed=3), draw(2, 2, 150, 64, seed=2), draw(2, 2, 150, 64, seed=4)
+    lengths = torch.tensor([150, 70], device=DEVICE)
+    for scale in (None, 0.3):
+        found = dispatch.dense_attention(query, keys, values, lengths, scale)
+        for row, length in enumerate(lengths.tolist()):
+            logits = query[row] @ keys[row, :, :length].mT * (64**-0.5 if scale is None else scale)
+            expected = logits.softmax(-1) @ values[row, :, :length]
+            torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dense_attention_refuses_what_does_not_fit(monkeypatch):
+    query, keys = draw(2, 2, 4, 64), draw(2, 2, 60, 64)
+    lengths, valid = torch.tensor([60, 40], device=DEVICE), torch.ones(2, 60, dtype=torch.bool, device=DEVICE)
+    for backend in ("torch", "triton")[: 1 + (DEVICE.type == "cpu")]:
+        monkeypatch.setenv("BPC_BACKEND", backend)
+        for wrong in (
+            {"query": query[..., :32]},
+            {"query": query.double()},
+            {"keys": keys[:1]},
+            {"values": keys[:, :, :9]},
+            {"lengths": lengths[:1]},
+            {"lengths": lengths.float()},
+            {"valid": valid[:, :9]},
+            {"valid": valid.long()},
+        ):
+            given = {"query": query, "keys": keys, "values": keys, "lengths": lengths} | wrong
+            with pytest.raises(InputError, match=r"not fit"):
+                dispatch.dense_attention(**given)
 
 
 def test_a_step_compiles_to_one_graph(monkeypatch):

@@ -117,6 +117,35 @@ def test_compare_prints_both_texts_and_where_they_part(bpc, model_folder, artifa
     assert "first difference: none in 20 tokens" in bpc(*words, "--budget", "100%").out
 
 
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "0.9")], ids=["greedy", "sampled"])
+def test_static_steps_print_the_same(bpc, model_folder, artifact, monkeypatch, sampled):
+    """As on a GPU, where they are captured."""
+    words = ("-m", model_folder, "-a", artifact, "-p", PROMPT, "--max-new-tokens", "20", "--compare", *sampled)
+    words = ("generate", *words, "--budget", "3", *ALL_SPARSE)
+    plain, shown = as_json(bpc(*words, "--json")), bpc(*words).out
+    used = []
+    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: used.append(device) or True)
+    static, shown_static = as_json(bpc(*words, "--json")), bpc(*words).out
+    assert used == ["cpu", "cpu"]
+    for one, other in ((plain, static), (plain["full_attention"], static["full_attention"])):
+        assert one["tokens"] == other["tokens"]
+    assert plain["kv_bytes_share"] == static["kv_bytes_share"]
+    texts = [each.partition("--- comparison")[0] for each in (shown, shown_static)]
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_model_without_static_steps_is_decoded_without(bpc, tmp_path, monkeypatch):
+    folder = tiny.save(tmp_path / "gemma", "gemma3_text")
+    words = ("generate", "-m", folder, "-p", PROMPT, "--max-new-tokens", "6", "--compare")
+    plain = as_json(bpc(*words, "--json"))
+    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: True)
+    ran = bpc(*words, "--json")
+    assert as_json(ran)["tokens"] == plain["tokens"]
+    assert ran.err.count("Decoding without CUDA graphs: ") == 1
+    assert "has a sliding window" in ran.err
+    assert bpc(*words, "--quiet").err == ""
+
+
 def test_sampling_is_repeated_by_its_seed(bpc, model_folder):
     words = ("generate", "-m", model_folder, "-p", PROMPT, "--max-new-tokens", "12", "--temperature", "2", "--json")
     texts = [as_json(bpc(*words, "--seed", seed))["tokens"] for seed in (1, 1, 2)]

@@ -6,7 +6,18 @@ import tiny
 import torch
 from test_decomposition import random_keys
 
-from bpc_calib import BPCCache, calibrate, decompose, enable, encode, hash_scores, quantize_query, select
+from bpc_calib import (
+    BPCCache,
+    calibrate,
+    decompose,
+    enable,
+    encode,
+    hash_scores,
+    quantize_query,
+    select,
+    static_decoding,
+    static_steps,
+)
 from bpc_calib.encoding import encode_gram
 from bpc_calib.selection import worst_first
 
@@ -74,3 +85,47 @@ def test_decoding_is_the_same_as_on_the_cpu(rules):
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
         made.append(model.generate(**inputs, past_key_values=BPCCache(model.config, **rules), **arguments).cpu())
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize(
+    "rules", [SMALL, SMALL | {"dense_layers": (1,), "safeguard": 0.2, "recent": 1}, {"budget": 1.0}]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_captured_steps_give_what_growing_ones_do(rules, padded):
+    """In float64; then the cache goes on, in buffers that grow."""
+    ids = torch.randint(250, (2, 60), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = (torch.arange(60) >= torch.tensor([[0], [17 * padded]])).long().cuda()
+    model = tiny.model().double().cuda()
+    enable(model)
+    made = []
+    for decoding in (None, static_decoding):
+        cache = BPCCache(model.config, **rules)
+        settings = {"do_sample": False, "pad_token_id": 256, "output_logits": True, "return_dict_in_generate": True}
+        given = {"past_key_values": cache, "custom_generate": decoding} | settings
+        first = model.generate(ids, attention_mask=mask, max_new_tokens=12, **given)
+        longer = torch.nn.functional.pad(mask, (0, 12), value=1)
+        second = model.generate(first.sequences, attention_mask=longer, max_new_tokens=8, **given)
+        made.append([*first.logits, *second.logits])
+    for ours, theirs in zip(*made, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_captured_steps_do_not_wait_for_the_device():
+    model = tiny.model().cuda()
+    enable(model)
+    cache = BPCCache(model.config, **SMALL)
+    ids = torch.randint(250, (1, 60), generator=torch.Generator().manual_seed(0)).cuda()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    token = ids[:, :1].clone()
+    with static_steps(model, cache, 8) as step:
+        for _ in range(3):
+            token = step(token).argmax(-1, keepdim=True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(4):
+                token = step(token).argmax(-1, keepdim=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert cache.get_seq_length() == 67
+    assert 0 <= int(token) < tiny.VOCAB

@@ -142,6 +142,8 @@ def test_operators_tell_their_shapes():
     torch.library.opcheck(ops.choose, (query, projection, encoded.codes, None, 7, None, *tail), test_utils=checks)
     indices = torch.arange(9, device=DEVICE).expand(2, 2, 9)
     torch.library.opcheck(ops.sparse_attention, (query, keys, keys, indices, 0.1), test_utils=checks)
+    lengths = torch.tensor([40, 9], device=DEVICE)
+    torch.library.opcheck(ops.dense_attention, (query, keys, keys, lengths, 0.1), test_utils=checks)
     encoder = make_encoder(projection, keys.dtype)
     torch.library.opcheck(ops.encode, (encoder.matrix, encoder.gram, None, None, keys), test_utils=checks)
 

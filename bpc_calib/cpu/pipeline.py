@@ -20,7 +20,7 @@ from bpc_calib.cpu.prep import table_size
 from bpc_calib.cpu.score import GROUP_CODES, PAD
 from bpc_calib.encoding import Encoded, Encoder
 from bpc_calib.errors import InputError
-from bpc_calib.growing import in_huge_pages
+from bpc_calib.pages import in_huge_pages
 from bpc_calib.scoring import GROUPS, QuantizedQuery
 from bpc_calib.selection import as_fraction
 from bpc_calib.sparse_attention import sparse_attention as plain_attention

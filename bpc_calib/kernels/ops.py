@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_calib.encoding import Encoder
 from bpc_calib.kernels import pipeline
 
-__all__ = ["choose", "encode", "sparse_attention"]
+__all__ = ["choose", "dense_attention", "encode", "sparse_attention"]
 
 
 @torch.library.custom_op("bpc::choose", mutates_args=())
@@ -49,6 +49,18 @@ def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tenso
 
 @sparse_attention.register_fake
 def _(query, keys, values, indices, scale):
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("bpc::dense_attention", mutates_args=())
+def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """`bpc_calib.dense_attention`, of sequences without padding."""
+    with torch.cuda.device_of(query):
+        return pipeline.sparse_attention(query, keys, values, None, scale, lengths=lengths)
+
+
+@dense_attention.register_fake
+def _(query, keys, values, lengths, scale):
     return query.new_empty(query.shape)
 
 

@@ -13,7 +13,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from bpc_calib import BPCCache, describe, disable, enable
+from bpc_calib import BPCCache, describe, disable, enable, static_decoding
 
 DEFAULTS = {
     "budget": 0.15,
@@ -114,6 +114,16 @@ def sampling(model: Model, cache: Cache) -> Trace:
 def ragged_batch(model: Model, cache: Cache) -> Trace:
     """Sequences of several lengths, padded on the left."""
     return _generate(model, cache, **prompt(40, 23, 31))
+
+
+def static_batch(model: Model, cache: Cache) -> Trace:
+    """Steps in buffers that keep their size, where the cache has them, and then ones that grow."""
+    inputs = prompt(40, 31)
+    decode = static_decoding if isinstance(cache, BPCCache) else None
+    first = _generate(model, cache, **inputs, custom_generate=decode)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 6), value=1)
+    second = _generate(model, cache, 3, input_ids=first.tokens[0], attention_mask=mask)
+    return Trace(first.tokens + second.tokens, first.logits + second.logits)
 
 
 def beams(model: Model, cache: Cache) -> Trace:
@@ -219,6 +229,7 @@ OPERATIONS = [
     greedy,
     sampling,
     ragged_batch,
+    static_batch,
     beams,
     several_returned,
     chunked_prefill,

@@ -61,6 +61,7 @@ def operations(*chosen):
     return pytest.mark.parametrize("operation", chosen, ids=lambda operation: operation.__name__)
 
 
+no_static = pytest.mark.skip("static steps refuse sliding layers: see tests/test_static_steps.py")
 no_crop = pytest.mark.skip("transformers crops a sliding layer only to before its last step: see prompt_lookup")
 every_operation_of_every_family = pytest.mark.parametrize(
     ("name", "operation"),
@@ -69,7 +70,11 @@ every_operation_of_every_family = pytest.mark.parametrize(
             name,
             operation,
             id=f"{name}-{operation.__name__}",
-            marks=[no_crop] if (name, operation) == ("gemma3_text", suite.crop) else [],
+            marks=[
+                mark
+                for skipped, mark in ((suite.crop, no_crop), (suite.static_batch, no_static))
+                if (name, operation) == ("gemma3_text", skipped)
+            ],
         )
         for name in FAMILIES
         for operation in suite.OPERATIONS
@@ -106,7 +111,7 @@ def test_shapes(shape, operation):
     check(model(**SHAPES[shape]), operation)
 
 
-@operations(suite.ragged_batch, suite.beams, suite.conversation, suite.crop)
+@operations(suite.ragged_batch, suite.static_batch, suite.beams, suite.conversation, suite.crop)
 @pytest.mark.parametrize("rules", RULES)
 def test_rules(rules, operation):
     check(model(), operation, **RULES[rules])
@@ -236,6 +241,12 @@ class ForgetsPadding(BPCLayer):
         return super().attend(query, k, None, scale)
 
 
+class NeverHashes(BPCLayer):
+    """Believes every new key to have the code of the first."""
+
+    encode = staticmethod(lambda encoder, keys: BPCLayer.encode(encoder, keys[:, :, :1].expand_as(keys)))
+
+
 class ForgetsToReorder(BPCLayer):
     """Leaves the codes where they were when beams change places."""
 
@@ -274,6 +285,7 @@ def broken(kind):
         (NewestOnly, suite.greedy),
         (Random, suite.greedy),
         (ForgetsPadding, suite.ragged_batch),
+        (NeverHashes, suite.static_batch),
         (ForgetsToReorder, suite.batch_changes),
         (KeepsCropped, suite.crop),
         (DropsSafeguard, suite.greedy),

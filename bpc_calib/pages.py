@@ -1,0 +1,39 @@
+"""Memory of the CPU in pages of 2 MB."""
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable
+
+from torch import Tensor
+
+__all__ = ["in_huge_pages"]
+
+HUGE = 1 << 21  # bytes
+
+
+def in_huge_pages(fresh: Tensor) -> Tensor:
+    """The same tensor, not yet written to; on Linux's CPU in pages of 2 MB where it has that many bytes.
+
+    Rows read here and there would wait for the tables of small pages as long as for themselves.
+    """
+    advise, size = _advise(), fresh.untyped_storage().nbytes()
+    if fresh.device.type == "cpu" and advise is not None and size >= 2 * HUGE:
+        first = -(-fresh.untyped_storage().data_ptr() // HUGE) * HUGE
+        last = (fresh.untyped_storage().data_ptr() + size) // HUGE * HUGE
+        advise(first, last - first, mmap.MADV_HUGEPAGE)  # where it is refused, pages stay small
+    return fresh
+
+
+@functools.cache
+def _advise() -> Callable[[int, int, int], int] | None:
+    """The C library's `madvise`, if there is one that knows huge pages."""
+    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function

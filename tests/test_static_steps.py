@@ -1,0 +1,380 @@
+"""Static steps: the tokens and logits of steps in buffers that grow, and nothing in a step that waits for a device."""
+
+import pytest
+import tiny
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
+
+from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_decoding, static_steps
+from bpc_calib.evaluation.methods import make_cache
+from bpc_calib.static_layer import StaticLayer
+from bpc_calib.static_steps import warm_up
+
+ALL_SPARSE = {"budget": 0.15, "min_tokens": 1, "dense_layers": ()}
+PAPER = {"safeguard": 0.3, "recent": 1, "group": "max", "gain": False}
+SERVED = [family for family in tiny.FAMILIES if family != "gemma3_text"]
+
+
+def prompt(*lengths):
+    """Random tokens, padded on the left to the longest."""
+    width = max(lengths)
+    ids = torch.randint(250, (len(lengths), width), generator=torch.Generator().manual_seed(len(lengths)))
+    mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
+    return {"input_ids": ids.masked_fill(~mask, 256), "attention_mask": mask.long()}
+
+
+def enabled(family="llama", **changes):
+    """In float64, so that no selection hangs on how a product is rounded."""
+    model = tiny.model(family, **changes).double()
+    enable(model)
+    return model
+
+
+def generate(model, cache, inputs, new=12, **arguments):
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    return model.generate(**inputs, past_key_values=cache, **(settings | arguments))
+
+
+def assert_same(model, inputs, rules, *, artifact=None, **arguments):
+    """Plain `generate` and static decoding agree; the two caches."""
+    caches = [BPCCache(model.config, artifact, **rules) for _ in range(2)]
+    plain = generate(model, caches[0], inputs, **arguments)
+    static = generate(model, caches[1], inputs, custom_generate=static_decoding, **arguments)
+    assert torch.equal(plain.sequences, static.sequences)
+    torch.testing.assert_close(static.logits, plain.logits, rtol=1e-9, atol=1e-9)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    return caches
+
+
+@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("lengths", [(41,), (40, 23, 31)], ids=["one", "ragged"])
+def test_families(family, lengths):
+    model = enabled(family)
+    inputs, artifact = prompt(*lengths), tiny.artifact(model.config)
+    assert_same(model, inputs, ALL_SPARSE | {"dense_layers": (1,)}, artifact=artifact)
+
+
+@pytest.mark.parametrize("lengths", [(41,), (40, 23, 31)], ids=["one", "ragged"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"budget": 1.0},
+        {"budget": 7},
+        {"budget": 0.29, "min_tokens": 9},
+        {"min_tokens": 44},  # nothing to choose at first
+        {"min_tokens": 1000},
+        PAPER,
+        PAPER | {"gain": True, "group": "relative", "sink": 3, "recent": 2},
+        {"safeguard": 1.0, "recent": 0},
+        {"group": "sum", "sink": 2},
+        {"bits": 128},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("online", [False, True], ids=["calibrated", "online"])
+def test_rules(rules, lengths, online):
+    model = enabled()
+    artifact = None if online else tiny.artifact(model.config, rules.get("bits", 64), metric=True, centred=True)
+    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
+@pytest.mark.parametrize("rules", [{"dense_layers": (1,)}, PAPER, {"budget": 1.0}], ids=str)
+@pytest.mark.parametrize("lengths", [(41,), (36, 23)], ids=["one", "ragged"])
+def test_the_kernels(rules, lengths, monkeypatch):
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    model = enabled(num_hidden_layers=1 + ("dense_layers" in rules))
+    artifact = tiny.artifact(model.config, 32, metric=True)
+    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=4)
+
+
+def test_in_bfloat16_and_float32():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = tiny.model().to(dtype)
+        enable(model)
+        caches = [BPCCache(model.config, tiny.artifact(model.config), **ALL_SPARSE, safeguard=0.2) for _ in range(2)]
+        inputs = prompt(41)
+        plain = generate(model, caches[0], inputs, new=4)
+        static = generate(model, caches[1], inputs, new=4, custom_generate=static_decoding)
+        torch.testing.assert_close(static.logits, plain.logits, rtol=0.05, atol=0.05)
+
+
+class NoDigit(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        scores[:, 48:58] = -torch.inf
+        return scores
+
+
+class After(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **rest):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def test_what_generate_offers_works():
+    model = enabled()
+    inputs = prompt(40, 23)
+    free = generate(model, BPCCache(model.config, **ALL_SPARSE), inputs, 12).sequences
+    eos = int(free[0, 44])  # ends one sequence first: padding behind it
+    for arguments in (
+        {"do_sample": True, "temperature": 1.3, "top_k": 20},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"eos_token_id": eos, "pad_token_id": 256},
+        {"repetition_penalty": 1.4, "logits_processor": LogitsProcessorList([NoDigit()])},
+        {"stopping_criteria": StoppingCriteriaList([After(45)])},
+        {"prefill_chunk_size": 16},
+        {"max_new_tokens": 1},
+        {"output_scores": True},
+    ):
+        assert_same(model, inputs, ALL_SPARSE, **arguments)
+
+
+def test_streams(capsys):
+    model, texts = enabled(), []
+    for decoding in (None, static_decoding):
+        streamer = TextStreamer(tiny.tokenizer(), skip_prompt=True)
+        generate(model, BPCCache(model.config, **ALL_SPARSE), prompt(40), custom_generate=decoding, streamer=streamer)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
+def test_afterwards_the_cache_goes_on():
+    """Another turn, tokens taken back, sequences repeated: of a cache that decoded statically, and of one that grew."""
+    model = enabled()
+    inputs = prompt(34, 21)
+    artifact = tiny.artifact(model.config)
+    made = []
+    for decoding in (None, static_decoding):
+        cache = BPCCache(model.config, artifact, **ALL_SPARSE, safeguard=0.3)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        found = []
+        for turn in range(3):
+            new = {"input_ids": ids, "attention_mask": mask}
+            out = generate(model, cache, new, 5, custom_generate=None if turn == 2 else decoding)
+            ids = torch.cat([out.sequences, prompt(6, 6)["input_ids"]], dim=1)
+            mask = torch.nn.functional.pad(mask, (0, 11), value=1)
+            found += out.logits
+        cache.crop(-3)
+        cache.batch_repeat_interleave(2)
+        length = cache.get_seq_length()
+        mask = mask[:, : length + 1].repeat_interleave(2, 0)
+        ids, positions = ids[:, length : length + 1].repeat_interleave(2, 0), mask.sum(-1, keepdim=True) - 1
+        with torch.no_grad():
+            step = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        found.append(step.logits[:, -1])
+        made.append(found)
+    for ours, theirs in zip(*made, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def prefilled(model, length=40, rows=1, **rules):
+    cache = BPCCache(model.config, tiny.artifact(model.config), **(ALL_SPARSE | rules))
+    ids = torch.randint(250, (rows, length), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+def test_step_by_step():
+    model = enabled()
+    growing, cache = prefilled(model, rows=2), prefilled(model, rows=2)
+    ids = torch.randint(250, (2, 8), generator=torch.Generator().manual_seed(2)).split(1, dim=1)
+    with static_steps(model, cache, 8) as step:
+        for i, each in enumerate(ids):
+            with torch.no_grad():
+                expected = model(each, past_key_values=growing).logits[:, -1]
+            torch.testing.assert_close(step(each), expected, rtol=1e-9, atol=1e-9)
+            assert cache.get_seq_length() == 41 + i
+            assert isinstance(cache.layers[0], StaticLayer) is (i > 0)  # the first chooses: an ordinary one
+            assert cache.kv_bytes(41 + i) == growing.kv_bytes(41 + i)
+        with pytest.raises(InputError, match="more steps than the 8"):
+            step(ids[0])
+    assert not any(isinstance(layer, StaticLayer) for layer in cache.layers)
+    for one, other in zip(cache.layers, growing.layers, strict=True):
+        for name in ("codes", "gain", "keys", "values"):
+            assert torch.equal(one.buffers[name][:, :, :48], other.buffers[name][:, :, :48])
+        assert one.hashed == other.hashed == 48
+
+
+def test_warming_up_leaves_no_trace():
+    """What happens before a capture."""
+    model = enabled()
+    growing, cache = prefilled(model, safeguard=0.2), prefilled(model, safeguard=0.2)
+    ids = torch.randint(250, (1, 6), generator=torch.Generator().manual_seed(2)).split(1, dim=1)
+    with static_steps(model, cache, 6) as step:
+        for i, each in enumerate(ids):
+            if i in (1, 4):
+                steps = step.__self__
+                steps.run = steps.run or steps._begin(each)
+                with torch.no_grad():
+                    warm_up(steps.run, [steps.clock.place, steps.positions])
+            with torch.no_grad():
+                expected = model(each, past_key_values=growing).logits[:, -1]
+            torch.testing.assert_close(step(each), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_static_before_and_after_the_first_choice():
+    model = enabled()
+    cache = prefilled(model, min_tokens=43)
+    ids, kinds = torch.zeros(1, 1, dtype=torch.long), []
+    with static_steps(model, cache, 7) as step:
+        for _ in range(7):
+            step(ids)
+            layer = cache.layers[0]
+            kinds.append(layer.chooses if isinstance(layer, StaticLayer) else None)
+    assert kinds == [False, False, False, None, True, True, True]  # of 41 to 47 tokens
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operators whose result the host must have."""
+
+    WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[-1]
+        assert name.lstrip("_") not in [each.lstrip("_") for each in self.WAIT], f"{function} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+class NoReading(TorchFunctionMode):
+    """Refuses what reads a tensor without an operator."""
+
+    READ = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert getattr(function, "__name__", "") not in self.READ, f"{function} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded):
+    """The kernels themselves are opaque operators here, as they are to a device."""
+    import bpc_calib.kernels.ops  # noqa: F401
+
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    model = enabled(num_hidden_layers=2)
+    mask = torch.arange(40) >= torch.tensor([[0], [7]]) if padded else None
+    cache = prefilled(model, rows=2, dense_layers=(0,), safeguard=0.2, recent=1)
+    ids = torch.tensor([[5], [6]])
+    with static_steps(model, cache, 5, attention_mask=mask) as step:
+        step(ids)
+        step(ids)
+        with NoReading(), NoWaiting():
+            assert step(ids).shape == (2, tiny.VOCAB)
+        with pytest.raises(AssertionError, match="waits"), NoReading(), NoWaiting():
+            bool(step(ids).isfinite().all())  # or the modes see nothing
+
+
+def test_what_cannot_be_served_is_refused():
+    model = enabled("gemma3_text")
+    with pytest.raises(ModelError, match="layer 0 has a sliding window"):
+        generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
+    for rope in (
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
+         "original_max_position_embeddings": 64},
+    ):  # fmt: skip
+        model = enabled(rope_parameters=rope)
+        with pytest.raises(ModelError, match="RoPE changes with the length"):
+            generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
+    model = enabled("phi3")  # a window as wide as the model's limit, until the text is longer
+    with pytest.raises(ModelError, match="sliding window of 128"):
+        generate(
+            model, BPCCache(model.config, budget=5, min_tokens=1), prompt(120), 12, custom_generate=static_decoding
+        )
+    model = enabled()
+    cache = make_cache("oracle", model.config, None, budget=5, min_tokens=1, dense_layers=())
+    with pytest.raises(ModelError, match="the ranking of a"):
+        generate(model, cache, prompt(20), custom_generate=static_decoding)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"num_beams": 2}, "not beam search"),
+        ({"prompt_lookup_num_tokens": 3}, "not assisted generation"),
+        ({"output_attentions": True}, "no attentions"),
+        ({"output_hidden_states": True}, "no hidden states"),
+        ({"past_key_values": None}, "need a BPCCache"),
+    ],
+)
+def test_what_generate_is_asked_and_static_decoding_cannot_is_refused(arguments, fault):
+    model = enabled()
+    settings = {"past_key_values": BPCCache(model.config)} | arguments
+    with pytest.raises(InputError, match=fault):
+        model.generate(**prompt(20), **settings, max_new_tokens=4, custom_generate=static_decoding)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    model = enabled()
+    cache = prefilled(model, rows=2)
+    for arguments, fault in (
+        ({"attention_mask": torch.ones(2, 41)}, "attention_mask must be"),
+        ({"position_ids": torch.zeros(2, 2, dtype=torch.long)}, "position_ids must be"),
+    ):
+        with pytest.raises(InputError, match=fault), static_steps(model, cache, 4, **arguments):
+            pass
+    with pytest.raises(InputError, match="steps must be"), static_steps(model, cache, -1):
+        pass
+    with pytest.raises(InputError, match="the cache is empty"), static_steps(model, BPCCache(model.config), 4):
+        pass
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    with static_steps(model, cache, 4) as step:
+        for wrong in (ids[:1], ids.float(), ids.expand(2, 2)):
+            with pytest.raises(InputError, match="ids must be"):
+                step(wrong)
+        step(ids)
+        step(ids)
+        with pytest.raises(InputError, match="static steps already"), static_steps(model, cache, 4):
+            pass
+        for change in (
+            lambda: cache.crop(-1),
+            lambda: cache.reorder_cache(torch.tensor([1, 0])),
+            lambda: cache.batch_repeat_interleave(2),
+            lambda: cache.batch_select_indices(torch.tensor([0])),
+        ):
+            with pytest.raises(InputError, match="leave `static_steps`"):
+                change()
+    cache.crop(-1)
+    assert cache.get_seq_length() == 41
+    disable(model)
+    with pytest.raises(InputError, match="enable"), static_steps(model, cache, 4):
+        pass
+
+
+@pytest.mark.parametrize("dense_layers", [(), (0, 1)])
+def test_a_model_that_bypasses_the_attention_is_noticed(dense_layers):
+    """A dense path would read what no token is in."""
+    model = enabled()
+    cache = prefilled(model, dense_layers=dense_layers)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    with static_steps(model, cache, 6) as step:
+        step(ids)
+        step(ids)
+        disable(model)
+        with pytest.raises(ModelError, match="bypasses BPC's attention"):
+            step(ids)
+
+
+def test_a_step_that_fails_leaves_the_cache_as_it_was():
+    model = enabled()
+    cache = prefilled(model)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    with static_steps(model, cache, 6) as step:
+        step(ids)
+        step(ids)
+        handle = model.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(ids)
+        handle.remove()
+        with pytest.raises(InputError, match="failed"):
+            step(ids)
+    again = prefilled(model)
+    with torch.no_grad():
+        expected = [model(ids, past_key_values=again).logits for _ in range(3)][-1]
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
