@@ -84,8 +84,8 @@ def decode_rows(
         for budget in budgets:
             use(budget)
             read, full = cache.kv_bytes(tokens + 1)
-            always = [layer for layer in cache.layers if not isinstance(layer, SparseLayer)]
-            rest = full * len(always) // len(cache.layers)
+            token = 2 * heads * description.head_dim * model.dtype.itemsize
+            rest = full - len(sparse) * token * (tokens + 1)
             row: dict[str, Any] = {"batch": batch, "tokens": tokens, "budget": budget, "form": form}
             row |= {"attended": sparse[0].count(tokens + 1)}
             for name, side, size in (("bpc", str(budget), read), ("full", "full", full), ("free", "free", rest)):

@@ -84,9 +84,7 @@ def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
         return torch.randn(*size, generator=generator, device=device)
 
     projection, root = 0.3 * normal(shape.kv_heads, BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
-    encoder = make_encoder(
-        projection, dtype, metric=root.mT @ root / (2 * dim), mean=0.1 * normal(shape.kv_heads, dim)
-    )
+    encoder = make_encoder(projection, dtype, metric=root.mT @ root / (2 * dim), mean=0.1 * normal(shape.kv_heads, dim))
     cached = (sets, *heads, shape.tokens)
     halves = torch.randint(-(1 << 31), 1 << 31, (2, *cached, 1), generator=generator, device=device)
     return LayerInputs(

@@ -3,7 +3,7 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def captured(calls: Sequence[Call], device: torch.device) -> Call:
 
 
 def timed(
-    forms: dict[str, Sequence[Call]], repeats: int, device: torch.device, *, graphs: bool = True
+    forms: Mapping[str, Sequence[Call]], repeats: int, device: torch.device, *, graphs: bool = True
 ) -> dict[str, list[float] | str]:
     """Microseconds a call of each form, `repeats` samples taken in turn; or why there are none.
 
