@@ -132,7 +132,8 @@ def _crossover(found: dict[str, Any], shape: str) -> None:
 
 
 def _model(found: dict[str, Any]) -> str:
-    return f"{printable(found['model'])}: {found['layers']} layers, MLP {found['mlp']}, {found['vocabulary']:,} tokens known"
+    made = f"{found['layers']} layers, MLP {found['mlp']}, vocabulary {found['vocabulary']:,}"
+    return f"{printable(found['model'])} ({made})"
 
 
 def _kept(row: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """From how many tokens on a sparse step of a layer is faster than a dense one, on this machine."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,9 +71,7 @@ def compared(
     forms, _ = right_forms(inputs, device, papers=False)
     k = attended(tokens, budget)
     calls = {
-        name: [
-            (lambda form=form, i=i: form(*set_of(inputs, i), k)) for i in range(sets if name == "step" else dense_sets)
-        ]
+        name: [functools.partial(form, *set_of(inputs, i), k) for i in range(sets if name == "step" else dense_sets)]
         for name, form in forms.items()
     }
     taken = timed(calls, repeats, device)

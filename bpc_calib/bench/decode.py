@@ -1,5 +1,6 @@
 """Tokens a second of a whole model: with BPC, with full attention, and with a sparse attention that is free."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from bpc_calib.bench.floors import decode_bytes, least_microseconds
 from bpc_calib.bench.inputs import repeated
 from bpc_calib.bench.machine import available_memory
 from bpc_calib.bench.memory import peak, reset_peak
-from bpc_calib.bench.timing import captured, clock, summary, synchronize
+from bpc_calib.bench.timing import captured, clock, summary, synchronize, timed
 from bpc_calib.cache import BPCCache
 from bpc_calib.errors import InputError
 from bpc_calib.layers import GrowingLayer, SparseLayer
@@ -116,7 +117,7 @@ def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
 
 
 def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
-    """What decodes a token and gives its seconds: on a GPU a CUDA graph, elsewhere a call; the cache stays as it was."""
+    """What decodes a token and gives its seconds: on a GPU a CUDA graph, else a call; the cache stays as it was."""
     device = model.device
     if device.type == "cuda":
         length = cache.get_seq_length()
@@ -191,8 +192,6 @@ def baseline(model: Any, attention: dense.Dense) -> Any:
 
 def fastest(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[str, dense.Dense]:
     """The dense form that takes least for a layer `(B, H_KV, G, N, D)`, and its name."""
-    from bpc_calib.bench.timing import timed
-
     batch, heads, group, tokens, dim = size
     generator = torch.Generator(device).manual_seed(0)
     query = repeated((batch, heads, group, dim), dtype, generator, device)
@@ -205,13 +204,14 @@ def fastest(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
                 near[name] = form
         except Exception:  # not for this shape or machine: the layer part says which and why
             continue
-    taken = timed({name: [lambda form=form: form(query, keys, values)] for name, form in near.items()}, 3, device)
+    calls = {name: [functools.partial(form, query, keys, values)] for name, form in near.items()}
+    taken = timed(calls, 3, device)
     best = min((name for name in near if not isinstance(taken[name], str)), key=lambda name: sorted(taken[name])[1])
     return best, near[best]
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a step reads: all but the embedding, of which it reads a row, unless it is the output."""
+    """Bytes of the weights that a step reads: of an embedding that is not the output too it reads but a row."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     return sum(each.nbytes for each in model.parameters()) - (0 if tied else embedding.nbytes)

@@ -180,9 +180,10 @@ def _less(samples: list[float] | str, before: list[float] | str) -> list[float] 
 
 def _forms(found: dict[str, Any], size: int, rate: float) -> list[dict[str, Any]]:
     """A row for each form of a whole step, the fastest marked."""
-    rows = [
-        {"stage": "step", "form": n.partition("/")[2], "best": False} | figures(s, size, rate) for n, s in found.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, samples in found.items():
+        form = name.partition("/")[2]
+        rows.append({"stage": "step", "form": form, "best": False} | figures(samples, size, rate))
     measured = [row for row in rows if row["median"]]
     if measured:
         min(measured, key=lambda row: row["median"])["best"] = True

@@ -28,6 +28,7 @@ PARTS = ("layer", "decode", "prefill")
 LENGTHS = (2048, 8192, 32768, 131072)  # of the layer part; the crossover walks to the last
 DECODE_LENGTHS = {"cpu": (32768,), "cuda": (32768, 131072)}
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
+PROMPT = 32768  # tokens, of hashing alone
 FEWEST, MOST = 16, dispatch.MOST_TOKENS  # tokens
 
 Progress = Callable[[float, str], None]
@@ -214,7 +215,7 @@ def _of_model(
         )
         return
     yield prefill.prefill_row(model, artifact, what, settings.dense_layers, math.ceil(settings.repeats / 3))
-    for tokens in sorted({what, min(settings.lengths or LENGTHS), max(what, *(settings.lengths or ()))}):
+    for tokens in sorted({what, *(settings.lengths or (PROMPT,))}):
         shape = LayerShape(1, base.kv_heads, base.group, base.dim, tokens, base.dtype)
         yield prefill.hashing_row(shape, math.ceil(settings.repeats / 3), device)
 
@@ -250,8 +251,6 @@ def _model_facts(
         "weight_bytes_read": decode.weight_bytes(model),
         "projections": "random" if artifact is None else artifact.metadata["algorithm"]["name"],
         "positions_beyond_limit": limit is not None and max(lengths) >= limit,
-        "peak_memory": "allocated on the GPU"
-        if on_gpu
-        else "resident set of the process, weights and libraries included",
+        "peak_memory": "allocated on the GPU" if on_gpu else "resident set of the process, libraries included",
         "graphs": on_gpu,
     }

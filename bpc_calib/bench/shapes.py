@@ -11,8 +11,9 @@ from bpc_calib.models import describe
 __all__ = ["SHAPES", "random_artifact", "random_model", "shape_config"]
 
 _LLAMA: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
-    "max_position_embeddings": 131072, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": False, "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _LLAMA | {
