@@ -13,7 +13,7 @@ from bpc_calib.errors import InputError
 __all__ = ["LayerInputs", "LayerShape", "make", "working_sets"]
 
 BITS = 64
-MOST_SETS = 256
+MOST_SETS = {"cpu": 64, "cuda": 256}
 MOST_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}  # of all working sets
 BLOCK = 1 << 24  # random numbers drawn; longer tensors repeat them
 
@@ -68,10 +68,11 @@ def working_sets(shape: LayerShape, device: torch.device) -> tuple[int, int]:
             f"{shape.tokens:,} tokens of {shape.rows} KV heads take {shape.cached_bytes / 1e9:.1f} GB a layer, and "
             f"{free / 1e9:.1f} GB are free on {device.type}: shorter --lengths or smaller --batch-sizes"
         )
+    kind = "cuda" if device.type == "cuda" else "cpu"
     wanted = 4 * cache_bytes(device)
-    room = max(1, min(free // 3, MOST_BYTES.get(device.type, 1 << 30)) // shape.cached_bytes)
+    room = max(1, min(free // 3, MOST_BYTES[kind]) // shape.cached_bytes)
     dense = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
-    sets = max(1, min(-(-wanted // code_bytes(shape.rows, shape.tokens)), room, MOST_SETS))
+    sets = max(1, min(-(-wanted // code_bytes(shape.rows, shape.tokens)), room, MOST_SETS[kind]))
     return sets, min(sets, max(2, -(-wanted // dense)))
 
 
