@@ -12,7 +12,7 @@ from torch import Tensor
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.bench import dense
 from bpc_calib.bench.floors import decode_bytes, least_microseconds
-from bpc_calib.bench.inputs import repeated
+from bpc_calib.bench.inputs import repeated, room
 from bpc_calib.bench.machine import available_memory
 from bpc_calib.bench.memory import peak, reset_peak
 from bpc_calib.bench.timing import captured, clock, summary, synchronize, timed
@@ -191,11 +191,12 @@ def baseline(model: Any, attention: dense.Dense) -> Any:
 
 
 def fastest(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[str, dense.Dense]:
-    """The dense form that takes least for a layer `(B, H_KV, G, N, D)`, and its name."""
+    """The dense form that takes least for a layer `(B, H_KV, G, N, D)` in a cache's buffers, and its name."""
     batch, heads, group, tokens, dim = size
     generator = torch.Generator(device).manual_seed(0)
     query = repeated((batch, heads, group, dim), dtype, generator, device)
-    keys, values = (repeated((batch, heads, tokens, dim), dtype, generator, device) for _ in range(2))
+    whole = (batch, heads, room(tokens), dim)
+    keys, values = (repeated(whole, dtype, generator, device)[:, :, :tokens] for _ in range(2))
     right = dense.exact(query[:1], keys[:1], values[:1])
     near = {}
     for name, form in dense.forms(device).items():

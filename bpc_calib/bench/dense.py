@@ -31,9 +31,14 @@ def folded(query: Tensor, keys: Tensor, values: Tensor, scale: float | None = No
 
 
 def matmul(query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
-    """Written out; the weights go through float32."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return ((query * scale) @ keys.mT).softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    """Written out, a head at a time: a batched product would copy the keys of a buffer with spare room."""
+    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    out = torch.empty_like(query)
+    for b in range(len(query)):
+        for h in range(query.shape[1]):
+            weights = (query[b, h] @ keys[b, h].mT).softmax(-1, dtype=torch.float32)
+            torch.mm(weights.to(query.dtype), values[b, h], out=out[b, h])
+    return out
 
 
 def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

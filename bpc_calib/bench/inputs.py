@@ -9,8 +9,9 @@ from bpc_calib.bench.floors import code_bytes, dense_bytes
 from bpc_calib.bench.machine import available_memory, cache_bytes
 from bpc_calib.encoding import Encoder, make_encoder
 from bpc_calib.errors import InputError
+from bpc_calib.growing import LEAST_ROOM
 
-__all__ = ["LayerInputs", "LayerShape", "make", "working_sets"]
+__all__ = ["LayerInputs", "LayerShape", "make", "repeated", "room", "working_sets"]
 
 BITS = 64
 MOST_SETS = {"cpu": 64, "cuda": 256}
@@ -36,9 +37,9 @@ class LayerShape:
 
     @property
     def cached_bytes(self) -> int:
-        """Keys, values, codes and gains."""
-        dense = dense_bytes(self.rows, self.tokens, self.dim, self.dtype.itemsize)
-        return dense + code_bytes(self.rows, self.tokens)
+        """Keys, values, codes and gains, with the spare room of their buffers."""
+        dense = dense_bytes(self.rows, room(self.tokens), self.dim, self.dtype.itemsize)
+        return dense + code_bytes(self.rows, room(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ def working_sets(shape: LayerShape, device: torch.device) -> tuple[int, int]:
         )
     kind = "cuda" if device.type == "cuda" else "cpu"
     wanted = 4 * cache_bytes(device)
-    room = max(1, min(free // 3, MOST_BYTES[kind]) // shape.cached_bytes)
+    fitting = max(1, min(free // 3, MOST_BYTES[kind]) // shape.cached_bytes)
     dense = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
-    sets = max(1, min(-(-wanted // code_bytes(shape.rows, shape.tokens)), room, MOST_SETS[kind]))
+    sets = max(1, min(-(-wanted // code_bytes(shape.rows, shape.tokens)), fitting, MOST_SETS[kind]))
     return sets, min(sets, max(2, -(-wanted // dense)))
 
 
 def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
-    """Always the same numbers for a shape."""
+    """Always the same numbers for a shape, in buffers with spare room, as those of a cache."""
     generator = torch.Generator(device).manual_seed(0)
     dim, dtype, heads = shape.dim, shape.dtype, (shape.batch, shape.kv_heads)
 
@@ -86,7 +87,7 @@ def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
 
     projection, root = 0.3 * normal(shape.kv_heads, BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
     encoder = make_encoder(projection, dtype, metric=root.mT @ root / (2 * dim), mean=0.1 * normal(shape.kv_heads, dim))
-    cached = (sets, *heads, shape.tokens)
+    cached, tokens = (sets, *heads, room(shape.tokens)), shape.tokens
     halves = torch.randint(-(1 << 31), 1 << 31, (2, *cached, 1), generator=generator, device=device)
     return LayerInputs(
         query=normal(*heads, shape.group, dim).to(dtype),
@@ -94,11 +95,16 @@ def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
         projection=projection.to(dtype),
         encoder=encoder,
         plain=make_encoder(projection, dtype),
-        codes=(halves[0] << 32) ^ halves[1],
-        gains=torch.randint(32, 97, cached, generator=generator, device=device, dtype=torch.uint8),
-        keys=repeated((*cached, dim), dtype, generator, device),
-        values=repeated((*cached, dim), dtype, generator, device),
+        codes=((halves[0] << 32) ^ halves[1])[:, :, :, :tokens],
+        gains=torch.randint(32, 97, cached, generator=generator, device=device, dtype=torch.uint8)[..., :tokens],
+        keys=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
+        values=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
     )
+
+
+def room(tokens: int) -> int:
+    """Tokens that a cache's buffers hold when so many are cached: dense forms differ in what spare room costs them."""
+    return -(-(tokens + max(LEAST_ROOM, tokens // 16)) // 16) * 16
 
 
 def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> Tensor:

@@ -44,11 +44,16 @@ def paper_step(
     """Attention `[B, H_KV, G, D]` over the `k` best keys of `[B, H_KV, N, D]`; the copy is made row by row."""
     scores = scorer()[1](quantize_query(query, projection).values, codes)
     indices = scores.topk(k, sorted=False).indices
-    batch, kv_heads, tokens, dim = keys.shape
-    first = torch.arange(batch * kv_heads, device=keys.device).view(batch, kv_heads, 1) * tokens
-    rows = (indices + first).flatten()
-    kept = [each.reshape(-1, dim).index_select(0, rows).view(batch, kv_heads, k, dim) for each in (keys, values)]
-    return attention(query, *kept)
+    return attention(query, *(_gathered(each, indices) for each in (keys, values)))
+
+
+def _gathered(cached: Tensor, indices: Tensor) -> Tensor:
+    """Whole rows of `[B, H_KV, N, D]`, a head at a time: `gather` would copy number by number."""
+    copy = cached.new_empty(*indices.shape, cached.shape[-1])
+    for b in range(len(cached)):
+        for h in range(cached.shape[1]):
+            torch.index_select(cached[b, h], 0, indices[b, h], out=copy[b, h])
+    return copy
 
 
 def _plain_scores(values: Tensor, codes: Tensor) -> Tensor:
