@@ -39,63 +39,57 @@ def _shape(result: dict[str, Any], batch: int, group: int) -> str:
 
 
 def _stages(rows: list[dict[str, Any]], shape: str) -> None:
-    from rich.table import Table
-
     stages = ("encode", "project", "score", "select", "attend", "step")
-    table = Table("tokens", "attended", *stages)
+    table = _table("tokens", "attended", *stages)
     ours = [row for row in rows if row["method"] == "BPC"]
     for tokens, budget in dict.fromkeys((row["tokens"], row["budget"]) for row in ours):
         own = {row["stage"]: row for row in ours if (row["tokens"], row["budget"]) == (tokens, budget)}
-        cells = [_number(own[stage]["median"]) for stage in stages]
-        table.add_row(f"{tokens:,}", _kept(own["step"]), *cells)
+        table.add_row(f"{tokens:,}", f"{own['step']['attended']:,}", *(_number(own[each]["median"]) for each in stages))
     print_table(f"BPC by stage, us: {shape}", table)
 
 
 def _steps(rows: list[dict[str, Any]], shape: str) -> None:
-    from rich.table import Table
-
-    table = Table("tokens", "attended", "BPC, us", "of floor", "dense", "of floor", "paper", "of floor")
-    for name in ("dense / BPC", "paper / BPC"):
-        table.add_column(name, justify="right")
+    table = _table("tokens", "attended", "", "us", "spread", "of floor", "/ BPC")
     for ours in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step"):
         here = [row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")]
         dense = next((row for row in here if row["method"] == "dense"), None)
-        theirs = next((row for row in here if row["method"] == "paper" and row["budget"] == ours["budget"]), None)
-        cells = [cell for row in (ours, dense, theirs) for cell in _timed(row)]
-        ratios = [_ratio(ours.get("times_dense")), _ratio(ours.get("times_paper"))]
-        table.add_row(f"{ours['tokens']:,}", _kept(ours), *cells, *ratios)
+        paper = next((row for row in here if row["method"] == "paper" and row["budget"] == ours["budget"]), None)
+        lead = (f"{ours['tokens']:,}", f"{ours['attended']:,}")
+        for name, row, ratio in (("BPC", ours, 1.0), ("dense", dense, "times_dense"), ("paper", paper, "times_paper")):
+            times = ours.get(ratio) if isinstance(ratio, str) else ratio
+            if row is None or row["median"] is None:
+                table.add_row(*lead, name, "-", "", "", "")
+            else:
+                share = f"{row['floor_share']:.1%}"
+                table.add_row(*lead, name, _number(row["median"]), _spread(row["median"], row), share, _ratio(times))
+            lead = ("", "")
     print_table(f"A whole step, beside the fastest dense form and the paper's pipeline: {shape}", table)
     for row in rows:
         if row["median"] is None:
-            print(
-                f"{row['method']}, {row['tokens']:,} tokens, {row.get('form', row['stage'])}: {printable(row['note'])}"
-            )
-
-
-def _timed(row: dict[str, Any] | None) -> tuple[str, str]:
-    if row is None or row["median"] is None:
-        return "-", ""
-    low, high = row["spread"]
-    return f"{_number(row['median'])} ({_number(low)}-{_number(high)})", f"{row['floor_share']:.1%}"
+            what = f"{row['method']}, {row['tokens']:,} tokens, {row.get('form', row['stage'])}"
+            print(f"{what}: {printable(row['note'])}")
 
 
 def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("tokens", "batch", "attended", "full, tok/s", "BPC, tok/s", "BPC / full")
-    for name in ("limit, tok/s", "limit reached", "BPC of floor", "peak GB, full", "BPC"):
-        table.add_column(name, justify="right")
-    for row in found["rows"]:
-        ours, full, free = row["bpc"], row["full"], row["free"]
-        table.add_row(
-            f"{row['tokens']:,}", str(row["batch"]), _kept(row), _rate(full), _rate(ours), _ratio(row["times_full"]),
-            _rate(free), f"{row['limit_reached']:.0%}", f"{ours['floor_share']:.0%}",
-            f"{full['peak_bytes'] / 1e9:.2f}", f"{ours['peak_bytes'] / 1e9:.2f}",
-        )  # fmt: skip
     dense = ",".join(map(str, settings["dense_layers"])) or "none"
-    print_table(f"Decoding with {_model(found)}, dense layers {dense}", table)
-    print("limit: tokens/s where the sparse layers' attention takes no time (Amdahl)")
-    print(f"peak: {found['peak_memory']}")
+    for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["batch"] == batch]
+        table = _table("tokens", "attended", "", "tok/s", "spread", "of floor", "/ full", "GB")
+        for row in rows:
+            lead = (f"{row['tokens']:,}", f"{row['attended']:,}")
+            full = row["full"]["milliseconds"]
+            for name, side in (("full", row["full"]), ("BPC", row["bpc"]), ("limit", row["free"])):
+                about = (_spread(side["milliseconds"], side), f"{side['floor_share']:.0%}")
+                memory = f"{side['peak_bytes'] / 1e9:.2f}" if name != "limit" else ""
+                ratio = _ratio(full / side["milliseconds"])
+                table.add_row(*lead, name, f"{side['tokens_per_second']:.4g}", *about, ratio, memory)
+                lead = ("", "")
+        print_table(f"Decoding with {_model(found)}, dense layers {dense}, batch {batch}", table)
+        for row in rows:
+            kept = f"{row['tokens']:,} tokens, {row['attended']:,} attended"
+            print(f"{kept}: BPC reaches {row['limit_reached']:.0%} of the limit")
+    print("limit: the sparse layers' attention takes no time (Amdahl)")
+    print(f"GB: peak, {found['peak_memory']}")
     if found["projections"] == "random":
         print("Random projections: what is chosen means nothing, the time does not depend on it")
     if found["positions_beyond_limit"]:
@@ -103,9 +97,7 @@ def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
 
 
 def _prefill(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("", "tokens", "full, s", "BPC, s", "of it hashing, s", "share")
+    table = _table("", "tokens", "full, s", "BPC, s", "hashing, s", "share")
     for row in found["rows"]:
         seconds = [f"{row[name]['median']:.3f}" if name in row else "" for name in ("full", "bpc", "hashing")]
         share = f"{row['hashing_share']:.1%}" if "hashing_share" in row else ""
@@ -114,9 +106,7 @@ def _prefill(found: dict[str, Any]) -> None:
 
 
 def _crossover(found: dict[str, Any], shape: str) -> None:
-    from rich.table import Table
-
-    table = Table("tokens", "attended", "BPC, us", "dense, us", "dense / BPC", "faster")
+    table = _table("tokens", "attended", "BPC, us", "dense, us", "dense / BPC", "faster")
     for row in found["rows"]:
         faster = "BPC" if row["sparse_wins"] else "dense"
         times = (_number(row["sparse"]["median"]), _number(row["dense"]["median"]))
@@ -136,12 +126,19 @@ def _model(found: dict[str, Any]) -> str:
     return f"{printable(found['model'])} ({made})"
 
 
-def _kept(row: dict[str, Any]) -> str:
-    return f"{row['attended']:,} ({_say(row['budget'])})"
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    return table
 
 
-def _rate(side: dict[str, Any]) -> str:
-    return f"{side['tokens_per_second']:.4g}"
+def _spread(median: float, row: dict[str, Any]) -> str:
+    """The least and the most, from the median."""
+    low, high = (100 * (each / median - 1) for each in row["spread"])
+    return f"{low:.0f} +{high:.0f} %"
 
 
 def _number(value: float | None) -> str:

@@ -365,9 +365,10 @@ def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path)
         "Memory bandwidth",
         "BPC by stage, us: 2 KV heads, 2 queries each, D=16, float32, batch 1",
         "A whole step, beside the fastest dense form and the paper's pipeline",
-        "Decoding with tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers none",
+        "Decoding with tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers none, batch 1",
         "Prefill with tiny-llama",
         "Random projections: what is chosen means nothing",
+        "200 tokens, 160 attended: BPC reaches",
     ):
         assert part in ran.out
     written = json.loads(output.read_text())
