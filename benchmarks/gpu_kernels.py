@@ -1,21 +1,18 @@
 """What a decoding step of a layer takes on a GPU, by stage: beside its floor, dense attention, the paper's pipeline."""
 
 import functools
-import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import paper_pipeline
 import torch
 from gpu_exactness import random_codes
 from gpu_timing import bandwidth, device, reason, summary, timed
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib import dispatch
-from bpc_calib.kernels import pipeline
+from bpc_calib.bench import dense
+from bpc_calib.kernels import paper, pipeline
 from bpc_calib.selection import attended
 
 __all__ = ["DIM", "GROUP", "KV_HEADS", "bandwidth_row", "steps"]
@@ -24,7 +21,6 @@ KV_HEADS, GROUP, DIM, BUDGET = 8, 4, 128, 0.02
 FORMS = (("relative, gain", "relative", True), ("max, no gain", "max", False))
 
 Emit = Callable[[dict[str, Any]], None]
-Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def bandwidth_row(*, tiny: bool) -> tuple[float, dict[str, Any]]:
@@ -78,22 +74,20 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
     asked = pipeline.prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0)
     rounded = asked.values.unflatten(0, (1, KV_HEADS))
     floors |= {"paper: score": KV_HEADS * tokens * 12, "paper: whole": KV_HEADS * tokens * 8 + kept}
-    forms["paper: score"] = [functools.partial(paper_pipeline.popcount_scores, rounded, codes[i]) for i in range(sets)]
+    forms["paper: score"] = [functools.partial(paper.popcount_scores, rounded, codes[i]) for i in range(sets)]
     forms["paper: whole"] = [
-        functools.partial(paper_pipeline.paper_step, query, projection, codes[i], keys[i], values[i], k)
-        for i in range(sets)
+        functools.partial(paper.paper_step, query, projection, codes[i], keys[i], values[i], k) for i in range(sets)
     ]
     notes: dict[str, str] = {}
-    right = _attention(query, keys[0], values[0])
-    for name, function in dense_forms().items():
+    right = dense.exact(query, keys[0], values[0])
+    for name, function in dense.gpu_forms().items():
         name = f"dense: {name}"
         floors[name] = KV_HEADS * tokens * DIM * 4
         if isinstance(function, str):
             notes[name] = function
             continue
         try:
-            found = function(query, keys[0], values[0])
-            error = float((found.float() - right).norm() / right.norm())
+            error = dense.error(function(query, keys[0], values[0]), right)
         except Exception as fault:
             notes[name] = reason(fault)
             continue
@@ -146,77 +140,6 @@ def _stages(query: Tensor, projection: Tensor, k: int, group: str, gain: bool) -
     return {"prep": prep, "prep to score": scored, "choose": chosen, "whole": whole}
 
 
-def dense_forms() -> dict[str, Dense | str]:
-    """Every dense decode there is: queries `[1, H_KV, G, D]` over all keys `[1, H_KV, N, D]`; or why there is none."""
-
-    def folded(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(query, keys, values)
-
-    def grouped(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(
-                query.flatten(1, 2).unsqueeze(2), keys, values, enable_gqa=True
-            ).unflatten(1, query.shape[1:3]).squeeze(3)  # fmt: skip
-
-    lengths: dict[int, Tensor] = {}  # made once: a step has them at hand
-
-    def split(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        tokens = keys.shape[2]
-        if tokens not in lengths:
-            lengths[tokens] = torch.tensor([tokens], device=keys.device)
-        return pipeline.sparse_attention(query, keys, values, None, lengths=lengths[tokens])
-
-    forms: dict[str, Dense | str] = {"split-KV in Triton (ours)": split}
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        forms[f"SDPA {name}, group folded"] = functools.partial(folded, backend)
-        forms[f"SDPA {name}, enable_gqa"] = functools.partial(grouped, backend)
-    for name, make in (("FlashInfer", _flashinfer), ("FlashAttention 3", _flash3), ("FlashAttention 2", _flash2)):
-        try:
-            forms[name] = make()
-        except ImportError:
-            forms[name] = "not installed"
-    return forms
-
-
-def _flashinfer() -> Dense:
-    from flashinfer import single_decode_with_kv_cache
-
-    def decode(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        out = single_decode_with_kv_cache(
-            query.flatten(0, 2), keys[0], values[0], kv_layout="HND", use_tensor_cores=True
-        )
-        return out.view_as(query)
-
-    return decode
-
-
-def _flash2() -> Dense:
-    from flash_attn import flash_attn_with_kvcache
-
-    return functools.partial(_flash, flash_attn_with_kvcache)
-
-
-def _flash3() -> Dense:
-    from flash_attn_interface import flash_attn_with_kvcache
-
-    return functools.partial(_flash, flash_attn_with_kvcache)
-
-
-def _flash(function: Callable[..., Any], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    out = function(query.flatten(1, 2).unsqueeze(1), keys.transpose(1, 2), values.transpose(1, 2))
-    return (out[0] if isinstance(out, tuple) else out).view_as(query)
-
-
-def _attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Full attention in float64, a KV head at a time."""
-    heads = []
-    for h in range(keys.shape[1]):
-        logits = query[:, h].double() @ keys[:, h].double().mT / math.sqrt(DIM)
-        heads.append(logits.softmax(-1) @ values[:, h].double())
-    return torch.stack(heads, 1).float()
-
-
 def _less(samples: list[float] | str, before: list[float] | str) -> list[float] | str:
     if isinstance(samples, str) or isinstance(before, str):
         return samples if isinstance(samples, str) else before
@@ -247,10 +170,10 @@ def _rows(
 
 def _ratios(replayed: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """How many times as long the others take as a whole step of ours."""
-    dense = {
+    medians = {
         name: statistics.median(s) for name, s in replayed.items() if name.startswith("dense") and isinstance(s, list)
     }
-    best = min(dense, key=dense.get) if dense else None
+    best = min(medians, key=medians.get) if medians else None
     for name, _, _ in FORMS:
         ours = replayed[f"{name}: whole"]
         for other in ("paper: whole", best):

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from bpc_calib import BPCCache, decompose, enable, encoding, static_steps
+from bpc_calib.bench.shapes import SHAPES, random_artifact, random_model, shape_config
 from bpc_calib.calibration import METHODS
 from bpc_calib.encoding import make_encoder
 from bpc_calib.fitting import fit
@@ -31,10 +32,7 @@ __all__ = ["calibration", "decoding", "hashing"]
 
 Emit = Callable[[dict[str, Any]], None]
 
-LLAMA_8B = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 20,
-}  # fmt: skip
+LLAMA_8B = SHAPES["llama-3.1-8b"]
 
 
 def hashing(emit: Emit, *, tiny: bool) -> None:
@@ -115,7 +113,7 @@ def decoding(emit: Emit, *, tiny: bool) -> None:
     model = _model(tiny)
     enable(model)
     config = model.config
-    artifact = tiny_models.artifact(config, metric=True, centred=True)
+    artifact = random_artifact(config)
     weights = sum(each.nbytes for each in model.parameters()) - model.get_input_embeddings().weight.nbytes
     token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize  # bytes a layer
     layers, dense_layers = config.num_hidden_layers, (0,) if tiny else (0, 1)
@@ -167,13 +165,9 @@ def _floor(size: float, rate: float) -> float:
 
 def _model(tiny: bool) -> Any:
     """Random bf16 weights."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     if tiny:
         return tiny_models.model(num_hidden_layers=2, max_position_embeddings=1024).to(device())
-    config = LlamaConfig(**LLAMA_8B, rope_theta=500000.0, tie_word_embeddings=False)
-    with device():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return random_model(shape_config("llama-3.1-8b"), torch.bfloat16, device())
 
 
 def _decode(

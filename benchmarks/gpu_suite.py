@@ -104,19 +104,9 @@ def about(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     machine = report.machine()
-    try:
-        import triton
-
-        machine["versions"]["triton"] = triton.__version__
-    except ImportError:
-        machine["versions"]["triton"] = None
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
-        machine |= {
-            "gpu_memory_bytes": facts.total_memory, "gpu_multiprocessors": facts.multi_processor_count,
-            "gpu_l2_bytes": facts.L2_cache_size, "gpu_capability": f"{facts.major}.{facts.minor}",
-            "cuda": torch.version.cuda, "driver": driver(),
-        }  # fmt: skip
+        machine |= {"gpu_capability": f"{facts.major}.{facts.minor}", "driver": driver()}
     command = " ".join(["python", *map(report.base, sys.argv)])
     return {"command": command, "machine": machine, "minutes": arguments.minutes, "tiny": arguments.tiny}
 

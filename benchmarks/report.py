@@ -1,32 +1,13 @@
 """What every benchmark writes beside its figures: the command, the machine, the versions, the commit."""
 
 import json
-import os
-import platform
-import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
+from bpc_calib.bench.machine import machine
 
-
-def machine() -> dict[str, Any]:
-    """The facts without which a figure means little."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("bpc-calib", "torch", "transformers")},
-        "commit": _commit(),
-    }
+__all__ = ["base", "machine", "write"]
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
@@ -42,18 +23,3 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
 def base(word: str) -> str:
     name, equals, path = word.rpartition("=")
     return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "..", "~")) else word
-
-
-def _commit() -> str | None:
-    folder = Path(__file__).parent
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or None
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

@@ -29,7 +29,8 @@ class BPCCache(Cache):  # type: ignore[misc]
     the `N` real tokens cached, itself included: `b = floor(budget * N)` for a float, `b = budget` for an
     int. In this order of right: the newest `recent`, the first `sink`, `floor(safeguard * k)` whose keys
     are coded worst, then the best scores by code (`select`). Steps of several tokens (prefill, chunks,
-    the verification of drafts), sliding-window layers and `dense_layers` attend to everything.
+    the verification of drafts), sequences of `N < min_context`, sliding-window layers and `dense_layers` attend to
+    everything.
 
     The keys that the safeguard draws from are those cached at the last step of several tokens. Online
     projections (`artifact=None`) are found in the keys cached when the first choice is to be made, and
@@ -50,6 +51,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         gain: rank by scores with the gain; None: not for projections of the paper's method.
         bits: code length of online projections.
         seed: of the draws of online projections.
+        min_context: a sequence with fewer real tokens cached attends to all of them; where that is faster than
+            choosing, `bpc bench --crossover` measures.
 
     Raises:
         InputError: an argument out of range.
@@ -75,10 +78,13 @@ class BPCCache(Cache):  # type: ignore[misc]
         gain: bool | None = None,
         bits: int = 64,
         seed: int = 0,
+        min_context: int = 0,
     ) -> None:
         asked = {"safeguard": safeguard, "recent": recent, "group": group, "gain": gain}
         ranking = ranking_defaults(artifact) | {name: value for name, value in asked.items() if value is not None}
-        rules = Rules(budget=budget, min_tokens=min_tokens, sink=sink, bits=bits, seed=seed, **ranking)
+        rules = Rules(
+            budget=budget, min_tokens=min_tokens, sink=sink, bits=bits, seed=seed, min_context=min_context, **ranking
+        )
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)
         rules = replace(rules, layers=tuple(sorted(sparse)))

@@ -130,7 +130,10 @@ def dense_attention(
 ) -> Tensor:
     """`bpc_calib.dense_attention.dense_attention`; padded sequences in plain torch, which waits for nothing."""
     contiguous = query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1
-    if valid is not None or not _triton_serves(query, keys.shape[:3], heads=query.shape[-2], contiguous=contiguous):
+    serves = (
+        "torch" if valid is not None else _serves(query, keys.shape[:3], heads=query.shape[-2], contiguous=contiguous)
+    )
+    if serves != "triton":  # nothing on a CPU is faster than torch here
         return plain_dense(query, keys, values, lengths, scale, valid=valid)
     check_dense(query, keys, values, lengths, valid)
     return torch.ops.bpc.dense_attention(

@@ -35,12 +35,13 @@ class Rules:
     gain: bool
     bits: int
     seed: int
+    min_context: int = 0  # a sequence with fewer tokens attends to all of them
     layers: tuple[int, ...] = ()  # those that choose
 
     def __post_init__(self) -> None:
         """Raise `InputError` at the first value out of range."""
         attended(1, self.budget)
-        for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0)):
+        for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0), ("min_context", 0)):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
                 raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
@@ -168,6 +169,8 @@ class SparseLayer(GrowingLayer):
 
     def count(self, length: int) -> int:
         """How many of `length` tokens are attended."""
+        if length < self.rules.min_context:
+            return length
         return attended(length, self.rules.budget, self.rules.min_tokens)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:

@@ -46,6 +46,9 @@ def generate(
         str, typer.Option(help="Tokens attended: 2% or 0.02 of them, or 2048 of them.", metavar="SHARE|TOKENS")
     ] = "2%",
     min_tokens: Annotated[int, typer.Option(help="Attend to no fewer than these, where there are as many.")] = 128,
+    min_context: Annotated[
+        int, typer.Option(help="Attend to everything below so many tokens (bpc bench --crossover).")
+    ] = 0,
     dense_layers: Annotated[
         str, typer.Option(help="Layers that attend to everything, like 0,1; or none.", metavar="LAYERS")
     ] = "0,1",
@@ -67,7 +70,12 @@ def generate(
     Example: bpc generate -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --prompt-file book.txt --chat
     """
     dense = parse_layers(dense_layers)
-    rules: dict[str, Any] = {"budget": parse_budget(budget), "min_tokens": min_tokens, "dense_layers": dense}
+    rules: dict[str, Any] = {
+        "budget": parse_budget(budget),
+        "min_tokens": min_tokens,
+        "min_context": min_context,
+        "dense_layers": dense,
+    }
     if temperature and not (math.isfinite(temperature) and temperature >= 0.01):
         fail(f"--temperature {temperature}: expected 0, or a number of at least 0.01")
     text = _read_prompt(prompt, prompt_file)
@@ -138,6 +146,7 @@ def generate(
         "artifact": artifact,
         "budget": rules["budget"],
         "min_tokens": min_tokens,
+        "min_context": min_context,
         "dense_layers": list(dense),
         "device": device,
         "prompt_tokens": count,

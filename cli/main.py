@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from bpc_cli.bench import bench
 from bpc_cli.calibrate import calibrate
 from bpc_cli.demo import demo
 from bpc_cli.eval import eval_
@@ -25,6 +26,7 @@ app.command()(calibrate)
 app.command()(inspect)
 app.command()(generate)
 app.command("eval")(eval_)
+app.command()(bench)
 
 
 def _version(wanted: bool) -> None:

@@ -121,6 +121,8 @@ def test_what_cannot_be_evaluated_is_refused_before_any_work():
     )
     assert "BPC online attends to 1 whatever it ranks" in refused(budgets=[1], methods=["bpc-online"], recent=1)
     assert refused(dense_layers=(9,)).startswith("dense_layers")
+    for methods in (None, ["full"], ["bpc-online"], ["quest"]):
+        assert refused(methods=methods, min_context=9).startswith("min_context makes short contexts full attention")
     assert check(tiny.config(**LENGTHS), None, ["needle"], [1024], [0.1], None, 5, [], **HARD) == tuple(
         name for name in METHODS if name != "bpc"
     )

@@ -210,6 +210,7 @@ def test_streams(model_folder):
         (["--seed", str(2**64)], "seed must be below 2^63"),
         (["--budget", "150%"], "budget"),
         (["--min-tokens", "0"], "min_tokens"),
+        (["--min-context", "-1"], "min_context must be an integer of at least 0, not -1"),
         (["--dense-layers", "99"], "99 is no layer of tiny-llama, which has 0 to 2"),
         (["--dense-layers", "0,x"], "--dense-layers 0,x"),
         (["--dense-layers", "0,1,2"], "leave nothing to do"),

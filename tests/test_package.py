@@ -7,6 +7,7 @@ import pytest
 
 import bpc_artifacts
 import bpc_calib
+import bpc_calib.bench
 import bpc_calib.evaluation
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +48,7 @@ def test_only_what_needs_it_imports_the_large_libraries_at_the_top():
                     assert (module or "").split(".")[0] not in forbidden, f"{file}: {module}"
 
 
-@pytest.mark.parametrize("package", [bpc_artifacts, bpc_calib, bpc_calib.evaluation])
+@pytest.mark.parametrize("package", [bpc_artifacts, bpc_calib, bpc_calib.bench, bpc_calib.evaluation])
 def test_public_names_exist_and_are_documented(package):
     for name in package.__all__:
         assert getattr(package, name).__doc__

@@ -1,26 +1,15 @@
 """The baseline that benchmarks compare with computes what the paper says: it is no straw man, nor wrong."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
 from bpc_calib import hash_scores, quantize_query
+from bpc_calib.kernels import paper
 from bpc_calib.scoring import QuantizedQuery
 from bpc_calib.sparse_attention import sparse_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there by the interpreter
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
-
-
-@pytest.fixture(scope="module")
-def paper():
-    path = Path(__file__).parent.parent / "benchmarks" / "paper_pipeline.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def random_codes(generator, *shape):
@@ -29,7 +18,7 @@ def random_codes(generator, *shape):
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 500), (4, 257), (5, 64), (8, 333), (4, 1)])
-def test_scores_are_those_of_the_oracle(paper, heads, tokens):
+def test_scores_are_those_of_the_oracle(heads, tokens):
     generator = torch.Generator().manual_seed(heads)
     values = torch.randint(-127, 128, (2, 3, heads, 64), generator=generator).to(torch.int8)
     values[0, 0] = 0
@@ -42,7 +31,7 @@ def test_scores_are_those_of_the_oracle(paper, heads, tokens):
     assert torch.equal(paper.popcount_scores(values.to(DEVICE), codes.to(DEVICE)).cpu(), expected)
 
 
-def test_scores_of_a_part_of_a_longer_buffer(paper):
+def test_scores_of_a_part_of_a_longer_buffer():
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-127, 128, (2, 2, 4, 64), generator=generator).to(torch.int8)
     codes = random_codes(generator, 2, 2, 300)[:, :, :190]
@@ -50,13 +39,13 @@ def test_scores_of_a_part_of_a_longer_buffer(paper):
     assert torch.equal(paper.popcount_scores(values.to(DEVICE), codes.to(DEVICE)).cpu(), expected)
 
 
-def test_other_lengths_of_codes_are_refused(paper):
+def test_other_lengths_of_codes_are_refused():
     with pytest.raises(ValueError, match="64 bits"):
         paper.popcount_scores(torch.zeros(1, 1, 1, 32, dtype=torch.int8), torch.zeros(1, 1, 5, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("heads", "k"), [(1, 20), (4, 37)])
-def test_a_step_is_attention_over_the_best_scores(paper, heads, k):
+def test_a_step_is_attention_over_the_best_scores(heads, k):
     generator = torch.Generator().manual_seed(k)
     # Sums of small multiples of 1/8: exact in any order, so both round the same query.
     query = torch.randint(-4, 5, (2, 2, heads, 32), generator=generator).float()

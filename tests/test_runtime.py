@@ -468,6 +468,8 @@ def test_a_continued_cache_with_chunks_is_right_or_refused():
         ({"budget": float("nan")}, "budget"),
         ({"min_tokens": 0}, "min_tokens"),
         ({"min_tokens": 2.5}, "min_tokens"),
+        ({"min_context": -1}, "min_context must be an integer of at least 0"),
+        ({"min_context": True}, "min_context"),
         ({"recent": -1}, "recent"),
         ({"sink": -1}, "sink"),
         ({"safeguard": 1.1}, "safeguard"),
@@ -568,6 +570,34 @@ def test_kv_bytes_counts_what_a_step_reads(rules, each, listed):
     codes = 2 * (100 * each + 4 * listed)  # codes and gains of 2 heads, and what the safeguard takes of its list
     assert cache.kv_bytes(100) == (2 * (5 * token + codes) + 100 * token, 3 * 100 * token)
     assert cache.kv_bytes(4) == (3 * 4 * token, 3 * 4 * token)
+
+
+def test_below_min_context_a_step_is_full_attention_and_reads_all_of_it():
+    model = enabled()
+    plain, _ = generate(model, ids(40), max_new_tokens=8, min_new_tokens=8)
+    cache = BPCCache(model.config, tiny.artifact(model.config), min_context=47, **SMALL)
+    made, _ = generate(model, ids(40), past_key_values=cache, max_new_tokens=7, min_new_tokens=7)  # 46 tokens cached
+    assert torch.equal(made, plain[:, :47])
+    assert [layer.hashed for layer in cache.layers] == [0, 0, 0]
+    token = 2 * 2 * 8 * 4
+    assert cache.kv_bytes(46) == (3 * 46 * token, 3 * 46 * token)
+    assert cache.kv_bytes(47) == (3 * (5 * token + 2 * 47 * 9), 3 * 47 * token)
+    with torch.no_grad():
+        model(made[:, -1:], past_key_values=cache)
+    assert [layer.hashed for layer in cache.layers] == [47, 47, 47]  # with all that came before it
+
+
+def test_each_sequence_of_a_batch_has_its_own_min_context():
+    cache = BPCCache(tiny.config(), tiny.artifact(tiny.config()), min_context=20, **SMALL)
+    layer = cache.layers[0]
+    layer.update(*torch.randn(2, 3, 2, 24, 8).unbind())
+    visible = torch.arange(24) >= torch.tensor([[5], [4], [0]])  # 19, 20 and 24 real tokens
+    k = layer.chosen(visible)
+    assert k.tolist() == [[19], [5], [5]]
+    chosen = layer.choose(torch.randn(3, 2, 2, 8), k, visible)
+    assert chosen[0].tolist() == [list(range(5, 24))] * 2
+    assert (chosen[1:, :, 5:] == -1).all()
+    assert (chosen[1:, :, :5] >= 0).all()
 
 
 def test_the_package_does_not_import_transformers_for_its_functions():

@@ -6,6 +6,7 @@ from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.cache import BPCCache, ranking_defaults
+from bpc_calib.errors import InputError
 from bpc_calib.evaluation import baselines
 from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.layers import SparseLayer
@@ -53,7 +54,12 @@ def make_cache(
 
     The safeguard is BPC's; the other methods choose by their ranking alone. What is forced, and how the scores of a
     group become one, are the same for all: the artifact's method says, where `rules` do not.
+
+    Raises:
+        InputError: rules out of range, or a `min_context`: below it there would be nothing to compare.
     """
+    if rules.get("min_context"):
+        raise InputError("min_context makes short contexts full attention, so methods are not compared with it")
     if name == "full":
         return BPCCache(config, budget=1.0, dense_layers=())
     method, defaults = METHODS[name], ranking_defaults(artifact)

@@ -110,7 +110,7 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, sc
         [i for i in range(length) if attention_mask is None or attention_mask[row, 0, 0, i] == 0]
         for row in range(batch)
     ]
-    wanted = [how_many(len(tokens), rules["budget"], rules["min_tokens"]) for tokens in visible]
+    wanted = [how_many(len(tokens), rules["budget"], rules["min_tokens"], rules["min_context"]) for tokens in visible]
     if all(k == len(tokens) for k, tokens in zip(wanted, visible, strict=True)):
         return
     if layer not in cache.calibrated and layer not in cache.online:
@@ -144,8 +144,10 @@ def of_head(layer: Any, head: int) -> tuple[Tensor, Tensor | None, Tensor | None
     return projection, metric, mean
 
 
-def how_many(count: int, budget: float | int, min_tokens: int) -> int:
-    """`k = min(N, max(min_tokens, b))`."""
+def how_many(count: int, budget: float | int, min_tokens: int, min_context: int = 0) -> int:
+    """`k = min(N, max(min_tokens, b))`, and N below `min_context`."""
+    if count < min_context:
+        return count
     wanted = budget if isinstance(budget, int) else int(Fraction(str(budget)) * count)
     return min(count, max(min_tokens, wanted))
 

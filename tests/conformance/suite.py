@@ -18,6 +18,7 @@ from bpc_calib import BPCCache, describe, disable, enable, static_decoding
 DEFAULTS = {
     "budget": 0.15,
     "min_tokens": 1,
+    "min_context": 0,
     "safeguard": 0.3,
     "recent": 1,
     "sink": 0,

@@ -44,6 +44,8 @@ RULES = {
     "everything": {"budget": 1.0},
     "min_tokens": {"budget": 0.02, "min_tokens": 12},
     "min_tokens above the prompt": {"budget": 0.02, "min_tokens": 46},
+    "min_context among the prompts": {"min_context": 36},
+    "min_context among the prompts, online": {"min_context": 33, "online": True},
     "no safeguard": {"safeguard": 0.0},
     "safeguard alone": {"safeguard": 1.0, "recent": 0},
     "recent": {"recent": 4},

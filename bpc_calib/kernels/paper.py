@@ -1,8 +1,8 @@
 """The paper's pipeline as it is told there, to compare with: popcount scores, top-k, a gathered copy, attention on it.
 
-Its scores have no gain, and the score of a key is the largest of its group. `gpu_suite.py` times it.
+Its scores have no gain, and the score of a key is the largest of its group. Nothing decodes with it: `bpc bench` and
+`make gpu` time it.
 """
-# ruff: noqa: N803  what Triton compiles in is in capitals
 
 import torch
 import triton

@@ -1,0 +1,129 @@
+"""The dense decodes that sparse ones are compared with: one new token over all keys, every good form there is."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = ["Dense", "error", "exact", "forms", "gpu_forms", "matmul"]
+
+Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def forms(device: torch.device) -> dict[str, Dense | str]:
+    """Each takes queries `[B, H_KV, G, D]`, keys and values `[B, H_KV, N, D]`; or says why there is none.
+
+    The group is folded into the length of the query: SDPA with `enable_gqa` is 3 to 9 times slower on a CPU.
+    """
+    if device.type == "cuda":
+        return gpu_forms()
+    return {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
+
+
+def folded(query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
+    """SDPA as torch chooses it."""
+    return scaled_dot_product_attention(query, keys, values, scale=scale)
+
+
+def matmul(query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None) -> Tensor:
+    """Written out, a head at a time: a batched product would copy the keys of a buffer with spare room."""
+    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    out = torch.empty_like(query)
+    for b in range(len(query)):
+        for h in range(query.shape[1]):
+            weights = (query[b, h] @ keys[b, h].mT).softmax(-1, dtype=torch.float32)
+            torch.mm(weights.to(query.dtype), values[b, h], out=out[b, h])
+    return out
+
+
+def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Full attention in float64, a KV head at a time; float32 `[B, H_KV, G, D]`."""
+    heads = []
+    for h in range(keys.shape[1]):
+        logits = query[:, h].double() @ keys[:, h].double().mT / math.sqrt(query.shape[-1])
+        heads.append(logits.softmax(-1) @ values[:, h].double())
+    return torch.stack(heads, 1).float()
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """|found - right| / |right|."""
+    return float((found.float() - right).norm() / right.norm())
+
+
+def gpu_forms() -> dict[str, Dense | str]:
+    """Every dense decode there is for an NVIDIA GPU."""
+
+    def through(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, keys, values)
+
+    def grouped(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                query.flatten(1, 2).unsqueeze(2), keys, values, enable_gqa=True
+            ).unflatten(1, query.shape[1:3]).squeeze(3)  # fmt: skip
+
+    found: dict[str, Dense | str] = {}
+    makers = (
+        ("split-KV in Triton (ours)", _split), ("FlashInfer", _flashinfer), ("FlashAttention 3", _flash3),
+        ("FlashAttention 2", _flash2),
+    )  # fmt: skip
+    for name, make in makers:
+        try:
+            found[name] = make()
+        except ImportError:
+            found[name] = "not installed"
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        found[f"SDPA {name}, group folded"] = functools.partial(through, backend)
+        found[f"SDPA {name}, enable_gqa"] = functools.partial(grouped, backend)
+    return found
+
+
+def _split() -> Dense:
+    from bpc_calib.kernels import pipeline
+
+    lengths: dict[tuple[int, int], Tensor] = {}  # made once: a step has them at hand
+
+    def split(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        shape = (len(keys), keys.shape[2])
+        if shape not in lengths:
+            lengths[shape] = torch.full(shape[:1], shape[1], device=keys.device)
+        return pipeline.sparse_attention(query, keys, values, None, lengths=lengths[shape])
+
+    return split
+
+
+def _flashinfer() -> Dense:
+    from flashinfer import single_decode_with_kv_cache
+
+    def decode(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if len(keys) > 1:
+            raise ValueError("a single sequence is what this form decodes")
+        out = single_decode_with_kv_cache(
+            query.flatten(0, 2), keys[0], values[0], kv_layout="HND", use_tensor_cores=True
+        )
+        return out.view_as(query)
+
+    return decode
+
+
+def _flash2() -> Dense:
+    from flash_attn import flash_attn_with_kvcache
+
+    return functools.partial(_flash, flash_attn_with_kvcache)
+
+
+def _flash3() -> Dense:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    return functools.partial(_flash, flash_attn_with_kvcache)
+
+
+def _flash(function: Callable[..., Any], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    out = function(query.flatten(1, 2).unsqueeze(1), keys.transpose(1, 2), values.transpose(1, 2))
+    return (out[0] if isinstance(out, tuple) else out).view_as(query)

@@ -1,0 +1,117 @@
+"""Random queries, codes, keys and values of an attention layer, in working sets that no cache keeps warm."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpc_calib.bench.floors import code_bytes, dense_bytes
+from bpc_calib.bench.machine import available_memory, cache_bytes
+from bpc_calib.encoding import Encoder, make_encoder
+from bpc_calib.errors import InputError
+from bpc_calib.growing import LEAST_ROOM
+
+__all__ = ["LayerInputs", "LayerShape", "make", "repeated", "room", "working_sets"]
+
+BITS = 64
+MOST_SETS = {"cpu": 64, "cuda": 256}
+MOST_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}  # of all working sets
+BLOCK = 1 << 24  # random numbers drawn; longer tensors repeat them
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """An attention layer and what it has cached."""
+
+    batch: int
+    kv_heads: int
+    group: int  # query heads of a KV head
+    dim: int
+    tokens: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        """KV heads of all sequences."""
+        return self.batch * self.kv_heads
+
+    @property
+    def cached_bytes(self) -> int:
+        """Keys, values, codes and gains, with the spare room of their buffers."""
+        dense = dense_bytes(self.rows, room(self.tokens), self.dim, self.dtype.itemsize)
+        return dense + code_bytes(self.rows, room(self.tokens))
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Of a layer, its cache as often as there are working sets."""
+
+    query: Tensor  # [B, H_KV, G, D]
+    new: Tensor  # [B, H_KV, 1, D], the key of the new token
+    projection: Tensor  # [H_KV, 64, D]
+    encoder: Encoder  # with a metric and a mean, as calibration makes it
+    plain: Encoder  # without: the paper's
+    codes: Tensor  # int64 [sets, B, H_KV, N, 1]
+    gains: Tensor  # uint8 [sets, B, H_KV, N]
+    keys: Tensor  # [sets, B, H_KV, N, D]
+    values: Tensor
+
+
+def working_sets(shape: LayerShape, device: torch.device) -> tuple[int, int]:
+    """How many sets leave no cache warm: by codes alone, and by keys and values.
+
+    Raises:
+        InputError: not one fits the memory.
+    """
+    free = available_memory(device)
+    if shape.cached_bytes + (64 << 20) > free:
+        raise InputError(
+            f"{shape.tokens:,} tokens of {shape.rows} KV heads take {shape.cached_bytes / 1e9:.1f} GB a layer, and "
+            f"{free / 1e9:.1f} GB are free on {device.type}: shorter --lengths or smaller --batch-sizes"
+        )
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    wanted = 4 * cache_bytes(device)
+    fitting = max(1, min(free // 3, MOST_BYTES[kind]) // shape.cached_bytes)
+    dense = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
+    sets = max(1, min(-(-wanted // code_bytes(shape.rows, shape.tokens)), fitting, MOST_SETS[kind]))
+    return sets, min(sets, max(2, -(-wanted // dense)))
+
+
+def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
+    """Always the same numbers for a shape, in buffers with spare room, as those of a cache."""
+    generator = torch.Generator(device).manual_seed(0)
+    dim, dtype, heads = shape.dim, shape.dtype, (shape.batch, shape.kv_heads)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    projection, root = 0.3 * normal(shape.kv_heads, BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
+    encoder = make_encoder(projection, dtype, metric=root.mT @ root / (2 * dim), mean=0.1 * normal(shape.kv_heads, dim))
+    cached, tokens = (sets, *heads, room(shape.tokens)), shape.tokens
+    halves = torch.randint(-(1 << 31), 1 << 31, (2, *cached, 1), generator=generator, device=device)
+    return LayerInputs(
+        query=normal(*heads, shape.group, dim).to(dtype),
+        new=normal(*heads, 1, dim).to(dtype),
+        projection=projection.to(dtype),
+        encoder=encoder,
+        plain=make_encoder(projection, dtype),
+        codes=((halves[0] << 32) ^ halves[1])[:, :, :, :tokens],
+        gains=torch.randint(32, 97, cached, generator=generator, device=device, dtype=torch.uint8)[..., :tokens],
+        keys=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
+        values=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
+    )
+
+
+def room(tokens: int) -> int:
+    """Tokens that a cache's buffers hold when so many are cached: dense forms differ in what spare room costs them."""
+    return -(-(tokens + max(LEAST_ROOM, tokens // 16)) // 16) * 16
+
+
+def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Normal numbers, the same `BLOCK` of them again and again: drawing takes longer than copying."""
+    whole = torch.empty(size, dtype=dtype, device=device)
+    flat = whole.view(-1)
+    drawn = torch.randn(min(BLOCK, len(flat)), generator=generator, device=device, dtype=torch.float32).to(dtype)
+    for part in flat.split(len(drawn)):
+        part.copy_(drawn[: len(part)])
+    return whole

@@ -1,0 +1,214 @@
+"""A decoding step of one attention layer, by stage: beside its floors, dense attention and the paper's pipeline."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_calib import dispatch
+from bpc_calib.bench import dense, paper
+from bpc_calib.bench.floors import code_bytes, dense_bytes, least_microseconds, stage_bytes
+from bpc_calib.bench.inputs import LayerInputs, LayerShape, make, working_sets
+from bpc_calib.bench.stages import STAGES, choose, cumulative, step
+from bpc_calib.bench.timing import reason, summary, synchronize, timed
+from bpc_calib.errors import BPCError
+from bpc_calib.selection import attended
+
+__all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
+
+# Of a result, from float64: what rounding to 16 bits explains, and more than which it is another result.
+TOLERANCE = 0.02
+NOTABLE = 0.5  # seconds of a first call that are worth a line
+
+Form = Callable[..., Tensor]
+Calls = dict[str, list[Callable[[], Any]]]
+
+
+def compile_seconds(shape: LayerShape, device: torch.device) -> float | None:
+    """Seconds that the first step takes beyond the second: compilation and loading; None below half a second."""
+    inputs = make(shape, 1, device)
+    k = attended(shape.tokens, 0.5, 1)
+
+    def run() -> float:
+        began = time.perf_counter()
+        step(inputs.encoder, inputs.new, inputs.query, inputs.projection, k, *set_of(inputs, 0))
+        synchronize(device)
+        return time.perf_counter() - began
+
+    first, second = run(), run()
+    return round(first - second, 2) if first - second > NOTABLE else None
+
+
+def layer_rows(
+    shape: LayerShape, budgets: Sequence[float | int], rate: float, repeats: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """Rows of microseconds for one shape: BPC by stage and the paper's step at each budget, and every dense form.
+
+    Args:
+        rate: bytes a second, of the floors.
+
+    Returns:
+        Tables of `method`, `stage`, `form`, `budget`, `attended`, `median`, `spread`, `floor`, `floor_share` (floor /
+        median) and `best`, the fastest form; where nothing was measured `note` says why. Rows of BPC's whole step
+        have `times_dense` and `times_paper`: how many times as long the others take.
+    """
+    sets, dense_sets = working_sets(shape, device)
+    inputs = make(shape, sets, device)
+    forms, notes = right_forms(inputs, device)
+    ks = {budget: attended(shape.tokens, budget) for budget in budgets}
+    calls: Calls = {}
+    for name, form in forms.items():
+        if name.startswith("dense/"):
+            calls[name] = [functools.partial(form, *set_of(inputs, i)) for i in range(dense_sets)]
+            continue
+        for budget, k in ks.items():
+            calls[f"{budget}/{name}"] = [functools.partial(form, *set_of(inputs, i), k) for i in range(sets)]
+    calls["encode"] = [functools.partial(dispatch.encode_with, inputs.encoder, inputs.new)] * sets
+    for budget, k in ks.items():
+        calls |= _stage_calls(f"{budget}/", inputs, k, sets, device)
+    return _rows(shape, ks, timed(calls, repeats, device), notes, rate, sets)
+
+
+def right_forms(
+    inputs: LayerInputs, device: torch.device, *, papers: bool = True
+) -> tuple[dict[str, Form], dict[str, str]]:
+    """Whole steps of a kind: functions of codes, gains, keys, values and `k`; and why others are left out.
+
+    Given every token, each must be near dense attention in float64, or it is not timed.
+
+    Raises:
+        BPCError: BPC's own step is not, so nothing here would mean anything.
+    """
+
+    def ours(codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
+        return step(inputs.encoder, inputs.new, inputs.query, inputs.projection, k, codes, gains, keys, values)
+
+    def the_papers(function: Any, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
+        dispatch.encode_with(inputs.plain, inputs.new)
+        return function(inputs.query, inputs.projection, codes, keys, values, k)
+
+    def attention(function: Any, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int = 0) -> Tensor:
+        return function(inputs.query, keys, values)
+
+    forms: dict[str, Form] = {"step": ours}
+    notes: dict[str, str] = {}
+    for name, each in paper.forms(device).items() if papers else ():
+        forms[f"paper/{name}"] = functools.partial(the_papers, each)
+    for name, form in dense.forms(device).items():
+        if isinstance(form, str):
+            notes[f"dense/{name}"] = form
+        else:
+            forms[f"dense/{name}"] = functools.partial(attention, form)
+    given = set_of(inputs, 0)
+    right = dense.exact(inputs.query, *given[2:])
+    for name in list(forms):
+        try:
+            off = dense.error(forms[name](*given, given[0].shape[2]), right)
+            fault = "" if off < TOLERANCE else f"not measured: its result is off by {off:.1e}"
+        except Exception as error:
+            fault = reason(error)
+        if fault and name == "step":
+            raise BPCError(f"with the whole budget a step is not dense attention ({fault}): nothing was timed")
+        if fault:
+            notes[name] = fault
+            del forms[name]
+    return forms, notes
+
+
+def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, gains, keys and values of a working set."""
+    return inputs.codes[i], inputs.gains[i], inputs.keys[i], inputs.values[i]
+
+
+def _stage_calls(prefix: str, inputs: LayerInputs, k: int, sets: int, device: torch.device) -> Calls:
+    calls: Calls = {}
+    for stage, function in cumulative(dispatch.backend(device), inputs.query, inputs.projection, k).items():
+        calls[prefix + stage] = [functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets)]
+    lists = [choose(inputs.query, inputs.projection, *set_of(inputs, i)[:2], k) for i in range(sets)]
+    calls[f"{prefix}attend"] = [
+        functools.partial(dispatch.sparse_attention, inputs.query, inputs.keys[i], inputs.values[i], lists[i])
+        for i in range(sets)
+    ]
+    return calls
+
+
+def _rows(
+    shape: LayerShape,
+    ks: dict[float | int, int],
+    taken: dict[str, list[float] | str],
+    notes: dict[str, str],
+    rate: float,
+    sets: int,
+) -> list[dict[str, Any]]:
+    about = {"batch": shape.batch, "group": shape.group, "tokens": shape.tokens, "working_sets": sets}
+    dense_size = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
+    theirs = {name: taken.get(name, notes.get(name, "")) for name in {**taken, **notes} if name.startswith("dense/")}
+    rows = [about | {"method": "dense", **row} for row in _forms(theirs, dense_size, rate)]
+    for budget, k in ks.items():
+        own = about | {"budget": budget, "attended": k}
+        sizes = stage_bytes(shape.rows, shape.tokens, k, shape.dim, shape.dtype.itemsize)
+        for stage, samples in _stages(taken, f"{budget}/").items():
+            rows.append(own | {"method": "BPC", "stage": stage} | figures(samples, sizes.get(stage), rate))
+        paper_size = code_bytes(shape.rows, shape.tokens, gain=False) + sizes["attend"]
+        found = {name.partition("/")[2]: each for name, each in taken.items() if name.startswith(f"{budget}/paper/")}
+        found |= {name: note for name, note in notes.items() if name.startswith("paper/")}
+        rows += [own | {"method": "paper", **row} for row in _forms(found, paper_size, rate)]
+    for row in rows:
+        if row["method"] == "BPC" and row["stage"] == "step" and row["median"]:
+            row |= _ratios(row, rows)
+    return rows
+
+
+def _stages(taken: dict[str, list[float] | str], prefix: str) -> dict[str, list[float] | str]:
+    """Samples of each stage: of those that cannot run alone the difference to what comes before, round by round."""
+    before, scored, chosen = (taken[f"{prefix}{name}"] for name in ("project", "project to score", "project to select"))
+    found = {
+        "encode": taken["encode"], "project": before, "score": _less(scored, before), "select": _less(chosen, scored),
+        "attend": taken[f"{prefix}attend"], "step": taken[f"{prefix}step"],
+    }  # fmt: skip
+    return {stage: found[stage] for stage in STAGES}
+
+
+def _less(samples: list[float] | str, before: list[float] | str) -> list[float] | str:
+    if isinstance(samples, str) or isinstance(before, str):
+        return samples if isinstance(samples, str) else before
+    return [a - b for a, b in zip(samples, before, strict=True)]
+
+
+def _forms(found: dict[str, Any], size: int, rate: float) -> list[dict[str, Any]]:
+    """A row for each form of a whole step, the fastest marked."""
+    rows: list[dict[str, Any]] = []
+    for name, samples in found.items():
+        form = name.partition("/")[2]
+        rows.append({"stage": "step", "form": form, "best": False} | figures(samples, size, rate))
+    measured = [row for row in rows if row["median"]]
+    if measured:
+        min(measured, key=lambda row: row["median"])["best"] = True
+    return rows
+
+
+def figures(samples: list[float] | str, size: int | None, rate: float) -> dict[str, Any]:
+    """Median and spread in microseconds, beside the floor of so many bytes; or a note why there are none."""
+    if isinstance(samples, str):
+        return {"median": None, "spread": None, "note": samples}
+    row = summary(samples)
+    if size is not None:
+        floor = least_microseconds(size, rate)
+        row |= {"floor": round(floor, 2), "floor_share": round(floor / row["median"], 4) if row["median"] > 0 else None}
+    return row
+
+
+def _ratios(ours: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """How many times as long the fastest dense form and the fastest of the paper's take."""
+    ratios: dict[str, float | None] = {}
+    for method in ("dense", "paper"):
+        best = [
+            row["median"]
+            for row in rows
+            if row["method"] == method and row["best"] and row.get("budget", ours["budget"]) == ours["budget"]
+        ]
+        ratios[f"times_{method}"] = round(best[0] / ours["median"], 3) if best else None
+    return ratios

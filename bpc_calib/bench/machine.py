@@ -1,0 +1,81 @@
+"""The facts about a machine without which a figure means little, and the largest of its caches."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["available_memory", "cache_bytes", "machine"]
+
+VERSIONS = ("bpc-calib", "torch", "transformers", "triton", "numba")
+UNKNOWN_CACHE = 32 << 20
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, threads, GPU, versions and, in a checkout, the commit; no name and no path of the user's."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    facts = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in VERSIONS},
+        "commit": _commit(),
+    }
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        facts |= {"gpu_memory_bytes": gpu.total_memory, "gpu_multiprocessors": gpu.multi_processor_count}
+        facts |= {"gpu_l2_bytes": gpu.L2_cache_size, "cuda": torch.version.cuda}
+    return facts
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the last cache before the memory; where the system does not say, 32 MiB."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    sizes = [_lines(str(path))[:1] for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    known = [int(size[0][:-1]) << 10 for size in sizes if size and size[0][:-1].isdigit() and size[0].endswith("K")]
+    return max(known, default=UNKNOWN_CACHE)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).resolve().parent.parent.parent
+    if not (folder / "pyproject.toml").is_file():  # installed: whatever repository lies around it is not ours
+        return None
+    words = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:
+        return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

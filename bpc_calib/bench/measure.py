@@ -1,0 +1,256 @@
+"""One run of the benchmark: what is asked for, whether it can be done, and the result with all that explains it."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib import dispatch
+from bpc_calib.bench import decode, prefill
+from bpc_calib.bench.crossover import SHORTEST, compared, find_crossover
+from bpc_calib.bench.inputs import LayerShape, working_sets
+from bpc_calib.bench.layer import compile_seconds, layer_rows
+from bpc_calib.bench.machine import machine
+from bpc_calib.bench.shapes import random_artifact
+from bpc_calib.bench.timing import bandwidth
+from bpc_calib.cache import BPCCache
+from bpc_calib.errors import InputError
+from bpc_calib.models import describe
+from bpc_calib.selection import attended
+
+__all__ = ["PARTS", "Settings", "check", "run"]
+
+PARTS = ("layer", "decode", "prefill")
+LENGTHS = (2048, 8192, 32768, 131072)  # of the layer part; the crossover walks to the last
+DECODE_LENGTHS = {"cpu": (32768,), "cuda": (32768, 131072)}
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
+PROMPT = 32768  # tokens, of hashing alone
+FEWEST, MOST = 16, dispatch.MOST_TOKENS  # tokens
+
+Progress = Callable[[float, str], None]
+Load = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared; None leaves it to the model or the machine."""
+
+    parts: tuple[str, ...] = PARTS
+    crossover: bool = False  # instead of the parts
+    lengths: tuple[int, ...] | None = None
+    batch_sizes: tuple[int, ...] = (1,)
+    budgets: tuple[float | int, ...] = (0.02,)
+    group_sizes: tuple[int, ...] | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    dense_layers: tuple[int, ...] = ()
+    prefill_tokens: int | None = None
+    repeats: int = 7
+
+
+def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) -> None:
+    """Raise a `BPCError` at what cannot be measured, before any work."""
+    for name in settings.parts:
+        if name not in PARTS:
+            raise InputError(f"unknown part {name!r}: the parts are {', '.join(PARTS)}")
+    if not settings.parts:
+        raise InputError("--parts: give at least one")
+    for name, values, least, most in (
+        ("--lengths", settings.lengths, FEWEST, MOST - 1),
+        ("--prefill-tokens", _one(settings.prefill_tokens), FEWEST, MOST - 1),
+        ("--batch-sizes", settings.batch_sizes, 1, 4096),
+        ("--group-sizes", settings.group_sizes, 1, dispatch.MOST_HEADS),
+        ("--kv-heads", _one(settings.kv_heads), 1, 1024),
+        ("--head-dim", _one(settings.head_dim), 8, dispatch.MOST_DIM),
+        ("--repeats", (settings.repeats,), 1, 1000),
+    ):
+        if values is not None and not values:
+            raise InputError(f"{name}: give at least one")
+        for value in values or ():
+            if not least <= value <= most:
+                raise InputError(f"{name} must be {least:,} to {most:,}, not {value:,}")
+    if not settings.budgets:
+        raise InputError("--budgets: give at least one")
+    for budget in settings.budgets:
+        attended(1, budget)
+    if settings.crossover and max(settings.lengths or LENGTHS) < SHORTEST:
+        raise InputError(f"--crossover walks from {SHORTEST} tokens on: give a longer --lengths")
+    BPCCache(config, artifact, dense_layers=settings.dense_layers)
+
+
+def run(
+    settings: Settings,
+    config: Any,
+    load: Load,
+    artifact: ProjectionArtifact | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress = lambda share, what: None,
+) -> dict[str, Any]:
+    """Measure, compare and explain.
+
+    Args:
+        config: of the model whose shape is measured.
+        load: makes the model; called for the parts that need one.
+        artifact: its projections; None: random ones.
+        progress: called with the share that is done, and what is being done.
+
+    Returns:
+        `device`, `backend`, `machine`, `settings`, `memory_bandwidth`, perhaps `compile_seconds`, and a table for each
+        part that was asked for: `layer`, `decode`, `prefill`, or `crossover`.
+
+    Raises:
+        BPCError: see `check`; or something does not fit the memory.
+    """
+    check(settings, config, artifact)
+    began = time.monotonic()
+    description = describe(config)
+    groups = settings.group_sizes or (description.query_heads // description.kv_heads,)
+    base = LayerShape(
+        batch=1, kv_heads=settings.kv_heads or description.kv_heads, group=groups[0],
+        dim=settings.head_dim or description.head_dim, tokens=FEWEST, dtype=dtype,
+    )  # fmt: skip
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    lengths = settings.lengths or LENGTHS
+    decode_lengths = settings.lengths or DECODE_LENGTHS[kind]
+    prefill_tokens = settings.prefill_tokens or PREFILL_TOKENS[kind]
+    shapes = [
+        LayerShape(batch, base.kv_heads, group, base.dim, tokens, dtype)
+        for batch in settings.batch_sizes
+        for group in groups
+        for tokens in ((max(lengths),) if settings.crossover else lengths)
+    ]
+    if settings.crossover or "layer" in settings.parts:
+        for shape in shapes:
+            working_sets(shape, device)
+    asked = asdict(settings) | {
+        "lengths": lengths, "decode_lengths": decode_lengths, "prefill_tokens": prefill_tokens, "group_sizes": groups,
+        "kv_heads": base.kv_heads, "head_dim": base.dim, "dtype": str(dtype).removeprefix("torch."),
+        "min_tokens": 128, "group": "relative", "gain": True,
+    }  # fmt: skip
+    result: dict[str, Any] = {
+        "device": str(device),
+        "backend": dispatch.backend(device),
+        "machine": machine(),
+        "settings": asked,
+    }
+    progress(0.0, "memory bandwidth")
+    result["memory_bandwidth"] = bandwidth(device)
+    rate = result["memory_bandwidth"]["bytes_per_second"]
+    if (seconds := compile_seconds(LayerShape(1, base.kv_heads, groups[0], base.dim, 256, dtype), device)) is not None:
+        result["compile_seconds"] = seconds
+    if settings.crossover:
+        result["crossover"] = _crossovers(settings, shapes, rate, device, progress)
+    else:
+        steps = _steps(settings, shapes, decode_lengths, prefill_tokens)
+        done, total = 0.0, sum(weight for _, _, weight in steps)
+        made: dict[str, list[Any]] = {part: [] for part in PARTS if part in settings.parts}
+        model = None
+        for part, what, weight in steps:
+            progress(done / total, _say(part, what))
+            if part == "layer":
+                made[part] += layer_rows(what, settings.budgets, rate, settings.repeats, device)
+            else:
+                if model is None:
+                    model, given = load(), artifact or random_artifact(config)
+                made[part] += _of_model(part, model, given, what, settings, base, rate, device)
+            done += weight
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        result |= {part: rows if part == "layer" else {"rows": rows} for part, rows in made.items()}
+        if model is not None:
+            facts = _model_facts(model, description, artifact, decode_lengths)
+            result |= {part: facts | made_of for part, made_of in result.items() if part in ("decode", "prefill")}
+    progress(1.0, "done")
+    return result | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def _one(value: int | None) -> tuple[int, ...] | None:
+    return None if value is None else (value,)
+
+
+def _steps(
+    settings: Settings, shapes: list[LayerShape], decode_lengths: tuple[int, ...], prefill_tokens: int
+) -> list[tuple[str, Any, float]]:
+    """What is measured one after the other, with about how long it takes in comparison."""
+    found: list[tuple[str, Any, float]] = []
+    if "layer" in settings.parts:
+        found += [("layer", shape, 60_000 + shape.batch * shape.tokens) for shape in shapes]
+    if "decode" in settings.parts:
+        found += [
+            ("decode", (batch, tokens), 60_000 + batch * tokens)
+            for batch in settings.batch_sizes
+            for tokens in decode_lengths
+        ]
+    if "prefill" in settings.parts:
+        found.append(("prefill", prefill_tokens, 100_000))
+    return found
+
+
+def _say(part: str, what: Any) -> str:
+    if part == "layer":
+        return f"layer, {what.tokens:,} tokens"
+    return f"decode, {what[1]:,} tokens" if part == "decode" else f"prefill, {what:,} tokens"
+
+
+def _of_model(
+    part: str,
+    model: Any,
+    artifact: ProjectionArtifact,
+    what: Any,
+    settings: Settings,
+    base: LayerShape,
+    rate: float,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    if part == "decode":
+        batch, tokens = what
+        decode.check_memory(model.config, 0, batch, tokens, model.dtype, device)
+        yield from decode.decode_rows(
+            model, artifact, batch, tokens, settings.budgets, settings.dense_layers, rate, settings.repeats
+        )
+        return
+    yield prefill.prefill_row(model, artifact, what, settings.dense_layers, math.ceil(settings.repeats / 3))
+    for tokens in sorted({what, *(settings.lengths or (PROMPT,))}):
+        shape = LayerShape(1, base.kv_heads, base.group, base.dim, tokens, base.dtype)
+        yield prefill.hashing_row(shape, math.ceil(settings.repeats / 3), device)
+
+
+def _crossovers(
+    settings: Settings, shapes: list[LayerShape], rate: float, device: torch.device, progress: Progress
+) -> list[dict[str, Any]]:
+    found = []
+    cases = [(shape, budget) for shape in shapes for budget in settings.budgets]
+    for i, (shape, budget) in enumerate(cases):
+
+        def measure(tokens: int, i: int = i, shape: LayerShape = shape, budget: float | int = budget) -> dict[str, Any]:
+            walked = math.log2(tokens / SHORTEST) / max(1.0, math.log2(shape.tokens / SHORTEST))
+            progress((i + 0.9 * min(1.0, walked)) / len(cases), f"crossover, {tokens:,} tokens")
+            return compared(shape, tokens, budget, rate, settings.repeats, device)
+
+        about = {"batch": shape.batch, "group": shape.group, "budget": budget}
+        found.append(about | find_crossover(measure, shape.tokens))
+    return found
+
+
+def _model_facts(
+    model: Any, description: Any, artifact: ProjectionArtifact | None, lengths: tuple[int, ...]
+) -> dict[str, Any]:
+    limit = description.context_limit
+    text = model.config.get_text_config()
+    on_gpu = model.device.type == "cuda"
+    return {
+        "model": description.id,
+        "layers": description.num_layers,
+        "mlp": getattr(text, "intermediate_size", None),
+        "vocabulary": description.vocab_size,
+        "weight_bytes_read": decode.weight_bytes(model),
+        "projections": "random" if artifact is None else artifact.metadata["algorithm"]["name"],
+        "positions_beyond_limit": limit is not None and max(lengths) >= limit,
+        "peak_memory": "allocated on the GPU" if on_gpu else "resident set of the process, libraries included",
+        "graphs": on_gpu,
+    }

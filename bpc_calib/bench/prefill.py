@@ -1,0 +1,74 @@
+"""What hashing adds to a prefill: of a whole model, and of the keys of one layer."""
+
+from typing import Any
+
+import torch
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib import dispatch
+from bpc_calib.bench.inputs import LayerShape, make
+from bpc_calib.bench.timing import clock, summary, synchronize
+from bpc_calib.cache import BPCCache
+from bpc_calib.hashed_layer import HASHED_AT_ONCE, BPCLayer
+from bpc_calib.runtime import disable, enable
+
+__all__ = ["hashing_row", "prefill_row"]
+
+
+@torch.inference_mode()
+def prefill_row(
+    model: Any, artifact: ProjectionArtifact, tokens: int, dense_layers: Any, repeats: int
+) -> dict[str, Any]:
+    """Seconds of the prefill of `tokens` random ids, and of hashing their keys, which the first sparse step does.
+
+    Returns:
+        `full` and `bpc` (prefill and hashing) and `hashing` with median and spread in seconds, and `hashing_share`,
+        that of hashing in BPC's prefill.
+    """
+    device = model.device
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, tokens), generator=generator).to(device)
+    samples: dict[str, list[float]] = {"full": [], "bpc": [], "hashing": []}
+    enable(model)
+    try:
+        for repeat in range(repeats + 1):
+            for name, budget in (("full", 1.0), ("bpc", 0.02)):
+                cache = BPCCache(model.config, artifact, budget=budget, dense_layers=dense_layers)
+                synchronize(device)
+
+                def run(cache: Any = cache) -> None:
+                    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+                seconds = clock(run, device)
+                hashing = 0.0
+                if name == "bpc":
+                    hashing = clock(lambda cache=cache: hash_all(cache), device)  # type: ignore[misc]
+                if repeat:  # the first one warms up
+                    samples[name].append(seconds + hashing)
+                    samples["hashing"] += [hashing] if name == "bpc" else []
+    finally:
+        disable(model)
+    found = {name: summary(each, 4) for name, each in samples.items()}
+    share = found["hashing"]["median"] / found["bpc"]["median"]
+    return {"what": "prefill of the model", "tokens": tokens, **found, "hashing_share": round(share, 4)}
+
+
+def hash_all(cache: Any) -> None:
+    """Give the keys of every layer that chooses their codes."""
+    for layer in cache.layers:
+        if isinstance(layer, BPCLayer):
+            layer.hash(None)
+
+
+def hashing_row(shape: LayerShape, repeats: int, device: torch.device) -> dict[str, Any]:
+    """Seconds of hashing the keys of a prompt in one layer."""
+    inputs = make(shape, 1, device)
+
+    def run() -> None:
+        for part in inputs.keys[0].split(HASHED_AT_ONCE, dim=2):
+            dispatch.encode_with(inputs.encoder, part)
+
+    run()
+    found = summary([clock(run, device) for _ in range(repeats)], 5)
+    keys_a_second = round(shape.tokens * shape.rows / found["median"])
+    return {"what": "hashing of a layer", "tokens": shape.tokens, "hashing": found, "keys_per_second": keys_a_second}

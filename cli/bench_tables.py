@@ -1,0 +1,155 @@
+"""The result of `bpc bench` as tables."""
+
+from typing import Any
+
+from bpc_cli.console import print_table, printable
+
+__all__ = ["show"]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print every table of a result."""
+    _about(result)
+    if "layer" in result:
+        for batch, group in dict.fromkeys((row["batch"], row["group"]) for row in result["layer"]):
+            own = [row for row in result["layer"] if (row["batch"], row["group"]) == (batch, group)]
+            _stages(own, _shape(result, batch, group))
+            _steps(own, _shape(result, batch, group))
+    if "decode" in result:
+        _decode(result["decode"], result["settings"])
+    if "prefill" in result:
+        _prefill(result["prefill"])
+    for found in result.get("crossover", []):
+        _crossover(found, _shape(result, found["batch"], found["group"]))
+
+
+def _about(result: dict[str, Any]) -> None:
+    machine, memory = result["machine"], result["memory_bandwidth"]
+    where = machine["gpu"] if result["device"].startswith("cuda") else f"{machine['cpu']}, {machine['threads']} threads"
+    print(f"{printable(where)}, backend {result['backend']}")
+    rate = f"{memory['bytes_per_second'] / 1e9:.1f} GB/s"
+    print(f"Memory bandwidth {rate} ({memory['by']}, {memory['working_set_bytes'] >> 20:,} MiB)")
+    if "compile_seconds" in result:
+        print(f"First step {result['compile_seconds']} s longer (compiled or loaded once), in no figure below")
+
+
+def _shape(result: dict[str, Any], batch: int, group: int) -> str:
+    made = result["settings"]
+    return f"{made['kv_heads']} KV heads, {group} queries each, D={made['head_dim']}, {made['dtype']}, batch {batch}"
+
+
+def _stages(rows: list[dict[str, Any]], shape: str) -> None:
+    stages = ("encode", "project", "score", "select", "attend", "step")
+    table = _table("tokens", "attended", *stages)
+    ours = [row for row in rows if row["method"] == "BPC"]
+    for tokens, budget in dict.fromkeys((row["tokens"], row["budget"]) for row in ours):
+        own = {row["stage"]: row for row in ours if (row["tokens"], row["budget"]) == (tokens, budget)}
+        table.add_row(f"{tokens:,}", f"{own['step']['attended']:,}", *(_number(own[each]["median"]) for each in stages))
+    print_table(f"BPC by stage, us: {shape}", table)
+
+
+def _steps(rows: list[dict[str, Any]], shape: str) -> None:
+    table = _table("tokens", "attended", "", "us", "spread", "of floor", "/ BPC")
+    for ours in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step"):
+        here = [row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")]
+        dense = next((row for row in here if row["method"] == "dense"), None)
+        paper = next((row for row in here if row["method"] == "paper" and row["budget"] == ours["budget"]), None)
+        lead = (f"{ours['tokens']:,}", f"{ours['attended']:,}")
+        for name, row, ratio in (("BPC", ours, 1.0), ("dense", dense, "times_dense"), ("paper", paper, "times_paper")):
+            times = ours.get(ratio) if isinstance(ratio, str) else ratio
+            if row is None or row["median"] is None:
+                table.add_row(*lead, name, "-", "", "", "")
+            else:
+                share = f"{row['floor_share']:.1%}"
+                table.add_row(*lead, name, _number(row["median"]), _spread(row["median"], row), share, _ratio(times))
+            lead = ("", "")
+    print_table(f"A whole step, beside the fastest dense form and the paper's pipeline: {shape}", table)
+    for row in rows:
+        if row["median"] is None:
+            what = f"{row['method']}, {row['tokens']:,} tokens, {row.get('form', row['stage'])}"
+            print(f"{what}: {printable(row['note'])}")
+
+
+def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
+    dense = ",".join(map(str, settings["dense_layers"])) or "none"
+    for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["batch"] == batch]
+        table = _table("tokens", "attended", "", "tok/s", "spread", "of floor", "/ full", "GB")
+        for row in rows:
+            lead = (f"{row['tokens']:,}", f"{row['attended']:,}")
+            full = row["full"]["milliseconds"]
+            for name, side in (("full", row["full"]), ("BPC", row["bpc"]), ("limit", row["free"])):
+                about = (_spread(side["milliseconds"], side), f"{side['floor_share']:.0%}")
+                memory = f"{side['peak_bytes'] / 1e9:.2f}" if name != "limit" else ""
+                ratio = _ratio(full / side["milliseconds"])
+                table.add_row(*lead, name, f"{side['tokens_per_second']:.4g}", *about, ratio, memory)
+                lead = ("", "")
+        print_table(f"Decoding with {_model(found)}, dense layers {dense}, batch {batch}", table)
+        for row in rows:
+            kept = f"{row['tokens']:,} tokens, {row['attended']:,} attended"
+            print(f"{kept}: BPC reaches {row['limit_reached']:.0%} of the limit")
+    print("limit: the sparse layers' attention takes no time (Amdahl)")
+    print(f"GB: peak, {found['peak_memory']}")
+    if found["projections"] == "random":
+        print("Random projections: what is chosen means nothing, the time does not depend on it")
+    if found["positions_beyond_limit"]:
+        print("Positions go beyond the model's limit, which changes no time")
+
+
+def _prefill(found: dict[str, Any]) -> None:
+    table = _table("", "tokens", "full, s", "BPC, s", "hashing, s", "share")
+    for row in found["rows"]:
+        seconds = [f"{row[name]['median']:.3f}" if name in row else "" for name in ("full", "bpc", "hashing")]
+        share = f"{row['hashing_share']:.1%}" if "hashing_share" in row else ""
+        table.add_row(row["what"], f"{row['tokens']:,}", *seconds, share)
+    print_table(f"Prefill with {_model(found)}", table)
+
+
+def _crossover(found: dict[str, Any], shape: str) -> None:
+    table = _table("tokens", "attended", "BPC, us", "dense, us", "dense / BPC", "faster")
+    for row in found["rows"]:
+        faster = "BPC" if row["sparse_wins"] else "dense"
+        times = (_number(row["sparse"]["median"]), _number(row["dense"]["median"]))
+        table.add_row(f"{row['tokens']:,}", f"{row['attended']:,}", *times, _ratio(row["times_dense"]), faster)
+    print_table(f"Where sparse begins to win, {_say(found['budget'])}: {shape}", table)
+    value = found["min_context"]
+    if value is None:
+        print(f"Dense was faster up to {found['rows'][-1]['tokens']:,} tokens: BPC gains no time in this layer here")
+    elif value == 0:
+        print("BPC was faster at every length: min_context=0, the default")
+    else:
+        print(f"BPCCache(min_context={value}), bpc generate --min-context {value}")
+
+
+def _model(found: dict[str, Any]) -> str:
+    made = f"{found['layers']} layers, MLP {found['mlp']}, vocabulary {found['vocabulary']:,}"
+    return f"{printable(found['model'])} ({made})"
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    return table
+
+
+def _spread(median: float, row: dict[str, Any]) -> str:
+    """The least and the most, from the median."""
+    low, high = (100 * (each / median - 1) for each in row["spread"])
+    return f"{low:.0f} +{high:.0f} %"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _say(budget: float | int) -> str:
+    return f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"

@@ -1,0 +1,452 @@
+"""`bpc bench`: floors by hand, baselines against float64, results whose ratios are those of their medians."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from bpc_calib import InputError, choose, hash_scores, quantize_query
+from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
+from bpc_calib.bench import dense as dense_forms
+from bpc_calib.bench import paper as paper_forms
+from bpc_calib.bench.crossover import find_crossover
+from bpc_calib.bench.decode import baseline, check_memory, crop, fill, step, weight_bytes
+from bpc_calib.bench.inputs import LayerShape, make, working_sets
+from bpc_calib.bench.layer import layer_rows, right_forms, set_of
+from bpc_calib.bench.machine import machine
+from bpc_calib.bench.shapes import random_artifact, random_model, shape_config
+from bpc_calib.cache import BPCCache
+from bpc_cli.bench_tables import show
+
+CPU = torch.device("cpu")
+SMALL = LayerShape(batch=2, kv_heads=2, group=3, dim=16, tokens=300, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_working_sets():
+    """Whether caches are cold changes no fact that is asserted here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(inputs.MOST_SETS, "cpu", 2)
+        yield
+
+
+def softmax_attention(query, keys, values):
+    """Written out for one query at a time, in float64."""
+    out = torch.empty(query.shape, dtype=torch.float64)
+    for b, h, g in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
+        logits = [
+            sum(x * y for x, y in zip(query[b, h, g].tolist(), key, strict=True)) / math.sqrt(query.shape[-1])
+            for key in keys[b, h].tolist()
+        ]
+        weights = [math.exp(each - max(logits)) for each in logits]
+        mixed = sum(w * value for w, value in zip(weights, values[b, h].double(), strict=True))
+        out[b, h, g] = mixed / sum(weights)
+    return out
+
+
+@pytest.fixture(scope="module")
+def layer_result():
+    """One shape at two budgets."""
+    return layer_rows(SMALL, [0.5, 140], 1e9, 2, CPU)
+
+
+def test_floors_are_the_bytes_of_the_definition():
+    # 8 KV heads, 1,024 tokens of D=128 in 2 bytes: 8 * 1024 * 128 * 2 * 2.
+    assert floors.dense_bytes(8, 1024, 128, 2) == 4_194_304
+    assert floors.code_bytes(8, 1024) == 8 * 1024 * 9
+    assert floors.code_bytes(8, 1024, gain=False) == 8 * 1024 * 8
+    assert floors.code_bytes(1, 10, bits=128) == 10 * 17
+    assert floors.code_bytes(1, 10, bits=32) == 10 * 9
+    assert floors.stage_bytes(8, 1024, 20, 128, 2) == {"score": 73_728, "attend": 81_920, "step": 155_648}
+    assert floors.decode_bytes(1000, 3, 50) == 1150
+    assert floors.least_microseconds(2_000_000, 1e9) == pytest.approx(2000)
+
+
+def test_rows_have_the_floors_of_their_shape(layer_result):
+    by_stage = {(row["budget"], row["stage"]): row for row in layer_result if row["method"] == "BPC"}
+    # 4 rows, float32: codes 300 * 9 bytes, 150 tokens of 16 * 2 * 4, at 1,000 bytes a microsecond.
+    assert by_stage[0.5, "score"]["floor"] == 10.8
+    assert by_stage[0.5, "attend"]["floor"] == 76.8
+    assert by_stage[0.5, "step"]["floor"] == 87.6
+    assert by_stage[140, "attend"]["floor"] == 71.68
+    assert by_stage[140, "step"]["attended"] == 140
+    assert "floor" not in by_stage[0.5, "select"]
+    assert {row["floor"] for row in layer_result if row["method"] == "dense"} == {153.6}
+    assert {row["floor"] for row in layer_result if row["method"] == "paper" and row["budget"] == 0.5} == {86.4}
+
+
+def test_ratios_and_shares_are_those_of_the_medians(layer_result):
+    steps = [row for row in layer_result if row["method"] == "BPC" and row["stage"] == "step"]
+    assert [row["budget"] for row in steps] == [0.5, 140]
+    for ours in steps:
+        dense = [row for row in layer_result if row["method"] == "dense"]
+        papers = [row for row in layer_result if row["method"] == "paper" and row["budget"] == ours["budget"]]
+        for name, rows in (("dense", dense), ("paper", papers)):
+            best = min(rows, key=lambda row: row["median"])
+            assert best["best"]
+            assert sum(row["best"] for row in rows) == 1
+            assert ours[f"times_{name}"] == pytest.approx(best["median"] / ours["median"], abs=1e-3)
+        assert ours["floor_share"] == pytest.approx(ours["floor"] / ours["median"], abs=1e-4)
+    for row in layer_result:
+        assert row["spread"][0] <= row["median"] <= row["spread"][1]
+
+
+def test_all_stages_are_there_in_order(layer_result):
+    stages = [row["stage"] for row in layer_result if row["method"] == "BPC" and row["budget"] == 140]
+    assert stages == ["encode", "project", "score", "select", "attend", "step"]
+
+
+def test_dense_baselines_are_softmax_attention():
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, 2, n, 8, generator=generator) for n in (3, 21, 21))
+    expected = softmax_attention(query, keys, values)
+    torch.testing.assert_close(dense_forms.exact(query, keys, values).double(), expected, rtol=1e-6, atol=1e-6)
+    forms = dense_forms.forms(CPU)
+    assert len(forms) == 2
+    for form in forms.values():
+        torch.testing.assert_close(form(query, keys, values).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 20, 70])
+def test_the_papers_step_is_attention_over_the_best_scores(k):
+    given = make(SMALL, 1, CPU)
+    codes, _, keys, values = set_of(given, 0)
+    scores = hash_scores(quantize_query(given.query, given.projection), codes).amax(-2)
+    best = scores.topk(k, sorted=False).indices
+    rows = best.unsqueeze(-1).expand(*best.shape, 16)
+    expected = softmax_attention(given.query, keys.gather(2, rows), values.gather(2, rows))
+    forms = paper_forms.forms(CPU)
+    assert len(forms) == 2
+    for form in forms.values():
+        found = form(given.query, given.projection, codes, keys, values, k)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
+    forms = {"right": dense_forms.folded, "wrong": lambda q, k, v: q, "broken": lambda q, k, v: 1 / 0, "none": "absent"}
+    monkeypatch.setattr(dense_forms, "forms", lambda device: forms)
+    given = make(SMALL, 1, CPU)
+    found, notes = right_forms(given, CPU)
+    assert {name for name in found if name.startswith("dense")} == {"dense/right"}
+    assert notes["dense/none"] == "absent"
+    assert "off by" in notes["dense/wrong"]
+    assert "ZeroDivisionError" in notes["dense/broken"]
+
+
+def test_a_step_of_ours_that_is_wrong_stops_the_run(monkeypatch):
+    monkeypatch.setattr("bpc_calib.bench.layer.step", lambda *all_given: all_given[2])
+    with pytest.raises(Exception, match="nothing was timed"):
+        layer_rows(SMALL, [0.5], 1e9, 1, CPU)
+
+
+def test_stages_end_in_what_a_cache_chooses():
+    from bpc_calib.bench.stages import cumulative
+
+    given = make(SMALL, 1, CPU)
+    codes, gains, _, _ = set_of(given, 0)
+    expected = choose(given.query, given.projection, codes, gains, 30, scaling=0.25)
+    for backend in ("torch", "triton"):
+        if backend == "triton":
+            pytest.importorskip("triton")
+        found = cumulative(backend, given.query, given.projection, 30)["project to select"](codes, gains)
+        assert torch.equal(found, expected)
+
+
+def test_times_are_microseconds_of_a_call_and_faults_are_told():
+    calls: list[int] = []
+    found = timing.timed({"three": [lambda: calls.append(1)] * 3, "bad": [lambda: 1 / 0]}, 4, CPU)
+    assert len(found["three"]) == 4
+    assert found["bad"].startswith("not measured: ZeroDivisionError")
+    assert len(calls) == 1 + 3 + 4 * 3  # a first call, a first round, the repeats
+    assert timing.summary([3.0, 1.0, 2.0]) == {"median": 2.0, "spread": [1.0, 3.0]}
+
+
+def test_working_sets_leave_no_cache_warm():
+    sets, dense_sets = working_sets(SMALL, CPU)
+    assert 1 <= dense_sets <= sets <= inputs.MOST_SETS["cpu"]
+    with pytest.raises(InputError, match=r"4,000,000 tokens of 8000 KV heads take .* GB a layer"):
+        working_sets(LayerShape(1000, 8, 4, 128, 4_000_000, torch.bfloat16), CPU)
+
+
+def walk(wins_from, longest, **arguments):
+    asked = []
+
+    def measure(tokens):
+        asked.append(tokens)
+        return {"tokens": tokens, "sparse_wins": tokens >= wins_from}
+
+    return find_crossover(measure, longest, **arguments), asked
+
+
+def test_crossover_narrows_the_place_where_sparse_begins_to_win():
+    found, asked = walk(3000, 1 << 17)
+    assert asked == [256, 512, 1024, 2048, 4096, 8192, 3072, 2560]
+    assert found["min_context"] == 3072
+    assert [row["tokens"] for row in found["rows"]] == sorted(asked)
+    assert walk(0, 4096)[0]["min_context"] == 0
+    assert walk(10_000, 4096)[0]["min_context"] is None
+    assert walk(4096, 4096)[0]["min_context"] == 4096
+    with pytest.raises(InputError, match="the walk begins at 256"):
+        walk(0, 100)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_models_that_bpc_serves(name):
+    from bpc_calib import describe
+
+    described = describe(shape_config(name))
+    assert described.id == name
+    assert described.num_layers == SHAPES[name]["num_hidden_layers"]
+    assert len(described.full_layers) == described.num_layers
+
+
+def test_a_shape_with_fewer_layers_has_a_smaller_vocabulary():
+    config = shape_config("llama-3.1-8b", 4, 512)
+    assert (config.num_hidden_layers, config.intermediate_size, config.vocab_size) == (4, 512, 128256 * 4 // 32)
+    for arguments, fault in (
+        (("llama-9",), "unknown shape 'llama-9': the shapes are llama-3.2-1b, "),
+        (("qwen3-8b", 37), "--layers must be 1 to 36 for qwen3-8b, not 37"),
+        (("qwen3-8b", 0), "--layers must be 1 to 36"),
+        (("qwen3-8b", 1, 0), "--mlp must be at least 1, not 0"),
+    ):
+        with pytest.raises(InputError) as told:
+            shape_config(*arguments)
+        assert fault in str(told.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma3_text"])
+def test_the_baseline_of_a_model_is_its_own_attention(family):
+    model = tiny.model(family)
+    cache = BPCCache(model.config, random_artifact(model.config), budget=1.0, dense_layers=())
+    fill(cache, model.config, 2, 50, torch.float32, CPU)
+    ids = torch.tensor([[3], [4]])
+    with baseline(model, dense_forms.matmul) as switch:
+        found = step(model, ids, cache)
+        crop(cache)
+        switch["free"] = True
+        free = step(model, ids, cache)
+    from bpc_calib import disable, enable
+
+    plain = BPCCache(model.config, budget=1.0, dense_layers=())
+    fill(plain, model.config, 2, 50, torch.float32, CPU)
+    enable(model)
+    expected = step(model, ids, plain)
+    disable(model)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(free, expected, atol=1e-2)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_weights_that_a_step_reads():
+    for tied in (True, False):
+        model = tiny.model(tie_word_embeddings=tied)
+        everything = sum(each.numel() for each in model.parameters()) * 4
+        assert weight_bytes(model) == everything - (0 if tied else 260 * 32 * 4)
+
+
+def test_random_models_have_the_dtype_and_memory_is_counted_first():
+    config = tiny.config()
+    model = random_model(config, torch.bfloat16, CPU)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(InputError, match=r"decoding 64 x 4,000,000 tokens with llama takes some .* GB"):
+        check_memory(config, 0, 64, 4_000_000, torch.bfloat16, CPU)
+
+
+def test_machine_facts_name_no_folder():
+    facts = machine()
+    assert set(facts["versions"]) == {"bpc-calib", "torch", "transformers", "triton", "numba"}
+    assert str(Path.home()) not in json.dumps(facts)
+
+
+@pytest.fixture(scope="module")
+def result():
+    """A whole run on the tiny model."""
+    config = tiny.config()
+    settings = Settings(
+        lengths=(200, 300), batch_sizes=(1, 2), budgets=(0.5,), group_sizes=(1, 2), prefill_tokens=60, repeats=2
+    )
+    told = []
+    made = run(settings, config, tiny.model, None, torch.float32, CPU, lambda share, what: told.append(share))
+    assert told == sorted(told)
+    assert told[-1] == 1
+    return made
+
+
+def test_result_schema(result):
+    assert json.loads(json.dumps(result)) is not None
+    assert set(result) >= {"device", "backend", "machine", "settings", "memory_bandwidth", "layer", "decode", "prefill"}
+    assert result["device"] == "cpu"
+    assert result["backend"] == "torch"
+    assert result["memory_bandwidth"]["bytes_per_second"] > 1e8
+    assert result["settings"]["kv_heads"] == 2
+    assert result["settings"]["dtype"] == "float32"
+    shapes = {(row["batch"], row["group"], row["tokens"]) for row in result["layer"]}
+    assert shapes == {(batch, group, tokens) for batch in (1, 2) for group in (1, 2) for tokens in (200, 300)}
+    assert result["decode"]["projections"] == "random"
+    assert result["decode"]["positions_beyond_limit"] is True
+    assert [row["tokens"] for row in result["prefill"]["rows"]] == [60, 60, 200, 300]
+
+
+def test_decoding_rows_fit_together(result):
+    model = tiny.model()
+    rows = result["decode"]["rows"]
+    assert [(row["batch"], row["tokens"]) for row in rows] == [(1, 200), (1, 300), (2, 200), (2, 300)]
+    rate = result["memory_bandwidth"]["bytes_per_second"]
+    for row in rows:
+        length = row["tokens"] + 1
+        assert row["attended"] == max(128, length // 2)
+        for side in ("bpc", "full", "free"):
+            assert row[side]["tokens_per_second"] == pytest.approx(
+                1e3 * row["batch"] / row[side]["milliseconds"], rel=0.01
+            )
+            assert row[side]["peak_bytes"] > 1e6
+        token = 2 * 2 * 8 * 4  # bytes a layer
+        weights = weight_bytes(model)
+        for side, cached in (
+            ("full", 3 * length * token),
+            ("free", 0),
+            ("bpc", 3 * (row["attended"] * token + length * 2 * 9)),
+        ):
+            expected = 1e3 * (weights + row["batch"] * cached) / rate
+            assert row[side]["floor"] == pytest.approx(expected, abs=1e-3)
+        assert row["times_full"] == pytest.approx(row["full"]["milliseconds"] / row["bpc"]["milliseconds"], abs=1e-3)
+        assert row["limit_reached"] == pytest.approx(row["free"]["milliseconds"] / row["bpc"]["milliseconds"], abs=1e-3)
+
+
+def test_prefill_share_is_that_of_hashing(result):
+    row = result["prefill"]["rows"][0]
+    assert row["hashing_share"] == pytest.approx(row["hashing"]["median"] / row["bpc"]["median"], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"parts": ("layer", "speed")}, "unknown part 'speed': the parts are layer, decode, prefill"),
+        ({"parts": ()}, "--parts: give at least one"),
+        ({"lengths": (8,)}, "--lengths must be 16 to 4,194,303, not 8"),
+        ({"lengths": (5_000_000,)}, "--lengths must be 16 to 4,194,303, not 5,000,000"),
+        ({"lengths": ()}, "--lengths: give at least one"),
+        ({"batch_sizes": (0,)}, "--batch-sizes must be 1 to 4,096, not 0"),
+        ({"group_sizes": (17,)}, "--group-sizes must be 1 to 16, not 17"),
+        ({"kv_heads": 0}, "--kv-heads must be 1 to 1,024, not 0"),
+        ({"head_dim": 512}, "--head-dim must be 8 to 256, not 512"),
+        ({"prefill_tokens": 0}, "--prefill-tokens must be 16 to"),
+        ({"repeats": 0}, "--repeats must be 1 to 1,000, not 0"),
+        ({"budgets": ()}, "--budgets: give at least one"),
+        ({"budgets": (1.5,)}, "budget must be a share in (0, 1]"),
+        ({"dense_layers": (7,)}, "dense_layers: 7 is no layer of llama"),
+        ({"dense_layers": (0, 1, 2)}, "leave nothing to do"),
+        ({"crossover": True, "lengths": (100,)}, "--crossover walks from 256 tokens on"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_any_work(changes, fault):
+    with pytest.raises(InputError) as told:
+        check(Settings(**changes), tiny.config(), None)
+    assert fault in str(told.value)
+
+
+TINY = ("--lengths", "200", "--kv-heads", "2", "--head-dim", "16", "--repeats", "2", "--dtype", "float32")
+
+
+def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    output, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    words = ("bench", "-m", model_folder, *TINY, "--prefill-tokens", "40", "--budgets", "80%,150", "-q")
+    ran = bpc(*words, "-o", output, "--plot", picture)
+    assert ran.code == 0, ran.err
+    assert ran.err == ""
+    for part in (
+        "backend torch",
+        "Memory bandwidth",
+        "BPC by stage, us: 2 KV heads, 2 queries each, D=16, float32, batch 1",
+        "A whole step, beside the fastest dense form and the paper's pipeline",
+        "Decoding with tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers none, batch 1",
+        "Prefill with tiny-llama",
+        "Random projections: what is chosen means nothing",
+        "200 tokens, 160 attended: BPC reaches",
+    ):
+        assert part in ran.out
+    written = json.loads(output.read_text())
+    assert {row["budget"] for row in written["layer"] if row["method"] == "BPC"} == {0.8, 150}
+    assert str(tmp_path) not in output.read_text()
+    assert str(model_folder.parent) not in output.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    ran = bpc(*words, "-o", output)
+    assert (ran.code, ran.out) == (1, "")
+    assert "bench.json: exists; pass --force" in ran.err
+    assert "bench.png: exists; pass --force" in bpc(*words, "--plot", picture).err
+
+
+def test_json_is_the_only_output(bpc):
+    words = ("bench", "--shape", "llama-3.2-1b", "--layers", "1", "--mlp", "16", *TINY, "--batch-sizes", "2")
+    ran = bpc(*words, "--parts", "layer,decode", "--json")
+    assert ran.code == 0, ran.err
+    made = json.loads(ran.out)
+    assert "prefill" not in made
+    assert made["decode"]["layers"] == 1
+    assert made["decode"]["rows"][0]["batch"] == 2
+    assert made["settings"]["group_sizes"] == [4]
+
+
+def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    words = ("bench", "--crossover", "--lengths", "512", *TINY[2:], "-q")
+    ran = bpc(*words, "--json")
+    assert ran.code == 0, ran.err
+    made = json.loads(ran.out)
+    found = made["crossover"][0]
+    assert [row["tokens"] for row in found["rows"]][:2] == [256, 512]
+    for row in found["rows"]:
+        assert row["sparse_wins"] == (row["sparse"]["median"] < row["dense"]["median"])
+        assert row["times_dense"] == pytest.approx(row["dense"]["median"] / row["sparse"]["median"], abs=1e-3)
+    told = {
+        0: "BPC was faster at every length: min_context=0",
+        512: "BPCCache(min_context=512), bpc generate --min-context 512",
+        None: "Dense was faster up to",
+    }
+    for value, line in told.items():
+        made["crossover"] = [found | {"min_context": value}]
+        show(made)
+        assert line in capsys.readouterr().out
+    assert bpc(*words, "--plot", tmp_path / "a.png").code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--shape", "llama-9"), "unknown shape 'llama-9'"),
+        (("--lengths", "many"), "--lengths many: expected numbers, like 2048,8192"),
+        (("--lengths", "5"), "--lengths must be 16 to 4,194,303, not 5"),
+        (("--batch-sizes", "0"), "--batch-sizes must be 1 to 4,096, not 0"),
+        (("--parts", "all"), "unknown part 'all'"),
+        (("--budgets", "2x"), "--budgets 2x: expected a share of the tokens"),
+        (("--dense-layers", "one"), "--dense-layers one: expected layers"),
+        (("-m", "demo", "--layers", "2"), "--shape, --layers and --mlp are for random weights"),
+        (("-m", "./nowhere"), "./nowhere: no such model folder"),
+        (("-a", "none.safetensors"), "none.safetensors"),
+        (("-o", "no/such.json"), "no/such.json: there is no folder no"),
+        (("--plot", "no/such.png"), "no/such.png: there is no folder no"),
+        (("--plot", "such.doc"), "such.doc: pictures are .png, .svg, .pdf"),
+        (("--device", "toaster"), "device toaster cannot be used"),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(bpc, tmp_path, monkeypatch, words, part):
+    monkeypatch.chdir(tmp_path)
+    ran = bpc("bench", *words)
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.count("\n") == 1
+    assert ran.err.startswith("Error: ")
+    assert part in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_one_line_says_what_to_install(bpc, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ran = bpc("bench", "--plot", "a.png")
+    assert (ran.code, ran.err) == (1, "Error: --plot needs matplotlib: pip install matplotlib\n")
