@@ -10,12 +10,13 @@ from bpc_calib.bench.machine import available_memory, cache_bytes
 from bpc_calib.encoding import Encoder, make_encoder
 from bpc_calib.errors import InputError
 from bpc_calib.growing import LEAST_ROOM
+from bpc_calib.pages import in_huge_pages
 
 __all__ = ["LayerInputs", "LayerShape", "make", "repeated", "room", "working_sets"]
 
 BITS = 64
 MOST_SETS = {"cpu": 64, "cuda": 256}
-MOST_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}  # of all working sets
+MOST_BYTES = {"cpu": 4 << 30, "cuda": 16 << 30}  # of all working sets
 BLOCK = 1 << 24  # random numbers drawn; longer tensors repeat them
 
 
@@ -88,15 +89,22 @@ def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
     projection, root = 0.3 * normal(shape.kv_heads, BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
     encoder = make_encoder(projection, dtype, metric=root.mT @ root / (2 * dim), mean=0.1 * normal(shape.kv_heads, dim))
     cached, tokens = (sets, *heads, room(shape.tokens)), shape.tokens
-    halves = torch.randint(-(1 << 31), 1 << 31, (2, *cached, 1), generator=generator, device=device)
+    codes, gains = (
+        in_huge_pages(torch.empty(cached, dtype=each, device=device)) for each in (torch.int64, torch.uint8)
+    )
+    torch.randint(-(1 << 31), 1 << 31, cached, generator=generator, device=device, out=codes)
+    codes.bitwise_left_shift_(32).bitwise_xor_(
+        torch.randint(-(1 << 31), 1 << 31, cached, generator=generator, device=device)
+    )
+    torch.randint(32, 97, cached, generator=generator, device=device, dtype=torch.uint8, out=gains)
     return LayerInputs(
         query=normal(*heads, shape.group, dim).to(dtype),
         new=normal(*heads, 1, dim).to(dtype),
         projection=projection.to(dtype),
         encoder=encoder,
         plain=make_encoder(projection, dtype),
-        codes=((halves[0] << 32) ^ halves[1])[:, :, :, :tokens],
-        gains=torch.randint(32, 97, cached, generator=generator, device=device, dtype=torch.uint8)[..., :tokens],
+        codes=codes.unsqueeze(-1)[:, :, :, :tokens],
+        gains=gains[..., :tokens],
         keys=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
         values=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
     )
@@ -109,7 +117,7 @@ def room(tokens: int) -> int:
 
 def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> Tensor:
     """Normal numbers, the same `BLOCK` of them again and again: drawing takes longer than copying."""
-    whole = torch.empty(size, dtype=dtype, device=device)
+    whole = in_huge_pages(torch.empty(size, dtype=dtype, device=device))
     flat = whole.view(-1)
     drawn = torch.randn(min(BLOCK, len(flat)), generator=generator, device=device, dtype=torch.float32).to(dtype)
     for part in flat.split(len(drawn)):

@@ -1,6 +1,6 @@
 """The stages of a step of BPC on each backend, each going further than the one before."""
 
-import importlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +14,6 @@ from bpc_calib.selection import select
 __all__ = ["STAGES", "choose", "cumulative", "step"]
 
 STAGES = ("encode", "project", "score", "select", "attend", "step")
-PIPELINES = {"triton": "bpc_calib.kernels.pipeline", "numba": "bpc_calib.cpu.pipeline"}
 GROUP = GROUPS[0]  # the default of a cache
 
 
@@ -28,7 +27,9 @@ def cumulative(
     scaling = query.shape[-1] ** -0.5
     if backend == "torch":
         return _plain(query, projection, k, scaling)
-    pipeline = importlib.import_module(PIPELINES[backend])
+    if backend == "numba":
+        return _compiled(query, projection, k, scaling)
+    from bpc_calib.kernels import pipeline
 
     def project(codes: Tensor, gain: Tensor | None) -> Any:
         return pipeline.prepare(
@@ -42,6 +43,17 @@ def cumulative(
         return pipeline.choose(query, projection, codes, gain, k, scaling=scaling, group=GROUP)
 
     return {"project": project, "project to score": scored, "project to select": chosen}
+
+
+def _compiled(query: Tensor, projection: Tensor, k: int, scaling: float) -> dict[str, Callable[..., Any]]:
+    from bpc_calib.cpu import choose, pipeline
+
+    stages = {"project": choose.PROJECT, "project to score": choose.SCORE, "project to select": choose.SELECT}
+    asked = functools.partial(pipeline.choose_asked, query, projection, scaling=scaling, group=GROUP)
+    return {
+        name: lambda codes, gain, last=last: asked(codes=codes, gain=gain, k=k, stages=last)
+        for name, last in stages.items()
+    }
 
 
 def _plain(query: Tensor, projection: Tensor, k: int, scaling: float) -> dict[str, Callable[..., Any]]:

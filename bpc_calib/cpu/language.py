@@ -19,7 +19,20 @@ from numba.extending import intrinsic, overload
 
 from bpc_calib.cpu.folder import kept, stamp
 
-__all__ = ["LANES", "above", "at", "compiled", "dots_1", "dots_2", "float_of", "inlined", "lowest", "prefetch", "widen"]
+__all__ = [
+    "LANES",
+    "above",
+    "at",
+    "compiled",
+    "dots_1",
+    "dots_2",
+    "float_of",
+    "inlined",
+    "lowest",
+    "ones",
+    "prefetch",
+    "widen",
+]
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
@@ -166,6 +179,16 @@ def above(context, address, least):
         return builder.bitcast(builder.icmp_signed(">=", numbers, spread), I64)
 
     return types.uint64(types.intp, types.int32), build
+
+
+@intrinsic
+def ones(context, bits):
+    """How many bits of an uint64 are 1."""
+
+    def build(context, builder, signature, values):
+        return builder.ctpop(values[0])
+
+    return types.int64(types.uint64), build
 
 
 @intrinsic

@@ -25,7 +25,18 @@ from bpc_calib.scoring import GROUPS, QuantizedQuery
 from bpc_calib.selection import as_fraction
 from bpc_calib.sparse_attention import sparse_attention as plain_attention
 
-__all__ = ["choose", "choose_asked", "encode_gram", "encode_with", "make_ready", "quantize_query", "sparse_attention"]
+__all__ = [
+    "SHARE",
+    "choose",
+    "choose_asked",
+    "encode_gram",
+    "encode_with",
+    "make_ready",
+    "parts",
+    "quantize_query",
+    "run",
+    "sparse_attention",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +73,8 @@ def _threads() -> None:
     numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
 
 
-def _run(kernel: Any, *arguments: Any) -> Any:
+def run(kernel: Any, *arguments: Any) -> Any:
+    """What a kernel returns, with as many threads as torch has."""
     with _one_at_a_time:
         _threads()
         return kernel(*arguments)
@@ -82,7 +94,7 @@ def _like(tensor: Tensor) -> Any:
     return np.empty(0, LIKE[tensor.dtype])
 
 
-def _parts(rows: int, length: int, share: int) -> int:
+def parts(rows: int, length: int, share: int) -> int:
     """In how many parts a row is cut so that every thread has its own, of at least `share` each."""
     threads = torch.get_num_threads()
     return 1 if rows >= 2 * threads else max(1, min(-(-2 * threads // rows), length // share))
@@ -157,19 +169,19 @@ def choose_asked(
         ks, k = k.to(torch.int64).expand(batch, kv_heads), 0
     worst = None if worst is None or not safeguard else worst.to(torch.int32).contiguous()
     share = as_fraction(safeguard if worst is not None else 0.0)
-    parts = _parts(rows, tokens, SHARE)
-    slots = min(rows, torch.get_num_threads()) if parts == 1 else rows
+    split = parts(rows, tokens, SHARE)
+    slots = min(rows, torch.get_num_threads()) if split == 1 else rows
     stride, size = -(-tokens // PAD) * PAD + PAD, table_size(words)
     values, scale = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8), torch.empty(batch, kv_heads)
     indices = torch.empty(batch, kv_heads, width, dtype=torch.int64)
     with _one_at_a_time:
         totals, tables, best, kept, ranked, spare = _scratch(
-            16 * rows * fours, 4 * rows * fours * size, 16 * rows * parts * fours, 8 * slots * fours * stride,
+            16 * rows * fours, 4 * rows * fours * size, 16 * rows * split * fours, 8 * slots * fours * stride,
             4 * slots * stride, 8 * slots * stride,
         )  # fmt: skip
         _threads()
         choose_kernel(
-            slots, parts, stages, rows, _like(query), query.data_ptr(), *query.stride()[:3], projection.data_ptr(),
+            slots, split, stages, rows, _like(query), query.data_ptr(), *query.stride()[:3], projection.data_ptr(),
             *projection.stride()[:3], kv_heads, heads, bits, dim, words, values.data_ptr(), totals, scale.data_ptr(),
             tables, size, tokens, GROUP_CODES[group], codes.data_ptr(), *codes.stride()[:2],
             _address(gain), *((0, 0) if gain is None else gain.stride()[:2]),
@@ -195,20 +207,20 @@ def sparse_attention(
     rows, count = batch * kv_heads, indices.shape[-1]
     if not rows or not count:
         return plain_attention(query, keys, values, indices, scale)
-    parts = _parts(rows, count, 64)
+    split = parts(rows, count, 64)
     wide, indices = _tight(query).float(), indices.contiguous()
-    partial = torch.empty(rows, parts, heads, dim)
-    weights, faults = torch.empty(rows, parts, 2, heads), torch.empty(rows, parts, dtype=torch.int64)
+    partial = torch.empty(rows, split, heads, dim)
+    weights, faults = torch.empty(rows, split, 2, heads), torch.empty(rows, split, dtype=torch.int64)
     out = torch.empty(batch, kv_heads, heads, dim)
-    _run(
+    run(
         attend_kernel, _like(keys), wide.data_ptr(), *wide.stride()[:3], keys.data_ptr(), keys.shape[2],
         *keys.stride()[:3],
         values.data_ptr(), *values.stride()[:3], indices.data_ptr(), count,
-        float(dim**-0.5 if scale is None else scale), rows, kv_heads, heads, dim, parts,
+        float(dim**-0.5 if scale is None else scale), rows, kv_heads, heads, dim, split,
         partial.data_ptr(), weights.data_ptr(), faults.data_ptr(),
     )  # fmt: skip
     left = partial.data_ptr(), weights.data_ptr(), faults.data_ptr()
-    if not _run(reduce_kernel, *left, out.data_ptr(), rows, parts, heads, dim):
+    if not run(reduce_kernel, *left, out.data_ptr(), rows, split, heads, dim):
         raise InputError(f"indices must be below the {keys.shape[2]} tokens there are, and one is {int(indices.max())}")
     return out.to(query.dtype)
 
@@ -233,7 +245,7 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
         error=torch.empty(*lead, tokens),
         gain=torch.empty(*lead, tokens, dtype=torch.uint8),
     )
-    _run(
+    run(
         greedy_kernel, scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), gram.stride(0), rows, tokens, bits,
         encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
     )  # fmt: skip
