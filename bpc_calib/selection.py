@@ -116,6 +116,7 @@ def check_forced(recent: int, sink: int, safeguard: float) -> None:
         )
 
 
+@functools.cache
 def as_fraction(safeguard: float) -> Fraction:
     """The decimal that it prints as: multiplied in integers it is as exact on every device, and below 2^63."""
     return Fraction(str(safeguard)).limit_denominator(1_000_000)

@@ -5,7 +5,7 @@ import numpy as np
 
 from bpc_calib.cpu.language import at, compiled, float_of, inlined, prefetch, widen
 
-__all__ = ["attend_kernel", "reduce_kernel"]
+__all__ = ["attend_kernel"]
 
 CHUNK = 64  # tokens whose weights are made at once
 AHEAD = 10  # tokens whose keys are asked for before they are needed
@@ -127,9 +127,9 @@ def attend_part(
     fours = (heads + 3) // 4 * 4
     asked, sums = np.zeros((fours, dim), np.float32), np.zeros((fours, dim), np.float32)
     for g in range(heads):
-        given = at(query + 4 * (b * query_b + h * query_h + g * query_g), dim, F32)
+        given = at(query + size * (b * query_b + h * query_h + g * query_g), dim, like)
         for d in range(dim):
-            asked[g, d] = given[d] * np.float32(scale)
+            asked[g, d] = widen(given[d]) * np.float32(scale)
     most, total = np.full(fours, np.float32(-np.inf)), np.zeros(fours, np.float32)
     logits = np.empty((fours, CHUNK), np.float32)
     room = np.empty(share, np.int64)
@@ -157,43 +157,43 @@ def attend_part(
     at(weights + 8 * task * heads + 4 * heads, heads, F32)[:] = total[:heads]
 
 
+@inlined(fastmath=FAST)
+def put_together(row, heads, dim, parts, partial, weights, out):
+    """float32 `[heads, dim]` of a row, of what its parts left; 0 where nothing was attended."""
+    for g in range(heads):
+        mine = at(out + 4 * (row * heads + g) * dim, dim, F32)
+        mine[:] = 0
+        largest, total = np.float32(-np.inf), np.float32(0)
+        for part in range(row * parts, (row + 1) * parts):
+            largest = max(largest, at(weights + 8 * part * heads, heads, F32)[g])
+        for part in range(row * parts, (row + 1) * parts):
+            left = at(weights + 8 * part * heads, 2 * heads, F32)
+            if left[heads + g] != 0:
+                down = np.exp(left[g] - largest)
+                total += down * left[heads + g]
+                sums = at(partial + 4 * (part * heads + g) * dim, dim, F32)
+                for d in range(dim):
+                    mine[d] += down * sums[d]
+        if total != 0:
+            for d in range(dim):
+                mine[d] /= total
+
+
 @compiled(parallel=True)
 def attend_kernel(
     like, query, query_b, query_h, query_g, keys, tokens, keys_b, keys_h, keys_n, values, values_b, values_h, values_n,
-    indices, count, scale, rows, kv_heads, heads, dim, parts, partial, weights, faults,
+    indices, count, scale, rows, kv_heads, heads, dim, parts, partial, weights, faults, out,
 ):  # fmt: skip
-    """Softmax attention of float32 queries over `parts` shares of each list, to be put together by `reduce_kernel`.
+    """Softmax attention over each list, in `parts` shares; whether all indices were those of tokens.
 
-    `partial` has float32 `[rows, parts, heads, dim]`, sums of values weighed by exponentials; `weights` float32
-    `[rows, parts, 2, heads]`, the largest logit and the sum of the exponentials; `faults` int64 `[rows, parts]`, 1
-    where an index is beyond the tokens.
+    On the way: `partial` float32 `[rows, parts, heads, dim]`, sums of values weighed by exponentials; `weights` float32
+    `[rows, parts, 2, heads]`, the largest logit and the sum of the exponentials; `faults` int64 `[rows, parts]`.
     """
     for index in numba.prange(rows * parts):
         attend_part(
             np.int64(index), like, query, query_b, query_h, query_g, keys, tokens, keys_b, keys_h, keys_n, values,
             values_b, values_h, values_n, indices, count, scale, kv_heads, heads, dim, parts, partial, weights, faults,
         )  # fmt: skip
-
-
-@compiled(fastmath=FAST)
-def reduce_kernel(partial, weights, faults, out, rows, parts, heads, dim):
-    """float32 `[rows, heads, dim]` of what `attend_kernel` left; whether all indices were those of tokens."""
     for row in range(rows):
-        for g in range(heads):
-            mine = at(out + 4 * (row * heads + g) * dim, dim, F32)
-            mine[:] = 0
-            largest, total = np.float32(-np.inf), np.float32(0)
-            for part in range(parts):
-                largest = max(largest, at(weights + 8 * (row * parts + part) * heads, heads, F32)[g])
-            for part in range(parts):
-                left = at(weights + 8 * (row * parts + part) * heads, 2 * heads, F32)
-                if left[heads + g] != 0:
-                    down = np.exp(left[g] - largest)
-                    total += down * left[heads + g]
-                    sums = at(partial + 4 * ((row * parts + part) * heads + g) * dim, dim, F32)
-                    for d in range(dim):
-                        mine[d] += down * sums[d]
-            if total != 0:
-                for d in range(dim):
-                    mine[d] /= total
+        put_together(row, heads, dim, parts, partial, weights, out)
     return not at(faults, rows * parts, I64).any()

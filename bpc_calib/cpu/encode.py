@@ -1,31 +1,26 @@
-"""Hashing: the greedy pass over products with the rows of the projection, for many keys side by side."""
+"""Hashing: the greedy pass over products with the rows of the projection, many keys side by side."""
 
 import numba
 import numpy as np
 
-from bpc_calib.cpu.language import at, compiled, inlined
+from bpc_calib.cpu.language import at, compiled, inlined, prefetch, widen
 
-__all__ = ["SIDE", "greedy_kernel"]
+__all__ = ["SIDE", "greedy_kernel", "hash_kernel"]
 
 SIDE = 64  # keys side by side
 F32, I64, U8 = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
 
 
 @inlined
-def greedy_block(task, blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains):
+def greedy(given, norm, matrix, count, bits, codes, errors, gains):
+    """`encode_gram` of float32 products `[count, bits]` of at most `SIDE` keys, every sum in the same order."""
     words = (bits + 63) // 64
-    row, first = task // blocks, task % blocks * SIDE
-    count = min(SIDE, tokens - first)
-    given = at(scores + 4 * (row * tokens + first) * bits, count * bits, F32)
-    matrix = at(gram + 4 * row * gram_r, bits * bits, F32)
     running, signs = np.zeros((bits, SIDE), np.float32), np.empty((bits, SIDE), np.float32)
     for x in range(count):
         for j in range(bits):
             running[j, x] = given[x * bits + j]
     dot, fallen = np.zeros(SIDE, np.float32), np.zeros(SIDE, np.float32)
-    norm = at(norms + 4 * (row * tokens + first), count, F32)
-    for x in range(count):
-        fallen[x] = norm[x]
+    fallen[:count] = norm
     for i in range(bits):
         for x in range(SIDE):
             signs[i, x] = np.float32(1) if running[i, x] >= 0 else np.float32(-1)
@@ -38,26 +33,108 @@ def greedy_block(task, blocks, scores, norms, gram, gram_r, tokens, bits, codes,
             fallen[x] -= np.float32(2) * abs(running[i, x]) - own
         for x in range(count):
             dot[x] += signs[i, x] * given[x * bits + i]
-    packed = at(codes + 8 * (row * tokens + first) * words, count * words, I64)
-    packed[:] = 0
+    codes[:] = 0
     for i in range(bits):
         for x in range(count):
-            packed[x * words + i // 64] |= np.int64(signs[i, x] > 0) << (i % 64)
-    error = at(errors + 4 * (row * tokens + first), count, F32)
-    gain = at(gains + row * tokens + first, count, U8)
+            codes[x * words + i // 64] |= np.int64(signs[i, x] > 0) << (i % 64)
     for x in range(count):
-        error[x] = np.float32(np.sqrt(np.float64(max(fallen[x], np.float32(0)))))
+        errors[x] = np.float32(np.sqrt(np.float64(max(fallen[x], np.float32(0)))))
         byte = np.float32(255)
         if norm[x] <= 0:
             byte = np.float32(32)
         elif dot[x] > 0:
             byte = np.rint(np.float32(64) * norm[x] / dot[x] - np.float32(32))
-        gain[x] = np.uint8(min(np.float32(255), max(np.float32(0), byte)))
+        gains[x] = np.uint8(min(np.float32(255), max(np.float32(0), byte)))
+
+
+@inlined
+def greedy_block(task, blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains):
+    """One of the `blocks` of a row."""
+    words = (bits + 63) // 64
+    row, first = task // blocks, task % blocks * SIDE
+    count, begin = min(SIDE, tokens - first), row * tokens + first
+    greedy(
+        at(scores + 4 * begin * bits, count * bits, F32), at(norms + 4 * begin, count, F32),
+        at(gram + 4 * row * gram_r, bits * bits, F32), count, bits, at(codes + 8 * begin * words, count * words, I64),
+        at(errors + 4 * begin, count, F32), at(gains + begin, count, U8),
+    )  # fmt: skip
 
 
 @compiled(parallel=True)
 def greedy_kernel(scores, norms, gram, gram_r, rows, tokens, bits, codes, errors, gains):
-    """`encode_gram` of float32 products `[rows, tokens, bits]`, every sum in the same order."""
+    """The greedy pass over float32 products `[rows, tokens, bits]`."""
     blocks = (tokens + SIDE - 1) // SIDE
     for index in numba.prange(rows * blocks):
         greedy_block(np.int64(index), blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains)
+
+
+@inlined
+def ask(address, size):
+    """Have what lies there on its way to the cache: another layer's was in it."""
+    for byte in range(0, size, 64):
+        prefetch(address + byte)
+
+
+@inlined(fastmath={"reassoc", "contract"})
+def multiply(wide, matrix, metric, scores):
+    """Products `[H]` of a centred key with rows `[H, D]`; its squared norm, in a metric `[D, D]` if there is one."""
+    dim = len(wide)
+    for j in range(len(scores)):
+        product = np.float32(0)
+        for d in range(dim):
+            product += wide[d] * matrix[j * dim + d]
+        scores[j] = product
+    norm = np.float32(0)
+    for i in range(dim if len(metric) else 1):
+        product = np.float32(0)
+        if len(metric):
+            for d in range(dim):
+                product += wide[d] * metric[i * dim + d]
+            norm += wide[i] * product
+        else:
+            for d in range(dim):
+                norm += wide[d] * wide[d]
+    return norm
+
+
+@inlined
+def hash_row(
+    row, like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean, mean_r, kv_heads,
+    tokens, dim, bits, codes, errors, gains,
+):  # fmt: skip
+    """All keys of a row."""
+    size, words = like.itemsize, (bits + 63) // 64
+    ask(matrix + 4 * row * matrix_r, 4 * bits * dim)
+    if metric:
+        ask(metric + 4 * row * metric_r, 4 * dim * dim)
+    ask(gram + 4 * row * gram_r, 4 * bits * bits)
+    rows_of = at(matrix + 4 * row * matrix_r, bits * dim, F32)
+    measured = at(metric + 4 * row * metric_r, dim * dim if metric else 0, F32)
+    centre = at(mean + 4 * row * mean_r, dim if mean else 0, F32)
+    scores, norms, wide = np.empty(tokens * bits, np.float32), np.empty(tokens, np.float32), np.empty(dim, np.float32)
+    for i in range(tokens):
+        key = at(keys + size * (row // kv_heads * keys_b + row % kv_heads * keys_h + i * keys_n), dim, like)
+        for d in range(dim):
+            wide[d] = widen(key[d])
+        if mean:
+            for d in range(dim):
+                wide[d] -= centre[d]
+        norms[i] = multiply(wide, rows_of, measured, scores[i * bits : (i + 1) * bits])
+    greedy(
+        scores, norms, at(gram + 4 * row * gram_r, bits * bits, F32), tokens, bits,
+        at(codes + 8 * row * tokens * words, tokens * words, I64), at(errors + 4 * row * tokens, tokens, F32),
+        at(gains + row * tokens, tokens, U8),
+    )  # fmt: skip
+
+
+@compiled(parallel=True)
+def hash_kernel(
+    like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean, mean_r, rows, kv_heads,
+    tokens, dim, bits, codes, errors, gains,
+):  # fmt: skip
+    """`encode_with` for at most `SIDE` tokens: products and greedy pass in one, for a symmetric metric."""
+    for index in numba.prange(rows):
+        hash_row(
+            np.int64(index), like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean,
+            mean_r, kv_heads, tokens, dim, bits, codes, errors, gains,
+        )  # fmt: skip

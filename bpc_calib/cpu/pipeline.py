@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bpc_calib.cpu.attend import attend_kernel, reduce_kernel
+from bpc_calib.cpu.attend import attend_kernel
 from bpc_calib.cpu.choose import PROJECT, SELECT, choose_kernel
-from bpc_calib.cpu.encode import greedy_kernel
+from bpc_calib.cpu.encode import greedy_kernel, hash_kernel
 from bpc_calib.cpu.folder import kept
 from bpc_calib.cpu.prep import table_size
 from bpc_calib.cpu.score import GROUP_CODES, PAD
-from bpc_calib.encoding import Encoded, Encoder
+from bpc_calib.encoding import Encoded, Encoder, make_encoder
 from bpc_calib.errors import InputError
 from bpc_calib.pages import in_huge_pages
 from bpc_calib.scoring import GROUPS, QuantizedQuery
@@ -41,10 +41,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SHARE = 4096  # keys that are worth a thread
+FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 NONE = 0  # the address of what there is not
 
 _one_at_a_time = threading.Lock()  # not every threading layer of numba can be entered twice
+_set = threading.local()
 _memory = torch.empty(0, dtype=torch.uint8)  # of whoever holds the lock
 
 
@@ -62,7 +64,9 @@ def make_ready(dtype: torch.dtype) -> None:
     codes = torch.zeros(1, 1, 2, 1, dtype=torch.int64)
     chosen = choose(query, torch.zeros(1, 32, 16, dtype=dtype), codes, None, 1, scaling=1.0)
     sparse_attention(query, keys, keys, chosen)
-    encode_gram(torch.zeros(1, 1, 2, 32), torch.zeros(32, 32), torch.zeros(1, 1, 2))
+    encoder = make_encoder(torch.zeros(1, 32, 16), dtype)
+    for tokens in (1, FEW + 1):
+        encode_with(encoder, torch.zeros(1, 1, tokens, 16, dtype=dtype))
     if fresh:
         logger.warning("compiled in %.1f s", time.perf_counter() - began)
         if marker is not None:
@@ -70,7 +74,11 @@ def make_ready(dtype: torch.dtype) -> None:
 
 
 def _threads() -> None:
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    """As many as torch has."""
+    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if getattr(_set, "threads", None) != wanted:  # of this thread of Python's
+        numba.set_num_threads(wanted)
+        _set.threads = wanted
 
 
 def run(kernel: Any, *arguments: Any) -> Any:
@@ -208,45 +216,64 @@ def sparse_attention(
     if not rows or not count:
         return plain_attention(query, keys, values, indices, scale)
     split = parts(rows, count, 64)
-    wide, indices = _tight(query).float(), indices.contiguous()
-    partial = torch.empty(rows, split, heads, dim)
-    weights, faults = torch.empty(rows, split, 2, heads), torch.empty(rows, split, dtype=torch.int64)
+    query, indices = _tight(query), indices.contiguous()
     out = torch.empty(batch, kv_heads, heads, dim)
-    run(
-        attend_kernel, _like(keys), wide.data_ptr(), *wide.stride()[:3], keys.data_ptr(), keys.shape[2],
-        *keys.stride()[:3],
-        values.data_ptr(), *values.stride()[:3], indices.data_ptr(), count,
-        float(dim**-0.5 if scale is None else scale), rows, kv_heads, heads, dim, split,
-        partial.data_ptr(), weights.data_ptr(), faults.data_ptr(),
-    )  # fmt: skip
-    left = partial.data_ptr(), weights.data_ptr(), faults.data_ptr()
-    if not run(reduce_kernel, *left, out.data_ptr(), rows, split, heads, dim):
+    with _one_at_a_time:
+        room = _scratch(4 * rows * split * heads * dim, 8 * rows * split * heads, 8 * rows * split)
+        _threads()
+        known = attend_kernel(
+            _like(keys), query.data_ptr(), *query.stride()[:3], keys.data_ptr(), keys.shape[2], *keys.stride()[:3],
+            values.data_ptr(), *values.stride()[:3], indices.data_ptr(), count,
+            float(dim**-0.5 if scale is None else scale), rows, kv_heads, heads, dim, split, *room, out.data_ptr(),
+        )  # fmt: skip
+    if not known:
         raise InputError(f"indices must be below the {keys.shape[2]} tokens there are, and one is {int(indices.max())}")
     return out.to(query.dtype)
 
 
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
-    """`bpc_calib.encoding.encode_with`, with torch's products."""
-    with torch.autocast("cpu", enabled=False):
-        wide, along = encoder.centre(keys)
-        return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
+    """`bpc_calib.encoding.encode_with`: few tokens in one kernel, many with torch's products."""
+    encoder.check(keys)
+    lead, (tokens, dim) = keys.shape[:-2], keys.shape[-2:]
+    if tokens > FEW or not lead.numel():
+        with torch.autocast("cpu", enabled=False):
+            wide, along = encoder.centre(keys)
+            return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
+    matrix, gram = _rows(encoder.matrix.mT, lead, 2), _rows(encoder.gram, lead, 2)
+    metric = None if encoder.metric is None else _rows(encoder.metric, lead, 2)
+    mean = None if encoder.mean is None else _rows(encoder.mean, lead, 1)
+    encoded, keys = _empty(lead, tokens, matrix.shape[1]), _tight(keys)
+    run(
+        hash_kernel, _like(keys), keys.data_ptr(), *keys.stride()[:3], matrix.data_ptr(), matrix.stride(0),
+        gram.data_ptr(), gram.stride(0), _address(metric), 0 if metric is None else metric.stride(0), _address(mean),
+        0 if mean is None else mean.stride(0), len(matrix), keys.shape[1], tokens, dim, matrix.shape[1],
+        encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
+    )  # fmt: skip
+    return encoded
+
+
+def _rows(tensor: Tensor, lead: torch.Size, rank: int) -> Tensor:
+    """`[rows, ...]` of a tensor that may be one for several rows, each row contiguous."""
+    shape = tensor.shape[-rank:]
+    rows = tensor.expand(*lead, *shape).reshape(-1, *shape)  # one for all has stride 0 here
+    return rows if rows[:1].is_contiguous() else rows.contiguous()
+
+
+def _empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
+    return Encoded(
+        codes=torch.empty(*lead, tokens, -(-bits // 64), dtype=torch.int64),
+        error=torch.empty(*lead, tokens),
+        gain=torch.empty(*lead, tokens, dtype=torch.uint8),
+    )
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     """`bpc_calib.encoding.encode_gram` for float32 products `[B, H_KV, N, H]` or `[rows, N, H]`."""
     lead, (tokens, bits) = scores.shape[:-2], scores.shape[-2:]
-    rows = lead.numel()
     scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
-    gram = gram.expand(*lead, bits, bits).reshape(rows, bits, bits)  # perhaps the same for all rows, with stride 0
-    if gram.stride()[1:] != (bits, 1):
-        gram = gram.contiguous()
-    encoded = Encoded(
-        codes=torch.empty(*lead, tokens, -(-bits // 64), dtype=torch.int64),
-        error=torch.empty(*lead, tokens),
-        gain=torch.empty(*lead, tokens, dtype=torch.uint8),
-    )
+    gram, encoded = _rows(gram, lead, 2), _empty(lead, tokens, bits)
     run(
-        greedy_kernel, scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), gram.stride(0), rows, tokens, bits,
+        greedy_kernel, scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), gram.stride(0), lead.numel(), tokens, bits,
         encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
     )  # fmt: skip
     return encoded
