@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 
-from bpc_calib import InputError, choosing, dispatch, quantize_query
+from bpc_calib import BPCCache, InputError, choosing, dispatch, enable, quantize_query
 from bpc_calib.cpu import attend, folder, pipeline
 from bpc_calib.encoding import Encoded
+from bpc_calib.models import load_model, load_tokenizer
 
 RULES = {"scaling": 0.1, "group": "relative"}
 
@@ -155,6 +157,39 @@ def test_steps_in_several_threads_at_once():
     for each in running:
         each.join()
     assert not wrong
+
+
+@pytest.mark.slow
+def test_both_backends_write_the_same_256_tokens(monkeypatch):
+    """Greedily, behind 2,000 tokens of text, every layer choosing 2 % of them."""
+    model, tokenizer = load_model("demo"), load_tokenizer("demo")
+    enable(model)
+    ids = tokenizer(tiny.prose(2500), return_tensors="pt")["input_ids"][:, :2000]
+    written = {}
+    for backend in ("torch", "numba"):
+        monkeypatch.setenv("BPC_BACKEND", backend)
+        cache = BPCCache(model.config, tiny.artifact(model.config, metric=True, centred=True), dense_layers=())
+        written[backend] = model.generate(
+            ids, past_key_values=cache, max_new_tokens=256, min_new_tokens=256, do_sample=False
+        )[0, 2000:]
+    assert len(written["torch"]) == 256
+    assert torch.equal(written["torch"], written["numba"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_of_a_random_model(monkeypatch, dtype):
+    model = tiny.model(max_position_embeddings=1024, head_dim=64).to(dtype)
+    enable(model)
+    ids = torch.randint(250, (2, 600), generator=torch.Generator().manual_seed(0))
+    logits = {}
+    for backend in ("torch", "numba"):
+        monkeypatch.setenv("BPC_BACKEND", backend)
+        cache = BPCCache(model.config, tiny.artifact(model.config), budget=0.1, min_tokens=1, dense_layers=())
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            logits[backend] = model(ids[:, :1], past_key_values=cache).logits.float()
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(logits["numba"], logits["torch"], rtol=tolerance, atol=tolerance)
 
 
 INSTRUCTIONS = """
