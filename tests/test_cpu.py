@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from bpc_calib import BPCCache, InputError, choosing, dispatch, enable, quantize_query
-from bpc_calib.cpu import attend, folder, pipeline
+from bpc_calib.cpu import attend, folder, pipeline, score
 from bpc_calib.encoding import Encoded
 from bpc_calib.models import load_model, load_tokenizer
 
@@ -159,6 +159,13 @@ def test_steps_in_several_threads_at_once():
     assert not wrong
 
 
+def test_no_two_functions_of_a_kernel_share_a_name():
+    """Where processes kept kernels apart, one that loads both takes the first function of a name for all."""
+    rankers = (getattr(score, name) for name in ("relative", "largest_plain", "sum_plain"))
+    gained = (getattr(score, name) for name in ("relative_gain", "largest_gain", "sum_gain"))
+    assert len({each.py_func.__qualname__ for each in (*rankers, *gained)}) == 6
+
+
 @pytest.mark.slow
 def test_both_backends_write_the_same_256_tokens(monkeypatch):
     """Greedily, behind 2,000 tokens of text, every layer choosing 2 % of them."""
@@ -270,7 +277,7 @@ def test_compiling_is_told_and_done_once(tmp_path):
         for _ in range(2)
     )
     said = first.stderr.splitlines()
-    assert said[0] == "compiling the kernels for float32 on the CPU, some 10 to 30 s, once on this machine"
+    assert said[0] == "compiling the kernels for float32 on the CPU, some 10 to 40 s, once on this machine"
     assert said[1].startswith("compiled in ")
     assert first.stdout == "0\n"
     assert second.stderr == ""

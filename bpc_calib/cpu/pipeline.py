@@ -10,6 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from bpc_calib.cpu.attend import attend_kernel
@@ -54,12 +55,24 @@ _memory = torch.empty(0, dtype=torch.uint8)  # of whoever holds the lock
 def make_ready(dtype: torch.dtype) -> None:
     """Compile the kernels for keys of a dtype, or load them, and say how long it took where it takes long."""
     folder, name = kept(), str(dtype).removeprefix("torch.")
-    marker = None if folder is None else folder / name
-    fresh = marker is None or not marker.exists()
-    if fresh:
-        once = "at every start: no folder could be made to keep them" if marker is None else "once on this machine"
-        logger.warning("compiling the kernels for %s on the CPU, some 10 to 30 s, %s", name, once)
-    began = time.perf_counter()
+    if folder is None:
+        logger.warning(
+            "compiling the kernels for %s on the CPU, at every start: no folder could be made for them", name
+        )
+        return _compile(dtype)
+    with FileLock(folder / "lock"):  # two processes would mix up what they keep
+        marker = folder / name
+        if marker.exists():
+            return _compile(dtype)
+        logger.warning("compiling the kernels for %s on the CPU, some 10 to 40 s, once on this machine", name)
+        began = time.perf_counter()
+        _compile(dtype)
+        marker.touch()
+        logger.warning("compiled in %.1f s", time.perf_counter() - began)
+
+
+def _compile(dtype: torch.dtype) -> None:
+    """Call every kernel once, on next to nothing."""
     query, keys = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 2, 16, dtype=dtype)
     codes = torch.zeros(1, 1, 2, 1, dtype=torch.int64)
     chosen = choose(query, torch.zeros(1, 32, 16, dtype=dtype), codes, None, 1, scaling=1.0)
@@ -67,10 +80,6 @@ def make_ready(dtype: torch.dtype) -> None:
     encoder = make_encoder(torch.zeros(1, 32, 16), dtype)
     for tokens in (1, FEW + 1):
         encode_with(encoder, torch.zeros(1, 1, tokens, 16, dtype=dtype))
-    if fresh:
-        logger.warning("compiled in %.1f s", time.perf_counter() - began)
-        if marker is not None:
-            marker.touch()
 
 
 def _threads() -> None:

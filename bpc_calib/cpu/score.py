@@ -94,10 +94,9 @@ def largest(product, gains, gained, valid, masked):
     return best
 
 
-def _ranker(group: int, gained: bool):
+def _ranker(name: str, group: int, gained: bool):
     """What ranks keys by the scores of 4 heads: numba would not keep a branch out of the loop."""
 
-    @inlined
     def rank_four(a, b, c, d, gains, best, masks, least, limit, first, top, total):
         """`top` becomes the largest of the 4 scores, `total` their sum, with what is there already if not `first`.
 
@@ -126,12 +125,14 @@ def _ranker(group: int, gained: bool):
                 both = np.int32(np.int32(one + np.int32(two & mask_b)) + np.int32(three + four))
                 total[i] = both if first else np.int32(both + total[i])
 
-    return rank_four
+    # Kernels that were kept by several processes share what has the same name: no two functions may have one.
+    rank_four.__name__ = rank_four.__qualname__ = name
+    return inlined(rank_four)
 
 
-relative, relative_gain = _ranker(0, False), _ranker(0, True)
-largest_plain, largest_gain = _ranker(1, False), _ranker(1, True)
-sum_plain, sum_gain = _ranker(2, False), _ranker(2, True)
+relative, relative_gain = _ranker("relative", 0, False), _ranker("relative_gain", 0, True)
+largest_plain, largest_gain = _ranker("largest_plain", 1, False), _ranker("largest_gain", 1, True)
+sum_plain, sum_gain = _ranker("sum_plain", 2, False), _ranker("sum_gain", 2, True)
 
 
 @inlined
