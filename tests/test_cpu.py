@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import BPCCache, InputError, choosing, dispatch, enable, quantize_query
+from bpc_calib import BPCCache, InputError, calibrate, choosing, dispatch, enable, quantize_query
 from bpc_calib.cpu import attend, folder, pipeline, score
 from bpc_calib.encoding import Encoded
 from bpc_calib.models import load_model, load_tokenizer
@@ -168,14 +168,19 @@ def test_no_two_functions_of_a_kernel_share_a_name():
 
 @pytest.mark.slow
 def test_both_backends_write_the_same_256_tokens(monkeypatch):
-    """Greedily, behind 2,000 tokens of text, every layer choosing 2 % of them."""
-    model, tokenizer = load_model("demo"), load_tokenizer("demo")
+    """Greedily, behind 2,000 tokens of text, every layer choosing 2 % of them; in float32.
+
+    In bfloat16 the two round attention differently, as SDPA and eager attention do, and part where two tokens are
+    equally likely.
+    """
+    model, tokenizer = load_model("demo").float(), load_tokenizer("demo")
+    artifact = calibrate(model, tokenizer, corpora=["demo"], samples=12, sequence_length=1024)
     enable(model)
     ids = tokenizer(tiny.prose(2500), return_tensors="pt")["input_ids"][:, :2000]
     written = {}
     for backend in ("torch", "numba"):
         monkeypatch.setenv("BPC_BACKEND", backend)
-        cache = BPCCache(model.config, tiny.artifact(model.config, metric=True, centred=True), dense_layers=())
+        cache = BPCCache(model.config, artifact, dense_layers=())
         written[backend] = model.generate(
             ids, past_key_values=cache, max_new_tokens=256, min_new_tokens=256, do_sample=False
         )[0, 2000:]
@@ -185,7 +190,8 @@ def test_both_backends_write_the_same_256_tokens(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_logits_of_a_random_model(monkeypatch, dtype):
-    model = tiny.model(max_position_embeddings=1024, head_dim=64).to(dtype)
+    layers = 3 if dtype == torch.float32 else 1  # what one layer rounds, the next may choose by
+    model = tiny.model(max_position_embeddings=1024, head_dim=64, num_hidden_layers=layers).to(dtype)
     enable(model)
     ids = torch.randint(250, (2, 600), generator=torch.Generator().manual_seed(0))
     logits = {}
