@@ -39,7 +39,7 @@ gpu: .venv/ready
 .venv-floor/ready: pyproject.toml $(SOURCES)
 	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
 	.venv-floor/bin/pip install -q '$(TORCH)'
-	.venv-floor/bin/pip $(INSTALL) transformers==5.17.0 datasets==4.0.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 triton==3.6.0
+	.venv-floor/bin/pip $(INSTALL) transformers==5.17.0 datasets==4.0.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 triton==3.6.0 numba==0.61.2
 	touch $@
 
 clean:
