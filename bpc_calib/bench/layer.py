@@ -19,8 +19,6 @@ from bpc_calib.selection import attended
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 
-# Of a result, from float64: what rounding to 16 bits explains, and more than which it is another result.
-TOLERANCE = 0.02
 NOTABLE = 0.5  # seconds of a first call that are worth a line
 
 Form = Callable[..., Tensor]
@@ -107,7 +105,7 @@ def right_forms(
     for name in list(forms):
         try:
             off = dense.error(forms[name](*given, given[0].shape[2]), right)
-            fault = "" if off < TOLERANCE else f"not measured: its result is off by {off:.1e}"
+            fault = "" if off < dense.TOLERANCE else f"not measured: its result is off by {off:.1e}"
         except Exception as error:
             fault = reason(error)
         if fault and name == "step":
