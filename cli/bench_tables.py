@@ -66,10 +66,16 @@ def _steps(rows: list[dict[str, Any]], shape: str) -> None:
                 table.add_row(*lead, name, _number(row["median"]), _spread(row["median"], row), share, _ratio(times))
             lead = ("", "")
     print_table(f"A whole step, beside the fastest dense form and the paper's pipeline: {shape}", table)
+    _say_warm(rows)
     for row in rows:
         if row["median"] is None:
             what = f"{row['method']}, {row['tokens']:,} tokens, {row.get('form', row['stage'])}"
             print(f"{what}: {printable(row['note'])}")
+
+
+def _say_warm(rows: list[dict[str, Any]]) -> None:
+    if lengths := [f"{tokens:,}" for tokens in dict.fromkeys(row["tokens"] for row in rows if not row["cold"])]:
+        print(f"At {', '.join(lengths)} tokens the caches may hold some of it: more working sets take too much memory")
 
 
 def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -136,6 +142,7 @@ def _crossover(found: dict[str, Any], shape: str) -> None:
         times = (_number(row["sparse"]["median"]), _number(row["dense"]["median"]))
         table.add_row(f"{row['tokens']:,}", f"{row['attended']:,}", *times, _ratio(row["times_dense"]), faster)
     print_table(f"Where sparse begins to win, {_say(found['budget'])}: {shape}", table)
+    _say_warm(found["rows"])
     value = found["min_context"]
     if value is None:
         print(f"Dense was faster up to {found['rows'][-1]['tokens']:,} tokens: BPC gains no time in this layer here")

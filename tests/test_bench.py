@@ -16,15 +16,16 @@ from bpc_calib.bench import dense as dense_forms
 from bpc_calib.bench import paper as paper_forms
 from bpc_calib.bench.crossover import compared, find_crossover
 from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, shorten, step, total_bytes, weight_bytes
-from bpc_calib.bench.inputs import LayerShape, make, working_sets
+from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
-from bpc_calib.bench.machine import machine
+from bpc_calib.bench.machine import cache_bytes, machine
 from bpc_calib.bench.shapes import random_artifact, random_model, shape_config
 from bpc_calib.cache import BPCCache
 from bpc_calib.dispatch import backend
 from bpc_cli.bench_tables import show
 
 CPU = torch.device("cpu")
+MOST_BYTES = inputs.MOST_BYTES["cpu"]
 SMALL = LayerShape(batch=2, kv_heads=2, group=3, dim=16, tokens=300, dtype=torch.float32)
 
 
@@ -32,7 +33,7 @@ SMALL = LayerShape(batch=2, kv_heads=2, group=3, dim=16, tokens=300, dtype=torch
 def few_working_sets():
     """Whether caches are cold changes no fact that is asserted here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(inputs.MOST_SETS, "cpu", 2)
+        patch.setitem(inputs.MOST_BYTES, "cpu", 1 << 20)
         yield
 
 
@@ -115,7 +116,7 @@ def test_dense_baselines_are_softmax_attention():
 
 @pytest.mark.parametrize("k", [1, 20, 70])
 def test_the_papers_step_is_attention_over_the_best_scores(k):
-    given = make(SMALL, 1, CPU)
+    given = make(SMALL, ONE, CPU)
     codes, _, keys, values = set_of(given, 0)
     scores = hash_scores(quantize_query(given.query, given.projection), codes).amax(-2)
     best = scores.topk(k, sorted=False).indices
@@ -131,7 +132,7 @@ def test_the_papers_step_is_attention_over_the_best_scores(k):
 def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
     forms = {"right": dense_forms.folded, "wrong": lambda q, k, v: q, "broken": lambda q, k, v: 1 / 0, "none": "absent"}
     monkeypatch.setattr(dense_forms, "forms", lambda device: forms)
-    given = make(SMALL, 1, CPU)
+    given = make(SMALL, ONE, CPU)
     found, notes = right_forms(given, CPU)
     assert {name for name in found if name.startswith("dense")} == {"dense/right"}
     assert notes["dense/none"] == "absent"
@@ -148,7 +149,7 @@ def test_a_step_of_ours_that_is_wrong_stops_the_run(monkeypatch):
 def test_stages_end_in_what_a_cache_chooses():
     from bpc_calib.bench.stages import cumulative
 
-    given = make(SMALL, 1, CPU)
+    given = make(SMALL, ONE, CPU)
     codes, gains, _, _ = set_of(given, 0)
     expected = choose(given.query, given.projection, codes, gains, 30, scaling=0.25)
     for name in ("torch", "triton"):
@@ -167,11 +168,46 @@ def test_times_are_microseconds_of_a_call_and_faults_are_told():
     assert timing.summary([3.0, 1.0, 2.0]) == {"median": 2.0, "spread": [1.0, 3.0]}
 
 
-def test_working_sets_leave_no_cache_warm():
-    sets, dense_sets = working_sets(SMALL, CPU)
-    assert 1 <= dense_sets <= sets <= inputs.MOST_SETS["cpu"]
+@pytest.mark.parametrize("tokens", [256, 2048])
+def test_working_sets_leave_no_cache_warm(monkeypatch, tokens):
+    monkeypatch.setitem(inputs.MOST_BYTES, "cpu", MOST_BYTES)
+    monkeypatch.setattr(inputs, "cache_bytes", lambda device: 32 << 20)
+    monkeypatch.setattr(inputs, "available_memory", lambda device: 16 << 30)
+    shape = LayerShape(1, 8, 4, 128, tokens, torch.bfloat16)
+    sets = working_sets(shape, 128, CPU)
+    codes, token = 8 * tokens * 9, 8 * 128 * 2 * 2
+    assert sets.codes * codes >= 128 << 20
+    assert sets.keys * 128 * token >= 128 << 20
+    assert sets.dense * tokens * token >= 128 << 20
+    assert sets.cold
+    held = inputs.room(tokens) * 8
+    assert sets.codes * held * 9 + sets.keys * held * 128 * 4 <= MOST_BYTES
+    monkeypatch.setitem(inputs.MOST_BYTES, "cpu", 100 << 20)
+    assert not working_sets(shape, 128, CPU).cold
+
+
+def test_calls_go_through_all_sets_in_turn():
+    given = make(SMALL, inputs.Sets(5, 2, 1), CPU)
+    taken = [[each.data_ptr() for each in set_of(given, i)] for i in range(5)]
+    assert [len({places[each] for places in taken}) for each in range(4)] == [5, 5, 2, 2]
+
+
+def test_a_layer_that_does_not_fit_is_refused():
     with pytest.raises(InputError, match=r"4,000,000 tokens of 8000 KV heads take .* GB a layer"):
-        working_sets(LayerShape(1000, 8, 4, 128, 4_000_000, torch.bfloat16), CPU)
+        working_sets(LayerShape(1000, 8, 4, 128, 4_000_000, torch.bfloat16), 128, CPU)
+
+
+def test_the_last_caches_of_all_processors_are_counted(monkeypatch, tmp_path):
+    for cpu, sharing in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3")):
+        for index, level, size, who in ((2, 2, "1024K", str(cpu)), (3, 3, "16384K", sharing)):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", who)):
+                (folder / name).write_text(text + "\n")
+    monkeypatch.setattr("bpc_calib.bench.machine.SYSTEM", tmp_path)
+    for cpus, megabytes in (({0, 1, 2}, 32), ({0, 1}, 16), ({9}, 32)):  # of the last nothing is known
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, cpus=cpus: cpus, raising=False)
+        assert cache_bytes(CPU) == megabytes << 20
 
 
 def walk(wins_from, longest, **arguments):

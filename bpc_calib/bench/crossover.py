@@ -70,12 +70,14 @@ def compared(
         BPCError: there is no form of either to compare.
     """
     shape = replace(shape, tokens=tokens)
-    sets, dense_sets = working_sets(shape, device)
+    k = attended(tokens, budget)
+    sets = working_sets(shape, k, device)
     inputs = make(shape, sets, device)
     forms, notes = right_forms(inputs, device, papers=False)
-    k = attended(tokens, budget)
     calls = {
-        name: [functools.partial(form, *set_of(inputs, i), k) for i in range(sets if name == "step" else dense_sets)]
+        name: [
+            functools.partial(form, *set_of(inputs, i), k) for i in range(sets.calls if name == "step" else sets.dense)
+        ]
         for name, form in forms.items()
     }
     taken = timed(calls, repeats, device)
@@ -86,6 +88,6 @@ def compared(
         what = "a step of BPC cannot be timed" if dense else "no dense form can be compared"
         raise BPCError(f"{what} ({'; '.join(f'{name}: {note}' for name, note in notes.items())})")
     best = min(dense, key=lambda name: dense[name]["median"])
-    row = {"tokens": tokens, "attended": k, "sparse": found["step"], "dense": dense[best]}
+    row = {"tokens": tokens, "attended": k, "cold": sets.cold, "sparse": found["step"], "dense": dense[best]}
     row |= {"form": best.partition("/")[2], "times_dense": round(dense[best]["median"] / found["step"]["median"], 3)}
     return row | {"sparse_wins": found["step"]["median"] < dense[best]["median"]}

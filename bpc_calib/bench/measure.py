@@ -104,8 +104,8 @@ def run(
 
     Returns:
         `device`, `backend`, `machine`, `settings`, `memory_bandwidth`, perhaps `compile_seconds`, and a table for each
-        part that was asked for: `layer`, `decode`, `prefill`, or `crossover`; `left_out` says `what` could not be measured, and in
-        a `note` why.
+        part that was asked for: `layer`, `decode`, `prefill`, or `crossover`; `left_out` says `what` could not
+        be measured, and in a `note` why.
 
     Raises:
         BPCError: see `check`; something does not fit the memory; or nothing could be measured.
@@ -130,7 +130,7 @@ def run(
     ]
     if settings.crossover or "layer" in settings.parts:
         for shape in shapes:
-            working_sets(shape, device)
+            working_sets(shape, shape.tokens, device)
     if "decode" in settings.parts and not settings.crossover:
         weights = decode.total_bytes(config, dtype)
         for batch in settings.batch_sizes:
