@@ -179,6 +179,7 @@ def test_working_sets_leave_no_cache_warm(monkeypatch, tokens):
     assert sets.codes * codes >= 128 << 20
     assert sets.keys * 128 * token >= 128 << 20
     assert sets.dense * tokens * token >= 128 << 20
+    assert sets.steps * (codes + 128 * token) >= 128 << 20
     assert sets.cold
     held = inputs.room(tokens) * 8
     assert sets.codes * held * 9 + sets.keys * held * 128 * 4 <= MOST_BYTES
@@ -187,7 +188,7 @@ def test_working_sets_leave_no_cache_warm(monkeypatch, tokens):
 
 
 def test_calls_go_through_all_sets_in_turn():
-    given = make(SMALL, inputs.Sets(5, 2, 1), CPU)
+    given = make(SMALL, inputs.Sets(5, 2, 1, 5), CPU)
     taken = [[each.data_ptr() for each in set_of(given, i)] for i in range(5)]
     assert [len({places[each] for places in taken}) for each in range(4)] == [5, 5, 2, 2]
 

@@ -72,11 +72,11 @@ def compared(
     shape = replace(shape, tokens=tokens)
     k = attended(tokens, budget)
     sets = working_sets(shape, k, device)
-    inputs = make(shape, sets, device)
+    inputs = make(shape, replace(sets, codes=min(sets.codes, sets.steps)), device)
     forms, notes = right_forms(inputs, device, papers=False)
     calls = {
         name: [
-            functools.partial(form, *set_of(inputs, i), k) for i in range(sets.calls if name == "step" else sets.dense)
+            functools.partial(form, *set_of(inputs, i), k) for i in range(sets.steps if name == "step" else sets.dense)
         ]
         for name, form in forms.items()
     }

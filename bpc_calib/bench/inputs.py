@@ -49,15 +49,11 @@ class Sets:
     codes: int
     keys: int  # of keys and values, which take more memory
     dense: int  # those of them that dense forms go through
+    steps: int  # whole steps, which read both, until the first sets come again
     cold: bool = True  # whether all that a step, its scores or a dense form reads leaves the caches in between
 
-    @property
-    def calls(self) -> int:
-        """Steps until all sets were read."""
-        return max(self.codes, self.keys)
 
-
-ONE = Sets(1, 1, 1)
+ONE = Sets(1, 1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,8 @@ def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
     dense_sets = min(key_sets, max(2, -(-wanted // dense)))
     # A step reads codes, too, before keys and values come again.
     read = (code_sets * codes, key_sets * (kept + codes), dense_sets * dense)
-    return Sets(code_sets, key_sets, dense_sets, min(read) >= wanted)
+    steps = key_sets if read[1] >= wanted else max(code_sets, key_sets)
+    return Sets(code_sets, key_sets, dense_sets, steps, min(read) >= wanted)
 
 
 def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:

@@ -64,8 +64,8 @@ def layer_rows(
             calls[name] = [functools.partial(form, *set_of(inputs, i)) for i in range(sets.dense)]
             continue
         for budget, k in ks.items():
-            calls[f"{budget}/{name}"] = [functools.partial(form, *set_of(inputs, i), k) for i in range(sets.calls)]
-    calls["encode"] = [functools.partial(dispatch.encode_with, inputs.encoder, inputs.new)] * sets.calls
+            calls[f"{budget}/{name}"] = [functools.partial(form, *set_of(inputs, i), k) for i in range(sets.steps)]
+    calls["encode"] = [functools.partial(dispatch.encode_with, inputs.encoder, inputs.new)] * sets.steps
     for budget, k in ks.items():
         calls |= _stage_calls(f"{budget}/", inputs, k, sets, device)
     return _rows(shape, ks, timed(calls, repeats, device), notes, rate, sets)
@@ -147,7 +147,7 @@ def _rows(
         "batch": shape.batch,
         "group": shape.group,
         "tokens": shape.tokens,
-        "working_sets": sets.calls,
+        "working_sets": sets.steps,
         "cold": sets.cold,
     }
     dense_size = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
