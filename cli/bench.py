@@ -45,7 +45,7 @@ def bench(
         str | None,
         typer.Option(
             help="Tokens cached. Default: 2048,8192,32768,131072 for the layer, 32768 for decoding (on a GPU also "
-            "131072); --crossover walks to the longest.",
+            "131072); --crossover doubles up to the longest.",
             metavar="TOKENS,...",
             show_default=False,
         ),

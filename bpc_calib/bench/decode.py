@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,7 +113,7 @@ def decode_rows(
 
 
 def _timed_sides(
-    model: Any, ids: Tensor, cache: Any, tokens: int, sides: dict[str, Callable[[], None]], repeats: int
+    model: Any, ids: Tensor, cache: Any, tokens: int, sides: Mapping[str, Callable[[], None]], repeats: int
 ) -> tuple[dict[str, list[float] | str], dict[str, int]]:
     """Milliseconds of a step of each side, taken in turn, or why there are none; and its peak memory."""
     device = model.device

@@ -104,8 +104,8 @@ def paper_step(
     """Attention `[B, H_KV, G, D]` of queries `[B, H_KV, G, D]` over the `k` best keys of `[B, H_KV, N, D]` by score.
 
     Everything about it is as fast as its steps allow: the query is rounded by this package's own first kernel, the
-    top k stay unsorted, and the group is folded into the length of the query, so that the copy is read once for all by an `attention` that is
-    `bench.dense.split` or SDPA.
+    top k stay unsorted, and the group is folded into the length of the query, so that `attention` reads the copy once
+    for all.
     """
     asked = pipeline.prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0)
     scores = popcount_scores(asked.values.unflatten(0, query.shape[:2]), codes)
