@@ -86,7 +86,7 @@ def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
         for row in rows:
             lead = (f"{row['tokens']:,}", f"{row['attended']:,}")
             forms = {name: each for name, each in row["dense_forms"].items() if each["milliseconds"]}
-            sides = [(f"{name}, best" if name == row["full"]["form"] else name, each) for name, each in forms.items()]
+            sides = [(_short(name) + " *" * (name == row["full"]["form"]), each) for name, each in forms.items()]
             for name, side in (*sides, ("BPC", row["bpc"]), ("limit", row["free"])):
                 table.add_row(*lead, name, *_side(side, row["bpc"]["milliseconds"], peak=name != "limit"))
                 lead = ("", "")
@@ -98,7 +98,8 @@ def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
             for name, side in (*row["dense_forms"].items(), ("BPC", row["bpc"]), ("limit", row["free"])):
                 if not side["milliseconds"]:
                     print(f"{kept}, {name}: {printable(side['note'])}")
-    print("/ BPC: how many times as long a token takes; BPC against the fastest form of full attention is its gain")
+    print("*: the fastest form of full attention")
+    print("/ BPC: how many times as long a token takes")
     print("limit: the sparse layers' attention takes no time (Amdahl)")
     if dense == "none":
         print("A BPCCache by default has dense layers 0 and 1: --dense-layers 0,1")
@@ -111,6 +112,10 @@ def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
         print("Random projections: what is chosen means nothing, the time does not depend on it")
     if found["positions_beyond_limit"]:
         print("Positions go beyond the model's limit, which changes no time")
+
+
+def _short(form: str) -> str:
+    return form.replace(", group folded", "").replace(", softmax, matmul", "")
 
 
 def _side(side: dict[str, Any], ours: float | None, *, peak: bool) -> tuple[str, ...]:
