@@ -9,6 +9,7 @@ import torch
 from gpu_exactness import random_codes
 from gpu_timing import bandwidth, device, reason, summary, timed
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib import dispatch
 from bpc_calib.bench import dense
@@ -73,11 +74,14 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
         ]
     asked = pipeline.prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0)
     rounded = asked.values.unflatten(0, (1, KV_HEADS))
-    floors |= {"paper: score": KV_HEADS * tokens * 12, "paper: whole": KV_HEADS * tokens * 8 + kept}
+    floors["paper: score"] = KV_HEADS * tokens * 12
     forms["paper: score"] = [functools.partial(paper.popcount_scores, rounded, codes[i]) for i in range(sets)]
-    forms["paper: whole"] = [
-        functools.partial(paper.paper_step, query, projection, codes[i], keys[i], values[i], k) for i in range(sets)
-    ]
+    for name, attention in (("SDPA", scaled_dot_product_attention), ("split-KV (ours)", dense.split())):
+        function = functools.partial(paper.paper_step, k=k, attention=attention)
+        floors[f"paper, {name}: whole"] = KV_HEADS * tokens * 8 + kept
+        forms[f"paper, {name}: whole"] = [
+            functools.partial(function, query, projection, codes[i], keys[i], values[i]) for i in range(sets)
+        ]
     notes: dict[str, str] = {}
     right = dense.exact(query, keys[0], values[0])
     for name, function in dense.gpu_forms().items():
@@ -170,15 +174,13 @@ def _rows(
 
 def _ratios(replayed: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """How many times as long the others take as a whole step of ours."""
-    medians = {
-        name: statistics.median(s) for name, s in replayed.items() if name.startswith("dense") and isinstance(s, list)
-    }
-    best = min(medians, key=medians.get) if medians else None
+    medians = {name: statistics.median(s) for name, s in replayed.items() if isinstance(s, list)}
+    bests = []
+    for kind in ("paper, ", "dense: "):
+        own = [name for name in medians if name.startswith(kind)]
+        bests += [min(own, key=lambda name: medians[name])] if own else []
     for name, _, _ in FORMS:
-        ours = replayed[f"{name}: whole"]
-        for other in ("paper: whole", best):
-            theirs = replayed.get(other) if other else None
-            if isinstance(ours, list) and isinstance(theirs, list):
-                ratio = statistics.median(theirs) / statistics.median(ours)
-                label = f"best {other}" if other == best else other
-                yield {"what": f"{label} / {name}: whole", "unit": "times", "median": round(ratio, 2)}
+        ours = f"{name}: whole"
+        for best in bests if ours in medians else ():
+            ratio = medians[best] / medians[ours]
+            yield {"what": f"best {best} / {ours}", "unit": "times", "median": round(ratio, 2)}

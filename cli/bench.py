@@ -26,14 +26,18 @@ from bpc_cli.bench_tables import show
 from bpc_cli.console import bars, command, fail, print_json, printable, quiet_libraries
 
 SHAPE = "llama-3.1-8b"
-SMALL = {"layers": 4, "mlp": 512}  # what of it is decoded on a CPU, unless told otherwise
+ALL = ("layer", "decode", "prefill")
+LAYERS = 4  # of it, on a CPU, unless told otherwise
 
 
 @command
 def bench(
     parts: Annotated[
-        str, typer.Option(help="layer, decode and prefill, or some of them.", metavar="PART,...")
-    ] = "layer,decode,prefill",
+        str | None,
+        typer.Option(
+            help="layer, decode and prefill, or some of them. Default: all.", metavar="PART,...", show_default=False
+        ),
+    ] = None,
     crossover: Annotated[
         bool, typer.Option("--crossover", help="Instead: from how many tokens on sparse is faster here.")
     ] = False,
@@ -41,7 +45,7 @@ def bench(
         str | None,
         typer.Option(
             help="Tokens cached. Default: 2048,8192,32768,131072 for the layer, 32768 for decoding (on a GPU also "
-            "131072); --crossover walks to the longest.",
+            "131072); --crossover doubles up to the longest.",
             metavar="TOKENS,...",
             show_default=False,
         ),
@@ -77,15 +81,15 @@ def bench(
         str | None,
         typer.Option(
             help="Random weights of this shape instead of a model: llama-3.2-1b, llama-3.2-3b, llama-3.1-8b, "
-            f"llama-3.1-70b, qwen3-8b. Default: {SHAPE}, on a CPU with {SMALL['layers']} layers and an MLP of "
-            f"{SMALL['mlp']}.",
+            f"llama-3.1-70b, qwen3-8b. Default: {SHAPE}, on a CPU with {LAYERS} layers.",
             show_default=False,
         ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Of the shape: fewer, to fit this machine.")] = None,
-    mlp: Annotated[int | None, typer.Option(help="Of the shape: a narrower MLP, to fit this machine.")] = None,
+    mlp: Annotated[int | None, typer.Option(help="Of the shape: a narrower MLP, with which gains are larger.")] = None,
     dense_layers: Annotated[
-        str, typer.Option(help="Layers that attend to everything, like 0,1; or none.", metavar="LAYERS")
+        str,
+        typer.Option(help="Layers that attend to everything: 0,1 as a BPCCache by default; or none.", metavar="LAYERS"),
     ] = "none",
     prefill_tokens: Annotated[
         int | None, typer.Option(help="Of the prefill. Default: 1024, on a GPU 32768.", show_default=False)
@@ -110,7 +114,7 @@ def bench(
     Example: bpc bench --parts layer --lengths 8192,131072 --budgets 2%,1% -o bench.json --plot bench.png
     """
     asked: dict[str, Any] = {
-        "parts": tuple(split(parts)),
+        "parts": ALL if parts is None else tuple(split(parts)),
         "crossover": crossover,
         "lengths": None if lengths is None else _numbers(lengths, "--lengths"),
         "batch_sizes": _numbers(batch_sizes, "--batch-sizes"),
@@ -124,9 +128,11 @@ def bench(
     }
     if model is not None and (shape is not None or layers is not None or mlp is not None):
         fail("--shape, --layers and --mlp are for random weights: leave out --model")
+    if crossover and parts is not None:
+        fail("--crossover takes the place of the parts: leave out --parts")
     quiet_libraries(bars=not quiet, warnings=not quiet)
     from bpc_artifacts import load
-    from bpc_artifacts.file import check_writable
+    from bpc_artifacts.file import check_writable, replacing
 
     projections = None if artifact is None else load(find_artifact(artifact)[0])
     if output is not None:
@@ -147,7 +153,7 @@ def bench(
         own = getattr(config.get_text_config(decoder=True), "dtype", None)
     else:
         if shape is None and device == "cpu":
-            layers, mlp = layers or SMALL["layers"], mlp or SMALL["mlp"]
+            layers = layers or LAYERS
         config, commit, own = shape_config(shape or SHAPE, layers, mlp), None, None
     kind = getattr(torch, dtype.value) if dtype is not Dtype.auto else own or torch.bfloat16
 
@@ -156,6 +162,15 @@ def bench(
             return random_model(config, kind, torch.device(device))
         name = str(kind).removeprefix("torch.")
         return load_model(model, revision=commit, dtype=name, device=device, trust_remote_code=trust_remote_code)
+
+    written: list[Path] = []
+
+    def keep(result: dict[str, Any]) -> None:
+        if output is None:
+            return
+        with replacing(output, force or output in written) as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
+        written.append(output)
 
     settings = Settings(**asked)
     check(settings, config, projections)
@@ -170,12 +185,8 @@ def bench(
             kind,
             torch.device(device),
             lambda done, what: progress.update(shown, completed=done, description=what),
+            keep,
         )
-    if output is not None:
-        from bpc_artifacts.file import replacing
-
-        with replacing(output, force) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         pictures.draw(result, plot, overwrite=force)
     if as_json:

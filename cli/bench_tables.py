@@ -15,12 +15,14 @@ def show(result: dict[str, Any]) -> None:
             own = [row for row in result["layer"] if (row["batch"], row["group"]) == (batch, group)]
             _stages(own, _shape(result, batch, group))
             _steps(own, _shape(result, batch, group))
-    if "decode" in result:
+    if result.get("decode", {}).get("rows"):
         _decode(result["decode"], result["settings"])
-    if "prefill" in result:
+    if result.get("prefill", {}).get("rows"):
         _prefill(result["prefill"])
     for found in result.get("crossover", []):
         _crossover(found, _shape(result, found["batch"], found["group"]))
+    for left_out in result.get("left_out", []):
+        print(f"{left_out['what']}: {printable(left_out['note'])}")
 
 
 def _about(result: dict[str, Any]) -> None:
@@ -64,36 +66,69 @@ def _steps(rows: list[dict[str, Any]], shape: str) -> None:
                 table.add_row(*lead, name, _number(row["median"]), _spread(row["median"], row), share, _ratio(times))
             lead = ("", "")
     print_table(f"A whole step, beside the fastest dense form and the paper's pipeline: {shape}", table)
+    _say_warm(rows)
     for row in rows:
         if row["median"] is None:
             what = f"{row['method']}, {row['tokens']:,} tokens, {row.get('form', row['stage'])}"
             print(f"{what}: {printable(row['note'])}")
 
 
+def _say_warm(rows: list[dict[str, Any]]) -> None:
+    if lengths := [f"{tokens:,}" for tokens in dict.fromkeys(row["tokens"] for row in rows if not row["cold"])]:
+        print(f"At {', '.join(lengths)} tokens the caches may hold some of it: more working sets take too much memory")
+
+
 def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
     dense = ",".join(map(str, settings["dense_layers"])) or "none"
     for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["batch"] == batch]
-        table = _table("tokens", "attended", "", "tok/s", "spread", "of floor", "/ full", "GB")
+        table = _table("tokens", "attended", "", "tok/s", "spread", "of floor", "/ BPC", "GB")
         for row in rows:
             lead = (f"{row['tokens']:,}", f"{row['attended']:,}")
-            full = row["full"]["milliseconds"]
-            for name, side in (("full", row["full"]), ("BPC", row["bpc"]), ("limit", row["free"])):
-                about = (_spread(side["milliseconds"], side), f"{side['floor_share']:.0%}")
-                memory = f"{side['peak_bytes'] / 1e9:.2f}" if name != "limit" else ""
-                ratio = _ratio(full / side["milliseconds"])
-                table.add_row(*lead, name, f"{side['tokens_per_second']:.4g}", *about, ratio, memory)
+            forms = {name: each for name, each in row["dense_forms"].items() if each["milliseconds"]}
+            sides = [(_short(name) + " *" * (name == row["full"]["form"]), each) for name, each in forms.items()]
+            for name, side in (*sides, ("BPC", row["bpc"]), ("limit", row["free"])):
+                table.add_row(*lead, name, *_side(side, row["bpc"]["milliseconds"], peak=name != "limit"))
                 lead = ("", "")
         print_table(f"Decoding with {_model(found)}, dense layers {dense}, batch {batch}", table)
         for row in rows:
             kept = f"{row['tokens']:,} tokens, {row['attended']:,} attended"
-            print(f"{kept}: BPC reaches {row['limit_reached']:.0%} of the limit")
+            if row["limit_reached"]:
+                print(f"{kept}: BPC reaches {row['limit_reached']:.0%} of the limit")
+            for name, side in (*row["dense_forms"].items(), ("BPC", row["bpc"]), ("limit", row["free"])):
+                if not side["milliseconds"]:
+                    print(f"{kept}, {name}: {printable(side['note'])}")
+    print("*: the fastest form of full attention")
+    print("/ BPC: how many times as long a token takes")
     print("limit: the sparse layers' attention takes no time (Amdahl)")
+    if dense == "none":
+        print("A BPCCache by default has dense layers 0 and 1: --dense-layers 0,1")
     print(f"GB: peak, {found['peak_memory']}")
+    if found["mlp_narrower"]:
+        print("A narrower MLP: gains are larger than in the whole model")
+    if found["experts"]:
+        print("No floor: a step reads some of the experts only")
     if found["projections"] == "random":
         print("Random projections: what is chosen means nothing, the time does not depend on it")
     if found["positions_beyond_limit"]:
         print("Positions go beyond the model's limit, which changes no time")
+
+
+def _short(form: str) -> str:
+    return form.replace(", group folded", "").replace(", softmax, matmul", "")
+
+
+def _side(side: dict[str, Any], ours: float | None, *, peak: bool) -> tuple[str, ...]:
+    if not side["milliseconds"]:
+        return ("-", "", "", "", "")
+    share = "-" if side["floor_share"] is None else f"{side['floor_share']:.0%}"
+    return (
+        f"{side['tokens_per_second']:.4g}",
+        _spread(side["milliseconds"], side),
+        share,
+        _ratio(side["milliseconds"] / ours if ours else None),
+        f"{side['peak_bytes'] / 1e9:.2f}" if peak else "",
+    )
 
 
 def _prefill(found: dict[str, Any]) -> None:
@@ -112,6 +147,7 @@ def _crossover(found: dict[str, Any], shape: str) -> None:
         times = (_number(row["sparse"]["median"]), _number(row["dense"]["median"]))
         table.add_row(f"{row['tokens']:,}", f"{row['attended']:,}", *times, _ratio(row["times_dense"]), faster)
     print_table(f"Where sparse begins to win, {_say(found['budget'])}: {shape}", table)
+    _say_warm(found["rows"])
     value = found["min_context"]
     if value is None:
         print(f"Dense was faster up to {found['rows'][-1]['tokens']:,} tokens: BPC gains no time in this layer here")

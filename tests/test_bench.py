@@ -3,26 +3,29 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
-from bpc_calib import InputError, choose, hash_scores, quantize_query
+from bpc_calib import BPCError, InputError, choose, hash_scores, quantize_query
 from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
 from bpc_calib.bench import dense as dense_forms
 from bpc_calib.bench import paper as paper_forms
-from bpc_calib.bench.crossover import find_crossover
-from bpc_calib.bench.decode import baseline, check_memory, crop, fill, step, weight_bytes
-from bpc_calib.bench.inputs import LayerShape, make, working_sets
+from bpc_calib.bench.crossover import compared, find_crossover
+from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, shorten, step, total_bytes, weight_bytes
+from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
-from bpc_calib.bench.machine import machine
+from bpc_calib.bench.machine import cache_bytes, machine
 from bpc_calib.bench.shapes import random_artifact, random_model, shape_config
 from bpc_calib.cache import BPCCache
+from bpc_calib.dispatch import backend
 from bpc_cli.bench_tables import show
 
 CPU = torch.device("cpu")
+MOST_BYTES = inputs.MOST_BYTES["cpu"]
 SMALL = LayerShape(batch=2, kv_heads=2, group=3, dim=16, tokens=300, dtype=torch.float32)
 
 
@@ -30,7 +33,7 @@ SMALL = LayerShape(batch=2, kv_heads=2, group=3, dim=16, tokens=300, dtype=torch
 def few_working_sets():
     """Whether caches are cold changes no fact that is asserted here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(inputs.MOST_SETS, "cpu", 2)
+        patch.setitem(inputs.MOST_BYTES, "cpu", 1 << 20)
         yield
 
 
@@ -113,7 +116,7 @@ def test_dense_baselines_are_softmax_attention():
 
 @pytest.mark.parametrize("k", [1, 20, 70])
 def test_the_papers_step_is_attention_over_the_best_scores(k):
-    given = make(SMALL, 1, CPU)
+    given = make(SMALL, ONE, CPU)
     codes, _, keys, values = set_of(given, 0)
     scores = hash_scores(quantize_query(given.query, given.projection), codes).amax(-2)
     best = scores.topk(k, sorted=False).indices
@@ -129,7 +132,7 @@ def test_the_papers_step_is_attention_over_the_best_scores(k):
 def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
     forms = {"right": dense_forms.folded, "wrong": lambda q, k, v: q, "broken": lambda q, k, v: 1 / 0, "none": "absent"}
     monkeypatch.setattr(dense_forms, "forms", lambda device: forms)
-    given = make(SMALL, 1, CPU)
+    given = make(SMALL, ONE, CPU)
     found, notes = right_forms(given, CPU)
     assert {name for name in found if name.startswith("dense")} == {"dense/right"}
     assert notes["dense/none"] == "absent"
@@ -146,13 +149,13 @@ def test_a_step_of_ours_that_is_wrong_stops_the_run(monkeypatch):
 def test_stages_end_in_what_a_cache_chooses():
     from bpc_calib.bench.stages import cumulative
 
-    given = make(SMALL, 1, CPU)
+    given = make(SMALL, ONE, CPU)
     codes, gains, _, _ = set_of(given, 0)
     expected = choose(given.query, given.projection, codes, gains, 30, scaling=0.25)
-    for backend in ("torch", "triton"):
-        if backend == "triton":
+    for name in ("torch", "triton"):
+        if name == "triton":
             pytest.importorskip("triton")
-        found = cumulative(backend, given.query, given.projection, 30)["project to select"](codes, gains)
+        found = cumulative(name, given.query, given.projection, 30)["project to select"](codes, gains)
         assert torch.equal(found, expected)
 
 
@@ -165,11 +168,47 @@ def test_times_are_microseconds_of_a_call_and_faults_are_told():
     assert timing.summary([3.0, 1.0, 2.0]) == {"median": 2.0, "spread": [1.0, 3.0]}
 
 
-def test_working_sets_leave_no_cache_warm():
-    sets, dense_sets = working_sets(SMALL, CPU)
-    assert 1 <= dense_sets <= sets <= inputs.MOST_SETS["cpu"]
+@pytest.mark.parametrize("tokens", [256, 2048])
+def test_working_sets_leave_no_cache_warm(monkeypatch, tokens):
+    monkeypatch.setitem(inputs.MOST_BYTES, "cpu", MOST_BYTES)
+    monkeypatch.setattr(inputs, "cache_bytes", lambda device: 32 << 20)
+    monkeypatch.setattr(inputs, "available_memory", lambda device: 16 << 30)
+    shape = LayerShape(1, 8, 4, 128, tokens, torch.bfloat16)
+    sets = working_sets(shape, 128, CPU)
+    codes, token = 8 * tokens * 9, 8 * 128 * 2 * 2
+    assert sets.codes * codes >= 128 << 20
+    assert sets.keys * 128 * token >= 128 << 20
+    assert sets.dense * tokens * token >= 128 << 20
+    assert sets.steps * (codes + 128 * token) >= 128 << 20
+    assert sets.cold
+    held = inputs.room(tokens) * 8
+    assert sets.codes * held * 9 + sets.keys * held * 128 * 4 <= MOST_BYTES
+    monkeypatch.setitem(inputs.MOST_BYTES, "cpu", 100 << 20)
+    assert not working_sets(shape, 128, CPU).cold
+
+
+def test_calls_go_through_all_sets_in_turn():
+    given = make(SMALL, inputs.Sets(5, 2, 1, 5), CPU)
+    taken = [[each.data_ptr() for each in set_of(given, i)] for i in range(5)]
+    assert [len({places[each] for places in taken}) for each in range(4)] == [5, 5, 2, 2]
+
+
+def test_a_layer_that_does_not_fit_is_refused():
     with pytest.raises(InputError, match=r"4,000,000 tokens of 8000 KV heads take .* GB a layer"):
-        working_sets(LayerShape(1000, 8, 4, 128, 4_000_000, torch.bfloat16), CPU)
+        working_sets(LayerShape(1000, 8, 4, 128, 4_000_000, torch.bfloat16), 128, CPU)
+
+
+def test_the_last_caches_of_all_processors_are_counted(monkeypatch, tmp_path):
+    for cpu, sharing in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3")):
+        for index, level, size, who in ((2, 2, "1024K", str(cpu)), (3, 3, "16384K", sharing)):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", who)):
+                (folder / name).write_text(text + "\n")
+    monkeypatch.setattr("bpc_calib.bench.machine.SYSTEM", tmp_path)
+    for cpus, megabytes in (({0, 1, 2}, 32), ({0, 1}, 16), ({9}, 32)):  # of the last nothing is known
+        monkeypatch.setattr("os.sched_getaffinity", lambda process, cpus=cpus: cpus, raising=False)
+        assert cache_bytes(CPU) == megabytes << 20
 
 
 def walk(wins_from, longest, **arguments):
@@ -227,8 +266,8 @@ def test_the_baseline_of_a_model_is_its_own_attention(family):
     ids = torch.tensor([[3], [4]])
     with baseline(model, dense_forms.matmul) as switch:
         found = step(model, ids, cache)
-        crop(cache)
-        switch["free"] = True
+        shorten(cache, 50)
+        switch.free = True
         free = step(model, ids, cache)
     from bpc_calib import disable, enable
 
@@ -281,7 +320,7 @@ def test_result_schema(result):
     assert json.loads(json.dumps(result)) is not None
     assert set(result) >= {"device", "backend", "machine", "settings", "memory_bandwidth", "layer", "decode", "prefill"}
     assert result["device"] == "cpu"
-    assert result["backend"] == "torch"
+    assert result["backend"] == backend(CPU)
     assert result["memory_bandwidth"]["bytes_per_second"] > 1e8
     assert result["settings"]["kv_heads"] == 2
     assert result["settings"]["dtype"] == "float32"
@@ -300,6 +339,10 @@ def test_decoding_rows_fit_together(result):
     for row in rows:
         length = row["tokens"] + 1
         assert row["attended"] == max(128, length // 2)
+        forms = row["dense_forms"]
+        assert set(forms) == {"SDPA, group folded", "matmul, softmax, matmul"}
+        assert row["full"]["milliseconds"] == min(each["milliseconds"] for each in forms.values())
+        assert forms[row["full"]["form"]]["times_bpc"] == row["times_full"]
         for side in ("bpc", "full", "free"):
             assert row[side]["tokens_per_second"] == pytest.approx(
                 1e3 * row["batch"] / row[side]["milliseconds"], rel=0.01
@@ -361,7 +404,7 @@ def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path)
     assert ran.code == 0, ran.err
     assert ran.err == ""
     for part in (
-        "backend torch",
+        f"backend {backend(CPU)}",
         "Memory bandwidth",
         "BPC by stage, us: 2 KV heads, 2 queries each, D=16, float32, batch 1",
         "A whole step, beside the fastest dense form and the paper's pipeline",
@@ -424,6 +467,7 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
         (("--lengths", "many"), "--lengths many: expected numbers, like 2048,8192"),
         (("--lengths", "5"), "--lengths must be 16 to 4,194,303, not 5"),
         (("--batch-sizes", "0"), "--batch-sizes must be 1 to 4,096, not 0"),
+        (("--crossover", "--parts", "layer"), "--crossover takes the place of the parts: leave out --parts"),
         (("--parts", "all"), "unknown part 'all'"),
         (("--budgets", "2x"), "--budgets 2x: expected a share of the tokens"),
         (("--dense-layers", "one"), "--dense-layers one: expected layers"),
@@ -450,3 +494,76 @@ def test_without_matplotlib_one_line_says_what_to_install(bpc, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = bpc("bench", "--plot", "a.png")
     assert (ran.code, ran.err) == (1, "Error: --plot needs matplotlib: pip install matplotlib\n")
+
+
+def test_decoding_sorts_the_safeguards_list_once(monkeypatch):
+    from bpc_calib import hashed_layer
+
+    config = tiny.config()
+    calibrated = random_artifact(config)
+    algorithm = calibrated.metadata["algorithm"] | {"name": "paper"}
+    calibrated = replace(calibrated, metadata=calibrated.metadata | {"algorithm": algorithm})
+    assert BPCCache(config, calibrated).layers[2].rules.safeguard == 0.1
+    sorted_lists = []
+    before = hashed_layer.worst_first
+    monkeypatch.setattr(hashed_layer, "worst_first", lambda error: sorted_lists.append(error) or before(error))
+    decode_rows(tiny.model(), calibrated, 1, 300, [0.5, 150], (), 1e9, 3)
+    assert len(sorted_lists) == 3  # one a layer
+
+
+def test_a_dense_form_that_fails_is_noted_and_none_at_all_is_told(monkeypatch):
+    forms = {"right": dense_forms.folded, "broken": lambda q, k, v: 1 / 0, "none": "absent"}
+    monkeypatch.setattr(dense_forms, "forms", lambda device: forms)
+    (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
+    assert row["full"]["form"] == "right"
+    assert row["dense_forms"]["none"]["note"] == "absent"
+    assert "ZeroDivisionError" in row["dense_forms"]["broken"]["note"]
+    del forms["right"]
+    with pytest.raises(BPCError, match=r"no dense attention is right here \(broken: not measured: Zero"):
+        decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
+    with pytest.raises(BPCError, match=r"no dense form can be compared \(.*broken"):
+        compared(SMALL, 300, 0.5, 1e9, 1, CPU)
+
+
+def test_a_side_that_fails_in_the_model_leaves_the_others(monkeypatch):
+    def failing(*given, **more):
+        raise RuntimeError("no choice")
+
+    monkeypatch.setattr("bpc_calib.hashed_layer.choose", failing)
+    (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
+    assert (row["bpc"]["milliseconds"], row["times_full"]) == (None, None)
+    assert "no choice" in row["bpc"]["note"]
+    assert row["full"]["milliseconds"] > 0
+    assert row["limit_times_full"] > 0
+
+
+def test_a_part_that_fails_leaves_the_others_and_what_is_finished_is_written(bpc, model_folder, tmp_path, monkeypatch):
+    output = tmp_path / "a.json"
+
+    def failing(*given):
+        assert json.loads(output.read_text())["layer"]
+        raise RuntimeError("no decoding")
+
+    monkeypatch.setattr("bpc_calib.bench.decode.decode_rows", failing)
+    ran = bpc("bench", "-m", model_folder, *TINY, "--prefill-tokens", "40", "-o", output, "-q")
+    assert ran.code == 0, ran.err
+    assert "decode, 200 tokens: not measured: RuntimeError: no decoding" in ran.out
+    made = json.loads(output.read_text())
+    assert made["left_out"] == [{"what": "decode, 200 tokens", "note": "not measured: RuntimeError: no decoding"}]
+    assert made["prefill"]["rows"]
+    ran = bpc("bench", "-m", model_folder, *TINY, "--parts", "decode", "-q")
+    assert (ran.code, ran.out) == (1, "")
+
+
+def test_settings_are_those_of_the_papers_projections_and_memory_is_counted_before_any_work(monkeypatch):
+    config = tiny.config()
+    given = random_artifact(config)
+    given = replace(given, metadata=given.metadata | {"algorithm": given.metadata["algorithm"] | {"name": "paper"}})
+    settings = Settings(parts=("layer",), lengths=(200,), repeats=1)
+    made = run(settings, config, tiny.model, given, torch.float32, CPU)["settings"]
+    assert (made["group"], made["gain"], made["safeguard"], made["recent"]) == ("max", False, 0.1, 1)
+    assert total_bytes(config, torch.float32) == sum(each.nbytes for each in tiny.model().parameters())
+    monkeypatch.setattr("bpc_calib.bench.measure.layer_rows", lambda *given: pytest.fail("measured"))
+    monkeypatch.setattr("bpc_calib.bench.decode.available_memory", lambda device: 1 << 29)
+    with pytest.raises(InputError, match="decoding 1 x 200 tokens with llama takes some"):
+        run(replace(settings, parts=("layer", "decode")), config, tiny.model, None, torch.float32, CPU)

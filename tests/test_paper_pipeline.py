@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib import hash_scores, quantize_query
+from bpc_calib.bench.dense import split
 from bpc_calib.kernels import paper
 from bpc_calib.scoring import QuantizedQuery
 from bpc_calib.sparse_attention import sparse_attention
@@ -44,8 +46,9 @@ def test_other_lengths_of_codes_are_refused():
         paper.popcount_scores(torch.zeros(1, 1, 1, 32, dtype=torch.int8), torch.zeros(1, 1, 5, 1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("attention", [scaled_dot_product_attention, split()], ids=["sdpa", "split"])
 @pytest.mark.parametrize(("heads", "k"), [(1, 20), (4, 37)])
-def test_a_step_is_attention_over_the_best_scores(heads, k):
+def test_a_step_is_attention_over_the_best_scores(heads, k, attention):
     generator = torch.Generator().manual_seed(k)
     # Sums of small multiples of 1/8: exact in any order, so both round the same query.
     query = torch.randint(-4, 5, (2, 2, heads, 32), generator=generator).float()
@@ -55,4 +58,4 @@ def test_a_step_is_attention_over_the_best_scores(heads, k):
     best = hash_scores(quantize_query(query, projection), codes).amax(-2).to(DEVICE).topk(k, sorted=False).indices
     given = [tensor.to(DEVICE) for tensor in (query, projection, codes, keys, values)]
     expected = sparse_attention(given[0], given[3], given[4], best)
-    torch.testing.assert_close(paper.paper_step(*given, k), expected)
+    torch.testing.assert_close(paper.paper_step(*given, k, attention), expected)

@@ -10,7 +10,7 @@ import torch
 from bpc_calib.bench.inputs import LayerShape, make, working_sets
 from bpc_calib.bench.layer import figures, right_forms, set_of
 from bpc_calib.bench.timing import timed
-from bpc_calib.errors import InputError
+from bpc_calib.errors import BPCError, InputError
 from bpc_calib.selection import attended
 
 __all__ = ["compared", "find_crossover"]
@@ -64,20 +64,30 @@ def _won_from(rows: dict[int, dict[str, Any]]) -> int | None:
 def compared(
     shape: LayerShape, tokens: int, budget: float | int, rate: float, repeats: int, device: torch.device
 ) -> dict[str, Any]:
-    """Microseconds of a whole step of ours and of the fastest dense form at one length."""
+    """Microseconds of a whole step of ours and of the fastest dense form at one length.
+
+    Raises:
+        BPCError: there is no form of either to compare.
+    """
     shape = replace(shape, tokens=tokens)
-    sets, dense_sets = working_sets(shape, device)
-    inputs = make(shape, sets, device)
-    forms, _ = right_forms(inputs, device, papers=False)
     k = attended(tokens, budget)
+    sets = working_sets(shape, k, device)
+    inputs = make(shape, replace(sets, codes=min(sets.codes, sets.steps)), device)
+    forms, notes = right_forms(inputs, device, papers=False)
     calls = {
-        name: [functools.partial(form, *set_of(inputs, i), k) for i in range(sets if name == "step" else dense_sets)]
+        name: [
+            functools.partial(form, *set_of(inputs, i), k) for i in range(sets.steps if name == "step" else sets.dense)
+        ]
         for name, form in forms.items()
     }
     taken = timed(calls, repeats, device)
+    notes |= {name: samples for name, samples in taken.items() if isinstance(samples, str)}
     found = {name: figures(samples, None, rate) for name, samples in taken.items()}
     dense = {name: row for name, row in found.items() if name != "step" and row["median"]}
+    if not dense or not found["step"]["median"]:
+        what = "a step of BPC cannot be timed" if dense else "no dense form can be compared"
+        raise BPCError(f"{what} ({'; '.join(f'{name}: {note}' for name, note in notes.items())})")
     best = min(dense, key=lambda name: dense[name]["median"])
-    row = {"tokens": tokens, "attended": k, "sparse": found["step"], "dense": dense[best]}
+    row = {"tokens": tokens, "attended": k, "cold": sets.cold, "sparse": found["step"], "dense": dense[best]}
     row |= {"form": best.partition("/")[2], "times_dense": round(dense[best]["median"] / found["step"]["median"], 3)}
     return row | {"sparse_wins": found["step"]["median"] < dense[best]["median"]}

@@ -1,9 +1,10 @@
 """Tokens a second of a whole model: with BPC, with full attention, and with a sparse attention that is free."""
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ from bpc_calib.bench.floors import decode_bytes, least_microseconds
 from bpc_calib.bench.inputs import repeated, room
 from bpc_calib.bench.machine import available_memory
 from bpc_calib.bench.memory import peak, reset_peak
-from bpc_calib.bench.timing import captured, clock, summary, synchronize, timed
+from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
 from bpc_calib.cache import BPCCache
-from bpc_calib.errors import InputError
+from bpc_calib.errors import BPCError, InputError
+from bpc_calib.hashed_layer import BPCLayer
 from bpc_calib.layers import GrowingLayer, SparseLayer
 from bpc_calib.models import describe
 from bpc_calib.runtime import disable, enable
 
-__all__ = ["baseline", "check_memory", "decode_rows", "fill", "weight_bytes"]
+__all__ = [
+    "baseline", "check_memory", "decode_rows", "fill", "has_experts", "shorten", "step", "total_bytes", "weight_bytes",
+]  # fmt: skip
 
 NAME = "bench_dense"  # of the dense attention, as transformers calls it
 SPARE = 512 << 20
@@ -42,73 +46,123 @@ def decode_rows(
     """A row for each budget: a step behind `tokens` random keys and values, of each of `batch` sequences.
 
     All sides share the model, the cache and the token ids, and differ in what their sparse layers attend to; they
-    are timed in turn. The dense attention is the fastest form of `bench.dense` for this layer, on every side.
+    are timed in turn. Full attention is a side for each right form of `bench.dense`; the dense layers of the others
+    take the form that is fastest for a layer alone.
 
     Returns:
-        Tables of `milliseconds`, `spread` and `tokens_per_second` under `bpc`, `full` and `free` (the sparse layers'
-        attention replaced by zeros: the limit of Amdahl), their byte `floor` in milliseconds and `floor_share`,
-        `peak_bytes`; `times_full` and `limit_reached`, the share of the limit's tokens a second that BPC reaches.
+        Tables of `milliseconds`, `spread` and `tokens_per_second` under `bpc`, `full` (the fastest dense form, its name
+        as `form`) and `free` (the sparse layers' attention replaced by zeros: the limit of Amdahl), their byte `floor`
+        in milliseconds and `floor_share`, `peak_bytes`, or a `note` why there are none; `dense_forms`, the same of
+        every dense form with `times_bpc`; `times_full` and `limit_reached`, the share of the limit's tokens a second
+        that BPC reaches.
+
+    Raises:
+        BPCError: no dense form is right, or could be timed in the model.
     """
     device = model.device
     description = describe(model.config)
     heads, group = description.kv_heads, description.query_heads // description.kv_heads
-    form, attention = fastest((batch, heads, group, tokens, description.head_dim), model.dtype, device)
+    best, forms, faults = fastest((batch, heads, group, tokens, description.head_dim), model.dtype, device)
     cache = BPCCache(model.config, artifact, budget=1.0, dense_layers=dense_layers)
     sparse = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
     plain = sparse[0].rules
     rows = []
-    with baseline(model, attention) as switch:
+    with baseline(model, forms[best]) as switch:
         fill(cache, model.config, batch, tokens, model.dtype, device)
         ids = torch.ones(batch, 1, dtype=torch.long, device=device)
 
-        def use(budget: float | int, free: bool = False) -> None:
-            switch["free"] = free
+        def use(budget: float | int, free: bool = False, form: str = best) -> None:
+            switch.free, switch.attention = free, forms[form]
             for layer in sparse:
                 layer.rules = replace(plain, budget=budget)
 
-        sides = {"full": (1.0, False), "free": (1.0, True)} | {str(each): (each, False) for each in budgets}
-        runs: dict[str, Callable[[], float]] = {}
-        peaks: dict[str, int] = {}
-        for name, (budget, free) in sides.items():
-            use(budget, free)
-            step(model, ids, cache)  # hashes all keys
-            crop(cache)
-            reset_peak(device)
-            runs[name] = prepared(model, ids, cache)
-            peaks[name] = peak(device)
-        taken: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(repeats):
-            for name, (budget, free) in sides.items():
-                use(budget, free)
-                taken[name].append(1e3 * runs[name]())
+        sides = {f"dense/{name}": functools.partial(use, 1.0, form=name) for name in forms}
+        sides |= {"free": functools.partial(use, 1.0, True)}
+        sides |= {str(each): functools.partial(use, each) for each in budgets}
+        taken, peaks = _timed_sides(model, ids, cache, tokens, sides, repeats)
         weights = weight_bytes(model)
+        counted = not has_experts(model.config)
         for budget in budgets:
             use(budget)
             read, full = cache.kv_bytes(tokens + 1)
             token = 2 * heads * description.head_dim * model.dtype.itemsize
             rest = full - len(sparse) * token * (tokens + 1)
-            row: dict[str, Any] = {"batch": batch, "tokens": tokens, "budget": budget, "form": form}
+            row: dict[str, Any] = {"batch": batch, "tokens": tokens, "budget": budget}
             row |= {"attended": sparse[0].count(tokens + 1)}
-            for name, side, size in (("bpc", str(budget), read), ("full", "full", full), ("free", "free", rest)):
-                row[name] = _figures(taken[side], batch, decode_bytes(weights, batch, size), rate)
-                row[name]["peak_bytes"] = peaks[side]
-            row["times_full"] = round(row["full"]["milliseconds"] / row["bpc"]["milliseconds"], 3)
-            row["limit_times_full"] = round(row["full"]["milliseconds"] / row["free"]["milliseconds"], 3)
-            row["limit_reached"] = round(row["free"]["milliseconds"] / row["bpc"]["milliseconds"], 3)
+
+            def side(name: str, size: int) -> dict[str, Any]:
+                floor = least_microseconds(decode_bytes(weights, batch, size), rate) / 1e3 if counted else None
+                return _figures(taken[name], batch, floor) | {"peak_bytes": peaks.get(name)}
+
+            row["bpc"], row["free"] = side(str(budget), read), side("free", rest)
+            dense_forms = {name: side(f"dense/{name}", full) for name in forms}
+            measured = {name: each for name, each in dense_forms.items() if each["milliseconds"]}
+            if not measured:
+                told = "; ".join(f"{name}: {each['note']}" for name, each in dense_forms.items())
+                raise BPCError(f"no dense attention could be timed in the model ({told})")
+            name = min(measured, key=lambda name: measured[name]["milliseconds"])
+            row["full"] = {"form": name} | measured[name]
+            row["dense_forms"] = {
+                name: each | {"times_bpc": _ratio(each, row["bpc"])} for name, each in dense_forms.items()
+            } | {name: {"milliseconds": None, "note": fault} for name, fault in faults.items()}
+            row["times_full"] = _ratio(row["full"], row["bpc"])
+            row["limit_times_full"] = _ratio(row["full"], row["free"])
+            row["limit_reached"] = _ratio(row["free"], row["bpc"])
             rows.append(row)
     return rows
 
 
-def _figures(samples: list[float], batch: int, size: int, rate: float) -> dict[str, Any]:
+def _timed_sides(
+    model: Any, ids: Tensor, cache: Any, tokens: int, sides: Mapping[str, Callable[[], None]], repeats: int
+) -> tuple[dict[str, list[float] | str], dict[str, int]]:
+    """Milliseconds of a step of each side, taken in turn, or why there are none; and its peak memory."""
+    device = model.device
+    runs: dict[str, Callable[[], float]] = {}
+    taken: dict[str, list[float]] = {}
+    notes: dict[str, list[float] | str] = {}
+    peaks: dict[str, int] = {}
+    for name, use in sides.items():
+        use()
+        try:
+            step(model, ids, cache)  # hashes all keys
+            shorten(cache, tokens)
+            reset_peak(device)
+            runs[name] = prepared(model, ids, cache)
+            taken[name] = []
+            peaks[name] = peak(device)
+        except Exception as error:
+            notes[name] = reason(error)
+            shorten(cache, tokens)
+    for _ in range(repeats):
+        for name, run in list(runs.items()):
+            sides[name]()
+            try:
+                taken[name].append(1e3 * run())
+            except Exception as error:
+                notes[name] = reason(error)
+                del runs[name]
+                shorten(cache, tokens)
+    return {**taken, **notes}, peaks
+
+
+def _figures(samples: list[float] | str, batch: int, floor: float | None) -> dict[str, Any]:
+    if isinstance(samples, str):
+        return {"milliseconds": None, "note": samples}
     about = summary(samples, 3)
-    floor = least_microseconds(size, rate) / 1e3
     return {
         "milliseconds": about["median"],
         "spread": about["spread"],
         "tokens_per_second": round(1e3 * batch / about["median"], 2),
-        "floor": round(floor, 3),
-        "floor_share": round(floor / about["median"], 4),
+        "floor": None if floor is None else round(floor, 3),
+        "floor_share": None if floor is None else round(floor / about["median"], 4),
     }
+
+
+def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
+    """How many times as long `one` takes."""
+    if not one["milliseconds"] or not other["milliseconds"]:
+        return None
+    return float(round(one["milliseconds"] / other["milliseconds"], 3))
 
 
 def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
@@ -118,30 +172,40 @@ def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
 
 def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
     """What decodes a token and gives its seconds: on a GPU a CUDA graph, else a call; the cache stays as it was."""
-    device = model.device
+    device, length = model.device, cache.get_seq_length()
+
+    def again() -> None:
+        step(model, ids, cache)
+        shorten(cache, length)
+
     if device.type == "cuda":
-        length = cache.get_seq_length()
-        # Replayed, a step writes the same place again: the time is that of a step at this length.
-        run = captured([lambda: step(model, ids, cache)], device)
-        crop(cache, cache.get_seq_length() - length)
+        # Every step writes the same place: the time is that of a step at this length.
+        run = captured([again], device)
         run()
         synchronize(device)
         return lambda: clock(run, device)
 
     def timed_step() -> float:
         seconds = clock(lambda: step(model, ids, cache), device)
-        crop(cache)
+        shorten(cache, length)
         return seconds
 
     timed_step()
     return timed_step
 
 
-def crop(cache: Any, tokens: int = 1) -> None:
-    """Forget the newest tokens; sliding windows keep theirs, which are as many and cost the same."""
+def shorten(cache: Any, tokens: int) -> None:
+    """Forget what came behind so many tokens; no buffer moves, and the safeguard keeps its list, as while decoding.
+
+    Sliding windows keep the newest, which are as many and cost the same.
+    """
     for layer in cache.layers:
         if isinstance(layer, GrowingLayer):
-            layer.crop(-tokens)
+            layer._show(tokens)
+        if isinstance(layer, BPCLayer):
+            layer.hashed = min(layer.hashed, tokens)
+        if isinstance(layer, SparseLayer):
+            layer.served = True  # also behind a step that failed
 
 
 def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -156,27 +220,32 @@ def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, d
             layer.served = True  # no attention of this step is to come
 
 
-@contextmanager
-def baseline(model: Any, attention: dense.Dense) -> Any:
-    """Let the model's dense attention of one token be `attention`, and BPC stand above it.
+@dataclass
+class Switch:
+    """What the attention of one token is, of a model in `baseline`."""
 
-    Yields a switch: while its `free` is true, sparse layers attend to nothing and give zeros.
-    """
+    attention: dense.Dense
+    free: bool = False  # sparse layers attend to nothing and give zeros
+
+
+@contextmanager
+def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
+    """Let the model's dense attention of one token be `attention`, and BPC stand above it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     sdpa = AttentionInterface()["sdpa"]
-    switch = {"free": False}
+    switch = Switch(attention)
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments: Any) -> Any:
         if query.shape[2] > 1 or mask is not None:
             return sdpa(module, query, key, value, mask, **arguments)
-        if switch["free"] and hasattr(key, "bpc_layer"):
+        if switch.free and hasattr(key, "bpc_layer"):
             return query.new_zeros(query.shape).transpose(1, 2), None
         grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
-        scale = arguments.get("scaling")
-        if scale is not None:  # the forms take the usual scale
-            grouped = grouped * (scale * query.shape[-1] ** 0.5)
-        return attention(grouped, key, value).flatten(1, 2).unsqueeze(1), None
+        scale, usual = arguments.get("scaling"), query.shape[-1] ** -0.5
+        if scale is not None and not math.isclose(scale, usual):  # the forms take the usual one
+            grouped = grouped * (scale / usual)
+        return switch.attention(grouped, key, value).flatten(1, 2).unsqueeze(1), None
 
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attend)
@@ -190,32 +259,78 @@ def baseline(model: Any, attention: dense.Dense) -> Any:
         model.set_attn_implementation(before)
 
 
-def fastest(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[str, dense.Dense]:
-    """The dense form that takes least for a layer `(B, H_KV, G, N, D)` in a cache's buffers, and its name."""
+def fastest(
+    size: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[str, dict[str, dense.Dense], dict[str, str]]:
+    """Dense forms of a layer `(B, H_KV, G, N, D)` in a cache's buffers.
+
+    Returns:
+        The name of the one that takes least, all that are right, and why others are left out.
+
+    Raises:
+        BPCError: none is right.
+    """
     batch, heads, group, tokens, dim = size
     generator = torch.Generator(device).manual_seed(0)
     query = repeated((batch, heads, group, dim), dtype, generator, device)
     whole = (batch, heads, room(tokens), dim)
     keys, values = (repeated(whole, dtype, generator, device)[:, :, :tokens] for _ in range(2))
     right = dense.exact(query[:1], keys[:1], values[:1])
-    near = {}
+    near: dict[str, dense.Dense] = {}
+    faults: dict[str, str] = {}
     for name, form in dense.forms(device).items():
-        try:
-            if not isinstance(form, str) and dense.error(form(query, keys, values)[:1], right) < 0.02:
-                near[name] = form
-        except Exception:  # not for this shape or machine: the layer part says which and why
+        if isinstance(form, str):
+            faults[name] = form
             continue
+        try:
+            off = dense.error(form(query, keys, values)[:1], right)
+        except Exception as error:
+            faults[name] = reason(error)
+            continue
+        if off < dense.TOLERANCE:
+            near[name] = form
+        else:
+            faults[name] = f"not measured: its result is off by {off:.1e}"
     calls = {name: [functools.partial(form, query, keys, values)] for name, form in near.items()}
     taken = timed(calls, 3, device)
-    best = min((name for name in near if not isinstance(taken[name], str)), key=lambda name: sorted(taken[name])[1])
-    return best, near[best]
+    medians: dict[str, float] = {}
+    for name, samples in taken.items():
+        if isinstance(samples, str):
+            faults[name] = samples
+        else:
+            medians[name] = sorted(samples)[1]
+    if not medians:
+        told = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+        raise BPCError(f"no dense attention is right here ({told})")
+    return min(medians, key=lambda name: medians[name]), {name: near[name] for name in medians}, faults
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a step reads: of an embedding that is not the output too it reads but a row."""
+    """Bytes of the weights that a step reads, all experts counted.
+
+    Of an embedding that is not the output too it reads but a row.
+    """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
     return sum(each.nbytes for each in model.parameters()) - (0 if tied else embedding.nbytes)
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a step reads some of the weights only: which, no floor knows."""
+    text = config.get_text_config(decoder=True)
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def total_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the weights of a model that is not made; 0 where only its own code could tell."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception:
+        return 0
+    return sum(each.nbytes for each in model.parameters())
 
 
 def check_memory(config: Any, weights: int, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:

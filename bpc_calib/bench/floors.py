@@ -1,6 +1,6 @@
 """Bytes that cannot but move, and the time that they take at the memory's bandwidth."""
 
-__all__ = ["attended_bytes", "code_bytes", "decode_bytes", "dense_bytes", "least_microseconds", "stage_bytes"]
+__all__ = ["code_bytes", "decode_bytes", "dense_bytes", "least_microseconds", "stage_bytes"]
 
 
 def dense_bytes(rows: int, tokens: int, dim: int, itemsize: int) -> int:
@@ -13,14 +13,9 @@ def code_bytes(rows: int, tokens: int, *, bits: int = 64, gain: bool = True) -> 
     return rows * tokens * (8 * -(-bits // 64) + gain)
 
 
-def attended_bytes(rows: int, k: int, dim: int, itemsize: int) -> int:
-    """Keys and values of the `k` tokens attended."""
-    return dense_bytes(rows, k, dim, itemsize)
-
-
 def stage_bytes(rows: int, tokens: int, k: int, dim: int, itemsize: int) -> dict[str, int]:
     """Of the stages of a step that a cache has floors for, and of the whole: scores need not leave the processor."""
-    codes, kept = code_bytes(rows, tokens), attended_bytes(rows, k, dim, itemsize)
+    codes, kept = code_bytes(rows, tokens), dense_bytes(rows, k, dim, itemsize)
     return {"score": codes, "attend": kept, "step": codes + kept}
 
 

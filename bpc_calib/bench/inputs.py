@@ -12,10 +12,9 @@ from bpc_calib.errors import InputError
 from bpc_calib.growing import LEAST_ROOM
 from bpc_calib.pages import in_huge_pages
 
-__all__ = ["LayerInputs", "LayerShape", "make", "repeated", "room", "working_sets"]
+__all__ = ["ONE", "LayerInputs", "LayerShape", "Sets", "make", "repeated", "room", "working_sets"]
 
 BITS = 64
-MOST_SETS = {"cpu": 64, "cuda": 256}
 MOST_BYTES = {"cpu": 4 << 30, "cuda": 16 << 30}  # of all working sets
 BLOCK = 1 << 24  # random numbers drawn; longer tensors repeat them
 
@@ -44,6 +43,20 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
+class Sets:
+    """How many working sets calls go through in turn, and what of a cache is read before a set comes again."""
+
+    codes: int
+    keys: int  # of keys and values, which take more memory
+    dense: int  # those of them that dense forms go through
+    steps: int  # whole steps, which read both, until the first sets come again
+    cold: bool = True  # whether all that a step, its scores or a dense form reads leaves the caches in between
+
+
+ONE = Sets(1, 1, 1, 1)
+
+
+@dataclass(frozen=True)
 class LayerInputs:
     """Of a layer, its cache as often as there are working sets."""
 
@@ -52,14 +65,14 @@ class LayerInputs:
     projection: Tensor  # [H_KV, 64, D]
     encoder: Encoder  # with a metric and a mean, as calibration makes it
     plain: Encoder  # without: the paper's
-    codes: Tensor  # int64 [sets, B, H_KV, N, 1]
-    gains: Tensor  # uint8 [sets, B, H_KV, N]
-    keys: Tensor  # [sets, B, H_KV, N, D]
+    codes: Tensor  # int64 [sets.codes, B, H_KV, N, 1]
+    gains: Tensor  # uint8 [sets.codes, B, H_KV, N]
+    keys: Tensor  # [sets.keys, B, H_KV, N, D]
     values: Tensor
 
 
-def working_sets(shape: LayerShape, device: torch.device) -> tuple[int, int]:
-    """How many sets leave no cache warm: by codes alone, and by keys and values.
+def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
+    """As many as leave no cache warm where `k` tokens are attended, or as many as fit `MOST_BYTES`.
 
     Raises:
         InputError: not one fits the memory.
@@ -70,15 +83,24 @@ def working_sets(shape: LayerShape, device: torch.device) -> tuple[int, int]:
             f"{shape.tokens:,} tokens of {shape.rows} KV heads take {shape.cached_bytes / 1e9:.1f} GB a layer, and "
             f"{free / 1e9:.1f} GB are free on {device.type}: shorter --lengths or smaller --batch-sizes"
         )
-    kind = "cuda" if device.type == "cuda" else "cpu"
     wanted = 4 * cache_bytes(device)
-    fitting = max(1, min(free // 3, MOST_BYTES[kind]) // shape.cached_bytes)
-    dense = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
-    sets = max(1, min(-(-wanted // code_bytes(shape.rows, shape.tokens)), fitting, MOST_SETS[kind]))
-    return sets, min(sets, max(2, -(-wanted // dense)))
+    most = min(free // 3, MOST_BYTES["cuda" if device.type == "cuda" else "cpu"])
+    held = code_bytes(shape.rows, room(shape.tokens))
+    codes, dense, kept = (
+        code_bytes(shape.rows, shape.tokens),
+        *(dense_bytes(shape.rows, tokens, shape.dim, shape.dtype.itemsize) for tokens in (shape.tokens, k)),
+    )
+    code_sets = max(1, min(-(-wanted // codes), most // 2 // held))
+    fitting = max(1, (most - code_sets * held) // (shape.cached_bytes - held))
+    key_sets = min(max(2, -(-wanted // kept)), fitting)
+    dense_sets = min(key_sets, max(2, -(-wanted // dense)))
+    # A step reads codes, too, before keys and values come again.
+    read = (code_sets * codes, key_sets * (kept + codes), dense_sets * dense)
+    steps = key_sets if read[1] >= wanted else max(code_sets, key_sets)
+    return Sets(code_sets, key_sets, dense_sets, steps, min(read) >= wanted)
 
 
-def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
+def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
     """Always the same numbers for a shape, in buffers with spare room, as those of a cache."""
     generator = torch.Generator(device).manual_seed(0)
     dim, dtype, heads = shape.dim, shape.dtype, (shape.batch, shape.kv_heads)
@@ -88,7 +110,8 @@ def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
 
     projection, root = 0.3 * normal(shape.kv_heads, BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
     encoder = make_encoder(projection, dtype, metric=root.mT @ root / (2 * dim), mean=0.1 * normal(shape.kv_heads, dim))
-    cached, tokens = (sets, *heads, room(shape.tokens)), shape.tokens
+    cached, tokens = (sets.codes, *heads, room(shape.tokens)), shape.tokens
+    dense = (sets.keys, *cached[1:], dim)
     codes, gains = (
         in_huge_pages(torch.empty(cached, dtype=each, device=device)) for each in (torch.int64, torch.uint8)
     )
@@ -105,8 +128,8 @@ def make(shape: LayerShape, sets: int, device: torch.device) -> LayerInputs:
         plain=make_encoder(projection, dtype),
         codes=codes.unsqueeze(-1)[:, :, :, :tokens],
         gains=gains[..., :tokens],
-        keys=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
-        values=repeated((*cached, dim), dtype, generator, device)[:, :, :, :tokens],
+        keys=repeated(dense, dtype, generator, device)[:, :, :, :tokens],
+        values=repeated(dense, dtype, generator, device)[:, :, :, :tokens],
     )
 
 

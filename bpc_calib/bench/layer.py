@@ -11,7 +11,7 @@ from torch import Tensor
 from bpc_calib import dispatch
 from bpc_calib.bench import dense, paper
 from bpc_calib.bench.floors import code_bytes, dense_bytes, least_microseconds, stage_bytes
-from bpc_calib.bench.inputs import LayerInputs, LayerShape, make, working_sets
+from bpc_calib.bench.inputs import ONE, LayerInputs, LayerShape, Sets, make, working_sets
 from bpc_calib.bench.stages import STAGES, choose, cumulative, step
 from bpc_calib.bench.timing import reason, summary, synchronize, timed
 from bpc_calib.errors import BPCError
@@ -19,8 +19,6 @@ from bpc_calib.selection import attended
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 
-# Of a result, from float64: what rounding to 16 bits explains, and more than which it is another result.
-TOLERANCE = 0.02
 NOTABLE = 0.5  # seconds of a first call that are worth a line
 
 Form = Callable[..., Tensor]
@@ -29,7 +27,7 @@ Calls = dict[str, list[Callable[[], Any]]]
 
 def compile_seconds(shape: LayerShape, device: torch.device) -> float | None:
     """Seconds that the first step takes beyond the second: compilation and loading; None below half a second."""
-    inputs = make(shape, 1, device)
+    inputs = make(shape, ONE, device)
     k = attended(shape.tokens, 0.5, 1)
 
     def run() -> float:
@@ -52,21 +50,22 @@ def layer_rows(
 
     Returns:
         Tables of `method`, `stage`, `form`, `budget`, `attended`, `median`, `spread`, `floor`, `floor_share` (floor /
-        median) and `best`, the fastest form; where nothing was measured `note` says why. Rows of BPC's whole step
-        have `times_dense` and `times_paper`: how many times as long the others take.
+        median), `best`, the fastest form, and `cold`: whether no set was in a cache when it was read again; where
+        nothing was measured `note` says why. Rows of BPC's whole step have `times_dense` and `times_paper`: how many
+        times as long the others take.
     """
-    sets, dense_sets = working_sets(shape, device)
+    ks = {budget: attended(shape.tokens, budget) for budget in budgets}
+    sets = working_sets(shape, min(ks.values()), device)
     inputs = make(shape, sets, device)
     forms, notes = right_forms(inputs, device)
-    ks = {budget: attended(shape.tokens, budget) for budget in budgets}
     calls: Calls = {}
     for name, form in forms.items():
         if name.startswith("dense/"):
-            calls[name] = [functools.partial(form, *set_of(inputs, i)) for i in range(dense_sets)]
+            calls[name] = [functools.partial(form, *set_of(inputs, i)) for i in range(sets.dense)]
             continue
         for budget, k in ks.items():
-            calls[f"{budget}/{name}"] = [functools.partial(form, *set_of(inputs, i), k) for i in range(sets)]
-    calls["encode"] = [functools.partial(dispatch.encode_with, inputs.encoder, inputs.new)] * sets
+            calls[f"{budget}/{name}"] = [functools.partial(form, *set_of(inputs, i), k) for i in range(sets.steps)]
+    calls["encode"] = [functools.partial(dispatch.encode_with, inputs.encoder, inputs.new)] * sets.steps
     for budget, k in ks.items():
         calls |= _stage_calls(f"{budget}/", inputs, k, sets, device)
     return _rows(shape, ks, timed(calls, repeats, device), notes, rate, sets)
@@ -107,7 +106,7 @@ def right_forms(
     for name in list(forms):
         try:
             off = dense.error(forms[name](*given, given[0].shape[2]), right)
-            fault = "" if off < TOLERANCE else f"not measured: its result is off by {off:.1e}"
+            fault = "" if off < dense.TOLERANCE else f"not measured: its result is off by {off:.1e}"
         except Exception as error:
             fault = reason(error)
         if fault and name == "step":
@@ -119,18 +118,19 @@ def right_forms(
 
 
 def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, gains, keys and values of a working set."""
-    return inputs.codes[i], inputs.gains[i], inputs.keys[i], inputs.values[i]
+    """Codes, gains, keys and values of the working set that comes at `i`."""
+    code, key = i % len(inputs.codes), i % len(inputs.keys)
+    return inputs.codes[code], inputs.gains[code], inputs.keys[key], inputs.values[key]
 
 
-def _stage_calls(prefix: str, inputs: LayerInputs, k: int, sets: int, device: torch.device) -> Calls:
+def _stage_calls(prefix: str, inputs: LayerInputs, k: int, sets: Sets, device: torch.device) -> Calls:
     calls: Calls = {}
     for stage, function in cumulative(dispatch.backend(device), inputs.query, inputs.projection, k).items():
-        calls[prefix + stage] = [functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets)]
-    lists = [choose(inputs.query, inputs.projection, *set_of(inputs, i)[:2], k) for i in range(sets)]
+        calls[prefix + stage] = [functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets.codes)]
+    lists = [choose(inputs.query, inputs.projection, *set_of(inputs, i)[:2], k) for i in range(sets.keys)]
     calls[f"{prefix}attend"] = [
         functools.partial(dispatch.sparse_attention, inputs.query, inputs.keys[i], inputs.values[i], lists[i])
-        for i in range(sets)
+        for i in range(sets.keys)
     ]
     return calls
 
@@ -141,9 +141,15 @@ def _rows(
     taken: dict[str, list[float] | str],
     notes: dict[str, str],
     rate: float,
-    sets: int,
+    sets: Sets,
 ) -> list[dict[str, Any]]:
-    about = {"batch": shape.batch, "group": shape.group, "tokens": shape.tokens, "working_sets": sets}
+    about = {
+        "batch": shape.batch,
+        "group": shape.group,
+        "tokens": shape.tokens,
+        "working_sets": sets.steps,
+        "cold": sets.cold,
+    }
     dense_size = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
     theirs = {name: taken.get(name, notes.get(name, "")) for name in {**taken, **notes} if name.startswith("dense/")}
     rows = [about | {"method": "dense", **row} for row in _forms(theirs, dense_size, rate)]

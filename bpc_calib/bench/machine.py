@@ -1,4 +1,4 @@
-"""The facts about a machine without which a figure means little, and the largest of its caches."""
+"""The facts about a machine without which a figure means little, and its last caches."""
 
 import os
 import platform
@@ -12,6 +12,7 @@ import torch
 __all__ = ["available_memory", "cache_bytes", "machine"]
 
 VERSIONS = ("bpc-calib", "torch", "transformers", "triton", "numba")
+SYSTEM = Path("/sys/devices/system/cpu")
 UNKNOWN_CACHE = 32 << 20
 
 
@@ -38,12 +39,19 @@ def machine() -> dict[str, Any]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of the last cache before the memory; where the system does not say, 32 MiB."""
+    """Bytes of the last caches of what this process may run on; where the system does not say, 32 MiB."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
-    sizes = [_lines(str(path))[:1] for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    known = [int(size[0][:-1]) << 10 for size in sizes if size and size[0][:-1].isdigit() and size[0].endswith("K")]
-    return max(known, default=UNKNOWN_CACHE)
+    found: dict[tuple[int, str], int] = {}  # by level and the processors that share it
+    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        for index in (SYSTEM / f"cpu{cpu}" / "cache").glob("index*"):
+            level, sharing, size = (
+                next(iter(_lines(str(index / name))), "") for name in ("level", "shared_cpu_list", "size")
+            )
+            if level.isdigit() and size[:-1].isdigit() and size.endswith("K"):
+                found[int(level), sharing] = int(size[:-1]) << 10
+    highest = max((level for level, _ in found), default=0)
+    return sum(size for (level, _), size in found.items() if level == highest) or UNKNOWN_CACHE
 
 
 def available_memory(device: torch.device) -> int:

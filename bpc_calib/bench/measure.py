@@ -15,10 +15,10 @@ from bpc_calib.bench.crossover import SHORTEST, compared, find_crossover
 from bpc_calib.bench.inputs import LayerShape, working_sets
 from bpc_calib.bench.layer import compile_seconds, layer_rows
 from bpc_calib.bench.machine import machine
-from bpc_calib.bench.shapes import random_artifact
-from bpc_calib.bench.timing import bandwidth
-from bpc_calib.cache import BPCCache
-from bpc_calib.errors import InputError
+from bpc_calib.bench.shapes import SHAPES, random_artifact
+from bpc_calib.bench.timing import bandwidth, reason
+from bpc_calib.cache import BPCCache, ranking_defaults
+from bpc_calib.errors import BPCError, InputError
 from bpc_calib.models import describe
 from bpc_calib.selection import attended
 
@@ -33,6 +33,7 @@ FEWEST, MOST = 16, dispatch.MOST_TOKENS  # tokens
 
 Progress = Callable[[float, str], None]
 Load = Callable[[], Any]
+Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def run(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = lambda share, what: None,
+    keep: Keep = lambda result: None,
 ) -> dict[str, Any]:
     """Measure, compare and explain.
 
@@ -98,13 +100,15 @@ def run(
         load: makes the model; called for the parts that need one.
         artifact: its projections; None: random ones.
         progress: called with the share that is done, and what is being done.
+        keep: called with the result so far whenever something is finished, and with the whole.
 
     Returns:
         `device`, `backend`, `machine`, `settings`, `memory_bandwidth`, perhaps `compile_seconds`, and a table for each
-        part that was asked for: `layer`, `decode`, `prefill`, or `crossover`.
+        part that was asked for: `layer`, `decode`, `prefill`, or `crossover`; `left_out` says `what` could not
+        be measured, and in a `note` why.
 
     Raises:
-        BPCError: see `check`; or something does not fit the memory.
+        BPCError: see `check`; something does not fit the memory; or nothing could be measured.
     """
     check(settings, config, artifact)
     began = time.monotonic()
@@ -126,12 +130,18 @@ def run(
     ]
     if settings.crossover or "layer" in settings.parts:
         for shape in shapes:
-            working_sets(shape, device)
+            working_sets(shape, shape.tokens, device)
+    if "decode" in settings.parts and not settings.crossover:
+        weights = decode.total_bytes(config, dtype)
+        for batch in settings.batch_sizes:
+            for tokens in decode_lengths:
+                decode.check_memory(config, weights, batch, tokens, dtype, device)
     asked = asdict(settings) | {
         "lengths": lengths, "decode_lengths": decode_lengths, "prefill_tokens": prefill_tokens, "group_sizes": groups,
         "kv_heads": base.kv_heads, "head_dim": base.dim, "dtype": str(dtype).removeprefix("torch."),
-        "min_tokens": 128, "group": "relative", "gain": True,
+        "min_tokens": 128,
     }  # fmt: skip
+    asked |= ranking_defaults(artifact)  # of decoding; a layer alone ranks by the defaults of calibrated projections
     result: dict[str, Any] = {
         "device": str(device),
         "backend": dispatch.backend(device),
@@ -144,29 +154,58 @@ def run(
     if (seconds := compile_seconds(LayerShape(1, base.kv_heads, groups[0], base.dim, 256, dtype), device)) is not None:
         result["compile_seconds"] = seconds
     if settings.crossover:
-        result["crossover"] = _crossovers(settings, shapes, rate, device, progress)
+        measured = _crossovers(settings, shapes, rate, device, progress, result, keep)
     else:
-        steps = _steps(settings, shapes, decode_lengths, prefill_tokens)
-        done, total = 0.0, sum(weight for _, _, weight in steps)
-        made: dict[str, list[Any]] = {part: [] for part in PARTS if part in settings.parts}
-        model = None
-        for part, what, weight in steps:
-            progress(done / total, _say(part, what))
+        measured = _parts(settings, config, load, artifact, base, shapes, result, progress, keep)
+    if not measured:
+        raise BPCError("; ".join(f"{each['what']}: {each['note']}" for each in result["left_out"]))
+    progress(1.0, "done")
+    result["seconds"] = round(time.monotonic() - began, 1)
+    keep(result)
+    return result
+
+
+def _parts(
+    settings: Settings,
+    config: Any,
+    load: Load,
+    artifact: ProjectionArtifact | None,
+    base: LayerShape,
+    shapes: list[LayerShape],
+    result: dict[str, Any],
+    progress: Progress,
+    keep: Keep,
+) -> bool:
+    """Put every part into the result; whether anything was measured."""
+    asked, rate, device = result["settings"], result["memory_bandwidth"]["bytes_per_second"], result["device"]
+    steps = _steps(settings, shapes, asked["decode_lengths"], asked["prefill_tokens"])
+    done, total = 0.0, sum(weight for _, _, weight in steps)
+    model = None
+    for part in PARTS:
+        if part in settings.parts:
+            result[part] = [] if part == "layer" else {"rows": []}
+    measured = False
+    for part, what, weight in steps:
+        progress(done / total, _say(part, what))
+        try:
             if part == "layer":
-                made[part] += layer_rows(what, settings.budgets, rate, settings.repeats, device)
+                result[part] += layer_rows(what, settings.budgets, rate, settings.repeats, torch.device(device))
             else:
                 if model is None:
                     model, given = load(), artifact or random_artifact(config)
-                made[part] += _of_model(part, model, given, what, settings, base, rate, device)
-            done += weight
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        result |= {part: rows if part == "layer" else {"rows": rows} for part, rows in made.items()}
-        if model is not None:
-            facts = _model_facts(model, description, artifact, decode_lengths)
-            result |= {part: facts | made_of for part, made_of in result.items() if part in ("decode", "prefill")}
-    progress(1.0, "done")
-    return result | {"seconds": round(time.monotonic() - began, 1)}
+                facts = _model_facts(model, describe(config), artifact, asked["decode_lengths"])
+                rows = result[part]["rows"]
+                result[part] = facts | {"rows": rows}
+                for row in _of_model(part, model, given, what, settings, base, rate, torch.device(device)):
+                    rows.append(row)
+            measured = True
+        except Exception as error:
+            result.setdefault("left_out", []).append({"what": _say(part, what), "note": reason(error)})
+        keep(result)
+        done += weight
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+    return measured
 
 
 def _one(value: int | None) -> tuple[int, ...] | None:
@@ -221,9 +260,16 @@ def _of_model(
 
 
 def _crossovers(
-    settings: Settings, shapes: list[LayerShape], rate: float, device: torch.device, progress: Progress
-) -> list[dict[str, Any]]:
-    found = []
+    settings: Settings,
+    shapes: list[LayerShape],
+    rate: float,
+    device: torch.device,
+    progress: Progress,
+    result: dict[str, Any],
+    keep: Keep,
+) -> bool:
+    """Put every crossover into the result; whether anything was measured."""
+    result["crossover"] = []
     cases = [(shape, budget) for shape in shapes for budget in settings.budgets]
     for i, (shape, budget) in enumerate(cases):
 
@@ -233,8 +279,19 @@ def _crossovers(
             return compared(shape, tokens, budget, rate, settings.repeats, device)
 
         about = {"batch": shape.batch, "group": shape.group, "budget": budget}
-        found.append(about | find_crossover(measure, shape.tokens))
-    return found
+        try:
+            result["crossover"].append(about | find_crossover(measure, shape.tokens))
+        except Exception as error:
+            what = f"crossover, batch {shape.batch}, group {shape.group}, budget {budget}"
+            result.setdefault("left_out", []).append({"what": what, "note": reason(error)})
+        keep(result)
+    return bool(result["crossover"])
+
+
+def _narrower(config: Any) -> bool:
+    """Whether the MLP is narrower than that of the shape whose name the config has."""
+    whole = SHAPES.get(config._name_or_path, {}).get("intermediate_size")
+    return whole is not None and config.intermediate_size < whole
 
 
 def _model_facts(
@@ -247,7 +304,9 @@ def _model_facts(
         "model": description.id,
         "layers": description.num_layers,
         "mlp": getattr(text, "intermediate_size", None),
+        "mlp_narrower": _narrower(text),
         "vocabulary": description.vocab_size,
+        "experts": decode.has_experts(model.config),
         "weight_bytes_read": decode.weight_bytes(model),
         "projections": "random" if artifact is None else artifact.metadata["algorithm"]["name"],
         "positions_beyond_limit": limit is not None and max(lengths) >= limit,

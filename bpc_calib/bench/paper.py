@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bpc_calib.bench.dense import Dense, folded, matmul
+from bpc_calib.bench.dense import Dense, folded, matmul, split
 from bpc_calib.scoring import QuantizedQuery, hash_scores, quantize_query
 
 __all__ = ["forms", "paper_step", "scorer"]
@@ -22,7 +22,10 @@ def forms(device: torch.device) -> dict[str, Step]:
             from bpc_calib.kernels.paper import paper_step as in_triton
         except ImportError:
             return {"plain torch": functools.partial(paper_step, folded)}
-        return {"Triton popcount": in_triton}
+        return {
+            "Triton popcount, SDPA": in_triton,
+            "Triton popcount, split-KV (ours)": functools.partial(in_triton, attention=split()),
+        }
     name = scorer()[0]
     return {
         f"{name}, SDPA": functools.partial(paper_step, folded),

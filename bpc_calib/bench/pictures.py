@@ -96,7 +96,7 @@ def _decode(axis: Any, rows: list[dict[str, Any]]) -> None:
     names = {"full": ("full attention", "tab:gray"), "bpc": ("BPC", "tab:blue"), "free": ("limit", "tab:green")}
     for i, (name, (label, color)) in enumerate(names.items()):
         places = [place + 0.27 * (i - 1) for place in range(len(rows))]
-        axis.bar(places, [row[name]["tokens_per_second"] for row in rows], 0.25, label=label, color=color)
+        axis.bar(places, [row[name].get("tokens_per_second") or 0 for row in rows], 0.25, label=label, color=color)
     marks = [f"{row['tokens']:,}\nbatch {row['batch']}, {_say(row['budget'])}" for row in rows]
     axis.set_xticks(range(len(rows)), marks, fontsize="small")
     axis.set(ylabel="tokens/s")
@@ -105,7 +105,10 @@ def _decode(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _prefill(axis: Any, rows: list[dict[str, Any]]) -> None:
-    own = next(row for row in rows if "hashing_share" in row)
+    own = next((row for row in rows if "hashing_share" in row), None)
+    if own is None:
+        axis.set_axis_off()
+        return
     axis.bar(["full attention", "BPC"], [own["full"]["median"], own["bpc"]["median"]], color=["tab:gray", "tab:blue"])
     axis.bar(["BPC"], [own["hashing"]["median"]], color="tab:red", label="of it hashing")
     axis.set(ylabel="seconds")

@@ -6,7 +6,7 @@ import torch
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib import dispatch
-from bpc_calib.bench.inputs import LayerShape, make
+from bpc_calib.bench.inputs import ONE, LayerShape, make
 from bpc_calib.bench.timing import clock, summary, synchronize
 from bpc_calib.cache import BPCCache
 from bpc_calib.hashed_layer import HASHED_AT_ONCE, BPCLayer
@@ -62,7 +62,7 @@ def hash_all(cache: Any) -> None:
 
 def hashing_row(shape: LayerShape, repeats: int, device: torch.device) -> dict[str, Any]:
     """Seconds of hashing the keys of a prompt in one layer."""
-    inputs = make(shape, 1, device)
+    inputs = make(shape, ONE, device)
 
     def run() -> None:
         for part in inputs.keys[0].split(HASHED_AT_ONCE, dim=2):

@@ -4,10 +4,13 @@ Its scores have no gain, and the score of a key is the largest of its group. Not
 `make gpu` time it.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.kernels import pipeline
 
@@ -89,14 +92,23 @@ def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
     return scores
 
 
-def paper_step(query: Tensor, projection: Tensor, codes: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
+def paper_step(
+    query: Tensor,
+    projection: Tensor,
+    codes: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k: int,
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor] = scaled_dot_product_attention,
+) -> Tensor:
     """Attention `[B, H_KV, G, D]` of queries `[B, H_KV, G, D]` over the `k` best keys of `[B, H_KV, N, D]` by score.
 
     Everything about it is as fast as its steps allow: the query is rounded by this package's own first kernel, the
-    top k stay unsorted, and the group is folded into the length of the query, so that the copy is read once for all.
+    top k stay unsorted, and the group is folded into the length of the query, so that `attention` reads the copy once
+    for all.
     """
     asked = pipeline.prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0)
     scores = popcount_scores(asked.values.unflatten(0, query.shape[:2]), codes)
     indices = scores.topk(k, sorted=False).indices
     rows = indices.unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
-    return torch.nn.functional.scaled_dot_product_attention(query, keys.gather(2, rows), values.gather(2, rows))
+    return attention(query, keys.gather(2, rows), values.gather(2, rows))
