@@ -1,6 +1,7 @@
 """`bpc generate`: what it prints, where it reads, and what it refuses."""
 
 import contextlib
+import functools
 import io
 import json
 
@@ -150,6 +151,7 @@ def test_a_model_without_static_steps_is_decoded_without(bpc, tmp_path, monkeypa
 def test_a_model_that_tells_itself_more_than_tokens_is_decoded_without_static_steps(bpc, model_folder, monkeypatch):
     prepare = LlamaForCausalLM.prepare_inputs_for_generation
 
+    @functools.wraps(prepare)
     def more(*positional, **arguments):
         return prepare(*positional, **arguments) | {"beside": torch.ones(1)}
 

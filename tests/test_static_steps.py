@@ -158,7 +158,7 @@ def test_streams(capsys):
 
 def test_static_decoding_is_for_generate():
     model = enabled()
-    with pytest.raises(InputError, match="is for model.generate"):
+    with pytest.raises(InputError, match=r"is for model\.generate"):
         static_decoding(
             model,
             prompt(20)["input_ids"],
@@ -392,7 +392,6 @@ def test_arguments_that_do_not_fit_are_refused():
         pass
 
 
-@pytest.mark.parametrize("dense_layers", [(), (0, 1)])
 @pytest.mark.parametrize("rules", [{}, {"budget": 1.0}], ids=str)
 def test_the_cache_takes_nothing_but_steps(rules):
     """What is refused changes nothing."""
@@ -455,6 +454,7 @@ def test_a_device_without_memory_is_called_that(monkeypatch):
         _captured(lambda: torch.zeros(1), [torch.zeros(1)])
 
 
+@pytest.mark.parametrize("dense_layers", [(), (0, 1)])
 def test_a_model_that_bypasses_the_attention_is_noticed(dense_layers):
     """A dense path would read what no token is in."""
     model = enabled()
