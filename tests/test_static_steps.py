@@ -420,7 +420,7 @@ def test_keys_and_values_are_held_once():
         step(ids)
         before = [weakref.ref(buffer) for layer in cache.layers for buffer in layer.buffers.values()]
         step(ids)
-        assert not any(each() for each in before)
+        assert all(each() is None for each in before)
         for layer in cache.layers:
             for name in ("keys", "values"):
                 views = (getattr(layer, name), getattr(layer.layer, name), layer.layer.buffers[name])
