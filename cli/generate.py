@@ -127,9 +127,9 @@ def generate(
         """What happens once in a process is in no figure, and a step that cannot be captured is found before a text."""
         new, short = min(4, max_new_tokens), ids[:, :64]
         whole = ids if compare else short  # kernels are compiled for sizes
-        choosing = BPCCache(config, budget=1, min_tokens=1, dense_layers=())
-        for past, inputs in ((choosing, short), (copy.deepcopy(cache), whole), (full_attention(), whole)):
-            run(past, new, inputs, False, min_new_tokens=new)
+        run(BPCCache(config, budget=1, min_tokens=1, dense_layers=()), new, short, False, min_new_tokens=new)
+        run(copy.deepcopy(cache), new, whole, False, min_new_tokens=new)
+        run(full_attention(), new, whole, False, min_new_tokens=new)
 
     show = not as_json
     if _captures(device):
