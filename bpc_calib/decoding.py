@@ -1,6 +1,6 @@
 """`model.generate` by static steps: `custom_generate=bpc_calib.static_decoding`."""
 
-import sys
+import inspect
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,14 +37,18 @@ def static_decoding(
     if not arguments.get("use_cache", True):
         raise InputError("static_decoding needs use_cache=True")
     # transformers hands a function of ours neither of these.
-    caller = sys._getframe(1).f_locals
-    if caller.get("synced_gpus"):
+    told = _told_to_generate()
+    if told.get("synced_gpus"):
         raise InputError("static_decoding does not serve synced_gpus")
-    arguments.setdefault("streamer", caller.get("streamer"))
+    if "streamer" not in arguments:
+        if "streamer" not in told:
+            raise InputError("static_decoding is for model.generate(..., custom_generate=static_decoding)")
+        arguments["streamer"] = told["streamer"]
     cache = arguments.get("past_key_values")
     check_static(model, cache)
     with ExitStack() as stack:
-        stepping = _Stepping(model, generation_config.max_length - 1, stack)
+        # The last token needs no step behind it; the first is of the prefill.
+        stepping = _Stepping(model, generation_config.max_length - input_ids.shape[1] - 1, stack)
         return type(model)._sample(
             stepping,
             input_ids,
@@ -54,11 +58,22 @@ def static_decoding(
         )
 
 
+def _told_to_generate() -> dict[str, Any]:
+    """The arguments of the `generate` that is running, however many wrappers lie between; none where there is none."""
+    from transformers import GenerationMixin
+
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
+
+
 class _Stepping:
     """The model as transformers' loop sees it: all its own, but called once a step it is `static_steps`."""
 
-    def __init__(self, model: Any, room: int, stack: ExitStack) -> None:
-        self.model, self.room, self.stack = model, room, stack
+    def __init__(self, model: Any, steps: int, stack: ExitStack) -> None:
+        self.model, self.steps, self.stack = model, steps, stack
         self.step: Any = None
 
     def __getattr__(self, name: str) -> Any:
@@ -79,7 +94,7 @@ class _Stepping:
             begun = static_steps(
                 self.model,
                 cache,
-                self.room - length,
+                self.steps,
                 attention_mask=None if mask is None else mask[:, :length],
                 position_ids=positions,
             )

@@ -1,7 +1,7 @@
 """Layers of a cache that keeps its size: where the next token goes, the device knows."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ class Clock:
     valid: Tensor | None  # bool [B, room]: False is padding
     width: int  # the largest count
     length: int  # slots in use, as the host knows
+    stepping: bool = False  # whether the model was called by a step
     lengths: Tensor = field(init=False)  # int64 [B]: slots in use, that of the new token included
     k: Tensor = field(init=False)  # int64 [B, 1]
 
@@ -49,6 +50,7 @@ class StaticLayer(GrowingLayer):
         room = clock.counts.shape[1]
         for name in names:
             layer.buffers[name] = reserve(layer.buffers[name], clock.length, room)
+        layer._show(clock.length)  # or what it showed would keep the former buffers
         self.buffers = {name: layer.buffers[name][:, :, :room] for name in names}
         self.keys, self.values = self.buffers["keys"], self.buffers["values"]
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
@@ -59,6 +61,8 @@ class StaticLayer(GrowingLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Cache `[batch, kv_heads, 1, head_dim]`; the keys returned lead BPC's attention to this layer."""
+        if not self.clock.stepping:
+            self._rebatch()
         if key_states.shape[2] != 1:
             raise InputError(f"{key_states.shape[2]} tokens came at once: a static step has one")
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
@@ -120,7 +124,11 @@ class StaticLayer(GrowingLayer):
         """Refused."""
         self._rebatch()
 
-    def _rebatch(self, change: Any = None) -> None:
+    def __deepcopy__(self, memo: Any) -> "StaticLayer":
+        """Refused."""
+        self._rebatch()
+
+    def _rebatch(self, change: Any = None) -> NoReturn:
         raise InputError("the cache takes static steps: leave `static_steps` before anything else is done with it")
 
     def _write(self, name: str, new: Tensor) -> None:

@@ -110,7 +110,8 @@ class _Steps:
             position_ids = torch.tensor(real, device=self.device).unsqueeze(-1)
         if position_ids.shape not in ((self.batch, 1), (1, 1)):
             raise InputError(f"position_ids must be [B, 1] for {self.batch} sequences, not {list(position_ids.shape)}")
-        self.positions = position_ids.to(self.device, copy=True)
+        with torch.inference_mode(False):  # a step outside of it may write to them
+            self.positions = position_ids.to(self.device, copy=True)
         self.room = self.length + steps
         count = next(layer.count for layer in cache.layers if isinstance(layer, SparseLayer))
         self.counts, self.first = _plan(real, steps, count)
@@ -163,24 +164,29 @@ class _Steps:
         """Give the layers their room; what runs a step, for tokens in `self.ids`."""
         from bpc_calib.static_layer import Clock, StaticLayer
 
-        self.ids = ids.to(self.device, copy=True)
-        self.clock = Clock(
-            place=torch.full((1,), self.length, device=self.device),
-            # With columns for the slots in use before, so that a count stands where its token does.
-            counts=torch.nn.functional.pad(torch.tensor(self.counts, device=self.device), (self.start, 0)),
-            valid=None if self.mask is None else _widened(self.mask, self.room),
-            width=max(map(max, self.counts)),
-            length=self.length,
-        )
         chooses = self.first is not None and self.length - self.start > self.first
-        self.layers = [StaticLayer(layer, self.clock, chooses=chooses) for layer in self.cache.layers]
+        with torch.inference_mode(False), torch.no_grad():  # a step outside of it may write to them
+            self.ids = ids.to(self.device, copy=True)
+            self.clock = Clock(
+                place=torch.full((1,), self.length, device=self.device),
+                # With columns for the slots in use before, so that a count stands where its token does.
+                counts=torch.nn.functional.pad(torch.tensor(self.counts, device=self.device), (self.start, 0)),
+                valid=None if self.mask is None else _widened(self.mask, self.room),
+                width=max(map(max, self.counts)),
+                length=self.length,
+            )
+            self.layers = [StaticLayer(layer, self.clock, chooses=chooses) for layer in self.cache.layers]
         self.cache.layers = self.layers
         # Masks of four dimensions are handed on as they are: nothing is built for a step, and none of ours reads it.
         unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
         def run() -> Tensor:
             self.clock.tick()
-            logits = self._forward(self.ids, unread)
+            self.clock.stepping = True
+            try:
+                logits = self._forward(self.ids, unread)
+            finally:
+                self.clock.stepping = False
             if not all(layer.served for layer in self.layers):
                 raise ModelError("a layer of the model bypasses BPC's attention, so static steps cannot serve it")
             self.clock.place += 1
@@ -244,7 +250,7 @@ def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Te
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 logits = run()
-    except BPCError:
+    except (BPCError, torch.OutOfMemoryError):
         raise
     except RuntimeError as fault:
         raise ModelError(f"a step cannot be captured as a CUDA graph: {first_line(fault)}") from fault

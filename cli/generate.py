@@ -1,5 +1,6 @@
 """`bpc generate`: text from a model whose steps attend to the best-ranked tokens alone."""
 
+import copy
 import math
 import os
 import sys
@@ -47,7 +48,7 @@ def generate(
     ] = "2%",
     min_tokens: Annotated[int, typer.Option(help="Attend to no fewer than these, where there are as many.")] = 128,
     min_context: Annotated[
-        int, typer.Option(help="Attend to everything below so many tokens (bpc bench --crossover).")
+        int, typer.Option(help="Attend to everything below so many tokens cached (bpc bench --crossover).")
     ] = 0,
     dense_layers: Annotated[
         str, typer.Option(help="Layers that attend to everything, like 0,1; or none.", metavar="LAYERS")
@@ -85,7 +86,7 @@ def generate(
     projections = None if artifact == "online" else load(find_artifact(artifact)[0])
     import torch
 
-    from bpc_calib import BPCCache, ModelError, describe, enable, static_decoding
+    from bpc_calib import BPCCache, BPCError, describe, enable, static_decoding
     from bpc_calib.models import load_config, load_model, load_tokenizer
 
     device = pick_device(device)
@@ -113,9 +114,10 @@ def generate(
     if temperature > 0:
         settings = {"do_sample": True, "temperature": temperature}
 
-    def run(past: Any, new: int, inputs: Any, show: bool) -> dict[str, Any]:
+    def run(past: Any, new: int, inputs: Any, show: bool, **more: Any) -> dict[str, Any]:
         torch.manual_seed(seed)
-        return _run(loaded, tokenizer, inputs.to(device), show, past_key_values=past, max_new_tokens=new, **settings)
+        more |= settings
+        return _run(loaded, tokenizer, inputs.to(device), show, past_key_values=past, max_new_tokens=new, **more)
 
     def full_attention() -> Any:
         """Its cache, behind steps of the same kind; None is transformers' own."""
@@ -123,15 +125,18 @@ def generate(
 
     def try_out() -> None:
         """What happens once in a process is in no figure, and a step that cannot be captured is found before a text."""
-        for past in (BPCCache(config, budget=1, min_tokens=1, dense_layers=()), full_attention()):
-            run(past, 4, ids[:, :64], False)
+        new, short = min(4, max_new_tokens), ids[:, :64]
+        whole = ids if compare else short  # kernels are compiled for sizes
+        run(BPCCache(config, budget=1, min_tokens=1, dense_layers=()), new, short, False, min_new_tokens=new)
+        run(copy.deepcopy(cache), new, whole, False, min_new_tokens=new)
+        run(full_attention(), new, whole, False, min_new_tokens=new)
 
     show = not as_json
     if _captures(device):
         settings["custom_generate"] = static_decoding
         try:
             try_out()
-        except ModelError as fault:
+        except BPCError as fault:
             del settings["custom_generate"]
             if not quiet:
                 note(f"Decoding without CUDA graphs: {fault}")

@@ -1,16 +1,18 @@
 """`bpc generate`: what it prints, where it reads, and what it refuses."""
 
 import contextlib
+import functools
 import io
 import json
 
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bpc_artifacts import save
 from bpc_calib import BPCCache, calibrate, enable
+from bpc_cli.generate import _run
 
 PROMPT = "the old stone bridge over the river saw a small lantern"
 ALL_SPARSE = ("--dense-layers", "none", "--min-tokens", "1")
@@ -146,6 +148,47 @@ def test_a_model_without_static_steps_is_decoded_without(bpc, tmp_path, monkeypa
     assert bpc(*words, "--quiet").err == ""
 
 
+def test_a_model_that_tells_itself_more_than_tokens_is_decoded_without_static_steps(bpc, model_folder, monkeypatch):
+    prepare = LlamaForCausalLM.prepare_inputs_for_generation
+
+    @functools.wraps(prepare)
+    def more(*positional, **arguments):
+        return prepare(*positional, **arguments) | {"beside": torch.ones(1)}
+
+    monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", more)
+    words = ("generate", "-m", model_folder, "-p", PROMPT, "--max-new-tokens", "6", "--json")
+    plain = as_json(bpc(*words))
+    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: True)
+    ran = bpc(*words)
+    assert as_json(ran)["tokens"] == plain["tokens"]
+    assert "Decoding without CUDA graphs: " in ran.err
+    assert "beside came" in ran.err
+
+
+@pytest.mark.parametrize("new", [2, 9])
+@pytest.mark.parametrize("compare", [False, True])
+def test_what_is_tried_out(bpc, tmp_path, monkeypatch, expected, new, compare):
+    """As many steps as there are, up to three, whatever ends the text; of a prompt as long if speeds are compared."""
+    folder = tiny.save(tmp_path / "ends")
+    prompt = PROMPT * 2
+    ends = expected(1, prompt=prompt)[0]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    made = []
+
+    def recorded(model, tokenizer, ids, show, **settings):
+        run = _run(model, tokenizer, ids, show, **settings)
+        made.append((ids.shape[1], len(run["tokens"])))
+        return run
+
+    monkeypatch.setattr("bpc_cli.generate._run", recorded)
+    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: True)
+    words = ("-m", folder, "-p", prompt, "--max-new-tokens", new, *(["--compare"] * compare))
+    assert bpc("generate", *words).code == 0
+    count, steps = len(prompt) + 1, min(4, new)
+    whole = count if compare else 64
+    assert made == [(64, steps), (whole, steps), (whole, steps), (count, 1), *([(count, 1)] * compare)]
+
+
 def test_sampling_is_repeated_by_its_seed(bpc, model_folder):
     words = ("generate", "-m", model_folder, "-p", PROMPT, "--max-new-tokens", "12", "--temperature", "2", "--json")
     texts = [as_json(bpc(*words, "--seed", seed))["tokens"] for seed in (1, 1, 2)]
@@ -171,8 +214,6 @@ def test_stops_at_the_limit_of_the_model(bpc, model_folder):
 
 def test_streams(model_folder):
     """Words are printed before the last step of the model."""
-    from bpc_cli.generate import _run
-
     events = []
 
     class Recorder(io.StringIO):

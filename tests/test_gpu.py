@@ -1,5 +1,7 @@
 """The same functions on a GPU: exact where they must be, near where a matrix product rounds its own way."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import tiny
@@ -20,6 +22,7 @@ from bpc_calib import (
 )
 from bpc_calib.encoding import encode_gram
 from bpc_calib.selection import worst_first
+from bpc_calib.static_steps import warm_up
 
 SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
 
@@ -110,22 +113,37 @@ def test_captured_steps_give_what_growing_ones_do(rules, padded):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
-def test_captured_steps_do_not_wait_for_the_device():
+@contextlib.contextmanager
+def without_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_captured_steps_do_not_wait_for_the_device(monkeypatch):
+    """Nor does the step that is captured, in its warm-up."""
     model = tiny.model().cuda()
     enable(model)
     cache = BPCCache(model.config, **SMALL)
     ids = torch.randint(250, (1, 60), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.no_grad():
         model(ids, past_key_values=cache)
-    token = ids[:, :1].clone()
+    token, warmed = ids[:, :1].clone(), []
+
+    def warm_up_without_waiting(run, state):
+        warmed.append(run)
+        with without_waiting():
+            warm_up(run, state)
+
+    monkeypatch.setattr("bpc_calib.static_steps.warm_up", warm_up_without_waiting)
     with static_steps(model, cache, 8) as step:
         for _ in range(3):
             token = step(token).argmax(-1, keepdim=True)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_waiting():
             for _ in range(4):
                 token = step(token).argmax(-1, keepdim=True)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    assert len(warmed) == 1
     assert cache.get_seq_length() == 67
     assert 0 <= int(token) < tiny.VOCAB

@@ -1,5 +1,10 @@
 """Static steps: the tokens and logits of steps in buffers that grow, and nothing in a step that waits for a device."""
 
+import contextlib
+import copy
+import functools
+import weakref
+
 import pytest
 import tiny
 import torch
@@ -10,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_decoding, static_steps
 from bpc_calib.evaluation.methods import make_cache
 from bpc_calib.static_layer import StaticLayer
-from bpc_calib.static_steps import warm_up
+from bpc_calib.static_steps import _captured, warm_up
 
 ALL_SPARSE = {"budget": 0.15, "min_tokens": 1, "dense_layers": ()}
 PAPER = {"safeguard": 0.3, "recent": 1, "group": "max", "gain": False}
@@ -135,12 +140,52 @@ def test_what_generate_offers_works():
 
 
 def test_streams(capsys):
+    """Also where a wrapper lies between."""
     model, texts = enabled(), []
-    for decoding in (None, static_decoding):
+
+    @functools.wraps(static_decoding)
+    def wrapped(*positional, **arguments):
+        return static_decoding(*positional, **arguments)
+
+    decodings = (None, static_decoding, wrapped, lambda *positional, **arguments: wrapped(*positional, **arguments))
+    for decoding in decodings:
         streamer = TextStreamer(tiny.tokenizer(), skip_prompt=True)
         generate(model, BPCCache(model.config, **ALL_SPARSE), prompt(40), custom_generate=decoding, streamer=streamer)
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != ""
+    assert texts[0] != ""
+    assert texts == texts[:1] * len(decodings)
+
+
+def test_static_decoding_is_for_generate():
+    model = enabled()
+    with pytest.raises(InputError, match=r"is for model\.generate"):
+        static_decoding(
+            model,
+            prompt(20)["input_ids"],
+            stopping_criteria=StoppingCriteriaList(),
+            generation_config=model.generation_config,
+            past_key_values=BPCCache(model.config),
+        )
+
+
+@pytest.mark.parametrize("lengths", [(41,), (40, 23)], ids=["one", "ragged"])
+@pytest.mark.parametrize("given", [0, 7, 40])
+def test_a_prompt_of_embeddings(lengths, given):
+    """Beside so many of its tokens."""
+    model, inputs = enabled(), prompt(*lengths)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    inputs["input_ids"] = inputs["input_ids"][:, :given]
+    assert_same(model, inputs | {"inputs_embeds": embeds}, ALL_SPARSE)
+
+
+def test_new_tokens_alone():
+    """The mask tells those cached before."""
+    model, made = enabled(), []
+    for decoding in (None, static_decoding):
+        cache = prefilled(model)
+        inputs = {"input_ids": prompt(5)["input_ids"], "attention_mask": torch.ones(1, 45, dtype=torch.long)}
+        made.append(generate(model, cache, inputs, custom_generate=decoding).sequences)
+    assert torch.equal(*made)
 
 
 def test_afterwards_the_cache_goes_on():
@@ -345,6 +390,68 @@ def test_arguments_that_do_not_fit_are_refused():
     disable(model)
     with pytest.raises(InputError, match="enable"), static_steps(model, cache, 4):
         pass
+
+
+@pytest.mark.parametrize("rules", [{}, {"budget": 1.0}], ids=str)
+def test_the_cache_takes_nothing_but_steps(rules):
+    """What is refused changes nothing."""
+    model = enabled()
+    growing, cache = prefilled(model, **rules), prefilled(model, **rules)
+    ids = torch.tensor([[7]])
+    with static_steps(model, cache, 6) as step, torch.no_grad():
+        for taken in range(4):
+            expected = model(ids, past_key_values=growing).logits[:, -1]
+            torch.testing.assert_close(step(ids), expected, rtol=1e-9, atol=1e-9)
+            if taken:
+                with pytest.raises(InputError, match="leave `static_steps`"):
+                    model(ids, past_key_values=cache)
+                with pytest.raises(InputError, match="leave `static_steps`"):
+                    copy.deepcopy(cache)
+    with torch.no_grad():
+        expected = model(ids, past_key_values=growing).logits
+        torch.testing.assert_close(model(ids, past_key_values=copy.deepcopy(cache)).logits, expected)
+
+
+def test_keys_and_values_are_held_once():
+    model = enabled()
+    cache = prefilled(model, dense_layers=(0,))
+    ids = torch.tensor([[7]])
+    with static_steps(model, cache, 1000) as step:
+        step(ids)
+        before = [weakref.ref(buffer) for layer in cache.layers for buffer in layer.buffers.values()]
+        step(ids)
+        assert all(each() is None for each in before)
+        for layer in cache.layers:
+            for name in ("keys", "values"):
+                views = (getattr(layer, name), getattr(layer.layer, name), layer.layer.buffers[name])
+                assert len({each.untyped_storage().data_ptr() for each in views}) == 1
+
+
+@pytest.mark.parametrize("modes", ["IOOOOO", "IIIOOI", "OIIOIO"])
+@pytest.mark.parametrize("rules", [{"safeguard": 0.2}, {"min_tokens": 43}, {"budget": 1.0}], ids=str)
+def test_in_and_out_of_inference_mode(modes, rules):
+    """I: inside; the first is that of the prefill and of the beginning."""
+    model = enabled()
+    ids = torch.tensor([[7]])
+    growing = prefilled(model, **rules)
+    with contextlib.ExitStack() as stack:
+        with torch.inference_mode(modes[0] == "I"):
+            cache = prefilled(model, **rules)
+            step = stack.enter_context(static_steps(model, cache, 6))
+        for mode in modes[1:]:
+            with torch.no_grad():
+                expected = model(ids, past_key_values=growing).logits[:, -1]
+            with torch.inference_mode(mode == "I"):
+                torch.testing.assert_close(step(ids), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_device_without_memory_is_called_that(monkeypatch):
+    def full(device):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        _captured(lambda: torch.zeros(1), [torch.zeros(1)])
 
 
 @pytest.mark.parametrize("dense_layers", [(), (0, 1)])
