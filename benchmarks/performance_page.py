@@ -83,7 +83,13 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
         for name, side in sides.items():
             if not side.get("milliseconds"):
                 continue
-            cells = [row["batch"], f"{row['tokens']:,}", f"{row['attended']:,}", name, f"{side['tokens_per_second']:.2f}"]
+            cells = [
+                row["batch"],
+                f"{row['tokens']:,}",
+                f"{row['attended']:,}",
+                name,
+                f"{side['tokens_per_second']:.2f}",
+            ]
             cells += [f"{side['milliseconds']:.1f}", f"{100 * side['floor_share']:.0f} %"]
             lines.append(_line([*cells, _times(side["milliseconds"], row["bpc"]["milliseconds"])]))
     return [*lines, ""]
