@@ -266,28 +266,49 @@ def test_kernels_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch):
 
 
 READY = """
-import logging, sys, torch
+import logging, sys, numba, torch
 from bpc_calib.cpu import pipeline
 logging.basicConfig(format="%(message)s")
-pipeline.make_ready(torch.float32)
+for name in sys.argv[1:]:
+    numba.njit(lambda x: x)(1)  # what is compiled next has another number than in the other processes
+    pipeline.make_ready(getattr(torch, name))
 print(sum(sum(k.stats.cache_hits.values()) for k in (pipeline.choose_kernel, pipeline.attend_kernel)))
+"""
+LOADED = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import test_cpu
+from bpc_calib.cpu import pipeline
+pipeline.make_ready(torch.bfloat16)
+pipeline.make_ready(torch.float32)
+query, projection, encoded = test_cpu.draw(1, 2, 5, 64), test_cpu.draw(2, 64, 64, seed=1), test_cpu.large(2, 5_003)
+for group in ("relative", "max", "sum"):
+    found, expected = test_cpu.both(query, projection, encoded, 99, group=group)
+    assert torch.equal(found, expected), group
 """
 
 
 @pytest.mark.slow
-def test_compiling_is_told_and_done_once(tmp_path):
+def test_kernels_of_several_processes(tmp_path):
+    """Compiling is told and done once; what processes compiled apart works together in one that loads it."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("NUMBA_CACHE_DIR", None)
-    first, second = (
-        subprocess.run([sys.executable, "-c", READY], env=environment, capture_output=True, text=True, check=True)
-        for _ in range(2)
-    )
-    said = first.stderr.splitlines()
-    assert said[0] == "compiling the kernels for float32 on the CPU, some 10 to 40 s, once on this machine"
-    assert said[1].startswith("compiled in ")
-    assert first.stdout == "0\n"
-    assert second.stderr == ""
-    assert second.stdout == "2\n"
+
+    def run(code, *words):
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    for words in (["float32"], ["float32", "bfloat16"]):
+        done = run(READY, *words)
+        said = done.stderr.splitlines()
+        name = words[-1]
+        assert said[0] == f"compiling the kernels for {name} on the CPU, some 10 to 40 s, once on this machine"
+        assert said[1].startswith("compiled in ")
+        assert done.stdout == f"{2 * len(words) - 2}\n"
+    again = run(READY, "bfloat16", "float32")
+    assert (again.stdout, again.stderr) == ("4\n", "")
+    loaded = run(LOADED, str(Path(__file__).parent))
+    assert loaded.returncode == 0, loaded.stderr
 
 
 def test_without_numba_torch_serves_with_one_warning(monkeypatch, caplog):
