@@ -16,9 +16,9 @@ def main() -> None:
     lines = [
         "# What `bpc bench` measured: all tables",
         "",
-        "Written by `benchmarks/performance_page.py`; what follows from them is in [performance](performance.md), how it",
-        "was measured in [benchmarking](benchmarking.md). `of floor`: what the bytes that cannot but move would take, of the",
-        "time taken. The times of other methods are multiples of BPC's: below 1 BPC loses.",
+        "Written by `benchmarks/performance_page.py`; what follows is in [performance](performance.md), how it",
+        "was measured in [benchmarking](benchmarking.md). `of floor`: the time that the bytes would take which cannot",
+        "but move, in % of the time taken. The times of other methods are multiples of BPC's: below 1 BPC loses.",
         "",
     ]
     for name in sys.argv[1:]:

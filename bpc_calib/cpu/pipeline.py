@@ -263,6 +263,8 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
 
 def _rows(tensor: Tensor, lead: torch.Size, rank: int) -> Tensor:
     """`[rows, ...]` of a tensor that may be one for several rows, each row contiguous."""
+    if tensor.dim() == rank + 1 and tensor.shape[0] == lead.numel() and tensor.is_contiguous():
+        return tensor  # of one sequence, as most often
     shape = tensor.shape[-rank:]
     rows = tensor.expand(*lead, *shape).reshape(-1, *shape)  # one for all has stride 0 here
     return rows if rows[:1].is_contiguous() else rows.contiguous()
