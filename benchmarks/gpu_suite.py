@@ -107,7 +107,7 @@ def about(arguments: argparse.Namespace) -> dict[str, Any]:
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
         machine |= {"gpu_capability": f"{facts.major}.{facts.minor}", "driver": driver()}
-    command = " ".join(["python", *map(report.base, sys.argv)])
+    command = " ".join(["python", *map(report.without_folder, sys.argv)])
     return {"command": command, "machine": machine, "minutes": arguments.minutes, "tiny": arguments.tiny}
 
 

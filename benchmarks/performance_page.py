@@ -42,9 +42,9 @@ def _section(path: Path, result: dict[str, Any]) -> list[str]:
     if result.get("layer"):
         lines += _layer(result["layer"])
     if result.get("decode"):
-        lines += _decode(result["decode"])
+        lines += _decode(result["decode"]["rows"])
     if result.get("prefill"):
-        lines += _prefill(result["prefill"])
+        lines += _prefill(result["prefill"]["rows"])
     if result.get("crossover"):
         lines += _crossover(result["crossover"])
     return lines
@@ -76,7 +76,7 @@ def _of(row: dict[str, Any], step: dict[str, Any]) -> bool:
 
 
 def _decode(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [*_heading(["batch", "tokens", "attended", "", "tokens/s", "ms", "of floor", "BPC / this"])]
+    lines = [*_heading(["batch", "tokens", "attended", "", "tokens/s", "ms", "of floor", "times BPC's"])]
     for row in rows:
         sides = {"BPC": row["bpc"], "a sparse attention that is free": row["free"]}
         sides |= {f"full attention, {name}": each for name, each in row["dense_forms"].items()}
@@ -96,11 +96,23 @@ def _decode(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _prefill(rows: list[dict[str, Any]]) -> list[str]:
-    return ["```json", json.dumps(rows, indent=1), "```", ""]
+    lines = [*_heading(["", "tokens", "full attention, s", "BPC, s", "of it hashing, s"])]
+    for row in rows:
+        cells = [f"{row[side]['median']:.3f}" if side in row else "" for side in ("full", "bpc", "hashing")]
+        lines.append(_line([row["what"], f"{row['tokens']:,}", *cells]))
+    return [*lines, ""]
 
 
-def _crossover(found: Any) -> list[str]:
-    return ["```json", json.dumps(found, indent=1), "```", ""]
+def _crossover(found: list[dict[str, Any]]) -> list[str]:
+    lines: list[str] = []
+    for each in found:
+        lines += _heading(["batch", "G", "tokens", "BPC, us", "dense, us", "dense / BPC"])
+        for row in each["rows"]:
+            own, dense = row["sparse"]["median"], row["dense"]["median"]
+            cells = [each["batch"], each["group"], f"{row['tokens']:,}", f"{own:,.0f}", f"{dense:,.0f}"]
+            lines.append(_line([*cells, _times(dense, own)]))
+        lines += ["", f"So `min_context={each['min_context']}`.", ""]
+    return lines
 
 
 def _times(other: float | None, own: float) -> str:

@@ -200,7 +200,7 @@ def main() -> None:
         name: getattr(arguments, name)
         for name in ("length", "prompts", "texts", "corpus", "samples", "sequence_length", "keys_per_head", "seed")
     }
-    settings["corpus"] = report.base(arguments.corpus)
+    settings["corpus"] = report.without_folder(arguments.corpus)
     report.write(arguments.output, {"settings": settings | HARD, "rows": list(rows.values())})
 
 

@@ -144,6 +144,7 @@ def bench(
     import torch
 
     from bpc_calib.bench import Settings, check, run
+    from bpc_calib.bench.machine import without_folder
     from bpc_calib.bench.shapes import random_model, shape_config
     from bpc_calib.models import load_config, load_model
 
@@ -163,13 +164,14 @@ def bench(
         name = str(kind).removeprefix("torch.")
         return load_model(model, revision=commit, dtype=name, device=device, trust_remote_code=trust_remote_code)
 
+    typed = " ".join(["bpc", *map(without_folder, sys.argv[1:])])
     written: list[Path] = []
 
     def keep(result: dict[str, Any]) -> None:
         if output is None:
             return
         with replacing(output, force or output in written) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
+            temporary.write_text(json.dumps({"command": typed, **result}, indent=1) + "\n")
         written.append(output)
 
     settings = Settings(**asked)
@@ -190,7 +192,7 @@ def bench(
     if plot is not None:
         pictures.draw(result, plot, overwrite=force)
     if as_json:
-        print_json(result)
+        print_json({"command": typed, **result})
         return
     show(result)
     for path in (output, plot):

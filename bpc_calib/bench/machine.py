@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["available_memory", "cache_bytes", "machine"]
+__all__ = ["available_memory", "cache_bytes", "machine", "without_folder"]
 
 VERSIONS = ("bpc-calib", "torch", "transformers", "triton", "numba")
 SYSTEM = Path("/sys/devices/system/cpu")
 UNKNOWN_CACHE = 32 << 20
+
+
+def without_folder(word: str) -> str:
+    """A word of a command, a path in it without its folder: that is nobody's business."""
+    name, equals, path = word.rpartition("=")
+    return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "..", "~")) else word
 
 
 def machine() -> dict[str, Any]:
