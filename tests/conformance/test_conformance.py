@@ -146,7 +146,7 @@ def test_the_kernels(operation, monkeypatch):
 def check_in_float32(operation, make, **settings):
     """With the kernels of the CPU, which serve no float64; `make(seed)` is a model.
 
-    In float32 one choice in some 200 operations hangs on how a product is rounded, in plain torch as well, so what is off
+    In float32 a choice in some 200 operations hangs on how a product is rounded, in plain torch as well, so what is off
     with one model must hold with another. Bit for bit the kernels are compared in tests/test_backends.py.
     """
     try:
