@@ -20,6 +20,7 @@ from numba.extending import intrinsic, overload
 from bpc_calib.cpu.folder import kept, stamp
 
 __all__ = [
+    "AT_ONCE",
     "LANES",
     "above",
     "at",
@@ -101,6 +102,7 @@ def _lanes() -> int:
 
 
 LANES = _lanes()
+AT_ONCE = 2 * LANES  # keys of one call of `dots`
 
 
 @intrinsic
@@ -204,7 +206,7 @@ def lowest(context, bits):
 def _dots(words: int) -> Any:
     @intrinsic
     def dots(context, codes, table, starts, out, stride):
-        """`c = 2 p . b - sum(p)` of `LANES` keys and 4 heads, as int16 `[4, stride]` from `out` on.
+        """`c = 2 p . b - sum(p)` of `AT_ONCE` keys and 4 heads, as int16 `[4, stride]` from `out` on.
 
         The codes lie one behind the other at `codes`, 64 bits a word. `table` has int32 `[words, 2, 8, 4]`: for each
         half word, shift and head the four bytes of the query whose bits that shift brings to the four bytes of the
@@ -213,6 +215,7 @@ def _dots(words: int) -> Any:
 
         def build(context, builder, signature, values):
             lanes, halves = LANES, 2 * words
+            vectors = range(AT_ONCE // lanes)  # all of them by a number once it is loaded
             whole, numbers = ir.VectorType(I32, lanes * halves), ir.VectorType(I32, lanes)
             name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
             kind = ir.FunctionType(numbers, [numbers] * 3)
@@ -226,21 +229,25 @@ def _dots(words: int) -> Any:
             def constant(number):
                 return ir.Constant(numbers, [number] * lanes)
 
-            loaded = _vector(builder, values[0], whole)
-            sums = [constant(0)] * 4
+            loaded = [_vector(builder, builder.add(values[0], I64(8 * words * lanes * v)), whole) for v in vectors]
+            sums = [[constant(0)] * 4 for _ in vectors]
             for half in range(halves):
                 places = ir.Constant(numbers, [half + halves * lane for lane in range(lanes)])
-                word = builder.shuffle_vector(loaded, loaded, places)
+                parts = [builder.shuffle_vector(each, each, places) for each in loaded]
                 for shift in range(8):
-                    bits = builder.and_(builder.lshr(word, constant(shift)), constant(0x01010101))
+                    bits = [builder.and_(builder.lshr(part, constant(shift)), constant(0x01010101)) for part in parts]
                     for head in range(4):
                         weights = spread(values[1], (8 * half + shift) * 4 + head)
-                        sums[head] = builder.call(product, [sums[head], bits, weights])
+                        for v in vectors:
+                            sums[v][head] = builder.call(product, [sums[v][head], bits[v], weights])
             for head in range(4):
-                score = builder.sub(builder.shl(sums[head], constant(1)), spread(values[2], head))
-                short = builder.trunc(score, ir.VectorType(I16, lanes))
-                place = builder.add(values[3], builder.mul(values[4], I64(2 * head)))
-                builder.store(short, builder.inttoptr(place, short.type.as_pointer()), align=1)
+                start = spread(values[2], head)
+                for v in vectors:
+                    score = builder.sub(builder.shl(sums[v][head], constant(1)), start)
+                    short = builder.trunc(score, ir.VectorType(I16, lanes))
+                    first = builder.add(values[3], I64(2 * lanes * v))
+                    place = builder.add(first, builder.mul(values[4], I64(2 * head)))
+                    builder.store(short, builder.inttoptr(place, short.type.as_pointer()), align=1)
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 5), build

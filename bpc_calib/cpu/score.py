@@ -6,7 +6,7 @@ int16, and every thread has its own share of the keys.
 
 import numpy as np
 
-from bpc_calib.cpu.language import LANES, at, dots_1, dots_2, inlined, prefetch
+from bpc_calib.cpu.language import AT_ONCE, LANES, at, dots_1, dots_2, inlined, prefetch
 
 __all__ = ["BLOCK", "FORCED", "GROUP_CODES", "NEVER", "PAD", "multiply", "rank_part"]
 
@@ -55,19 +55,19 @@ def products(codes, words, count, table, table_size, starts, out, stride):
             low[head] = 2 * offset + sums[head]
         look_up(at(codes, count * words, I64), entries, low, words, count, at(out, 4 * stride, I16), stride)
         return
-    for i in range(0, count - LANES + 1, LANES):
+    for i in range(0, count - AT_ONCE + 1, AT_ONCE):
         # What fetches ahead by itself stops at the end of a page.
         soon = codes + 8 * words * i + SOON
-        for byte in range(0, 8 * words * LANES, 64):
+        for byte in range(0, 8 * words * AT_ONCE, 64):
             prefetch(soon + byte)
         if words == 1:
             dots_1(codes + 8 * i, table, starts, out + 2 * i, stride)
         else:
             dots_2(codes + 16 * i, table, starts, out + 2 * i, stride)
-    rest = count % LANES
+    rest = count % AT_ONCE
     if rest:
         done = count - rest
-        some = np.zeros(LANES * words, np.int64)
+        some = np.zeros(AT_ONCE * words, np.int64)
         some[: rest * words] = at(codes + 8 * words * done, rest * words, I64)
         if words == 1:
             dots_1(some.ctypes.data, table, starts, out + 2 * done, stride)
@@ -220,11 +220,12 @@ def rank_part(
                 sum_plain(
                     products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
                 )
-        for i in range(count):
-            if group == 0:
-                ranks[begin + i] = np.int32(np.int32(4 * heads) * top[i] + total[i])
-            else:
-                ranks[begin + i] = top[i] if group == 1 else total[i]
+        mine = ranks[begin : begin + count]
+        if group == 0:
+            for i in range(count):
+                mine[i] = np.int32(np.int32(4 * heads) * top[i] + total[i])
+        else:
+            mine[:] = top[:count] if group == 1 else total[:count]
         if valid:
             real = at(valid + b * valid_b + begin, count, BOOL)
             for i in range(count):
