@@ -9,8 +9,8 @@ import numpy as np
 
 from bpc_calib.cpu.language import compiled, inlined
 from bpc_calib.cpu.prep import prep_row
-from bpc_calib.cpu.score import PAD, multiply, rank_part
-from bpc_calib.cpu.take import take_row
+from bpc_calib.cpu.score import PAD, multiply
+from bpc_calib.cpu.take import candidates_of_part, mark_row, take_row
 
 __all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel"]
 
@@ -21,8 +21,8 @@ PROJECT, SCORE, SELECT = 1, 2, 3  # the stages, each with those before it
 def rows_in_turn(
     slot, slots, stages, rows, like, query, query_b, query_h, query_g, projection, projection_b, projection_h,
     projection_n, kv_heads, heads, bits, dim, words, values, totals, scale, tables, table_size, tokens, group, codes,
-    codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b, lengths, scaling, kept, best, ranked, stride, k, ks, ks_b,
-    ks_h, recent, sink, worst, listed, numerator, denominator, indices, width, spare,
+    codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b, lengths, scaling, kept, best, stride, sampled, k, ks,
+    ks_b, ks_h, recent, sink, worst, listed, numerator, denominator, marks, least, spare, counts, indices, width,
 ):  # fmt: skip
     """What the thread `slot` of `slots` does."""
     for row in range(slot * rows // slots, (slot + 1) * rows // slots):
@@ -34,17 +34,21 @@ def rows_in_turn(
             continue
         multiply(
             row, kv_heads, heads, tokens, words, 1, tokens + PAD, codes, codes_b, codes_h, gain, gain_b, gain_h, valid,
-            valid_b, lengths, tables, table_size, totals, kept, best, stride, slot,
+            valid_b, lengths, tables, table_size, totals, kept, best, stride, sampled, slot,
         )  # fmt: skip
-        rank_part(
+        mark_row(
+            row, kv_heads, heads, tokens, 1, group, gain, valid, valid_b, lengths, scale, scaling, best, stride,
+            sampled, k, ks, ks_b, ks_h, recent, sink, worst, listed, numerator, denominator, width, marks, least, slot,
+        )  # fmt: skip
+        candidates_of_part(
             row, kv_heads, heads, tokens, 1, tokens + PAD, group, gain, gain_b, gain_h, valid, valid_b, lengths, scale,
-            scaling, kept, best, ranked, stride, slot,
+            scaling, kept, best, stride, marks, least, spare, counts, slot,
         )  # fmt: skip
         if stages < SELECT:
             continue
         take_row(
-            row, ranked, stride, kv_heads, tokens, lengths, valid, valid_b, k, ks, ks_b, ks_h, recent, sink, worst,
-            listed, numerator, denominator, indices, width, spare, slot,
+            row, kv_heads, heads, tokens, 1, tokens + PAD, group, gain, gain_b, gain_h, valid, valid_b, lengths, scale,
+            scaling, kept, best, stride, k, ks, ks_b, ks_h, marks, least, spare, counts, indices, width, slot,
         )  # fmt: skip
 
 
@@ -52,8 +56,8 @@ def rows_in_turn(
 def choose_kernel(
     slots, parts, stages, rows, like, query, query_b, query_h, query_g, projection, projection_b, projection_h,
     projection_n, kv_heads, heads, bits, dim, words, values, totals, scale, tables, table_size, tokens, group, codes,
-    codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b, lengths, scaling, kept, best, ranked, stride, k, ks, ks_b,
-    ks_h, recent, sink, worst, listed, numerator, denominator, indices, width, spare,
+    codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b, lengths, scaling, kept, best, stride, sampled, k, ks,
+    ks_b, ks_h, recent, sink, worst, listed, numerator, denominator, marks, least, spare, counts, indices, width,
 ):  # fmt: skip
     """All rows by `slots` threads where `parts` is 1, else with a slot a row."""
     if parts == 1:
@@ -62,8 +66,8 @@ def choose_kernel(
                 np.int64(index), slots, stages, rows, like, query, query_b, query_h, query_g, projection, projection_b,
                 projection_h, projection_n, kv_heads, heads, bits, dim, words, values, totals, scale, tables,
                 table_size, tokens, group, codes, codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b, lengths,
-                scaling, kept, best, ranked, stride, k, ks, ks_b, ks_h, recent, sink, worst, listed, numerator,
-                denominator, indices, width, spare,
+                scaling, kept, best, stride, sampled, k, ks, ks_b, ks_h, recent, sink, worst, listed, numerator,
+                denominator, marks, least, spare, counts, indices, width,
             )  # fmt: skip
         return
     size = ((tokens + parts - 1) // parts + PAD - 1) // PAD * PAD
@@ -78,18 +82,25 @@ def choose_kernel(
         task = np.int64(index)
         multiply(
             task, kv_heads, heads, tokens, words, parts, size, codes, codes_b, codes_h, gain, gain_b, gain_h, valid,
-            valid_b, lengths, tables, table_size, totals, kept, best, stride, task // parts,
+            valid_b, lengths, tables, table_size, totals, kept, best, stride, sampled, task // parts,
+        )  # fmt: skip
+    for index in numba.prange(rows):
+        row = np.int64(index)
+        mark_row(
+            row, kv_heads, heads, tokens, parts, group, gain, valid, valid_b, lengths, scale, scaling, best, stride,
+            sampled, k, ks, ks_b, ks_h, recent, sink, worst, listed, numerator, denominator, width, marks, least, row,
         )  # fmt: skip
     for index in numba.prange(rows * parts):
         task = np.int64(index)
-        rank_part(
+        candidates_of_part(
             task, kv_heads, heads, tokens, parts, size, group, gain, gain_b, gain_h, valid, valid_b, lengths, scale,
-            scaling, kept, best, ranked, stride, task // parts,
+            scaling, kept, best, stride, marks, least, spare, counts, task // parts,
         )  # fmt: skip
     if stages < SELECT:
         return
     for index in numba.prange(rows):
+        row = np.int64(index)
         take_row(
-            np.int64(index), ranked, stride, kv_heads, tokens, lengths, valid, valid_b, k, ks, ks_b, ks_h, recent, sink,
-            worst, listed, numerator, denominator, indices, width, spare, np.int64(index),
+            row, kv_heads, heads, tokens, parts, size, group, gain, gain_b, gain_h, valid, valid_b, lengths, scale,
+            scaling, kept, best, stride, k, ks, ks_b, ks_h, marks, least, spare, counts, indices, width, row,
         )  # fmt: skip

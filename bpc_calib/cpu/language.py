@@ -195,12 +195,12 @@ def ones(context, bits):
 
 @intrinsic
 def lowest(context, bits):
-    """The place of the lowest one of an uint64 that is not 0."""
+    """The place of the lowest one of an uint64; 64 for 0."""
 
     def build(context, builder, signature, values):
-        return builder.cttz(values[0], I1(1))
+        return builder.cttz(values[0], I1(0))
 
-    return types.int64(types.uint64), build
+    return types.uint64(types.uint64), build
 
 
 def _dots(words: int) -> Any:

@@ -18,7 +18,7 @@ from bpc_calib.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.cpu.encode import greedy_kernel, hash_kernel
 from bpc_calib.cpu.folder import kept
 from bpc_calib.cpu.prep import table_size
-from bpc_calib.cpu.score import GROUP_CODES, PAD
+from bpc_calib.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.encoding import Encoded, Encoder, make_encoder
 from bpc_calib.errors import InputError
 from bpc_calib.pages import in_huge_pages
@@ -192,9 +192,9 @@ def choose_asked(
     values, scale = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8), torch.empty(batch, kv_heads)
     indices = torch.empty(batch, kv_heads, width, dtype=torch.int64)
     with _one_at_a_time:
-        totals, tables, best, kept, ranked, spare = _scratch(
+        totals, tables, best, kept, sampled, marks, least, spare, counts = _scratch(
             16 * rows * fours, 4 * rows * fours * size, 16 * rows * split * fours, 8 * slots * fours * stride,
-            4 * slots * stride, 8 * slots * stride,
+            slots * sample_size(fours), slots * stride // 8, 4 * rows, 8 * slots * stride, 8 * rows * split,
         )  # fmt: skip
         _threads()
         choose_kernel(
@@ -203,9 +203,9 @@ def choose_asked(
             tables, size, tokens, GROUP_CODES[group], codes.data_ptr(), *codes.stride()[:2],
             _address(gain), *((0, 0) if gain is None else gain.stride()[:2]),
             _address(valid), 0 if valid is None else valid.stride(0), _address(lengths), float(scaling), kept, best,
-            ranked, stride, k, _address(ks), *((0, 0) if ks is None else ks.stride()), recent, sink, _address(worst),
-            0 if worst is None else worst.shape[-1], share.numerator, share.denominator, indices.data_ptr(), width,
-            spare,
+            stride, sampled, k, _address(ks), *((0, 0) if ks is None else ks.stride()), recent, sink, _address(worst),
+            0 if worst is None else worst.shape[-1], share.numerator, share.denominator, marks, least, spare, counts,
+            indices.data_ptr(), width,
         )  # fmt: skip
     return indices, QuantizedQuery(values, scale)
 

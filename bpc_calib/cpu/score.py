@@ -8,19 +8,24 @@ import numpy as np
 
 from bpc_calib.cpu.language import AT_ONCE, LANES, at, dots_1, dots_2, inlined, prefetch
 
-__all__ = ["BLOCK", "FORCED", "GROUP_CODES", "NEVER", "PAD", "multiply", "rank_part"]
+__all__ = ["BLOCK", "GROUP_CODES", "PAD", "SAMPLE", "bests", "limit_of", "multiply", "rank", "sample_size", "sample_step"]
 
-FORCED = 1 << 28  # in place of a score: attended whatever comes; above every sum of 16 scores
-NEVER = -(1 << 31)  # padding
 LEAST = -(1 << 23)  # below every score
 BLOCK = 1024  # keys whose products are in the nearest cache
 SOON = 4096  # bytes of codes from one that is read to one that is asked for
-PAD = 64  # rows of products and ranks have room for so many more
+SAMPLE = 1024  # keys of each row that are ranked before the others
+PAD = 64  # rows of products have room for so many more
 GROUP_CODES = {"relative": 0, "max": 1, "sum": 2}
 
 F32, I16, I32, I64 = (np.empty(0, kind) for kind in (np.float32, np.int16, np.int32, np.int64))
 U8, U64, BOOL = (np.empty(0, kind) for kind in (np.uint8, np.uint64, np.bool_))
 GAIN_ONE = np.int32(32)
+
+
+@inlined
+def sample_size(fours):
+    """Bytes of the sample of a row."""
+    return SAMPLE * (8 * fours + 1)
 
 
 @inlined
@@ -97,10 +102,10 @@ def largest(product, gains, gained, valid, masked):
 def _ranker(name: str, group: int, gained: bool):
     """What ranks keys by the scores of 4 heads: numba would not keep a branch out of the loop."""
 
-    def rank_four(a, b, c, d, gains, best, masks, least, limit, first, top, total):
+    def rank_four(a, b, c, d, gains, best, masks, limit, first, top, total):
         """`top` becomes the largest of the 4 scores, `total` their sum, with what is there already if not `first`.
 
-        A head that there is not has the products of another, and mask 0.
+        A head that there is not has the products of another, and mask 0. Keys that are not valid may get anything.
         """
         best_a, best_b, best_c, best_d = best[0], best[1], best[2], best[3]
         mask_b, mask_c, mask_d = masks[1], masks[2], masks[3]
@@ -111,10 +116,8 @@ def _ranker(name: str, group: int, gained: bool):
                 one, two = np.int32(one * weight), np.int32(two * weight)
                 three, four = np.int32(three * weight), np.int32(four * weight)
             if group == 0:
-                one = min(max(np.int32(one - best_a), least), np.int32(0))
-                two = min(max(np.int32(two - best_b), least), np.int32(0))
-                three = min(max(np.int32(three - best_c), least), np.int32(0))
-                four = min(max(np.int32(four - best_d), least), np.int32(0))
+                one, two = np.int32(one - best_a), np.int32(two - best_b)
+                three, four = np.int32(three - best_c), np.int32(four - best_d)
             if group != 2:
                 most = max(max(one, two), max(three, four))
                 top[i] = most if first else max(most, top[i])
@@ -136,17 +139,94 @@ sum_plain, sum_gain = _ranker("sum_plain", 2, False), _ranker("sum_gain", 2, Tru
 
 
 @inlined
+def bests(row, heads, parts, best):
+    """The best score of each head in any part, and masks, see `rank_four`."""
+    fours = (heads + 3) // 4
+    most, masks = np.full(4 * fours, np.int32(LEAST)), np.zeros(4 * fours, np.int32)
+    masks[:heads] = -1
+    for head in range(4 * fours):
+        stands_for = head if head < heads else heads - 1
+        for part in range(row * parts, (row + 1) * parts):
+            most[head] = max(most[head], at(best + 4 * (part * 4 * fours + stands_for), 1, I32)[0])
+    return most, masks
+
+
+@inlined
+def rank(address, stride, gains, gained, group, heads, most, masks, limit, top, total, ranks):
+    """The ranks of `len(ranks)` keys whose products are int16 `[heads, stride]` at an address.
+
+    The relative score is what `group_scores` makes of it without its clamps to int32, which 16 heads never need.
+    """
+    count = len(ranks)
+    top, total = top[:count], total[:count]
+    for four in range((heads + 3) // 4):
+        begin, last = address + 8 * four * stride, min(heads - 4 * four, 4) - 1
+        a = at(begin, count, I16)
+        b = at(begin + 2 * stride * min(1, last), count, I16)
+        c = at(begin + 2 * stride * min(2, last), count, I16)
+        d = at(begin + 2 * stride * last, count, I16)
+        few, some, first = most[4 * four : 4 * four + 4], masks[4 * four : 4 * four + 4], four == 0
+        if group == 0 and gained:
+            relative_gain(a, b, c, d, gains, few, some, limit, first, top, total)
+        elif group == 0:
+            relative(a, b, c, d, gains, few, some, limit, first, top, total)
+        elif group == 1 and gained:
+            largest_gain(a, b, c, d, gains, few, some, limit, first, top, total)
+        elif group == 1:
+            largest_plain(a, b, c, d, gains, few, some, limit, first, top, total)
+        elif gained:
+            sum_gain(a, b, c, d, gains, few, some, limit, first, top, total)
+        else:
+            sum_plain(a, b, c, d, gains, few, some, limit, first, top, total)
+    if group == 0:
+        for i in range(count):
+            ranks[i] = np.int32(np.int32(4 * heads) * top[i] + total[i])
+    else:
+        ranks[:] = top if group == 1 else total
+
+
+@inlined
+def limit_of(row, scale, gained, scaling):
+    """How far below the best a score counts, in units of scores."""
+    logit = np.float32(64 if gained else 1) / (at(scale + 4 * row, 1, F32)[0] * np.float32(scaling))
+    return np.int32(-min(np.float32(16) * logit, np.float32(1 << 24)))
+
+
+@inlined
+def sample_step(length):
+    """Every how many keys one is in the sample."""
+    return max(16, (length + SAMPLE - 1) // SAMPLE)
+
+
+@inlined
+def sample(begin, count, length, heads, products, stride, gains, gained, some, weights):
+    """Copy, from a block of keys, what is of the sample: products to `some [heads, SAMPLE]`, gains to `weights`."""
+    step = sample_step(length)
+    for i in range((begin + step - 1) // step, (begin + count + step - 1) // step):
+        place = i * step - begin
+        for head in range(heads):
+            some[head * SAMPLE + i] = at(products + 2 * (head * stride + place), 1, I16)[0]
+        if gained:
+            weights[i] = gains[place]
+
+
+@inlined
 def multiply(
     task, kv_heads, heads, tokens, words, parts, size, codes, codes_b, codes_h, gain, gain_b, gain_h, valid, valid_b,
-    lengths, tables, table_size, totals, kept, best, stride, slot,
+    lengths, tables, table_size, totals, kept, best, stride, sampled, slot,
 ):  # fmt: skip
-    """The products of a part of a row, and the best score of each head in it."""
+    """The products of a part of a row, and the best score of each head in it.
+
+    `sampled`, `[slots]`: products int16 `[heads up to 4s, SAMPLE]` and gains uint8 `[SAMPLE]` of every so many keys.
+    """
     row, part = task // parts, task % parts
     b, h = row // kv_heads, row % kv_heads
     fours = (heads + 3) // 4
     length = min(tokens, at(lengths + 8 * b, 1, I64)[0]) if lengths else tokens
     found = at(best + 4 * task * 4 * fours, 4 * fours, I32)
     found[:] = LEAST
+    some = at(sampled + slot * sample_size(fours), 4 * fours * SAMPLE, I16)
+    weights = at(sampled + slot * sample_size(fours) + 8 * fours * SAMPLE, SAMPLE, U8)
     for begin in range(part * size, min(length, part * size + size), BLOCK):
         count = min(BLOCK, length - begin, part * size + size - begin)
         gains = at(gain + b * gain_b + h * gain_h + begin, count if gain else 0, U8)
@@ -161,76 +241,7 @@ def multiply(
             for head in range(4 * four, min(heads, 4 * four + 4)):
                 product = at(out + 2 * (head & 3) * stride, count, I16)
                 found[head] = max(found[head], largest(product, gains, gain != 0, real, valid != 0))
-
-
-@inlined
-def rank_part(
-    task, kv_heads, heads, tokens, parts, size, group, gain, gain_b, gain_h, valid, valid_b, lengths, scale, scaling,
-    kept, best, ranked, stride, slot,
-):  # fmt: skip
-    """The ranks of a part of a row, once all its products are known."""
-    row, part = task // parts, task % parts
-    b, h = row // kv_heads, row % kv_heads
-    fours = (heads + 3) // 4
-    length = min(tokens, at(lengths + 8 * b, 1, I64)[0]) if lengths else tokens
-    least = np.int32(-(((1 << 31) - 1) // (5 * heads)))
-    logit = np.float32(64 if gain else 1) / (at(scale + 4 * row, 1, F32)[0] * np.float32(scaling))
-    limit = np.int32(-min(np.float32(16) * logit, np.float32(1 << 24)))
-    top, total = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32)
-    most, masks = np.full(4 * fours, np.int32(LEAST)), np.zeros(4 * fours, np.int32)
-    masks[:heads] = -1
-    for head in range(4 * fours):
-        stands_for = head if head < heads else heads - 1
-        for other in range(parts):
-            most[head] = max(most[head], at(best + 4 * ((row * parts + other) * 4 * fours + stands_for), 1, I32)[0])
-    ranks = at(ranked + 4 * slot * stride, stride, I32)
-    for begin in range(part * size, min(tokens, part * size + size), BLOCK):
-        end = min(tokens, part * size + size, begin + BLOCK)
-        count = max(0, min(length, end) - begin)
-        gains = at(gain + b * gain_b + h * gain_h + begin, count if gain else 0, U8)
-        for four in range(fours):
-            address, last = kept + 2 * ((slot * fours + four) * 4 * stride + begin), min(heads - 4 * four, 4) - 1
-            products_a = at(address, count, I16)
-            products_b = at(address + 2 * stride * min(1, last), count, I16)
-            products_c = at(address + 2 * stride * min(2, last), count, I16)
-            products_d = at(address + 2 * stride * last, count, I16)
-            few, marks, first = most[4 * four : 4 * four + 4], masks[4 * four : 4 * four + 4], four == 0
-            some, sums = top[:count], total[:count]
-            if group == 0 and gain:
-                relative_gain(
-                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
-                )
-            elif group == 0:
-                relative(
-                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
-                )
-            elif group == 1 and gain:
-                largest_gain(
-                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
-                )
-            elif group == 1:
-                largest_plain(
-                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
-                )
-            elif gain:
-                sum_gain(
-                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
-                )
-            else:
-                sum_plain(
-                    products_a, products_b, products_c, products_d, gains, few, marks, least, limit, first, some, sums
-                )
-        mine = ranks[begin : begin + count]
-        if group == 0:
-            for i in range(count):
-                mine[i] = np.int32(np.int32(4 * heads) * top[i] + total[i])
-        else:
-            mine[:] = top[:count] if group == 1 else total[:count]
-        if valid:
-            real = at(valid + b * valid_b + begin, count, BOOL)
-            for i in range(count):
-                if not real[i]:
-                    ranks[begin + i] = NEVER
-        ranks[begin + count : end] = NEVER
-    if part == parts - 1:
-        ranks[tokens:] = NEVER
+        sample(
+            begin, count, length, heads, kept + 2 * (slot * fours * 4 * stride + begin), stride, gains, gain != 0, some,
+            weights,
+        )  # fmt: skip
