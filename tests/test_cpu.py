@@ -48,6 +48,24 @@ def both(query, projection, encoded, k, **rules):
     return found, choosing.choose_asked(asked, encoded.codes, encoded.gain, k, **(usual | RULES | rules))
 
 
+def test_as_many_threads_as_torch_has_from_the_first_step_on():
+    """numba's start sets torch's number, too."""
+    lines = """
+import torch
+torch.set_num_threads(3)
+import bpc_calib.cpu.pipeline as pipeline
+query, keys = torch.randn(1, 4, 1, 16), torch.randn(1, 4, 9, 16)
+for count in (3, 1):
+    torch.set_num_threads(count)
+    pipeline.sparse_attention(query, keys, keys, torch.zeros(1, 4, 1, dtype=torch.int64))
+    import numba
+    assert torch.get_num_threads() == count, torch.get_num_threads()
+    assert numba.get_num_threads() == min(count, numba.config.NUMBA_NUM_THREADS), numba.get_num_threads()
+"""
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 20_011), (3, 9_001), (8, 5_000)])
 def test_any_number_of_threads_chooses_the_same(threads, rows, tokens, count):
@@ -61,19 +79,23 @@ def test_any_number_of_threads_chooses_the_same(threads, rows, tokens, count):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("k", [1, 40, 5_000, 19_999])
-def test_where_a_sample_of_the_scores_misleads(k):
-    """The best tokens all in the sample, or none of them; nearly all the same; every score different from its like."""
-    tokens = 20_000
+@pytest.mark.parametrize(("tokens", "k"), [(20_000, 1), (20_000, 40), (20_000, 5_000), (20_000, 19_999), (5_001, 99)])
+def test_where_a_sample_of_the_scores_misleads(tokens, k):
+    """The best tokens all in the sample, or none of them; all of it padding; nearly all the same."""
     query, projection = draw(1, 1, 1, 64), draw(1, 64, 64, seed=1)
     asked = pipeline.quantize_query(query, projection).values[0, 0, 0]
     best = int(sum((1 << j) for j in range(63) if asked[j] >= 0) - ((asked[63] >= 0).item() << 63))
-    sampled = torch.arange(2048) * tokens // 2048
+    sampled = torch.arange(0, tokens, int(score.sample_step(tokens)))
     for place in (sampled, sampled + 1, torch.arange(7)):
         encoded = large(1, tokens)
         encoded.codes[0, 0, place, 0] = best
         found, expected = both(query, projection, encoded, k)
         assert torch.equal(found, expected)
+        valid = torch.ones(1, tokens, dtype=torch.bool)
+        valid[:, place] = False
+        if k <= valid.sum():
+            found, expected = both(query, projection, encoded, k, valid=valid)
+            assert torch.equal(found, expected)
         encoded.codes[:] = ~best
         encoded.codes[0, 0, place, 0] = best
         found, expected = both(query, projection, encoded, k)

@@ -82,8 +82,17 @@ def _compile(dtype: torch.dtype) -> None:
         encode_with(encoder, torch.zeros(1, 1, tokens, 16, dtype=dtype))
 
 
+@functools.cache
+def _start_threads() -> None:
+    """Have numba start its threads, which makes torch, too, use all of the machine: put that back."""
+    before = torch.get_num_threads()
+    numba.set_num_threads(1)
+    torch.set_num_threads(before)
+
+
 def _threads() -> None:
     """As many as torch has."""
+    _start_threads()
     wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if getattr(_set, "threads", None) != wanted:  # of this thread of Python's
         numba.set_num_threads(wanted)
