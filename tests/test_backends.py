@@ -220,7 +220,15 @@ def test_projections_shared_by_heads_or_sequences(lead, pipeline):
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "dim", "tokens", "k"),
-    [(4, 128, 700, 100), (1, 64, 90, 1), (16, 256, 300, 300), (5, 80, 200, 65), (7, 96, 64, 64), (2, 8, 40, 20)],
+    [
+        (4, 128, 700, 100),
+        (1, 64, 90, 1),
+        (16, 256, 300, 300),
+        (5, 80, 200, 65),
+        (7, 96, 64, 64),
+        (3, 72, 200, 131),
+        (2, 8, 40, 20),
+    ],
 )
 def test_attention_over_listed_tokens(dtype, heads, dim, tokens, k, pipeline):
     skip_unserved(pipeline, dtype)

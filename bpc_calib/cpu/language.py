@@ -9,22 +9,24 @@ import functools
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.codegen import get_host_cpu_features
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from bpc_calib.cpu.folder import kept, stamp
 
 __all__ = [
     "AT_ONCE",
     "LANES",
+    "WIDE",
     "above",
+    "add_four",
     "at",
     "compiled",
+    "dot_four",
     "dots_1",
     "dots_2",
     "float_of",
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
+WIDE = 16  # float32 of a vector; two registers where they are shorter
+FLOATS = ir.VectorType(F32, WIDE)
 
 
 class _Locator:
@@ -115,7 +120,11 @@ def _pointer(context, address):
 
 @numba.njit(inline="always")
 def at(address, length, like):
-    """A contiguous array of `length` elements of the dtype of `like`."""
+    """A contiguous array of `length` elements of the dtype of `like`.
+
+    No kernel may use an overload that is inlined: numba then looks for what is dead, and to it what is written to an
+    array that nobody returns is.
+    """
     return numba.carray(_pointer(address), (length,), like.dtype)
 
 
@@ -138,35 +147,108 @@ def float_of(context, bits):
     """The float32 that an int32 has the bits of."""
 
     def build(context, builder, signature, values):
-        return builder.bitcast(values[0], ir.FloatType())
+        return builder.bitcast(values[0], F32)
 
     return types.float32(types.int32), build
 
 
 @intrinsic
-def _of_half(context, bits):
-    def build(context, builder, signature, values):
-        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.int16), build
-
-
-def widen(number):
+def widen(context, number):
     """float32 of a number of a cache: float32 itself, bfloat16 as uint16, float16 as int16."""
-    raise NotImplementedError
 
+    def build(context, builder, signature, values):
+        if number == types.uint16:
+            return builder.bitcast(builder.shl(builder.zext(values[0], I32), I32(16)), F32)
+        if number == types.int16:
+            return builder.fpext(builder.bitcast(values[0], ir.HalfType()), F32)
+        return values[0]
 
-@overload(widen, inline="always")
-def _widen(number):
-    if number == types.uint16:
-        return lambda number: float_of(np.int32(np.uint32(number) << np.uint32(16)))
-    if number == types.int16:
-        return lambda number: _of_half(number)
-    return lambda number: np.float32(number)
+    return types.float32(number), build
 
 
 def _vector(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def _spread(builder: Any, number: Any, count: int) -> Any:
+    kind = ir.VectorType(number.type, count)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), number, I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, count), [0] * count))
+
+
+def _float_at(builder: Any, address: Any, place: Any) -> Any:
+    return builder.load(builder.inttoptr(builder.add(address, builder.mul(place, I64(4))), F32.as_pointer()))
+
+
+def _widened(builder: Any, address: Any, dtype: Any) -> Any:
+    """What `widen` makes of the next `WIDE` numbers."""
+    if dtype == types.float32:
+        return _vector(builder, address, FLOATS)
+    raw = _vector(builder, address, ir.VectorType(I16, WIDE))
+    if dtype == types.int16:
+        return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), WIDE)), FLOATS)
+    wide = ir.VectorType(I32, WIDE)
+    return builder.bitcast(builder.shl(builder.zext(raw, wide), ir.Constant(wide, [16] * WIDE)), FLOATS)
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDE}f32")
+    return builder.call(function, [a, b, c])
+
+
+@intrinsic
+def dot_four(context, like, row, asked, dim, out, stride):
+    """Products of a row, like `like`, with float32 `[4, dim]`, to float32 `[4, stride]`: of whole `WIDE`s of `dim`."""
+
+    def build(context, builder, signature, values):
+        _, row, asked, dim, out, stride = values
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(FLOATS, [0.0] * WIDE)) for _ in range(4)]
+        with cgutils.for_range(builder, builder.udiv(dim, I64(WIDE))) as loop:
+            first = builder.mul(loop.index, I64(WIDE))
+            place = builder.add(row, builder.mul(first, I64(signature.args[0].dtype.bitwidth // 8)))
+            numbers = _widened(builder, place, signature.args[0].dtype)
+            for head, total in enumerate(sums):
+                begin = builder.add(first, builder.mul(dim, I64(head)))
+                query = _vector(builder, builder.add(asked, builder.mul(begin, I64(4))), FLOATS)
+                builder.store(_multiply_add(builder, query, numbers, builder.load(total)), total)
+        kind = ir.FunctionType(F32, [F32, FLOATS])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{WIDE}f32")
+        for head, total in enumerate(sums):
+            product = builder.call(function, [F32(0.0), builder.load(total)], fastmath=("reassoc",))
+            place = builder.add(out, builder.mul(stride, I64(4 * head)))
+            builder.store(product, builder.inttoptr(place, F32.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.intp] * 5), build
+
+
+@intrinsic
+def add_four(context, like, one, two, three, four, weights, stride, sums, dim):
+    """Add 4 rows, like `like`, weighed by float32 `[4, stride]`, to float32 `[4, dim]`: whole `WIDE`s of `dim`."""
+
+    def build(context, builder, signature, values):
+        rows, weights, stride, sums, dim = values[1:5], *values[5:]
+        spread = [
+            [
+                _spread(builder, _float_at(builder, weights, builder.add(builder.mul(stride, I64(head)), I64(i))), WIDE)
+                for i in range(4)
+            ]
+            for head in range(4)
+        ]
+        with cgutils.for_range(builder, builder.udiv(dim, I64(WIDE))) as loop:
+            first = builder.mul(loop.index, I64(WIDE))
+            along = builder.mul(first, I64(signature.args[0].dtype.bitwidth // 8))
+            numbers = [_widened(builder, builder.add(row, along), signature.args[0].dtype) for row in rows]
+            for head in range(4):
+                place = builder.add(sums, builder.mul(builder.add(first, builder.mul(dim, I64(head))), I64(4)))
+                total = _vector(builder, place, FLOATS)
+                for i in range(4):
+                    total = _multiply_add(builder, spread[head][i], numbers[i], total)
+                builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.intp] * 8), build
 
 
 @intrinsic
@@ -174,11 +256,8 @@ def above(context, address, least):
     """A bit for each of the 64 int32 at an address: whether it is at least `least`."""
 
     def build(context, builder, signature, values):
-        kind = ir.VectorType(I32, 64)
-        numbers = _vector(builder, values[0], kind)
-        first = builder.insert_element(ir.Constant(kind, ir.Undefined), values[1], I32(0))
-        spread = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, 64), [0] * 64))
-        return builder.bitcast(builder.icmp_signed(">=", numbers, spread), I64)
+        numbers = _vector(builder, values[0], ir.VectorType(I32, 64))
+        return builder.bitcast(builder.icmp_signed(">=", numbers, _spread(builder, values[1], 64)), I64)
 
     return types.uint64(types.intp, types.int32), build
 
@@ -223,8 +302,7 @@ def _dots(words: int) -> Any:
 
             def spread(address, place):
                 number = builder.load(builder.inttoptr(builder.add(address, I64(4 * place)), I32.as_pointer()))
-                first = builder.insert_element(ir.Constant(numbers, ir.Undefined), number, I32(0))
-                return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+                return _spread(builder, number, lanes)
 
             def constant(number):
                 return ir.Constant(numbers, [number] * lanes)

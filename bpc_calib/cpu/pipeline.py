@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from bpc_calib.cpu.attend import attend_kernel
+from bpc_calib.cpu.attend import attend_kernel, work_size
 from bpc_calib.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.cpu.encode import greedy_kernel, hash_kernel
 from bpc_calib.cpu.folder import kept
@@ -237,7 +237,10 @@ def sparse_attention(
     query, indices = _tight(query), indices.contiguous()
     out = torch.empty(batch, kv_heads, heads, dim)
     with _one_at_a_time:
-        room = _scratch(4 * rows * split * heads * dim, 8 * rows * split * heads, 8 * rows * split)
+        room = _scratch(
+            16 * rows * split * -(-heads // 4) * dim, 8 * rows * split * heads,
+            rows * split * work_size(heads, dim, -(-count // split)), 8 * rows * split,
+        )  # fmt: skip
         _threads()
         known = attend_kernel(
             _like(keys), query.data_ptr(), *query.stride()[:3], keys.data_ptr(), keys.shape[2], *keys.stride()[:3],

@@ -8,7 +8,18 @@ import numpy as np
 
 from bpc_calib.cpu.language import AT_ONCE, LANES, at, dots_1, dots_2, inlined, prefetch
 
-__all__ = ["BLOCK", "GROUP_CODES", "PAD", "SAMPLE", "bests", "limit_of", "multiply", "rank", "sample_size", "sample_step"]
+__all__ = [
+    "BLOCK",
+    "GROUP_CODES",
+    "PAD",
+    "SAMPLE",
+    "bests",
+    "limit_of",
+    "multiply",
+    "rank",
+    "sample_size",
+    "sample_step",
+]
 
 LEAST = -(1 << 23)  # below every score
 BLOCK = 1024  # keys whose products are in the nearest cache
@@ -78,6 +89,7 @@ def products(codes, words, count, table, table_size, starts, out, stride):
             dots_1(some.ctypes.data, table, starts, out + 2 * done, stride)
         else:
             dots_2(some.ctypes.data, table, starts, out + 2 * done, stride)
+        some[0] = 0  # or it is given back before it is read
 
 
 @inlined
