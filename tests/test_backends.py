@@ -170,13 +170,14 @@ def test_each_sequence_with_projections_of_its_own(both):
 
 
 @pytest.mark.parametrize("bits", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 65, 150])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_codes_from_the_same_products_are_exact(bits, dtype, pipeline):
+def test_codes_from_the_same_products_are_exact(bits, tokens, dtype, pipeline):
     skip_unserved(pipeline, dtype)
-    scores, gram = draw(2, 150, bits, dtype=dtype), 0.3 * draw(2, bits, bits, seed=1, dtype=dtype)
-    scores[0, 7] = 0
-    norm = 50 * draw(2, 150, seed=2, dtype=dtype).abs()
-    norm[1, 3] = 0
+    scores, gram = draw(20, tokens, bits, dtype=dtype), 0.3 * draw(20, bits, bits, seed=1, dtype=dtype)
+    scores[0, tokens // 20] = 0
+    norm = 50 * draw(20, tokens, seed=2, dtype=dtype).abs()
+    norm[1, tokens // 40] = 0
     found, expected = pipeline.encode_gram(scores, gram, norm), encode_gram(scores, gram, norm)
     for name in ("codes", "error", "gain"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name

@@ -12,15 +12,12 @@ F32, I64, U8 = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.ui
 
 
 @inlined
-def greedy(given, norm, matrix, count, bits, codes, errors, gains):
-    """`encode_gram` of float32 products `[count, bits]` of at most `SIDE` keys, every sum in the same order."""
-    words = (bits + 63) // 64
-    running, signs = np.zeros((bits, SIDE), np.float32), np.empty((bits, SIDE), np.float32)
+def pass_many(given, matrix, count, bits, signs, dot, fallen):
+    """The greedy pass, key beside key: signs `[bits, SIDE]`, products with the code, what the squared error falls to."""
+    running = np.zeros((bits, SIDE), np.float32)
     for x in range(count):
         for j in range(bits):
             running[j, x] = given[x * bits + j]
-    dot, fallen = np.zeros(SIDE, np.float32), np.zeros(SIDE, np.float32)
-    fallen[:count] = norm
     for i in range(bits):
         for x in range(SIDE):
             signs[i, x] = np.float32(1) if running[i, x] >= 0 else np.float32(-1)
@@ -33,6 +30,31 @@ def greedy(given, norm, matrix, count, bits, codes, errors, gains):
             fallen[x] -= np.float32(2) * abs(running[i, x]) - own
         for x in range(count):
             dot[x] += signs[i, x] * given[x * bits + i]
+
+
+@inlined
+def pass_one(given, matrix, bits, signs, dot, fallen):
+    """The same for one key, along the rows of the matrix."""
+    running = given.copy()
+    for i in range(bits):
+        sign = np.float32(1) if running[i] >= 0 else np.float32(-1)
+        for j in range(i + 1, bits):
+            running[j] -= sign * matrix[i * bits + j]
+        signs[i, 0] = sign
+        fallen[0] -= np.float32(2) * abs(running[i]) - matrix[i * bits + i]
+        dot[0] += sign * given[i]
+
+
+@inlined
+def greedy(given, norm, matrix, count, bits, codes, errors, gains):
+    """`encode_gram` of float32 products `[count, bits]` of at most `SIDE` keys, every sum in the same order."""
+    words, side = (bits + 63) // 64, 1 if count == 1 else SIDE
+    signs, dot, fallen = np.empty((bits, side), np.float32), np.zeros(side, np.float32), np.zeros(side, np.float32)
+    fallen[:count] = norm
+    if count == 1:
+        pass_one(given, matrix, bits, signs, dot, fallen)
+    else:
+        pass_many(given, matrix, count, bits, signs, dot, fallen)
     codes[:] = 0
     for i in range(bits):
         for x in range(count):
