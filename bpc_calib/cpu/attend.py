@@ -7,8 +7,8 @@ from bpc_calib.cpu.language import WIDE, add_four, at, compiled, dot_four, float
 
 __all__ = ["attend_kernel"]
 
-CHUNK = 64  # tokens whose weights are made at once
-AHEAD = 10  # tokens whose keys are asked for before they are needed
+CHUNK = 16  # tokens whose weights are made at once: more, and nothing is asked for meanwhile
+AHEAD = 12  # tokens whose keys are asked for before they are needed
 F32, I64 = np.empty(0, np.float32), np.empty(0, np.int64)
 LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.1219444e-4)

@@ -13,7 +13,7 @@ F32, I64, U8 = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.ui
 
 @inlined
 def pass_many(given, matrix, count, bits, signs, dot, fallen):
-    """The greedy pass, key beside key: signs `[bits, SIDE]`, products with the code, what the squared error falls to."""
+    """The greedy pass, key beside key: signs `[bits, SIDE]`, products with the code, squared errors."""
     running = np.zeros((bits, SIDE), np.float32)
     for x in range(count):
         for j in range(bits):

@@ -93,26 +93,28 @@ def products(codes, words, count, table, table_size, starts, out, stride):
 
 
 @inlined
-def largest(product, gains, gained, valid, masked):
-    """The best score of one head."""
-    best = np.int32(LEAST)
-    if gained:
-        for i in range(len(product)):
-            score = np.int32(np.int32(product[i]) * np.int32(np.int32(gains[i]) + GAIN_ONE))
-            if masked and not valid[i]:
-                score = np.int32(LEAST)
-            best = max(best, score)
-    else:
-        for i in range(len(product)):
-            score = np.int32(product[i])
-            if masked and not valid[i]:
-                score = np.int32(LEAST)
-            best = max(best, score)
-    return best
+def largest(products, stride, gains, gained, valid, masked, count, best):
+    """Raise the best score of each of 4 heads, `best [4]`, to those of `count` keys."""
+    a, b = at(products, count, I16), at(products + 2 * stride, count, I16)
+    c, d = at(products + 4 * stride, count, I16), at(products + 6 * stride, count, I16)
+    best_a, best_b, best_c, best_d = best[0], best[1], best[2], best[3]
+    for i in range(count):
+        one, two, three, four = np.int32(a[i]), np.int32(b[i]), np.int32(c[i]), np.int32(d[i])
+        if gained:
+            weight = np.int32(np.int32(gains[i]) + GAIN_ONE)
+            one, two = np.int32(one * weight), np.int32(two * weight)
+            three, four = np.int32(three * weight), np.int32(four * weight)
+        if masked and not valid[i]:
+            one = two = three = four = np.int32(LEAST)
+        best_a, best_b, best_c, best_d = max(best_a, one), max(best_b, two), max(best_c, three), max(best_d, four)
+    best[0], best[1], best[2], best[3] = best_a, best_b, best_c, best_d
 
 
-def _ranker(name: str, group: int, gained: bool):
-    """What ranks keys by the scores of 4 heads: numba would not keep a branch out of the loop."""
+def _ranker(name: str, group: int, gained: bool, whole: bool = False):
+    """What ranks keys by the scores of 4 heads: numba would not keep a branch out of the loop.
+
+    With `whole` there are no other heads, and `total` becomes the relative rank itself.
+    """
 
     def rank_four(a, b, c, d, gains, best, masks, limit, first, top, total):
         """`top` becomes the largest of the 4 scores, `total` their sum, with what is there already if not `first`.
@@ -132,10 +134,13 @@ def _ranker(name: str, group: int, gained: bool):
                 three, four = np.int32(three - best_c), np.int32(four - best_d)
             if group != 2:
                 most = max(max(one, two), max(three, four))
-                top[i] = most if first else max(most, top[i])
+                if not whole:
+                    top[i] = most if first else max(most, top[i])
             if group == 0:
                 one, two, three, four = max(one, limit), max(two, limit), max(three, limit), max(four, limit)
-            if group != 1:
+            if whole:
+                total[i] = np.int32(np.int32(16) * most) + np.int32(np.int32(one + two) + np.int32(three + four))
+            elif group != 1:
                 three, four = np.int32(three & mask_c), np.int32(four & mask_d)
                 both = np.int32(np.int32(one + np.int32(two & mask_b)) + np.int32(three + four))
                 total[i] = both if first else np.int32(both + total[i])
@@ -146,6 +151,7 @@ def _ranker(name: str, group: int, gained: bool):
 
 
 relative, relative_gain = _ranker("relative", 0, False), _ranker("relative_gain", 0, True)
+whole_plain, whole_gain = _ranker("whole_plain", 0, False, True), _ranker("whole_gain", 0, True, True)
 largest_plain, largest_gain = _ranker("largest_plain", 1, False), _ranker("largest_gain", 1, True)
 sum_plain, sum_gain = _ranker("sum_plain", 2, False), _ranker("sum_gain", 2, True)
 
@@ -178,6 +184,12 @@ def rank(address, stride, gains, gained, group, heads, most, masks, limit, top, 
         c = at(begin + 2 * stride * min(2, last), count, I16)
         d = at(begin + 2 * stride * last, count, I16)
         few, some, first = most[4 * four : 4 * four + 4], masks[4 * four : 4 * four + 4], four == 0
+        if group == 0 and heads == 4:
+            if gained:
+                whole_gain(a, b, c, d, gains, few, some, limit, first, top, ranks)
+            else:
+                whole_plain(a, b, c, d, gains, few, some, limit, first, top, ranks)
+            return
         if group == 0 and gained:
             relative_gain(a, b, c, d, gains, few, some, limit, first, top, total)
         elif group == 0:
@@ -250,9 +262,11 @@ def multiply(
                 codes + 8 * (b * codes_b + h * codes_h + begin * words), words, count,
                 tables + 4 * table_size * which, table_size, totals + 16 * which, out, stride,
             )  # fmt: skip
-            for head in range(4 * four, min(heads, 4 * four + 4)):
-                product = at(out + 2 * (head & 3) * stride, count, I16)
-                found[head] = max(found[head], largest(product, gains, gain != 0, real, valid != 0))
+            best_of = found[4 * four : 4 * four + 4]
+            if gain:
+                largest(out, stride, gains, True, real, valid != 0, count, best_of)
+            else:
+                largest(out, stride, gains, False, real, valid != 0, count, best_of)
         sample(
             begin, count, length, heads, kept + 2 * (slot * fours * 4 * stride + begin), stride, gains, gain != 0, some,
             weights,

@@ -16,6 +16,7 @@ FORCED = 1 << 28  # in place of a rank: attended whatever comes; above every sum
 NEVER = -(1 << 31)  # padding
 DIGIT = 11  # bits
 AT_ONCE = 8
+FEW = 1024  # values that are worth a copy
 I32, I64 = (np.empty(0, kind) for kind in (np.int32, np.int64))
 U8, U64, BOOL = (np.empty(0, kind) for kind in (np.uint8, np.uint64, np.bool_))
 ONE, WORD = np.uint64(1), np.uint64(63)
@@ -27,7 +28,7 @@ def kth(values, count, k, exact):
 
     If not `exact`, something a little smaller, and how many from there to the next a little larger are among them.
     """
-    bins = np.empty(1 << DIGIT, np.int32)
+    bins, near = np.empty(1 << DIGIT, np.int32), np.empty(FEW, np.int32)
     most, least = values[0], values[0]
     for i in range(count):
         most, least = max(most, values[i]), min(least, values[i])
@@ -48,6 +49,13 @@ def kth(values, count, k, exact):
         prefix = (prefix << width) | digit
         if shift == 0 or not exact:
             return np.int32(np.int64(most) - (((prefix + 1) << shift) - 1)), left
+        if bins[digit] <= FEW and count > FEW:
+            some = 0
+            for i in range(count):
+                if (np.int64(most) - np.int64(values[i])) >> shift == prefix:
+                    near[some] = values[i]
+                    some += 1
+            values, count = near, some
         width = min(DIGIT, shift)
         shift -= width
 
