@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-from bpc_calib.cpu.language import WIDE, add_four, at, compiled, dot_four, float_of, inlined, prefetch, widen
+from bpc_calib.cpu.language import WIDE, add_four, ask, at, compiled, dot_four, float_of, inlined, widen
 
 __all__ = ["attend_kernel"]
 
@@ -40,17 +40,6 @@ def work_size(heads, dim, share):
     """Bytes for what a part makes on the way: queries as float32, logits, and its list of `share` tokens."""
     fours = (heads + 3) // 4 * 4
     return (4 * fours * (dim + CHUNK) + 8 * share + 63) // 64 * 64
-
-
-@inlined
-def ask(address, line):
-    """Have a row on its way to the cache."""
-    last = line - 1
-    for byte in range(0, line, 256):  # a loop over single lines takes as long as it saves
-        prefetch(address + byte)
-        prefetch(address + min(byte + 64, last))
-        prefetch(address + min(byte + 128, last))
-        prefetch(address + min(byte + 192, last))
 
 
 @inlined

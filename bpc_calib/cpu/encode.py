@@ -3,7 +3,7 @@
 import numba
 import numpy as np
 
-from bpc_calib.cpu.language import at, compiled, inlined, prefetch, widen
+from bpc_calib.cpu.language import ask, at, compiled, inlined, widen
 
 __all__ = ["SIDE", "greedy_kernel", "hash_kernel"]
 
@@ -90,13 +90,6 @@ def greedy_kernel(scores, norms, gram, gram_r, rows, tokens, bits, codes, errors
         greedy_block(np.int64(index), blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains)
 
 
-@inlined
-def ask(address, size):
-    """Have what lies there on its way to the cache: another layer's was in it."""
-    for byte in range(0, size, 64):
-        prefetch(address + byte)
-
-
 @inlined(fastmath={"reassoc", "contract"})
 def multiply(wide, matrix, metric, scores):
     """Products `[H]` of a centred key with rows `[H, D]`; its squared norm, in a metric `[D, D]` if there is one."""
@@ -126,7 +119,7 @@ def hash_row(
 ):  # fmt: skip
     """All keys of a row."""
     size, words = like.itemsize, (bits + 63) // 64
-    ask(matrix + 4 * row * matrix_r, 4 * bits * dim)
+    ask(matrix + 4 * row * matrix_r, 4 * bits * dim)  # in the cache was what another layer has
     if metric:
         ask(metric + 4 * row * metric_r, 4 * dim * dim)
     ask(gram + 4 * row * gram_r, 4 * bits * bits)

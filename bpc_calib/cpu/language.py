@@ -24,6 +24,7 @@ __all__ = [
     "WIDE",
     "above",
     "add_four",
+    "ask",
     "at",
     "compiled",
     "dot_four",
@@ -128,18 +129,39 @@ def at(address, length, like):
     return numba.carray(_pointer(address), (length,), like.dtype)
 
 
+def _ask(builder: Any, address: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(function, [builder.inttoptr(address, cgutils.voidptr_t), I32(0), I32(3), I32(1)])
+
+
 @intrinsic
 def prefetch(context, address):
     """Ask for the cache line at an address; whatever it is, nothing happens but that."""
 
     def build(context, builder, signature, values):
-        pointer = builder.inttoptr(values[0], cgutils.voidptr_t)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(function, [pointer, I32(0), I32(3), I32(1)])
+        _ask(builder, values[0])
         return context.get_dummy_value()
 
     return types.void(types.intp), build
+
+
+@intrinsic
+def ask(context, address, size):
+    """Ask for all cache lines of a row of so many bytes: without a loop for up to 4, which would take its time."""
+
+    def build(context, builder, signature, values):
+        address, size = values
+        last = builder.sub(size, I64(1))
+        for begin in map(I64, (0, 64, 128, 192)):
+            _ask(builder, builder.add(address, builder.select(builder.icmp_signed("<", begin, last), begin, last)))
+        with builder.if_then(builder.icmp_signed(">=", last, I64(256)), likely=False):
+            with cgutils.for_range_slice(builder, I64(256), size, I64(64), I64) as (begin, _):
+                _ask(builder, builder.add(address, begin))
+            _ask(builder, builder.add(address, last))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp), build
 
 
 @intrinsic
