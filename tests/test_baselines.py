@@ -20,7 +20,7 @@ QUERY = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(2))  # t
 
 
 def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL, layers=(0,), group="max"):
-    rules = Rules(budget, 1, 0.0, 1, 0, group, True, 64, 0, tuple(layers))
+    rules = Rules(budget, 1, 0.0, 1, 0, group, True, 64, 0, layers=tuple(layers))
     made = kind(index, rules, model, None)
     made.update(keys, values)
     return made
