@@ -324,7 +324,7 @@ def test_kernels_of_several_processes(tmp_path):
         done = run(READY, *words)
         said = done.stderr.splitlines()
         name = words[-1]
-        assert said[0] == f"compiling the kernels for {name} on the CPU, some 10 to 40 s, once on this machine"
+        assert said[0] == f"compiling the kernels for {name} on the CPU, some 20 to 60 s, once on this machine"
         assert said[1].startswith("compiled in ")
         assert done.stdout == f"{2 * len(words) - 2}\n"
     again = run(READY, "bfloat16", "float32")

@@ -64,7 +64,7 @@ def make_ready(dtype: torch.dtype) -> None:
         marker = folder / name
         if marker.exists():
             return _compile(dtype)
-        logger.warning("compiling the kernels for %s on the CPU, some 10 to 40 s, once on this machine", name)
+        logger.warning("compiling the kernels for %s on the CPU, some 20 to 60 s, once on this machine", name)
         began = time.perf_counter()
         _compile(dtype)
         marker.touch()
