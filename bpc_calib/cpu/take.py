@@ -100,21 +100,15 @@ def force(marks, valid, masked, length, k, recent, sink, worst, listed, places):
 
 
 @inlined
-def least_of_sample(
-    wanted, length, heads, group, sampled, gained, valid, masked, most, masks, limit, top, total,
-):  # fmt: skip
+def least_of_sample(wanted, length, heads, group, sampled, gained, valid, masked, most, masks, limit):
     """A rank that more than `wanted` keys most probably reach, by a sample of all."""
     step = sample_step(length)
     count = (length + step - 1) // step
     share = wanted * count / max(1, length)
     enough = np.int64(share + 4 * np.sqrt(share) + 8)
-    weights, ranks = at(sampled + 8 * ((heads + 3) // 4) * SAMPLE, SAMPLE, U8), np.empty(SAMPLE, np.int32)
-    for begin in range(0, count, BLOCK):
-        some = min(BLOCK, count - begin)
-        rank(
-            sampled + 2 * begin, SAMPLE, weights[begin:], gained, group, heads, most, masks, limit, top, total,
-            ranks[begin : begin + some],
-        )  # fmt: skip
+    weights, ranks = at(sampled + 8 * ((heads + 3) // 4) * SAMPLE, SAMPLE, U8), np.empty(count, np.int32)
+    top, total = np.empty(count, np.int32), np.empty(count, np.int32)
+    rank(sampled, SAMPLE, weights, gained, group, heads, most, masks, limit, top, total, ranks)
     if masked:
         real = 0
         for i in range(count):
@@ -148,7 +142,7 @@ def mark_row(
     most, masks = bests(row, heads, parts, best)
     at(least + 4 * row, 1, I32)[0] = least_of_sample(
         wanted, length, heads, group, sampled + slot * sample_size((heads + 3) // 4), gain != 0, real, valid != 0, most,
-        masks, limit_of(row, scale, gain != 0, scaling), np.empty(BLOCK, np.int32), np.empty(BLOCK, np.int32),
+        masks, limit_of(row, scale, gain != 0, scaling),
     )  # fmt: skip
 
 
