@@ -1,7 +1,7 @@
 # TORCH names the torch to install, for example TORCH=torch==2.13.0+cpu; a plain torch may bring several GB.
 TORCH ?= torch
 PYTHON ?= python3
-SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py bpc_calib/bench/*.py bpc_calib/cpu/*.py bpc_calib/evaluation/*.py bpc_calib/kernels/*.py bpc_calib/demo/* cli/*.py)
+SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py bpc_calib/bench/*.py bpc_calib/backends/cpu/*.py bpc_calib/evaluation/*.py bpc_calib/backends/triton/*.py bpc_calib/demo/* cli/*.py)
 # Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
 INSTALL := install -q --config-settings editable_mode=strict -e '.[dev]'
 

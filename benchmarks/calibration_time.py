@@ -19,9 +19,9 @@ import report
 import torch
 
 from bpc_calib import describe
-from bpc_calib.corpora import expand, open_corpus
-from bpc_calib.models import load_config, load_model, load_tokenizer
-from bpc_calib.samples import draw_samples
+from bpc_calib.models.loading import load_config, load_model, load_tokenizer
+from bpc_calib.text.corpora import expand, open_corpus
+from bpc_calib.text.samples import draw_samples
 
 
 def main() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import report
 
 from bpc_artifacts import load
-from bpc_calib import calibrate, enable
-from bpc_calib.corpora import expand, open_corpus
+from bpc_calib import calibrate, describe, enable, make_plan
 from bpc_calib.evaluation import HARD, evaluate
-from bpc_calib.models import load_config, load_model, load_tokenizer
+from bpc_calib.models.loading import load_config, load_model, load_tokenizer
+from bpc_calib.text.corpora import expand, open_corpus
 
 
 def main() -> None:
@@ -41,10 +41,13 @@ def main() -> None:
         artifact = calibrate(
             model,
             tokenizer,
-            corpora=arguments.corpus,
-            samples=arguments.samples,
-            sequence_length=arguments.sequence_length,
-            seed=arguments.seed,
+            arguments.corpus,
+            make_plan(
+                describe(model.config),
+                samples=arguments.samples,
+                sequence_length=arguments.sequence_length,
+                seed=arguments.seed,
+            ),
         )
     enable(model)
     rows = evaluate(

@@ -8,12 +8,12 @@ import torch
 from gpu_timing import device, reason
 from torch import Tensor
 
-from bpc_calib import encoding
-from bpc_calib.choosing import choose_asked
-from bpc_calib.encoding import make_encoder
-from bpc_calib.kernels import pipeline
-from bpc_calib.selection import attended, worst_first
-from bpc_calib.sparse_attention import sparse_attention
+from bpc_calib.backends.triton import pipeline
+from bpc_calib.method import encoding
+from bpc_calib.method.choosing import choose_asked
+from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.selection import attended, worst_first
+from bpc_calib.method.sparse_attention import sparse_attention
 
 __all__ = ["exactness"]
 

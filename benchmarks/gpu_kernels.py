@@ -11,10 +11,10 @@ from gpu_timing import bandwidth, device, reason, summary, timed
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bpc_calib import dispatch
+from bpc_calib.backends import dispatch
+from bpc_calib.backends.triton import paper, pipeline
 from bpc_calib.bench import dense
-from bpc_calib.kernels import paper, pipeline
-from bpc_calib.selection import attended
+from bpc_calib.method.selection import attended
 
 __all__ = ["DIM", "GROUP", "KV_HEADS", "bandwidth_row", "steps"]
 

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from bpc_calib import BPCCache, decompose, enable, encoding, static_steps
+from bpc_calib import BPCCache, decompose, enable, static_steps
+from bpc_calib.backends.triton import pipeline
 from bpc_calib.bench.shapes import SHAPES, random_artifact, random_model, shape_config
-from bpc_calib.calibration import METHODS
-from bpc_calib.encoding import make_encoder
-from bpc_calib.fitting import fit
-from bpc_calib.kernels import pipeline
-from bpc_calib.selection import attended
+from bpc_calib.calibration.plan import PROJECTION_METHODS
+from bpc_calib.method import encoding
+from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.fitting import fit
+from bpc_calib.method.selection import attended
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tiny as tiny_models
@@ -224,7 +225,7 @@ def calibration(emit: Emit, *, tiny: bool) -> None:
     keys = (keys * torch.logspace(0, -1, DIM, device=device())).bfloat16()
     root = torch.randn(KV_HEADS, 2 * DIM, DIM, generator=generator, device=device())
     metric = root.mT @ root / (2 * DIM)
-    method = next(each for each in METHODS.values() if each.power is not None)
+    method = next(each for each in PROJECTION_METHODS.values() if each.power is not None)
     default = functools.partial(
         fit, keys, 64, iterations=method.iterations, rounds=method.rounds, metric=metric, centred=method.centred
     )

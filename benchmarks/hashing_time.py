@@ -18,11 +18,11 @@ from transformers import LlamaConfig
 
 from bpc_artifacts import LayerProjection
 from bpc_calib import describe
-from bpc_calib.encoding import encode_with, make_encoder
-from bpc_calib.fitting import fit
-from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.layers import Rules
-from bpc_calib.metric import query_metric, second_moment
+from bpc_calib.method.encoding import encode_with, make_encoder
+from bpc_calib.method.fitting import fit
+from bpc_calib.method.metric import query_metric, second_moment
+from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.runtime.layers import Rules
 
 HEADS, GROUP = 8, 4
 

@@ -12,12 +12,12 @@ from typing import Any
 import report
 
 from bpc_artifacts import load
-from bpc_calib import BPCCache, calibrate, enable
+from bpc_calib import BPCCache, calibrate, describe, enable, make_plan
 from bpc_calib.evaluation import HARD
 from bpc_calib.evaluation.evaluate import ask, hide_all
 from bpc_calib.evaluation.statistics import share
-from bpc_calib.models import load_model, load_tokenizer
-from bpc_calib.tasks import needle
+from bpc_calib.evaluation.tasks import needle
+from bpc_calib.models.loading import load_model, load_tokenizer
 
 
 def main() -> None:
@@ -30,7 +30,8 @@ def main() -> None:
     if arguments.artifact:
         artifact = load(arguments.artifact)
     else:
-        artifact = calibrate(model, tokenizer, corpora=["demo"], samples=180, sequence_length=2048)
+        plan = make_plan(describe(model.config), samples=180, sequence_length=2048)
+        artifact = calibrate(model, tokenizer, ["demo"], plan)
     enable(model)
     variants: dict[str, dict[str, Any]] = {
         "BPC": {},

@@ -15,8 +15,8 @@ from needles import make_parser, run
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation import HARD
-from bpc_calib.models import load_model, load_tokenizer
-from bpc_calib.tasks import single
+from bpc_calib.evaluation.tasks import single
+from bpc_calib.models.loading import load_model, load_tokenizer
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from bpc_calib import decompose, describe, encode, hash_scores, quantize_query
-from bpc_calib.corpora import expand, open_corpus
-from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
-from bpc_calib.models import load_config, load_model, load_tokenizer
-from bpc_calib.observation import observing
-from bpc_calib.samples import draw_samples
+from bpc_calib.calibration.keys import collect_keys, shift_offsets, spread_positions
+from bpc_calib.models.loading import load_config, load_model, load_tokenizer
+from bpc_calib.models.observation import observing
+from bpc_calib.text.corpora import expand, open_corpus
+from bpc_calib.text.samples import draw_samples
 
 QUERIES = 64  # the last positions of a context ask, the positions before them are ranked
 

@@ -21,21 +21,22 @@ import report
 import torch
 
 from bpc_calib import describe, disable, enable
-from bpc_calib.cache import BPCCache, ranking_defaults
-from bpc_calib.calibration import METHODS, Collected, Method, collect, plan, project
-from bpc_calib.corpora import expand, open_corpus
+from bpc_calib.calibration.calibrate import Collected, collect, project
+from bpc_calib.calibration.plan import PROJECTION_METHODS, ProjectionMethod, make_plan
 from bpc_calib.evaluation import HARD
 from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
 from bpc_calib.evaluation.evaluate import FORCED, OTHER_TEXT, ask, draw_prompts
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import fork, log_likelihoods, prefill
 from bpc_calib.evaluation.statistics import mean, share
-from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.models import load_model, load_tokenizer
-from bpc_calib.samples import draw_samples
+from bpc_calib.models.loading import load_model, load_tokenizer
+from bpc_calib.runtime.cache import BPCCache, ranking_defaults
+from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.text.corpora import expand, open_corpus
+from bpc_calib.text.samples import draw_samples
 
-BEST = METHODS["score-aware"]
-PAPER = METHODS["paper"]
+BEST = PROJECTION_METHODS["score-aware"]
+PAPER = PROJECTION_METHODS["paper"]
 EIGHT = replace(PAPER, name="8 steps", iterations=8, shift=True)
 
 
@@ -43,7 +44,7 @@ EIGHT = replace(PAPER, name="8 steps", iterations=8, shift=True)
 class Variant:
     """One row of the table: how projections are found, from what, and how they rank."""
 
-    method: Method | None = BEST  # None: needs no calibration, or is online
+    method: ProjectionMethod | None = BEST  # None: needs no calibration, or is online
     bits: int = 64
     layer: type[Any] = BPCLayer
     linear: str | None = None  # codes of another kind
@@ -218,7 +219,7 @@ class Calibrations:
         names = ("samples", "sequence_length", "keys_per_head")
         wanted = {name: getattr(arguments, name) for name in names} | variant.calibration
         corpora = {"own text": arguments.corpus, "foreign text": arguments.foreign}[wanted.pop("corpora", "own text")]
-        chosen = plan(
+        chosen = make_plan(
             describe(self.model.config),
             bits=variant.bits,
             position_shift=variant.method.shift,

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpc_calib.choosing import rank
-from bpc_calib.codes import pack_codes, unpack_codes
-from bpc_calib.encoding import Encoded, Encoder, encode_with, gain_byte
 from bpc_calib.evaluation.baselines import SignsLayer, ranked
-from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.layers import SparseLayer
-from bpc_calib.scoring import hash_scores, quantize_query
-from bpc_calib.selection import sortable
+from bpc_calib.method.choosing import rank
+from bpc_calib.method.codes import pack_codes, unpack_codes
+from bpc_calib.method.encoding import Encoded, Encoder, encode_with, gain_byte
+from bpc_calib.method.scoring import hash_scores, quantize_query
+from bpc_calib.method.selection import sortable
+from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.runtime.layers import SparseLayer
 
 # mean [heads, D], directions [heads, H, D], and what their bits stand for [heads, H, D]
 Linear = tuple[Tensor, Tensor, Tensor]

@@ -17,8 +17,8 @@ import report
 import torch
 
 from bpc_artifacts import load
-from bpc_calib import BPCCache, calibrate, enable
-from bpc_calib.models import load_model, load_tokenizer
+from bpc_calib import BPCCache, calibrate, describe, enable, make_plan
+from bpc_calib.models.loading import load_model, load_tokenizer
 
 
 def main() -> None:
@@ -38,7 +38,8 @@ def main() -> None:
     if arguments.artifact:
         artifact = load(arguments.artifact)
     else:
-        artifact = calibrate(model, tokenizer, corpora=["demo"], samples=60, sequence_length=2048)
+        plan = make_plan(describe(model.config), samples=60, sequence_length=2048)
+        artifact = calibrate(model, tokenizer, ["demo"], plan)
     enable(model)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, arguments.prompt), generator=generator)

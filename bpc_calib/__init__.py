@@ -1,23 +1,27 @@
-"""BPC: fast long-context decoding with binary codes of the cached keys."""
+"""BPC: fast long-context decoding with binary codes of the cached keys.
 
+A public name is imported from its module when it is first used, so `import bpc_calib` takes no time.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bpc_calib.calibration import calibrate
-from bpc_calib.decoding import static_decoding
-from bpc_calib.decomposition import Decomposition, decompose
-from bpc_calib.dispatch import choose, sparse_attention
-from bpc_calib.encoding import Encoded, encode
-from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
-from bpc_calib.fitting import Fit, fit
-from bpc_calib.metric import query_metric, second_moment
-from bpc_calib.models import ModelDescription, describe
-from bpc_calib.runtime import disable, enable
-from bpc_calib.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
-from bpc_calib.selection import attended, select
-from bpc_calib.static_steps import static_steps
-
 if TYPE_CHECKING:
-    from bpc_calib.cache import BPCCache
+    from bpc_calib.backends.dispatch import choose, sparse_attention
+    from bpc_calib.calibration.calibrate import calibrate
+    from bpc_calib.calibration.plan import Plan, make_plan
+    from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
+    from bpc_calib.method.decomposition import Decomposition, decompose
+    from bpc_calib.method.encoding import Encoded, encode
+    from bpc_calib.method.fitting import Fit, fit
+    from bpc_calib.method.metric import query_metric, second_moment
+    from bpc_calib.method.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
+    from bpc_calib.method.selection import attended, select
+    from bpc_calib.models.description import ModelDescription, describe
+    from bpc_calib.runtime.cache import BPCCache
+    from bpc_calib.runtime.enabling import disable, enable
+    from bpc_calib.runtime.static_decoding import static_decoding
+    from bpc_calib.runtime.static_steps import static_steps
 
 __all__ = [
     "BPCCache",
@@ -29,6 +33,7 @@ __all__ = [
     "InputError",
     "ModelDescription",
     "ModelError",
+    "Plan",
     "QuantizedQuery",
     "attended",
     "calibrate",
@@ -41,6 +46,7 @@ __all__ = [
     "fit",
     "group_scores",
     "hash_scores",
+    "make_plan",
     "quantize_query",
     "query_metric",
     "second_moment",
@@ -50,10 +56,31 @@ __all__ = [
     "static_steps",
 ]
 
+_MODULES = {
+    "bpc_calib.backends.dispatch": ("choose", "sparse_attention"),
+    "bpc_calib.calibration.calibrate": ("calibrate",),
+    "bpc_calib.calibration.plan": ("Plan", "make_plan"),
+    "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError"),
+    "bpc_calib.method.decomposition": ("Decomposition", "decompose"),
+    "bpc_calib.method.encoding": ("Encoded", "encode"),
+    "bpc_calib.method.fitting": ("Fit", "fit"),
+    "bpc_calib.method.metric": ("query_metric", "second_moment"),
+    "bpc_calib.method.scoring": ("QuantizedQuery", "group_scores", "hash_scores", "quantize_query"),
+    "bpc_calib.method.selection": ("attended", "select"),
+    "bpc_calib.models.description": ("ModelDescription", "describe"),
+    "bpc_calib.runtime.cache": ("BPCCache",),
+    "bpc_calib.runtime.enabling": ("disable", "enable"),
+    "bpc_calib.runtime.static_decoding": ("static_decoding",),
+    "bpc_calib.runtime.static_steps": ("static_steps",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "BPCCache":  # a class of transformers', which takes seconds to import
-        from bpc_calib.cache import BPCCache
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
 
-        return BPCCache
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

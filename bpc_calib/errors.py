@@ -2,7 +2,7 @@
 
 from bpc_artifacts.errors import BPCError
 
-__all__ = ["BPCError", "CorpusError", "InputError", "ModelError"]
+__all__ = ["BPCError", "CorpusError", "InputError", "ModelError", "first_line"]
 
 
 class InputError(BPCError, ValueError):
@@ -15,3 +15,9 @@ class ModelError(BPCError):
 
 class CorpusError(BPCError):
     """Text that cannot be found, read or used."""
+
+
+def first_line(fault: BaseException) -> str:
+    """The first line of an error's text, or its type."""
+    lines = str(fault).strip().splitlines() or [type(fault).__name__]
+    return lines[0][:300]

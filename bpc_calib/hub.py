@@ -4,8 +4,9 @@ import functools
 from pathlib import Path
 
 from bpc_artifacts.errors import ArtifactError
+from bpc_calib.errors import first_line
 
-__all__ = ["explain", "fetch", "fetch_artifact", "first_line", "online"]
+__all__ = ["explain", "fetch", "fetch_artifact", "online"]
 
 MAX_DOWNLOAD = 1 << 30  # bytes
 
@@ -103,9 +104,3 @@ def explain(fault: BaseException, what: str) -> str:
             "check the network, or use local files (HF_HUB_OFFLINE=1 skips the attempt)"
         )
     return f"{what} cannot be loaded: {first_line(fault)}"
-
-
-def first_line(fault: BaseException) -> str:
-    """The first line of an error's text, or its type."""
-    lines = str(fault).strip().splitlines() or [type(fault).__name__]
-    return lines[0][:300]

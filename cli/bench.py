@@ -146,7 +146,7 @@ def bench(
     from bpc_calib.bench import Settings, check, run
     from bpc_calib.bench.machine import without_folder
     from bpc_calib.bench.shapes import random_model, shape_config
-    from bpc_calib.models import load_config, load_model
+    from bpc_calib.models.loading import load_config, load_model
 
     device = pick_device(device)
     if model is not None:

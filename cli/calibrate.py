@@ -32,7 +32,7 @@ from bpc_cli.console import (
 )
 
 if TYPE_CHECKING:
-    from bpc_calib.calibration import Plan
+    from bpc_calib.calibration.plan import Plan
 
 STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
 
@@ -111,9 +111,10 @@ def calibrate(
     import torch
 
     import bpc_calib
-    from bpc_calib.calibration import plan
-    from bpc_calib.corpora import DEFAULT_CORPORA, HUB_CORPORA, expand, open_corpus
-    from bpc_calib.models import describe, load_config, load_model, load_tokenizer
+    from bpc_calib.calibration.plan import make_plan
+    from bpc_calib.models.description import describe
+    from bpc_calib.models.loading import load_config, load_model, load_tokenizer
+    from bpc_calib.text.corpora import DEFAULT_CORPORA, HUB_CORPORA, expand, open_corpus
 
     device = pick_device(device)
     config, commit = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
@@ -126,7 +127,7 @@ def calibrate(
         "keys_per_head": keys_per_head,
         "seed": seed,
     }
-    chosen = plan(describe(config, revision=commit), **settings)
+    chosen = make_plan(describe(config, revision=commit), **settings)
     target = output or Path(f"{chosen.model.id.split('/')[-1]}-bpc{bits}.safetensors")
     check_writable(target, chosen.artifact_bytes + (1 << 20), overwrite=force)
     wanted = expand(corpus or (["demo"] if model == "demo" else DEFAULT_CORPORA))
@@ -160,7 +161,7 @@ def calibrate(
             progress.start_task(tasks[stage])
             progress.update(tasks[stage], completed=done, total=total, visible=True)
 
-        artifact = bpc_calib.calibrate(loaded, tokenizer, corpora=corpora, revision=commit, progress=show, **settings)
+        artifact = bpc_calib.calibrate(loaded, tokenizer, corpora, chosen, progress=show)
     save(artifact, target, overwrite=force)
 
     on_gpu = torch.device(device).type == "cuda"

@@ -35,9 +35,9 @@ def demo(
     """
     quiet_libraries(bars=not quiet, warnings=not quiet)
     started = time.monotonic()
-    from bpc_calib import calibrate, enable
+    from bpc_calib import calibrate, describe, enable, make_plan
     from bpc_calib.evaluation import HARD, evaluate
-    from bpc_calib.models import load_model, load_tokenizer
+    from bpc_calib.models.loading import load_model, load_tokenizer
 
     device = pick_device(device)
     tokenizer = load_tokenizer("demo")
@@ -52,10 +52,8 @@ def demo(
         artifact = calibrate(
             model,
             tokenizer,
-            corpora=["demo"],
-            samples=SAMPLES,
-            sequence_length=TOKENS,
-            seed=seed,
+            ["demo"],
+            make_plan(describe(model.config), samples=SAMPLES, sequence_length=TOKENS, seed=seed),
             progress=lambda stage, done, total: progress.update(shown, description=stage, completed=done / total),
         )
         calibrated = time.monotonic() - started

@@ -111,9 +111,9 @@ def eval_(
     if output is not None:
         check_writable(output, 1 << 20, overwrite=force)
     from bpc_calib import describe, enable
-    from bpc_calib.corpora import expand, open_corpus
     from bpc_calib.evaluation import TEXT, check, evaluate
-    from bpc_calib.models import load_config, load_model, load_tokenizer
+    from bpc_calib.models.loading import load_config, load_model, load_tokenizer
+    from bpc_calib.text.corpora import expand, open_corpus
 
     if foreign:
         from bpc_calib.evaluation import harness

@@ -87,7 +87,7 @@ def generate(
     import torch
 
     from bpc_calib import BPCCache, BPCError, describe, enable, static_decoding
-    from bpc_calib.models import load_config, load_model, load_tokenizer
+    from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
     device = pick_device(device)
     config, commit = load_config(model, revision=revision, trust_remote_code=trust_remote_code)

@@ -39,7 +39,8 @@ def inspect(
     artifact = load(path)
     doubts = None
     if model is not None:
-        from bpc_calib.models import describe, load_config
+        from bpc_calib.models.description import describe
+        from bpc_calib.models.loading import load_config
 
         config, model_commit = load_config(model, trust_remote_code=trust_remote_code)
         doubts = check_model(artifact, describe(config, revision=model_commit).metadata())

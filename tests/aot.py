@@ -14,14 +14,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bpc_calib.kernels import pipeline
-from bpc_calib.kernels.attend import attend_kernel, reduce_kernel
-from bpc_calib.kernels.compact import compact_kernel
-from bpc_calib.kernels.encode import encode_kernel, greedy_kernel
-from bpc_calib.kernels.guard import guard_kernel
-from bpc_calib.kernels.narrow import fine_kernel, middle_kernel, upper_kernel
-from bpc_calib.kernels.prep import prep_kernel
-from bpc_calib.kernels.score import best_kernel, score_kernel
+from bpc_calib.backends.triton import pipeline
+from bpc_calib.backends.triton.attend import attend_kernel, reduce_kernel
+from bpc_calib.backends.triton.compact import compact_kernel
+from bpc_calib.backends.triton.encode import encode_kernel, greedy_kernel
+from bpc_calib.backends.triton.guard import guard_kernel
+from bpc_calib.backends.triton.narrow import fine_kernel, middle_kernel, upper_kernel
+from bpc_calib.backends.triton.prep import prep_kernel
+from bpc_calib.backends.triton.score import best_kernel, score_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTEGERS = {"length", "k", "recent", "sink", "share_up", "share_down", "count", "blocks", "width", "splits", "n"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bpc_calib import kernels
+from bpc_calib.backends import triton as kernels
 
 HERE = Path(__file__).parent
 GPUS = {80: "A100", 90: "H100 and H200", 100: "B200"}

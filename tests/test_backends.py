@@ -6,10 +6,11 @@ import pytest
 import torch
 from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
-from bpc_calib import InputError, choosing
-from bpc_calib.encoding import encode_gram, encode_with, make_encoder
-from bpc_calib.selection import worst_first
-from bpc_calib.sparse_attention import sparse_attention
+from bpc_calib import InputError
+from bpc_calib.method import choosing
+from bpc_calib.method.encoding import encode_gram, encode_with, make_encoder
+from bpc_calib.method.selection import worst_first
+from bpc_calib.method.sparse_attention import sparse_attention
 
 GPU = torch.cuda.is_available()
 
@@ -25,7 +26,7 @@ def pipeline(request):
 
 
 def skip_unserved(pipeline, dtype):
-    if dtype == torch.float64 and pipeline.__name__ == "bpc_calib.cpu.pipeline":
+    if dtype == torch.float64 and pipeline.__name__ == "bpc_calib.backends.cpu.pipeline":
         pytest.skip("plain torch serves float64 on a CPU")
 
 

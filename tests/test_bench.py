@@ -11,6 +11,7 @@ import tiny
 import torch
 
 from bpc_calib import BPCError, InputError, choose, hash_scores, quantize_query
+from bpc_calib.backends.dispatch import backend
 from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
 from bpc_calib.bench import dense as dense_forms
 from bpc_calib.bench import paper as paper_forms
@@ -20,8 +21,7 @@ from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
 from bpc_calib.bench.machine import cache_bytes, machine
 from bpc_calib.bench.shapes import random_artifact, random_model, shape_config
-from bpc_calib.cache import BPCCache
-from bpc_calib.dispatch import backend
+from bpc_calib.runtime.cache import BPCCache
 from bpc_cli.bench_tables import show
 
 CPU = torch.device("cpu")
@@ -497,7 +497,7 @@ def test_without_matplotlib_one_line_says_what_to_install(bpc, monkeypatch):
 
 
 def test_decoding_sorts_the_safeguards_list_once(monkeypatch):
-    from bpc_calib import hashed_layer
+    from bpc_calib.runtime import hashed_layer
 
     config = tiny.config()
     calibrated = random_artifact(config)
@@ -529,7 +529,7 @@ def test_a_side_that_fails_in_the_model_leaves_the_others(monkeypatch):
     def failing(*given, **more):
         raise RuntimeError("no choice")
 
-    monkeypatch.setattr("bpc_calib.hashed_layer.choose", failing)
+    monkeypatch.setattr("bpc_calib.runtime.hashed_layer.choose", failing)
     (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
     assert (row["bpc"]["milliseconds"], row["times_full"]) == (None, None)
     assert "no choice" in row["bpc"]["note"]

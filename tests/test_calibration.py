@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpc_artifacts import load, save
-from bpc_calib import BPCError, InputError, ModelError, calibrate, decompose, describe
-from bpc_calib.calibration import plan
-from bpc_calib.fitting import fit
-from bpc_calib.keys import collect_keys, shift_offsets, spread_positions
-from bpc_calib.metric import query_metric
-from bpc_calib.observation import observing
+from bpc_calib import BPCError, InputError, ModelError, decompose, describe, make_plan
+from bpc_calib.calibration.keys import collect_keys, shift_offsets, spread_positions
+from bpc_calib.method.fitting import fit
+from bpc_calib.method.metric import query_metric
+from bpc_calib.models.observation import observing
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,7 +89,7 @@ def test_moments_are_those_of_the_queries_at_the_places_kept():
 
 @pytest.fixture(scope="module")
 def made(text_folder):
-    return calibrate(
+    return tiny.calibrated(
         tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
     )
 
@@ -125,8 +124,8 @@ def test_the_artifact_says_how_it_was_made(made, tmp_path):
 
 @pytest.mark.parametrize("method", ["paper", "score-aware"])
 def test_projections_are_those_of_the_collected_keys(method, text_folder, tmp_path):
-    from bpc_calib.corpora import open_corpus
-    from bpc_calib.samples import draw_samples
+    from bpc_calib.text.corpora import open_corpus
+    from bpc_calib.text.samples import draw_samples
 
     model = tiny.model()
     description = describe(model.config)
@@ -148,7 +147,7 @@ def test_projections_are_those_of_the_collected_keys(method, text_folder, tmp_pa
         moments=not paper,
     )
     settings = {"corpora": [f"notes={text_folder}"], "samples": 5, "bits": 32, "keys_per_head": 200}
-    save(calibrate(model, tiny.tokenizer(), method=method, **settings), tmp_path / "a.safetensors")
+    save(tiny.calibrated(model, tiny.tokenizer(), method=method, **settings), tmp_path / "a.safetensors")
     for layer, held in load(tmp_path / "a.safetensors").layers.items():
         generator = torch.Generator().manual_seed(0)
         if paper:
@@ -172,25 +171,25 @@ def test_the_same_seed_gives_the_same_bytes_with_one_or_two_threads(text_folder,
         for count in (1, 2):
             torch.set_num_threads(count)
             model = tiny.model("qwen3", hidden_size=64).to(dtype)
-            artifact = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64)
+            artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64)
             save(artifact, tmp_path / f"{count}.safetensors")
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "2.safetensors").read_bytes()
-    other = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64, seed=1)
+    other = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64, seed=1)
     assert not np.array_equal(other.layers[0].projection, artifact.layers[0].projection)
 
 
 def test_the_papers_method_is_one_step_without_shift(text_folder):
-    artifact = calibrate(tiny.model(), tiny.tokenizer(), corpora=[str(text_folder)], samples=2, method="paper")
+    artifact = tiny.calibrated(tiny.model(), tiny.tokenizer(), corpora=[str(text_folder)], samples=2, method="paper")
     algorithm = artifact.metadata["algorithm"]
     assert (algorithm["name"], algorithm["iterations"], algorithm["position_shift"]) == ("paper", 1, False)
     assert (algorithm["metric"], algorithm["least_squares"], algorithm["centred"]) == (False, 0, False)
 
 
 def test_heads_are_decomposed_in_turns_where_memory_is_short(made, text_folder, monkeypatch):
-    monkeypatch.setattr("bpc_calib.calibration.FITTED_AT_ONCE", 1)
-    again = calibrate(
+    monkeypatch.setattr("bpc_calib.calibration.calibrate.FITTED_AT_ONCE", 1)
+    again = tiny.calibrated(
         tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
     )
     for layer, held in made.layers.items():
@@ -199,7 +198,7 @@ def test_heads_are_decomposed_in_turns_where_memory_is_short(made, text_folder, 
 
 def test_progress_counts_each_stage_to_its_end(text_folder):
     seen = []
-    calibrate(
+    tiny.calibrated(
         tiny.model(),
         tiny.tokenizer(),
         corpora=[str(text_folder)],
@@ -218,7 +217,7 @@ def test_keys_that_overflow_are_refused(text_folder):
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight.fill_(torch.inf)
     with pytest.raises(ModelError, match="layer 1: keys hold NaN or infinity; try another dtype"):
-        calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2)
+        tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -226,7 +225,7 @@ def test_a_dead_head_gets_a_zero_projection(text_folder, tmp_path):
     model = tiny.model()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[:8] = 0
-    artifact = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2, bits=32)
+    artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2, bits=32)
     assert (artifact.layers[1].projection[0] == 0).all()
     save(artifact, tmp_path / "a.safetensors")
     load(tmp_path / "a.safetensors")
@@ -249,36 +248,36 @@ def test_a_dead_head_gets_a_zero_projection(text_folder, tmp_path):
 )
 def test_arguments_out_of_range(arguments, message):
     with pytest.raises(InputError, match=message):
-        plan(describe(tiny.config()), **arguments)
+        make_plan(describe(tiny.config()), **arguments)
 
 
 def test_defaults_fit_the_model():
     description = describe(tiny.config())
-    assert plan(description).sequence_length == 128
-    assert plan(description).keys_per_head == 180 * 128
+    assert make_plan(description).sequence_length == 128
+    assert make_plan(description).keys_per_head == 180 * 128
     large = dataclasses.replace(description, context_limit=131_072)
-    assert plan(large).sequence_length == 8192
-    assert plan(large).keys_per_head == 65_536
+    assert make_plan(large).sequence_length == 8192
+    assert make_plan(large).keys_per_head == 65_536
     unshifted = describe(tiny.config("gpt2"))
-    assert plan(unshifted).position_shift is False
+    assert make_plan(unshifted).position_shift is False
     with pytest.raises(InputError, match="does not allow a position shift"):
-        plan(unshifted, position_shift=True)
+        make_plan(unshifted, position_shift=True)
 
 
 def test_no_corpus_is_an_error():
     for corpora in ([], "notes"):
         with pytest.raises(BPCError, match="at least one corpus"):
-            calibrate(tiny.model(), tiny.tokenizer(), corpora=corpora)
+            tiny.calibrated(tiny.model(), tiny.tokenizer(), corpora=corpora)
 
 
 def test_the_mode_of_the_model_and_autocast_change_nothing(text_folder):
     model = tiny.model(attention_dropout=0.5)
     settings = {"corpora": [text_folder], "samples": 3, "bits": 32}
-    plain = calibrate(model, tiny.tokenizer(), **settings)
+    plain = tiny.calibrated(model, tiny.tokenizer(), **settings)
     model.train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
     with torch.autocast("cpu", torch.bfloat16):
-        again = calibrate(model, tiny.tokenizer(), **settings)
+        again = tiny.calibrated(model, tiny.tokenizer(), **settings)
     assert np.array_equal(plain.layers[2].projection, again.layers[2].projection)
     assert [module.training for module in model.modules()] == modes

@@ -20,12 +20,11 @@ from bpc_artifacts import load, save
 @pytest.fixture(scope="session")
 def made(tmp_path_factory, model_folder, text_folder) -> Path:
     """An artifact of the tiny model."""
-    from bpc_calib import calibrate
-    from bpc_calib.models import load_model, load_tokenizer
+    from bpc_calib.models.loading import load_model, load_tokenizer
 
     path = tmp_path_factory.mktemp("made") / "tiny.safetensors"
     model, tokenizer = load_model(str(model_folder)), load_tokenizer(str(model_folder))
-    save(calibrate(model, tokenizer, corpora=[str(text_folder)], samples=4, bits=32), path)
+    save(tiny.calibrated(model, tokenizer, corpora=[str(text_folder)], samples=4, bits=32), path)
     return path
 
 

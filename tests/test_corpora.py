@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from bpc_calib import CorpusError
-from bpc_calib.corpora import MAX_DOCUMENT, documents, open_corpus
+from bpc_calib.text.corpora import MAX_DOCUMENT, documents, open_corpus
 
 
 def read(path, seed=0, **arguments) -> list[str]:
@@ -201,7 +201,7 @@ def test_a_gzip_bomb_stops_in_bounded_memory(tmp_path, unit):
             file.write(block)
     script = (
         "import random, sys\n"
-        "from bpc_calib.corpora import documents, open_corpus\n"
+        "from bpc_calib.text.corpora import documents, open_corpus\n"
         "try:\n    n = sum(1 for _ in documents(open_corpus(sys.argv[1]), random.Random(0)))\n"
         "except Exception as fault:\n    print(type(fault).__name__, fault)\n"
         # not ru_maxrss, which a child inherits from the process that started it

@@ -13,10 +13,12 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import BPCCache, InputError, calibrate, choosing, dispatch, enable, quantize_query
-from bpc_calib.cpu import attend, folder, pipeline, score
-from bpc_calib.encoding import Encoded
-from bpc_calib.models import load_model, load_tokenizer
+from bpc_calib import BPCCache, InputError, enable, quantize_query
+from bpc_calib.backends import dispatch
+from bpc_calib.backends.cpu import attend, folder, pipeline, score
+from bpc_calib.method import choosing
+from bpc_calib.method.encoding import Encoded
+from bpc_calib.models.loading import load_model, load_tokenizer
 
 RULES = {"scaling": 0.1, "group": "relative"}
 
@@ -53,7 +55,7 @@ def test_as_many_threads_as_torch_has_from_the_first_step_on():
     lines = """
 import torch
 torch.set_num_threads(3)
-import bpc_calib.cpu.pipeline as pipeline
+import bpc_calib.backends.cpu.pipeline as pipeline
 query, keys = torch.randn(1, 4, 1, 16), torch.randn(1, 4, 9, 16)
 for count in (3, 1):
     torch.set_num_threads(count)
@@ -196,7 +198,7 @@ def test_both_backends_write_the_same_256_tokens(monkeypatch):
     equally likely.
     """
     model, tokenizer = load_model("demo").float(), load_tokenizer("demo")
-    artifact = calibrate(model, tokenizer, corpora=["demo"], samples=12, sequence_length=1024)
+    artifact = tiny.calibrated(model, tokenizer, corpora=["demo"], samples=12, sequence_length=1024)
     enable(model)
     ids = tokenizer(tiny.prose(2500), return_tensors="pt")["input_ids"][:, :2000]
     written = {}
@@ -231,7 +233,7 @@ INSTRUCTIONS = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 import test_cpu
-from bpc_calib.cpu.language import LANES
+from bpc_calib.backends.cpu.language import LANES
 assert LANES == int(sys.argv[2]), LANES
 for bits in (32, 64, 128):
     for heads in (1, 4, 5):
@@ -289,7 +291,7 @@ def test_kernels_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch):
 
 READY = """
 import logging, sys, numba, torch
-from bpc_calib.cpu import pipeline
+from bpc_calib.backends.cpu import pipeline
 logging.basicConfig(format="%(message)s")
 for name in sys.argv[1:]:
     numba.njit(lambda x: x)(1)  # what is compiled next has another number than in the other processes
@@ -300,7 +302,7 @@ LOADED = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 import test_cpu
-from bpc_calib.cpu import pipeline
+from bpc_calib.backends.cpu import pipeline
 pipeline.make_ready(torch.bfloat16)
 pipeline.make_ready(torch.float32)
 query, projection, encoded = test_cpu.draw(1, 2, 5, 64), test_cpu.draw(2, 64, 64, seed=1), test_cpu.large(2, 5_003)
@@ -334,7 +336,7 @@ def test_kernels_of_several_processes(tmp_path):
 
 
 def test_without_numba_torch_serves_with_one_warning(monkeypatch, caplog):
-    caplog.set_level(logging.WARNING, "bpc_calib.dispatch")
+    caplog.set_level(logging.WARNING, "bpc_calib.backends.dispatch")
     monkeypatch.delenv("BPC_BACKEND", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     for cached in (dispatch._warn_once, dispatch._without_numba):

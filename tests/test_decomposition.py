@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpc_calib import Decomposition, InputError, decompose
-from bpc_calib.codes import unpack_codes
-from bpc_calib.decomposition import BLOCK
+from bpc_calib.method.codes import unpack_codes
+from bpc_calib.method.decomposition import BLOCK
 
 sizes = st.integers(1, 70)
 

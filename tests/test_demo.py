@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import tiny
 from safetensors import safe_open
 
-from bpc_calib import calibrate, enable
+from bpc_calib import enable
+from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.evaluation import HARD, evaluate
-from bpc_calib.models import DEMO, describe, load_config, load_model, load_tokenizer
+from bpc_calib.models.description import describe
+from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +28,10 @@ def tokenizer():
 
 
 def test_it_is_small_and_whole():
-    files = {path.name: path.stat().st_size for path in DEMO.iterdir()}
+    files = {path.name: path.stat().st_size for path in DEMO_MODEL.iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
     assert sum(files.values()) <= 6_000_000
-    with safe_open(DEMO / "model.safetensors", "pt") as weights:
+    with safe_open(DEMO_MODEL / "model.safetensors", "pt") as weights:
         assert {str(weights.get_slice(name).get_dtype()) for name in weights.keys()} == {"BF16"}  # noqa: SIM118
 
 
@@ -51,7 +54,7 @@ def test_its_tokenizer_knows_the_words_of_the_made_text(tokenizer):
 
 def test_it_retrieves_and_chance_does_not(model, tokenizer):
     """The story of `bpc demo`, on fewer questions: all methods of which one answers by rights."""
-    artifact = calibrate(model, tokenizer, corpora=["demo"], samples=24, sequence_length=1024)
+    artifact = tiny.calibrated(model, tokenizer, corpora=["demo"], samples=24, sequence_length=1024)
     rows = evaluate(
         model,
         tokenizer,
@@ -112,7 +115,7 @@ def test_the_command_calibrates_and_generates_with_it(bpc, tmp_path, monkeypatch
 
 
 def test_its_card_says_what_it_is():
-    card = (DEMO / "README.md").read_text()
+    card = (DEMO_MODEL / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0")
     for heading in ("## Data", "## Recipe", "## Measured", "## Limits"):
         assert heading in card
@@ -122,7 +125,7 @@ def test_its_card_says_what_it_is():
 def test_made_corpora_repeat_themselves_by_seed(tokenizer):
     import random
 
-    from bpc_calib.corpora import DEMO_CORPORA, documents, expand
+    from bpc_calib.text.corpora import DEMO_CORPORA, documents, expand
 
     assert expand(["demo", "notes", "demo-code"]) == [*DEMO_CORPORA, "notes"]
     for corpus in DEMO_CORPORA.values():

@@ -9,7 +9,9 @@ import tiny
 import torch
 from drawn import DEVICE, cache, draw
 
-from bpc_calib import InputError, choosing, dispatch, enable, encoding, sparse_attention
+from bpc_calib import InputError, enable, sparse_attention
+from bpc_calib.backends import dispatch
+from bpc_calib.method import choosing, encoding
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -28,7 +30,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def warned(caplog):
-    caplog.set_level(logging.WARNING, "bpc_calib.dispatch")
+    caplog.set_level(logging.WARNING, "bpc_calib.backends.dispatch")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -110,11 +112,11 @@ def arguments(heads=4, dim=64):
 @pytest.fixture
 def no_kernels(monkeypatch):
     """Where a kernel is launched all the same, the test fails."""
-    import bpc_calib.kernels.ops  # noqa: F401
+    import bpc_calib.backends.triton.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
     for name in ("choose", "sparse_attention", "encode_with"):  # the dense one is the sparse one without a list
-        monkeypatch.setattr(f"bpc_calib.kernels.pipeline.{name}", None)
+        monkeypatch.setattr(f"bpc_calib.backends.triton.pipeline.{name}", None)
 
 
 def written_out(query, keys, listed):

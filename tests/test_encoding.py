@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_decomposition import random_keys
 
 from bpc_calib import InputError, decompose, encode
-from bpc_calib.codes import pack_codes, unpack_codes
-from bpc_calib.metric import query_metric, second_moment
+from bpc_calib.method.codes import pack_codes, unpack_codes
+from bpc_calib.method.metric import query_metric, second_moment
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 import tiny
 
 from bpc_artifacts import save
-from bpc_calib import InputError, calibrate, enable
-from bpc_calib.corpora import open_corpus
+from bpc_calib import InputError, enable
 from bpc_calib.evaluation import HARD, METHODS, check, evaluate
-from bpc_calib.tasks import TASKS
+from bpc_calib.evaluation.tasks import TASKS
+from bpc_calib.text.corpora import open_corpus
 
 LENGTHS = {"max_position_embeddings": 2048}
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def artifact(folder, tmp_path_factory):
-    made = calibrate(tiny.model(**LENGTHS), tiny.tokenizer(), corpora=["demo"], samples=4, sequence_length=256)
+    made = tiny.calibrated(tiny.model(**LENGTHS), tiny.tokenizer(), corpora=["demo"], samples=4, sequence_length=256)
     path = tmp_path_factory.mktemp("artifact") / "tiny.safetensors"
     save(made, path)
     return path, made

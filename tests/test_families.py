@@ -4,9 +4,9 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import ModelError, calibrate, describe
-from bpc_calib.keys import collect_keys
-from bpc_calib.observation import observing, verify
+from bpc_calib import ModelError, describe
+from bpc_calib.calibration.keys import collect_keys
+from bpc_calib.models.observation import observing, verify
 
 families = pytest.mark.parametrize("family", list(tiny.FAMILIES))
 
@@ -52,7 +52,7 @@ def test_a_shift_turns_the_keys_and_keeps_the_function(family):
 def test_calibrates(family, text_folder):
     model = tiny.model(family)
     before = model.config._attn_implementation
-    artifact = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=32)
+    artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=32)
     metadata = artifact.metadata
     assert metadata["model"]["model_type"] == family
     assert metadata["model"]["num_layers"] == 3
@@ -71,7 +71,7 @@ def test_calibrates(family, text_folder):
 def test_multimodal_gemma3_is_served_through_its_language_model(text_folder):
     model = tiny.multimodal()
     before = (model.config._attn_implementation, model.config.vision_config._attn_implementation)
-    artifact = calibrate(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2, bits=32)
+    artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2, bits=32)
     assert list(artifact.layers) == [1, 2]
     assert (model.config._attn_implementation, model.config.vision_config._attn_implementation) == before
 

@@ -8,10 +8,10 @@ import torch
 from test_decomposition import draws, random_keys
 
 from bpc_calib import InputError, decompose, encode
-from bpc_calib.codes import unpack_codes
-from bpc_calib.decomposition import BLOCK
-from bpc_calib.fitting import fit, least_squares
-from bpc_calib.metric import query_metric, second_moment
+from bpc_calib.method.codes import unpack_codes
+from bpc_calib.method.decomposition import BLOCK
+from bpc_calib.method.fitting import fit, least_squares
+from bpc_calib.method.metric import query_metric, second_moment
 
 METRIC = query_metric(second_moment(random_keys(300, 16, seed=8)), 0.5)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bpc_artifacts import save
-from bpc_calib import BPCCache, calibrate, enable
+from bpc_calib import BPCCache, enable
 from bpc_cli.generate import _run
 
 PROMPT = "the old stone bridge over the river saw a small lantern"
@@ -22,7 +22,7 @@ ALL_SPARSE = ("--dense-layers", "none", "--min-tokens", "1")
 def artifact(model_folder, text_folder, tmp_path_factory):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(model_folder), AutoTokenizer.from_pretrained(model_folder)
     path = tmp_path_factory.mktemp("artifact") / "tiny.safetensors"
-    save(calibrate(model, tokenizer, corpora=[str(text_folder)], samples=4), path)
+    save(tiny.calibrated(model, tokenizer, corpora=[str(text_folder)], samples=4), path)
     return path
 
 

@@ -20,9 +20,9 @@ from bpc_calib import (
     static_decoding,
     static_steps,
 )
-from bpc_calib.encoding import encode_gram
-from bpc_calib.selection import worst_first
-from bpc_calib.static_steps import warm_up
+from bpc_calib.method.encoding import encode_gram
+from bpc_calib.method.selection import worst_first
+from bpc_calib.runtime.static_steps import warm_up
 
 SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
 
@@ -137,7 +137,7 @@ def test_captured_steps_do_not_wait_for_the_device(monkeypatch):
         with without_waiting():
             warm_up(run, state)
 
-    monkeypatch.setattr("bpc_calib.static_steps.warm_up", warm_up_without_waiting)
+    monkeypatch.setattr("bpc_calib.runtime.static_steps.warm_up", warm_up_without_waiting)
     with static_steps(model, cache, 8) as step:
         for _ in range(3):
             token = step(token).argmax(-1, keepdim=True)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
-from bpc_calib import choosing, hash_scores, quantize_query, select
-from bpc_calib.encoding import GAIN_MAX, make_encoder
-from bpc_calib.kernels import ops, pipeline
-from bpc_calib.scoring import QuantizedQuery
-from bpc_calib.selection import worst_first
-from bpc_calib.sparse_attention import sparse_attention
+from bpc_calib import hash_scores, quantize_query, select
+from bpc_calib.backends.triton import ops, pipeline
+from bpc_calib.method import choosing
+from bpc_calib.method.encoding import GAIN_MAX, make_encoder
+from bpc_calib.method.scoring import QuantizedQuery
+from bpc_calib.method.selection import worst_first
+from bpc_calib.method.sparse_attention import sparse_attention
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from test_decomposition import random_keys
 
 from bpc_calib import InputError
-from bpc_calib.metric import FLOOR, query_metric, second_moment
+from bpc_calib.method.metric import FLOOR, query_metric, second_moment
 
 
 def test_the_second_moment_is_the_sum_of_products():

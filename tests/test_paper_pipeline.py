@@ -5,10 +5,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib import hash_scores, quantize_query
+from bpc_calib.backends.triton import paper
 from bpc_calib.bench.dense import split
-from bpc_calib.kernels import paper
-from bpc_calib.scoring import QuantizedQuery
-from bpc_calib.sparse_attention import sparse_attention
+from bpc_calib.method.scoring import QuantizedQuery
+from bpc_calib.method.sparse_attention import sparse_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there by the interpreter
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []

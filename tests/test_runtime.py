@@ -17,8 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import bpc_calib
 from bpc_artifacts import ArtifactError
-from bpc_calib import BPCCache, InputError, ModelError, disable, enable, runtime, sparse_attention
-from bpc_calib.growing import append
+from bpc_calib import BPCCache, InputError, ModelError, disable, enable, sparse_attention
+from bpc_calib.runtime import enabling
+from bpc_calib.runtime.growing import append
 
 SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
 
@@ -227,7 +228,7 @@ def test_flash_attention_is_called_under_its_own_name():
     AttentionInterface.register("flash_stand_in", flash)
     module = tiny.model().model.layers[0].self_attn
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    found = runtime._attention("flash_stand_in", module, query, key, key, None, scaling=0.3)
+    found = enabling._attention("flash_stand_in", module, query, key, key, None, scaling=0.3)
     expected = AttentionInterface()["sdpa"](module, query, key, key, None, scaling=0.3)
     assert torch.equal(found[0], expected[0])
     assert seen == [("flash_stand_in", True, 32)]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpc_calib import CorpusError, ModelError
-from bpc_calib.corpora import open_corpus
-from bpc_calib.samples import draw_samples, pack, pieces
+from bpc_calib.text.corpora import open_corpus
+from bpc_calib.text.samples import draw_samples, pack, pieces
 
 BOS, EOS, PAD = 257, 258, 256
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_decomposition import random_keys
 
 from bpc_calib import InputError, QuantizedQuery, encode, hash_scores, quantize_query
-from bpc_calib.codes import pack_codes
-from bpc_calib.scoring import GROUPS, group_scores
+from bpc_calib.method.codes import pack_codes
+from bpc_calib.method.scoring import GROUPS, group_scores
 
 bit_lists = [32, 64, 128]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpc_calib import InputError, attended, select
-from bpc_calib.selection import worst_first
+from bpc_calib.method.selection import worst_first
 
 
 def literal_select(scores, k, valid, recent, sink, error, safeguard):

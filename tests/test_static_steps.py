@@ -14,8 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_decoding, static_steps
 from bpc_calib.evaluation.methods import make_cache
-from bpc_calib.static_layer import StaticLayer
-from bpc_calib.static_steps import _captured, warm_up
+from bpc_calib.runtime.static_layer import StaticLayer
+from bpc_calib.runtime.static_steps import _captured, warm_up
 
 ALL_SPARSE = {"budget": 0.15, "min_tokens": 1, "dense_layers": ()}
 PAPER = {"safeguard": 0.3, "recent": 1, "group": "max", "gain": False}
@@ -299,7 +299,7 @@ class NoReading(TorchFunctionMode):
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded):
     """The kernels themselves are opaque operators here, as they are to a device."""
-    import bpc_calib.kernels.ops  # noqa: F401
+    import bpc_calib.backends.triton.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
     model = enabled(num_hidden_layers=2)

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 import tiny
 
-from bpc_calib import InputError, made_text
+from bpc_calib import InputError
 from bpc_calib.evaluation.prompts import hide
-from bpc_calib.tasks import TASKS, needle, score
+from bpc_calib.evaluation.tasks import TASKS, needle, score
+from bpc_calib.text import made_text
 
 
 def each(task, count=50):

@@ -12,6 +12,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib import calibrate, describe, make_plan
+
 VOCAB = 260  # 256 bytes and four special tokens
 
 _COMMON: dict[str, Any] = {
@@ -152,3 +155,11 @@ def write_playground(folder: Path) -> None:
 
 if __name__ == "__main__":
     write_playground(Path(sys.argv[1]))
+
+
+def calibrated(
+    model: Any, tokenizer: Any, corpora: list[str], *, progress: Any = lambda *step: None, **settings: Any
+) -> ProjectionArtifact:
+    """`calibrate` by a plan of these settings."""
+    plan = make_plan(describe(model.config), **settings)
+    return calibrate(model, tokenizer, corpora, plan, progress=progress)

@@ -23,8 +23,8 @@ from tokenizer import make_tokenizer
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bpc_calib.made_text import ATTRIBUTES, FIRST, SECOND, fact, filler, is_held_out, name, number, question
-from bpc_calib.tasks import TASKS, Problem
+from bpc_calib.evaluation.tasks import TASKS, Problem
+from bpc_calib.text.made_text import ATTRIBUTES, FIRST, SECOND, fact, filler, is_held_out, name, number, question
 
 MAX_LENGTH = 8192
 FILLER_WEIGHT, STATED_WEIGHT = 0.3, 0.05  # an answer's is 1

@@ -7,8 +7,8 @@ from collections import Counter
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from bpc_calib import made_text
-from bpc_calib.tasks import TASKS
+from bpc_calib.evaluation.tasks import TASKS
+from bpc_calib.text import made_text
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 PATTERN = r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]+|\s"

@@ -17,12 +17,12 @@ from bpc_calib.bench.inputs import repeated, room
 from bpc_calib.bench.machine import available_memory
 from bpc_calib.bench.memory import peak, reset_peak
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
-from bpc_calib.cache import BPCCache
 from bpc_calib.errors import BPCError, InputError
-from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.layers import GrowingLayer, SparseLayer
-from bpc_calib.models import describe
-from bpc_calib.runtime import disable, enable
+from bpc_calib.models.description import describe
+from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.enabling import disable, enable
+from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 
 __all__ = [
     "baseline", "check_memory", "decode_rows", "fill", "has_experts", "shorten", "step", "total_bytes", "weight_bytes",

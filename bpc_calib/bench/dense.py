@@ -89,7 +89,7 @@ def gpu_forms() -> dict[str, Dense | str]:
 
 def split() -> Dense:
     """Our own split-KV decode."""
-    from bpc_calib.kernels import pipeline
+    from bpc_calib.backends.triton import pipeline
 
     lengths: dict[tuple[int, int], Tensor] = {}  # made once: a step has them at hand
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bpc_calib.backends.pages import in_huge_pages
 from bpc_calib.bench.floors import code_bytes, dense_bytes
 from bpc_calib.bench.machine import available_memory, cache_bytes
-from bpc_calib.encoding import Encoder, make_encoder
 from bpc_calib.errors import InputError
-from bpc_calib.growing import LEAST_ROOM
-from bpc_calib.pages import in_huge_pages
+from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.runtime.growing import LEAST_ROOM
 
 __all__ = ["ONE", "LayerInputs", "LayerShape", "Sets", "make", "repeated", "room", "working_sets"]
 

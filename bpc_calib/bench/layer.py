@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpc_calib import dispatch
+from bpc_calib.backends import dispatch
 from bpc_calib.bench import dense, paper
 from bpc_calib.bench.floors import code_bytes, dense_bytes, least_microseconds, stage_bytes
 from bpc_calib.bench.inputs import ONE, LayerInputs, LayerShape, Sets, make, working_sets
 from bpc_calib.bench.stages import STAGES, choose, cumulative, step
 from bpc_calib.bench.timing import reason, summary, synchronize, timed
 from bpc_calib.errors import BPCError
-from bpc_calib.selection import attended
+from bpc_calib.method.selection import attended
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib import dispatch
+from bpc_calib.backends import dispatch
 from bpc_calib.bench import decode, prefill
 from bpc_calib.bench.crossover import SHORTEST, compared, find_crossover
 from bpc_calib.bench.inputs import LayerShape, working_sets
@@ -17,10 +17,10 @@ from bpc_calib.bench.layer import compile_seconds, layer_rows
 from bpc_calib.bench.machine import machine
 from bpc_calib.bench.shapes import SHAPES, random_artifact
 from bpc_calib.bench.timing import bandwidth, reason
-from bpc_calib.cache import BPCCache, ranking_defaults
 from bpc_calib.errors import BPCError, InputError
-from bpc_calib.models import describe
-from bpc_calib.selection import attended
+from bpc_calib.method.selection import attended
+from bpc_calib.models.description import describe
+from bpc_calib.runtime.cache import BPCCache, ranking_defaults
 
 __all__ = ["PARTS", "Settings", "check", "run"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.bench.dense import Dense, folded, matmul, split
-from bpc_calib.scoring import QuantizedQuery, hash_scores, quantize_query
+from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 
 __all__ = ["forms", "paper_step", "scorer"]
 
@@ -19,7 +19,7 @@ def forms(device: torch.device) -> dict[str, Step]:
     """Each takes a query, a projection, codes, keys, values and `k`, and returns `[B, H_KV, G, D]`."""
     if device.type == "cuda":
         try:
-            from bpc_calib.kernels.paper import paper_step as in_triton
+            from bpc_calib.backends.triton.paper import paper_step as in_triton
         except ImportError:
             return {"plain torch": functools.partial(paper_step, folded)}
         return {
@@ -36,7 +36,7 @@ def forms(device: torch.device) -> dict[str, Step]:
 def scorer() -> tuple[str, Callable[[Tensor, Tensor], Tensor]]:
     """What scores int8 `[B, H_KV, G, 64]` with codes `[B, H_KV, N, 1]`, the largest of a group; and its name."""
     try:
-        return "numba popcount", importlib.import_module("bpc_calib.cpu.paper").popcount_scores
+        return "numba popcount", importlib.import_module("bpc_calib.backends.cpu.paper").popcount_scores
     except ImportError:
         return "plain torch", _plain_scores
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib import dispatch
+from bpc_calib.backends import dispatch
 from bpc_calib.bench.inputs import ONE, LayerShape, make
 from bpc_calib.bench.timing import clock, summary, synchronize
-from bpc_calib.cache import BPCCache
-from bpc_calib.hashed_layer import HASHED_AT_ONCE, BPCLayer
-from bpc_calib.runtime import disable, enable
+from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.enabling import disable, enable
+from bpc_calib.runtime.hashed_layer import HASHED_AT_ONCE, BPCLayer
 
 __all__ = ["hashing_row", "prefill_row"]
 

@@ -6,7 +6,7 @@ import torch
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib.errors import InputError
-from bpc_calib.models import describe
+from bpc_calib.models.description import describe
 
 __all__ = ["SHAPES", "random_artifact", "random_model", "shape_config"]
 

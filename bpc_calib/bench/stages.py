@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from bpc_calib import choosing, dispatch
-from bpc_calib.encoding import Encoder
-from bpc_calib.scoring import GROUPS, hash_scores, quantize_query
-from bpc_calib.selection import select
+from bpc_calib.backends import dispatch
+from bpc_calib.method import choosing
+from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.scoring import GROUPS, hash_scores, quantize_query
+from bpc_calib.method.selection import select
 
 __all__ = ["STAGES", "choose", "cumulative", "step"]
 
@@ -29,7 +30,7 @@ def cumulative(
         return _plain(query, projection, k, scaling)
     if backend == "numba":
         return _compiled(query, projection, k, scaling)
-    from bpc_calib.kernels import pipeline
+    from bpc_calib.backends.triton import pipeline
 
     def project(codes: Tensor, gain: Tensor | None) -> Any:
         return pipeline.prepare(
@@ -46,7 +47,7 @@ def cumulative(
 
 
 def _compiled(query: Tensor, projection: Tensor, k: int, scaling: float) -> dict[str, Callable[..., Any]]:
-    from bpc_calib.cpu import choose, pipeline
+    from bpc_calib.backends.cpu import choose, pipeline
 
     stages = {"project": choose.PROJECT, "project to score": choose.SCORE, "project to select": choose.SELECT}
     asked = functools.partial(pipeline.choose_asked, query, projection, scaling=scaling, group=GROUP)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bpc_calib.layers import SparseLayer
-from bpc_calib.scoring import RELATIVE_LIMIT, group_scores
-from bpc_calib.selection import sortable
+from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
+from bpc_calib.method.selection import sortable
+from bpc_calib.runtime.layers import SparseLayer
 
 __all__ = [
     "MagicPIGLayer",

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.cache import BPCCache, ranking_defaults
-from bpc_calib.corpora import Corpus
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS, make_cache, variants
 from bpc_calib.evaluation.prompts import Prompt, count_answer, hide
 from bpc_calib.evaluation.statistics import mean, share
-from bpc_calib.models import describe
-from bpc_calib.samples import draw_samples
-from bpc_calib.selection import attended
-from bpc_calib.tasks import TASKS, Problem, score
+from bpc_calib.evaluation.tasks import TASKS, Problem, score
+from bpc_calib.method.selection import attended
+from bpc_calib.models.description import describe
+from bpc_calib.runtime.cache import BPCCache, ranking_defaults
+from bpc_calib.text.corpora import Corpus
+from bpc_calib.text.samples import draw_samples
 
 __all__ = ["DEPTHS", "HARD", "TEXT", "Answers", "ask", "check", "draw_prompts", "evaluate", "hide_all"]
 
@@ -81,7 +81,7 @@ def evaluate(
     Args:
         model: one that `bpc_calib.enable` has enabled.
         artifact: projections of the method `bpc`; without, that method is left out.
-        tasks: names of `bpc_calib.tasks.TASKS`, and `TEXT`.
+        tasks: names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`.
         lengths: tokens of a prompt, its question and answer included.
         budgets: shares of the tokens, or numbers of them.
         methods: names of `METHODS`; all if None.

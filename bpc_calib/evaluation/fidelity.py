@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bpc_calib.cache import BPCCache
-from bpc_calib.layers import SparseLayer
-from bpc_calib.scoring import RELATIVE_LIMIT, group_scores
-from bpc_calib.selection import select, sortable
-from bpc_calib.sparse_attention import sparse_attention
+from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
+from bpc_calib.method.selection import select, sortable
+from bpc_calib.method.sparse_attention import sparse_attention
+from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.layers import SparseLayer
 
 __all__ = ["METRICS", "ProbeCache", "measure", "probe"]
 

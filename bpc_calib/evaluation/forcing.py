@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpc_calib.cache import BPCCache
-from bpc_calib.layers import GrowingLayer, SparseLayer
+from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 
 __all__ = ["complete", "force", "fork", "log_likelihoods", "prefill"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.cache import BPCCache
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import make_cache, variants
-from bpc_calib.models import describe
+from bpc_calib.models.description import describe
+from bpc_calib.runtime.cache import BPCCache
 
 __all__ = ["check", "harness_model", "run"]
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.cache import BPCCache, ranking_defaults
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation import baselines
-from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.layers import SparseLayer
+from bpc_calib.runtime.cache import BPCCache, ranking_defaults
+from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.runtime.layers import SparseLayer
 
-__all__ = ["METHODS", "Method", "make_cache", "variants"]
+__all__ = ["METHODS", "ComparedMethod", "make_cache", "variants"]
 
 
 @dataclass(frozen=True)
-class Method:
+class ComparedMethod:
     """`forced` tokens are attended whatever the ranking says; some methods take no budget."""
 
     label: str
@@ -26,18 +26,18 @@ class Method:
 
 
 METHODS = {
-    "full": Method("full attention", SparseLayer, takes_budget=False),
-    "oracle": Method("exact top-k", baselines.OracleLayer),
-    "bpc": Method("BPC", BPCLayer, calibrated=True),
-    "bpc-online": Method("BPC online", BPCLayer),
-    "quest": Method("Quest, page 16", baselines.QuestLayer),
-    "magicpig": Method("MagicPIG LSH", baselines.MagicPIGLayer),
-    "magicpig-own": Method("MagicPIG, own rule", baselines.MagicPIGSamplingLayer, takes_budget=False),
-    "signs": Method("64 random signs", baselines.SignsLayer),
-    "snapkv": Method("SnapKV", baselines.SnapKVLayer),
-    "pyramidkv": Method("PyramidKV", baselines.PyramidKVLayer),
-    "window": Method("window + sinks", baselines.WindowLayer, forced=5),
-    "random": Method("random keys", baselines.RandomLayer),
+    "full": ComparedMethod("full attention", SparseLayer, takes_budget=False),
+    "oracle": ComparedMethod("exact top-k", baselines.OracleLayer),
+    "bpc": ComparedMethod("BPC", BPCLayer, calibrated=True),
+    "bpc-online": ComparedMethod("BPC online", BPCLayer),
+    "quest": ComparedMethod("Quest, page 16", baselines.QuestLayer),
+    "magicpig": ComparedMethod("MagicPIG LSH", baselines.MagicPIGLayer),
+    "magicpig-own": ComparedMethod("MagicPIG, own rule", baselines.MagicPIGSamplingLayer, takes_budget=False),
+    "signs": ComparedMethod("64 random signs", baselines.SignsLayer),
+    "snapkv": ComparedMethod("SnapKV", baselines.SnapKVLayer),
+    "pyramidkv": ComparedMethod("PyramidKV", baselines.PyramidKVLayer),
+    "window": ComparedMethod("window + sinks", baselines.WindowLayer, forced=5),
+    "random": ComparedMethod("random keys", baselines.RandomLayer),
 }
 
 

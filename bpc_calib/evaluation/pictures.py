@@ -7,7 +7,7 @@ from typing import Any
 from bpc_artifacts.file import replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
-from bpc_calib.selection import attended
+from bpc_calib.method.selection import attended
 
 __all__ = ["check", "draw"]
 
@@ -129,7 +129,13 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
             if own:
                 places = [budgets.index(row["budget"]) for row in own]
                 axis.errorbar(
-                    places, middle, around, marker="o", capsize=2, color=colors[name], label=METHODS[name].label
+                    places,
+                    middle,
+                    around,
+                    marker="o",
+                    capsize=2,
+                    color=colors[name],
+                    label=METHODS[name].label,
                 )
         axis.set_title(f"{task}, {tokens:,} tokens", fontsize="medium")
         axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "right", ylim=(-0.03, 1.03))

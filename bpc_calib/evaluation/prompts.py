@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpc_calib.errors import InputError
-from bpc_calib.made_text import filler
-from bpc_calib.samples import beginning
-from bpc_calib.tasks import Problem
+from bpc_calib.evaluation.tasks import Problem
+from bpc_calib.text.made_text import filler
+from bpc_calib.text.samples import beginning
 
 __all__ = ["Prompt", "count_answer", "hide"]
 

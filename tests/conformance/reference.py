@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
-from bpc_calib.fitting import fit
+from bpc_calib.method.fitting import fit
 
 NAME = "masked_reference"
 

@@ -10,8 +10,8 @@ import torch
 from suite import check
 
 from bpc_calib import BPCCache, enable
-from bpc_calib.hashed_layer import BPCLayer
-from bpc_calib.layers import SparseLayer
+from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.runtime.layers import SparseLayer
 
 FAMILIES = {family: (family, {}) for family in tiny.FAMILIES} | {
     "mistral, wide window": ("mistral", {"sliding_window": 128}),  # as wide as the context: full attention
@@ -123,8 +123,8 @@ def test_rules(rules, operation):
 @operations(*suite.OPERATIONS)
 def test_the_kernels(operation, monkeypatch):
     """The Triton path, in its interpreter: every operation on one family, with what the default needs and a metric."""
-    import bpc_calib.kernels.ops  # noqa: F401
-    from bpc_calib.kernels import pipeline
+    import bpc_calib.backends.triton.ops  # noqa: F401
+    from bpc_calib.backends.triton import pipeline
 
     launched = dict.fromkeys(("choose", "sparse_attention", "encode_with"), 0)
 
@@ -231,7 +231,7 @@ def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale, monkeypatch):
         layer.update(keys, keys)
         layer.scaling = 64**-0.5 if scale is None else scale
         if limit:
-            monkeypatch.setattr("bpc_calib.choosing.RELATIVE_LIMIT", limit)
+            monkeypatch.setattr("bpc_calib.method.choosing.RELATIVE_LIMIT", limit)
         chosen.append(layer.choose(queries.squeeze(2).unflatten(1, (2, 4)), layer.count(120), None))
     assert not torch.equal(*chosen)  # or the limit would not be tested here
     for head in range(2):

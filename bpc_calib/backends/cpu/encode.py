@@ -1,0 +1,155 @@
+"""Hashing: the greedy pass over products with the rows of the projection, many keys side by side."""
+
+import numba
+import numpy as np
+
+from bpc_calib.backends.cpu.language import ask, at, compiled, inlined, widen
+
+__all__ = ["SIDE", "greedy_kernel", "hash_kernel"]
+
+SIDE = 64  # keys side by side
+F32, I64, U8 = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
+
+
+@inlined
+def pass_many(given, matrix, count, bits, signs, dot, fallen):
+    """The greedy pass, key beside key: signs `[bits, SIDE]`, products with the code, squared errors."""
+    running = np.zeros((bits, SIDE), np.float32)
+    for x in range(count):
+        for j in range(bits):
+            running[j, x] = given[x * bits + j]
+    for i in range(bits):
+        for x in range(SIDE):
+            signs[i, x] = np.float32(1) if running[i, x] >= 0 else np.float32(-1)
+        for j in range(i + 1, bits):
+            entry = matrix[i * bits + j]
+            for x in range(SIDE):
+                running[j, x] -= signs[i, x] * entry
+        own = matrix[i * bits + i]
+        for x in range(SIDE):
+            fallen[x] -= np.float32(2) * abs(running[i, x]) - own
+        for x in range(count):
+            dot[x] += signs[i, x] * given[x * bits + i]
+
+
+@inlined
+def pass_one(given, matrix, bits, signs, dot, fallen):
+    """The same for one key, along the rows of the matrix."""
+    running = given.copy()
+    for i in range(bits):
+        sign = np.float32(1) if running[i] >= 0 else np.float32(-1)
+        for j in range(i + 1, bits):
+            running[j] -= sign * matrix[i * bits + j]
+        signs[i, 0] = sign
+        fallen[0] -= np.float32(2) * abs(running[i]) - matrix[i * bits + i]
+        dot[0] += sign * given[i]
+
+
+@inlined
+def greedy(given, norm, matrix, count, bits, codes, errors, gains):
+    """`encode_gram` of float32 products `[count, bits]` of at most `SIDE` keys, every sum in the same order."""
+    words, side = (bits + 63) // 64, 1 if count == 1 else SIDE
+    signs, dot, fallen = np.empty((bits, side), np.float32), np.zeros(side, np.float32), np.zeros(side, np.float32)
+    fallen[:count] = norm
+    if count == 1:
+        pass_one(given, matrix, bits, signs, dot, fallen)
+    else:
+        pass_many(given, matrix, count, bits, signs, dot, fallen)
+    codes[:] = 0
+    for i in range(bits):
+        for x in range(count):
+            codes[x * words + i // 64] |= np.int64(signs[i, x] > 0) << (i % 64)
+    for x in range(count):
+        errors[x] = np.float32(np.sqrt(np.float64(max(fallen[x], np.float32(0)))))
+        byte = np.float32(255)
+        if norm[x] <= 0:
+            byte = np.float32(32)
+        elif dot[x] > 0:
+            byte = np.rint(np.float32(64) * norm[x] / dot[x] - np.float32(32))
+        gains[x] = np.uint8(min(np.float32(255), max(np.float32(0), byte)))
+
+
+@inlined
+def greedy_block(task, blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains):
+    """One of the `blocks` of a row."""
+    words = (bits + 63) // 64
+    row, first = task // blocks, task % blocks * SIDE
+    count, begin = min(SIDE, tokens - first), row * tokens + first
+    greedy(
+        at(scores + 4 * begin * bits, count * bits, F32), at(norms + 4 * begin, count, F32),
+        at(gram + 4 * row * gram_r, bits * bits, F32), count, bits, at(codes + 8 * begin * words, count * words, I64),
+        at(errors + 4 * begin, count, F32), at(gains + begin, count, U8),
+    )  # fmt: skip
+
+
+@compiled(parallel=True)
+def greedy_kernel(scores, norms, gram, gram_r, rows, tokens, bits, codes, errors, gains):
+    """The greedy pass over float32 products `[rows, tokens, bits]`."""
+    blocks = (tokens + SIDE - 1) // SIDE
+    for index in numba.prange(rows * blocks):
+        greedy_block(np.int64(index), blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains)
+
+
+@inlined(fastmath={"reassoc", "contract"})
+def multiply(wide, matrix, metric, scores):
+    """Products `[H]` of a centred key with rows `[H, D]`; its squared norm, in a metric `[D, D]` if there is one."""
+    dim = len(wide)
+    for j in range(len(scores)):
+        product = np.float32(0)
+        for d in range(dim):
+            product += wide[d] * matrix[j * dim + d]
+        scores[j] = product
+    norm = np.float32(0)
+    for i in range(dim if len(metric) else 1):
+        product = np.float32(0)
+        if len(metric):
+            for d in range(dim):
+                product += wide[d] * metric[i * dim + d]
+            norm += wide[i] * product
+        else:
+            for d in range(dim):
+                norm += wide[d] * wide[d]
+    return norm
+
+
+@inlined
+def hash_row(
+    row, like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean, mean_r, kv_heads,
+    tokens, dim, bits, codes, errors, gains,
+):  # fmt: skip
+    """All keys of a row."""
+    size, words = like.itemsize, (bits + 63) // 64
+    ask(matrix + 4 * row * matrix_r, 4 * bits * dim)  # in the cache was what another layer has
+    if metric:
+        ask(metric + 4 * row * metric_r, 4 * dim * dim)
+    ask(gram + 4 * row * gram_r, 4 * bits * bits)
+    rows_of = at(matrix + 4 * row * matrix_r, bits * dim, F32)
+    measured = at(metric + 4 * row * metric_r, dim * dim if metric else 0, F32)
+    centre = at(mean + 4 * row * mean_r, dim if mean else 0, F32)
+    scores, norms, wide = np.empty(tokens * bits, np.float32), np.empty(tokens, np.float32), np.empty(dim, np.float32)
+    for i in range(tokens):
+        key = at(keys + size * (row // kv_heads * keys_b + row % kv_heads * keys_h + i * keys_n), dim, like)
+        for d in range(dim):
+            wide[d] = widen(key[d])
+        if mean:
+            for d in range(dim):
+                wide[d] -= centre[d]
+        norms[i] = multiply(wide, rows_of, measured, scores[i * bits : (i + 1) * bits])
+    greedy(
+        scores, norms, at(gram + 4 * row * gram_r, bits * bits, F32), tokens, bits,
+        at(codes + 8 * row * tokens * words, tokens * words, I64), at(errors + 4 * row * tokens, tokens, F32),
+        at(gains + row * tokens, tokens, U8),
+    )  # fmt: skip
+
+
+@compiled(parallel=True)
+def hash_kernel(
+    like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean, mean_r, rows, kv_heads,
+    tokens, dim, bits, codes, errors, gains,
+):  # fmt: skip
+    """`encode_with` for at most `SIDE` tokens: products and greedy pass in one, for a symmetric metric."""
+    for index in numba.prange(rows):
+        hash_row(
+            np.int64(index), like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean,
+            mean_r, kv_heads, tokens, dim, bits, codes, errors, gains,
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+"""Step 1: the queries projected and rounded to int8, and the tables that scoring reads."""
+
+import numpy as np
+
+from bpc_calib.backends.cpu.language import LANES, at, inlined, prefetch, widen
+
+__all__ = ["prep_row", "table_size"]
+
+F32, I8, I32, U64 = (np.empty(0, kind) for kind in (np.float32, np.int8, np.int32, np.uint64))
+
+
+def table_size(words: int) -> int:
+    """int32 that the table of 4 heads takes."""
+    return words * 64 if LANES else words * 8 * 256 * 2
+
+
+@inlined
+def fill_bytes(values, heads, bits, words, table):
+    """For products of bytes, see `dots`: `table [words, 2, 8, 4]` of int8 `[heads, bits]`."""
+    for place in range(words * 64):
+        head, shift, half = place & 3, (place >> 2) & 7, place >> 5
+        packed = 0
+        for i in range(4):
+            bit = 32 * half + 8 * i + shift
+            if head < heads and bit < bits:
+                packed |= (np.int64(values[head * bits + bit]) & 255) << (8 * i)
+        table[place] = np.int32(np.uint32(packed))
+
+
+@inlined
+def fill_sums(values, heads, bits, words, table):
+    """For sums by look-up: uint64 `[words * 8, 256]`, 16 bits a head, what a byte of a code adds; never negative."""
+    for part in range(words * 8):
+        lowest = np.uint64(0)
+        steps = np.zeros(8, np.int64)
+        for i in range(8):
+            for head in range(heads):
+                if 8 * part + i < bits:
+                    value = np.int64(values[head * bits + 8 * part + i])
+                    steps[i] += value << (16 * head)
+                    if value < 0:
+                        lowest += np.uint64(-value) << np.uint64(16 * head)
+        table[256 * part] = lowest
+        for i in range(8):
+            for byte in range(1 << i):
+                table[256 * part + (1 << i) + byte] = np.uint64(np.int64(table[256 * part + byte]) + steps[i])
+
+
+@inlined(fastmath={"reassoc", "contract"})
+def prep_row(
+    row, like, query, query_b, query_h, query_g, projection, projection_b, projection_h, projection_n,
+    kv_heads, heads, bits, dim, words, values, totals, scale, tables, table_size,
+):  # fmt: skip
+    """`quantize_query`: int8 values `[rows, heads, bits]`, scale `[rows]`, sums int32 `[rows, heads up to 4s]`."""
+    b, h = row // kv_heads, row % kv_heads
+    fours = (heads + 3) // 4
+    size = like.itemsize
+    wide = np.empty(heads * dim, np.float32)
+    for g in range(heads):
+        asked = at(query + size * (b * query_b + h * query_h + g * query_g), dim, like)
+        for d in range(dim):
+            wide[g * dim + d] = widen(asked[d])
+    start = projection + size * (b * projection_b + h * projection_h)
+    for byte in range(0, size * bits * dim, 64):  # another layer's was in the cache
+        prefetch(start + byte)
+    projected = np.empty(heads * bits, np.float32)
+    line = np.empty(dim, np.float32)
+    largest = np.float32(0)
+    for j in range(bits):
+        given = at(start + size * j * projection_n, dim, like)
+        for d in range(dim):
+            line[d] = widen(given[d])
+        for g in range(heads):
+            product = np.float32(0)
+            for d in range(dim):
+                product += wide[g * dim + d] * line[d]
+            projected[g * bits + j] = product
+            largest = max(largest, abs(product))
+    inverse = np.float32(127) / largest if largest > 0 else np.float32(0)
+    mine = at(values + row * heads * bits, heads * bits, I8)
+    sums = at(totals + 4 * row * 4 * fours, 4 * fours, I32)
+    sums[:] = 0
+    for g in range(heads):
+        for j in range(bits):
+            value = np.int32(min(np.float32(127), max(np.float32(-127), np.rint(projected[g * bits + j] * inverse))))
+            mine[g * bits + j] = value
+            sums[g] += value
+    at(scale + 4 * row, 1, F32)[0] = largest / np.float32(127)
+    for four in range(fours):
+        some, few = mine[4 * four * bits :], min(4, heads - 4 * four)
+        table = tables + 4 * table_size * (row * fours + four)
+        if LANES:
+            fill_bytes(some, few, bits, words, at(table, table_size, I32))
+        else:
+            fill_sums(some, few, bits, words, at(table, table_size // 2, U64))

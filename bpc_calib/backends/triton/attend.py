@@ -1,0 +1,122 @@
+"""Steps 6 and 7: exact attention over the listed tokens, split over the list, and the splits combined."""
+
+import triton
+import triton.language as tl
+
+from bpc_calib.backends.triton.language import dot
+
+__all__ = ["attend_kernel", "reduce_kernel"]
+
+
+@triton.jit(do_not_specialize=["count"])
+def attend_kernel(
+    query,
+    keys,
+    values,
+    indices,
+    lengths,
+    part,
+    weight,
+    largest,
+    scale,
+    count,
+    query_b,
+    query_h,
+    query_g,
+    keys_b,
+    keys_h,
+    keys_n,
+    values_b,
+    values_h,
+    values_n,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_UP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Attention over one chunk of `indices [rows, count]`; without them, over the first `lengths [B]` tokens.
+
+    Grid (splits, rows). Leaves sums of values `part [rows, splits, G, D]` weighted by `exp(logit - largest)`, the
+    sum of these weights and the largest logit, `[rows, splits, G]` each.
+    """
+    split = tl.program_id(0)
+    row = tl.program_id(1)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
+    g = tl.arange(0, 16)  # the least height of a matrix product
+    d = tl.arange(0, D_UP)
+    q = tl.load(
+        query + b * query_b + h * query_h + g[:, None] * query_g + d[None, :],
+        mask=(g[:, None] < G) & (d[None, :] < D),
+        other=0,
+    )
+    keys += b * keys_b + h * keys_h
+    values += b * values_b + h * values_h
+    wide = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    top = tl.full([16], float("-inf"), wide)
+    total = tl.zeros([16], wide)
+    sums = tl.zeros([16, D_UP], wide)
+    end = count if indices is not None else tl.minimum(tl.load(lengths + b).to(tl.int32), count)
+    for first in range(0, CHUNK, BLOCK):
+        at = split * CHUNK + first + tl.arange(0, BLOCK)
+        if indices is not None:
+            token = tl.load(indices + row.to(tl.int64) * count + at, mask=at < end, other=-1).to(tl.int64)
+        else:
+            token = tl.where(at < end, at, -1).to(tl.int64)
+        listed = token >= 0
+        mask = listed[:, None] & (d[None, :] < D)
+        k = tl.load(keys + token[:, None] * keys_n + d[None, :], mask=mask, other=0)
+        v = tl.load(values + token[:, None] * values_n + d[None, :], mask=mask, other=0)
+        logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        next_top = tl.maximum(top, tl.max(logits, 1))
+        base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token yet
+        weights = tl.exp(logits - base[:, None])
+        fade = tl.exp(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        sums = sums * fade[:, None] + dot(weights.to(v.dtype), v)
+        top = next_top
+    at = (row.to(tl.int64) * tl.num_programs(0) + split) * G + g
+    tl.store(part + at[:, None] * D + d[None, :], sums, mask=(g[:, None] < G) & (d[None, :] < D))
+    tl.store(weight + at, total, mask=g < G)
+    tl.store(largest + at, top, mask=g < G)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def reduce_kernel(
+    part,
+    weight,
+    largest,
+    out,
+    splits,
+    D: tl.constexpr,
+    D_UP: tl.constexpr,
+    SPLITS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`out [rows, G, D]` from what the splits left: grid (G, rows)."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    d = tl.arange(0, D_UP)
+    wide = part.dtype.element_ty
+    top = tl.full([], float("-inf"), wide)
+    total = tl.zeros([], wide)
+    sums = tl.zeros([D_UP], wide)
+    for first in range(0, SPLITS_UP, BLOCK):
+        split = first + tl.arange(0, BLOCK)
+        at = (row.to(tl.int64) * splits + split) * tl.num_programs(0) + head
+        tops = tl.load(largest + at, mask=split < splits, other=float("-inf"))
+        next_top = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(next_top == float("-inf"), 0.0, next_top)
+        share = tl.exp(tops - base)
+        fade = tl.exp(top - base)
+        total = total * fade + tl.sum(share * tl.load(weight + at, mask=split < splits, other=0), 0)
+        mask = (split[:, None] < splits) & (d[None, :] < D)
+        sums = sums * fade + tl.sum(
+            share[:, None] * tl.load(part + at[:, None] * D + d[None, :], mask=mask, other=0), 0
+        )
+        top = next_top
+    out += (row.to(tl.int64) * tl.num_programs(0) + head) * D
+    mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # of no token at all: 0
+    tl.store(out + d, mean.to(out.dtype.element_ty), mask=d < D)

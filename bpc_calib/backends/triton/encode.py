@@ -1,0 +1,149 @@
+"""Hashing of keys: one matrix product, then the greedy pass of Algorithm 2 in Gram form, in registers."""
+
+import triton
+import triton.language as tl
+
+from bpc_calib.backends.triton.language import divide, dot, round_even
+
+__all__ = ["encode_kernel", "greedy_kernel"]
+
+
+@triton.jit
+def greedy(scores, squared_norm, gram, H: tl.constexpr, BLOCK: tl.constexpr):
+    """`bpc_calib.method.encoding.encode_gram` of one block: the same sums in the same order, so the same bits.
+
+    Returns the words of the codes `[BLOCK, H / 32]`, squared errors and products `<k, u P>`.
+    """
+    bit = tl.arange(0, H)
+    running = scores
+    squared_error = squared_norm
+    product = tl.zeros([BLOCK], scores.dtype)
+    positive = tl.zeros([BLOCK, H], tl.int32)
+    for i in range(H):
+        mine = bit == i
+        # A sum of one term and zeros: exact.
+        t = tl.sum(tl.where(mine[None, :], running, 0.0), 1)
+        original = tl.sum(tl.where(mine[None, :], scores, 0.0), 1)
+        u = tl.where(t >= 0, 1.0, -1.0).to(scores.dtype)  # sign(0) = +1
+        along = tl.load(gram + i * H + bit)
+        squared_error = squared_error - (2 * tl.abs(t) - tl.load(gram + i * H + i))
+        product = product + u * original
+        running = running - u[:, None] * tl.where(bit > i, along, 0.0)[None, :]
+        positive = tl.where(mine[None, :] & (u > 0)[:, None], 1, positive)
+    word = tl.reshape(positive << (bit % 32)[None, :], [BLOCK, H // 32, 32])
+    return tl.sum(word, 2), squared_error, product
+
+
+@triton.jit
+def finish(words, squared_error, product, squared_norm, codes, error, gain, at, n, H: tl.constexpr):
+    """Write codes, error and gain byte of the tokens `at`, which lie one after the other."""
+    W: tl.constexpr = (H + 63) // 64
+    inside = at < n
+    word = tl.arange(0, H // 32)
+    tl.store(codes + at[:, None] * (2 * W) + word[None, :], words, mask=inside[:, None])
+    if H == 32:  # the unused half
+        tl.store(codes + at * 2 + 1, tl.zeros_like(at).to(tl.int32), mask=inside)
+    squared_error = tl.maximum(squared_error, 0.0)
+    root = tl.sqrt(squared_error) if squared_error.dtype == tl.float64 else tl.sqrt_rn(squared_error)
+    tl.store(error + at, root.to(tl.float32), mask=inside)
+    positive = product > 0
+    share = divide(64 * squared_norm, tl.where(positive, product, 1.0)) - 32
+    byte = round_even(tl.minimum(tl.maximum(share, 0.0), 255.0))  # within bounds first: rounding keeps them
+    byte = tl.where(positive, byte, 255.0)
+    byte = tl.where(squared_norm > 0, byte, 32.0)
+    tl.store(gain + at, byte.to(tl.int32).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def part_of(keys, mean, at, n, first, keys_n, D: tl.constexpr, PART: tl.constexpr):
+    """Columns `first` to `first + PART` of the keys, and of the keys less the mean in float32 (float64)."""
+    d = first + tl.arange(0, PART)
+    key = tl.load(
+        keys + at.to(tl.int64)[:, None] * keys_n + d[None, :], mask=(at[:, None] < n) & (d[None, :] < D), other=0
+    )
+    wide = key.to(tl.float64) if key.dtype == tl.float64 else key.to(tl.float32)
+    if mean is not None:
+        wide = wide - tl.load(mean + d, mask=d < D, other=0)[None, :]
+    return key, wide
+
+
+@triton.jit(do_not_specialize=["n"])
+def encode_kernel(
+    keys,
+    matrix,
+    gram,
+    metric,
+    mean,
+    codes,
+    error,
+    gain,
+    n,
+    keys_b,
+    keys_h,
+    keys_n,
+    encoder_b,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keys `[B, H_KV, n, D]` under `matrix [.., H, D]`: grid (blocks of keys, rows).
+
+    `metric [.., D, D]` and `mean [.., D]` may be None; `encoder_b` is 0 where all sequences share the projections and
+    `H_KV` where each has its own. Products are taken `PART` dimensions at a time: all of them would not fit the
+    registers.
+    """
+    row = tl.program_id(1)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bit = tl.arange(0, H)
+    keys += b * keys_b + h * keys_h
+    own = b * encoder_b + h
+    if mean is not None:
+        mean += own * D
+    wide = gram.dtype.element_ty
+    scores = tl.zeros([BLOCK, H], wide)
+    shift = tl.zeros([H], wide)  # the mean projected
+    squared_norm = tl.zeros([BLOCK], wide)
+    for first in range(0, D, PART):
+        key, centred = part_of(keys, mean, at, n, first, keys_n, D, PART)
+        d = first + tl.arange(0, PART)
+        P = tl.load(matrix + own * (D * H) + bit[None, :] * D + d[:, None], mask=d[:, None] < D, other=0)
+        scores += dot(key, P.to(key.dtype))  # the matrix holds numbers of the keys' dtype: nothing is rounded here
+        if mean is not None:
+            shift += tl.sum(P * tl.load(mean + d, mask=d < D, other=0)[:, None], 0)
+        along = centred
+        if metric is not None:
+            along = tl.zeros([BLOCK, PART], wide)
+            for second in range(0, D, PART):
+                _, other = part_of(keys, mean, at, n, second, keys_n, D, PART)
+                e = second + tl.arange(0, PART)
+                M = tl.load(
+                    metric + own * (D * D) + e[:, None] * D + d[None, :],
+                    mask=(e[:, None] < D) & (d[None, :] < D),
+                    other=0,
+                )
+                along += dot(other, M)
+        squared_norm += tl.sum(centred * along, 1)
+    if mean is not None:
+        scores = scores - shift[None, :]
+    words, squared_error, product = greedy(scores, squared_norm, gram + own * (H * H), H, BLOCK)
+    to = row.to(tl.int64) * n
+    W: tl.constexpr = (H + 63) // 64
+    finish(words, squared_error, product, squared_norm, codes + to * (2 * W), error + to, gain + to, at, n, H)
+
+
+@triton.jit(do_not_specialize=["n"])
+def greedy_kernel(scores, squared_norm, gram, codes, error, gain, n, gram_r, H: tl.constexpr, BLOCK: tl.constexpr):
+    """The same from given products `[rows, n, H]` and norms `[rows, n]`: what is exact is tested by it."""
+    row = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bit = tl.arange(0, H)
+    to = row.to(tl.int64) * n
+    S = tl.load(scores + (to + at[:, None]) * H + bit[None, :], mask=at[:, None] < n, other=0)
+    norm = tl.load(squared_norm + to + at, mask=at < n, other=0)
+    words, squared_error, product = greedy(S, norm, gram + row.to(tl.int64) * gram_r, H, BLOCK)
+    W: tl.constexpr = (H + 63) // 64
+    finish(words, squared_error, product, norm, codes + to * (2 * W), error + to, gain + to, at, n, H)

@@ -1,0 +1,39 @@
+"""Step 3, with a safeguard only: force the tokens whose keys are coded worst."""
+
+import triton
+import triton.language as tl
+
+from bpc_calib.backends.triton.score import FORCED, NEVER
+
+__all__ = ["guard_kernel"]
+
+
+@triton.jit(do_not_specialize=["count", "worst_r"])
+def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, COARSE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row: takes tokens of the list `worst [rows, count]` (-1: none) until its places are filled.
+
+    No token stands in the list twice.
+
+    A token taken leaves the histogram of the scores.
+    """
+    row = tl.program_id(0)
+    length = tl.load(plan + row * 8)
+    places = tl.load(plan + row * 8 + 3)
+    low = tl.load(plan + row * 8 + 5)
+    shift = tl.load(plan + row * 8 + 6)
+    taken = 0
+    first = 0
+    while (taken < places) & (first < count):
+        at = first + tl.arange(0, BLOCK)
+        token = tl.load(worst + row.to(tl.int64) * worst_r + at, mask=at < count, other=-1)
+        listed = (token >= 0) & (token < length)
+        score = tl.load(ranked + row.to(tl.int64) * ranked_r + token, mask=listed, other=NEVER)
+        free = listed & (score != FORCED) & (score != NEVER)
+        takes = free & (taken + tl.cumsum(free.to(tl.int32), 0) <= places)
+        tl.store(ranked + row.to(tl.int64) * ranked_r + token, tl.full([BLOCK], FORCED, tl.int32), mask=takes)
+        digit = (tl.where(takes, score, low) - low) >> shift
+        tl.atomic_add(coarse + row * COARSE + digit, tl.full([BLOCK], -1, tl.int32), mask=takes, sem="relaxed")
+        taken += tl.sum(takes.to(tl.int32), 0)
+        first += BLOCK
+    wanted = tl.load(plan + row * 8 + 4)
+    tl.store(plan + row * 8 + 4, wanted - taken)

@@ -1,0 +1,84 @@
+"""The kernels as operators of torch, `torch.ops.bpc`: what `torch.compile` sees of them is the shape they return."""
+
+import torch
+from torch import Tensor
+
+from bpc_calib.backends.triton import pipeline
+from bpc_calib.method.encoding import Encoder
+
+__all__ = ["choose", "dense_attention", "encode", "sparse_attention"]
+
+
+@torch.library.custom_op("bpc::choose", mutates_args=())
+def choose(
+    query: Tensor,
+    projection: Tensor,
+    codes: Tensor,
+    gain: Tensor | None,
+    k: int,
+    ks: Tensor | None,
+    scaling: float,
+    group: str,
+    valid: Tensor | None,
+    lengths: Tensor | None,
+    recent: int,
+    sink: int,
+    worst: Tensor | None,
+    safeguard: float,
+    width: int,
+) -> Tensor:
+    """`bpc_calib.method.choosing.choose`; `ks [B, 1]` stands above `k`."""
+    with torch.cuda.device_of(query):
+        return pipeline.choose(
+            query, projection, codes, gain, k if ks is None else ks, scaling=scaling, group=group, valid=valid,
+            lengths=lengths, recent=recent, sink=sink, worst=worst, safeguard=safeguard, width=width,
+        )  # fmt: skip
+
+
+@choose.register_fake
+def _(query, projection, codes, gain, k, ks, scaling, group, valid, lengths, recent, sink, worst, safeguard, width):
+    return codes.new_empty(*codes.shape[:2], width)
+
+
+@torch.library.custom_op("bpc::sparse_attention", mutates_args=())
+def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float) -> Tensor:
+    """`bpc_calib.method.sparse_attention`."""
+    with torch.cuda.device_of(query):
+        return pipeline.sparse_attention(query, keys, values, indices, scale)
+
+
+@sparse_attention.register_fake
+def _(query, keys, values, indices, scale):
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("bpc::dense_attention", mutates_args=())
+def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """`bpc_calib.method.dense_attention`, of sequences without padding."""
+    with torch.cuda.device_of(query):
+        return pipeline.sparse_attention(query, keys, values, None, scale, lengths=lengths)
+
+
+@dense_attention.register_fake
+def _(query, keys, values, lengths, scale):
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("bpc::encode", mutates_args=())
+def encode(
+    matrix: Tensor, gram: Tensor, metric: Tensor | None, mean: Tensor | None, keys: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`bpc_calib.method.encoding.encode_with`: codes, error and gain."""
+    with torch.cuda.device_of(keys):
+        encoded = pipeline.encode_with(Encoder(matrix, gram, metric, mean), keys)
+    return encoded.codes, encoded.error, encoded.gain
+
+
+@encode.register_fake
+def _(matrix, gram, metric, mean, keys):
+    lead = keys.shape[:-1]
+    return (
+        keys.new_empty(*lead, -(-matrix.shape[-1] // 64), dtype=torch.int64),
+        keys.new_empty(lead, dtype=torch.float32),
+        keys.new_empty(lead, dtype=torch.uint8),
+    )

@@ -1,0 +1,132 @@
+"""Step 1: the queries projected and rounded to int8, and what the later steps need to know of each row."""
+
+import triton
+import triton.language as tl
+
+from bpc_calib.backends.triton.language import divide, round_even
+
+__all__ = ["PLAN", "prep_kernel"]
+
+# What is known of a row (a KV head of a sequence), int32 each; the kernels use the places in this order.
+PLAN = ("length", "newest_from", "first_to", "places", "wanted", "low", "shift", "limit")
+
+
+@triton.jit(do_not_specialize=["length", "k", "recent", "sink", "share_up", "share_down"])
+def prep_kernel(
+    query,
+    projection,
+    values,
+    totals,
+    scale,
+    plan,
+    best,
+    coarse,
+    middle,
+    fine,
+    lengths,
+    ks,
+    bounds,
+    length,
+    k,
+    recent,
+    sink,
+    share_up,
+    share_down,
+    scaling,
+    query_b,
+    query_h,
+    query_g,
+    projection_b,
+    projection_h,
+    projection_n,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    G_UP: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    D_UP: tl.constexpr,
+    GROUP: tl.constexpr,
+    GAIN: tl.constexpr,
+    COARSE: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """One program a row. `lengths [B]`, `ks [rows]` and `bounds [rows, 3]` stand above `length` and `k` if given."""
+    row = tl.program_id(0)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
+    bit = tl.arange(0, H)
+    d = tl.arange(0, D_UP)
+    g = tl.arange(0, G_UP)
+
+    # q P^T, head by head: too little work for a matrix product. P comes in the query's dtype.
+    P = tl.load(
+        projection + b * projection_b + h * projection_h + bit[:, None] * projection_n + d[None, :],
+        mask=d[None, :] < D,
+        other=0,
+    )
+    P = P.to(tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32)
+    largest = tl.zeros([], P.dtype)
+    for head in range(G):
+        q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
+        largest = tl.maximum(largest, tl.max(tl.abs(tl.sum(P * q[None, :], 1)), 0))
+    # As torch rounds 127 / largest; a query too small for its inverse goes to the ends of the range.
+    inverse = tl.where(largest > 0, divide(tl.full([], 1, P.dtype), tl.where(largest > 0, largest, 1)) * 127, 0)
+    most = tl.full([], 0, tl.int32)
+    for head in range(G):
+        q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
+        exact = tl.sum(P * q[None, :], 1) * inverse
+        rounded = round_even(tl.minimum(tl.maximum(exact, -127.0), 127.0)).to(tl.int32)
+        tl.store(values + (row * G + head) * H + bit, rounded.to(tl.int8))
+        tl.store(totals + row * G + head, tl.sum(rounded, 0))
+        reach = tl.sum(tl.abs(rounded), 0)
+        most = most + reach if GROUP == "sum" else tl.maximum(most, reach)
+    unit = divide(largest, tl.full([], 127, P.dtype)).to(tl.float32)
+    tl.store(scale + row, unit)
+
+    # Scores lie in [low, low + span]; of their distance from low, `shift` bits are left to the later histograms.
+    most = most * (287 if GAIN else 1)
+    if GROUP == "relative":
+        span = 5 * G * tl.minimum(2 * most, ((1 << 31) - 1) // (5 * G))
+        low = -span
+    else:
+        span = 2 * most
+        low = -most
+    shift = 8
+    for each in tl.static_range(8, 31):
+        shift += ((span >> each) >= COARSE).to(tl.int32)
+    product = unit * scaling
+    logit = tl.div_rn(tl.full([], 64.0 if GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
+    limit = tl.where(product > 0, tl.minimum(16.0 * logit, 16777216.0), 16777216.0).to(tl.int32)
+
+    # Who is forced: the newest, then the first, and never more than k of them.
+    if lengths is not None:
+        length = tl.maximum(tl.minimum(tl.load(lengths + b).to(tl.int32), length), 0)
+    if ks is not None:
+        k = tl.load(ks + row).to(tl.int32)
+    newest = tl.minimum(recent, k)
+    if bounds is not None:
+        count = tl.load(bounds + 3 * row)
+        newest_from = tl.load(bounds + 3 * row + 1)
+        first_to = tl.load(bounds + 3 * row + 2)
+        first = tl.minimum(sink, tl.minimum(k, count) - newest)
+    else:
+        newest_from = length - newest
+        first = tl.minimum(sink, tl.minimum(k, length) - newest)
+        first_to = first
+    wanted = k - newest - first
+    places = tl.minimum((k.to(tl.int64) * share_up // share_down).to(tl.int32), wanted)
+    at = plan + row * 8
+    tl.store(at, length)
+    tl.store(at + 1, newest_from)
+    tl.store(at + 2, first_to)
+    tl.store(at + 3, places)
+    tl.store(at + 4, wanted)
+    tl.store(at + 5, low)
+    tl.store(at + 6, shift)
+    tl.store(at + 7, limit)
+
+    tl.store(best + row * G_UP + g, tl.full([G_UP], -(1 << 31), tl.int32))
+    tl.store(coarse + row * COARSE + tl.arange(0, COARSE), tl.zeros([COARSE], tl.int32))
+    tl.store(middle + row * MIDDLE + tl.arange(0, MIDDLE), tl.zeros([MIDDLE], tl.int32))
+    tl.store(fine + row * FINE + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))

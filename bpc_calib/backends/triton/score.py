@@ -1,0 +1,207 @@
+"""Step 2: one ranked integer a key and KV head, from the codes alone, and a first histogram of them.
+
+A row of the matrix product holds `PACK` keys side by side, and its other factor repeats the queries on its block
+diagonal: so the result has a column for each of these keys and each head, and none is padding. The product takes a
+bit of every byte at a time, as a byte of 0 or 1: `c = 2 p . b - sum(p)`.
+"""
+
+import triton
+import triton.language as tl
+
+from bpc_calib.backends.triton.language import ASM
+
+__all__ = ["FORCED", "NEVER", "best_kernel", "score_kernel"]
+
+FORCED = tl.constexpr((1 << 31) - 1)  # in place of a score: attended whatever comes
+NEVER = tl.constexpr(-(1 << 31))  # padding
+
+
+@triton.jit
+def bit_of_bytes(x, s: tl.constexpr):
+    """Bit `s` of every byte, as int8 of 0 or 1."""
+    if ASM:
+        # Four bytes at once; what the shift brings over from the next byte is masked away.
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.u32 t, $1, %s; and.b32 $0, t, 0x01010101; }" % s,  # noqa: UP031  Triton's own
+            "=r,r",
+            [x],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return (x >> s) & 1
+
+
+@triton.jit
+def head_scores(
+    values,
+    totals,
+    codes,
+    gain,
+    row,
+    first,
+    length,
+    codes_n,
+    gain_n,
+    G: tl.constexpr,
+    G_UP: tl.constexpr,
+    H: tl.constexpr,
+    TIGHT: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """int32 `[BLOCK / PACK, PACK, G_UP]` of the keys from `first` on; `codes` and `gain` point at the row's.
+
+    `TIGHT`: the codes of a row lie one behind the other.
+    """
+    BYTES: tl.constexpr = H // 8
+    ROWS: tl.constexpr = BLOCK // PACK
+    r = tl.arange(0, ROWS)
+    byte = tl.arange(0, PACK * BYTES)
+    key = first + r[:, None] * PACK + byte[None, :] // BYTES
+    if TIGHT:  # the usual case, and one that the compiler sees to be contiguous
+        x = tl.load(
+            codes + first.to(tl.int64) * BYTES + r[:, None] * (PACK * BYTES) + byte[None, :],
+            mask=key < length,
+            other=0,
+        )
+    else:
+        x = tl.load(codes + key.to(tl.int64) * codes_n + byte[None, :] % BYTES, mask=key < length, other=0)
+    column = tl.arange(0, PACK * G_UP)
+    head = column % G_UP
+    mine = (byte[:, None] // BYTES == column[None, :] // G_UP) & (head[None, :] < G)
+    product = tl.zeros([ROWS, PACK * G_UP], tl.int32)
+    for s in tl.static_range(8):
+        p = tl.load(
+            values + (row * G + head[None, :]) * H + (byte[:, None] % BYTES) * 8 + s,
+            mask=mine,
+            other=0,
+        )
+        product = tl.dot(bit_of_bytes(x, s), p, product, out_dtype=tl.int32)
+    g = tl.arange(0, G_UP)
+    total = tl.load(totals + row * G + g, mask=g < G, other=0)
+    scores = 2 * tl.reshape(product, [ROWS, PACK, G_UP]) - total[None, None, :]
+    if gain is not None:
+        at = first + r[:, None] * PACK + tl.arange(0, PACK)[None, :]
+        byte_of = tl.load(gain + at.to(tl.int64) * gain_n, mask=at < length, other=0).to(tl.int32)
+        scores = scores * (byte_of + 32)[:, :, None]
+    return scores
+
+
+@triton.jit
+def counted(valid, b, at, length, valid_b):
+    """Which tokens are real."""
+    inside = at < length
+    if valid is not None:
+        inside = inside & (tl.load(valid + b * valid_b + at, mask=inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
+def best_kernel(
+    values,
+    totals,
+    codes,
+    gain,
+    valid,
+    plan,
+    best,
+    codes_b,
+    codes_h,
+    codes_n,
+    gain_b,
+    gain_h,
+    gain_n,
+    valid_b,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    G_UP: tl.constexpr,
+    H: tl.constexpr,
+    TIGHT: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest score of each head: grid (blocks of keys, rows)."""
+    row = tl.program_id(1)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
+    first = tl.program_id(0) * BLOCK
+    length = tl.load(plan + row * 8)
+    if first < length:
+        if gain is not None:
+            gain += b * gain_b + h * gain_h
+        scores = head_scores(
+            values, totals, codes + b * codes_b + h * codes_h, gain, row, first, length, codes_n, gain_n,
+            G, G_UP, H, TIGHT, PACK, BLOCK,
+        )  # fmt: skip
+        at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
+        scores = tl.where(counted(valid, b, at, length, valid_b)[:, :, None], scores, NEVER)
+        g = tl.arange(0, G_UP)
+        tl.atomic_max(best + row * G_UP + g, tl.max(tl.max(scores, 0), 0), sem="relaxed")
+
+
+@triton.jit
+def score_kernel(
+    values,
+    totals,
+    codes,
+    gain,
+    valid,
+    plan,
+    best,
+    ranked,
+    coarse,
+    codes_b,
+    codes_h,
+    codes_n,
+    gain_b,
+    gain_h,
+    gain_n,
+    valid_b,
+    ranked_r,
+    H_KV: tl.constexpr,
+    G: tl.constexpr,
+    G_UP: tl.constexpr,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    COARSE: tl.constexpr,
+    TIGHT: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`ranked [rows, N]`, and `coarse [rows, COARSE]` of those neither forced nor padding: grid as above."""
+    row = tl.program_id(1)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
+    first = tl.program_id(0) * BLOCK
+    length = tl.load(plan + row * 8)
+    if first < length:
+        if gain is not None:
+            gain += b * gain_b + h * gain_h
+        scores = head_scores(
+            values, totals, codes + b * codes_b + h * codes_h, gain, row, first, length, codes_n, gain_n,
+            G, G_UP, H, TIGHT, PACK, BLOCK,
+        )  # fmt: skip
+        g = tl.arange(0, G_UP)[None, None, :]
+        if GROUP == "relative":
+            below = scores - tl.load(best + row * G_UP + g)  # the clamp of `group_scores` is out of reach of 16 heads
+            if valid is not None:
+                below = tl.minimum(below, 0)  # padding, which is no head's best
+            limit = tl.load(plan + row * 8 + 7)
+            nearest = below if G == G_UP else tl.where(g < G, below, NEVER)
+            within = tl.maximum(below, -limit)
+            within = within if G == G_UP else tl.where(g < G, within, 0)
+            score = 4 * G * tl.max(nearest, 2) + tl.sum(within, 2)
+        elif GROUP == "sum":
+            score = tl.sum(scores, 2)  # those of padding heads are 0
+        else:
+            score = tl.max(scores if G == G_UP else tl.where(g < G, scores, NEVER), 2)
+        at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
+        real = counted(valid, b, at, length, valid_b)
+        forced = real & ((at >= tl.load(plan + row * 8 + 1)) | (at < tl.load(plan + row * 8 + 2)))
+        stored = tl.where(real, tl.where(forced, FORCED, score), NEVER)
+        tl.store(ranked + row.to(tl.int64) * ranked_r + at, stored, mask=at < length)
+        digit = (score - tl.load(plan + row * 8 + 5)) >> tl.load(plan + row * 8 + 6)
+        counts = tl.histogram(tl.reshape(digit, [BLOCK]), COARSE, mask=tl.reshape(real & ~forced, [BLOCK]))
+        tl.atomic_add(coarse + row * COARSE + tl.arange(0, COARSE), counts, mask=counts > 0, sem="relaxed")

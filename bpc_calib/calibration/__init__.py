@@ -1,0 +1,1 @@
+"""The calibration path: from a model and text to an artifact."""

@@ -1,0 +1,107 @@
+"""What a calibration will do, checked before any work."""
+
+from dataclasses import dataclass
+
+from bpc_calib.errors import InputError
+from bpc_calib.method.codes import check_bits
+from bpc_calib.models.description import ModelDescription
+
+__all__ = ["PROJECTION_METHODS", "Plan", "ProjectionMethod", "make_plan"]
+
+KEYS_PER_HEAD = 65_536
+SEQUENCE_LENGTH = 8192
+
+
+@dataclass(frozen=True)
+class ProjectionMethod:
+    """How projections are found; why so: docs/projections.md."""
+
+    name: str
+    iterations: int  # steps a bit
+    rounds: int  # of least squares
+    power: float | None  # of the query metric; None: no metric
+    centred: bool
+    shift: bool  # of positions, by default
+
+
+PROJECTION_METHODS = {
+    method.name: method
+    for method in (
+        ProjectionMethod("score-aware", iterations=8, rounds=6, power=0.25, centred=True, shift=True),
+        ProjectionMethod("paper", iterations=1, rounds=0, power=None, centred=False, shift=False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a calibration will do; every number is checked. Sizes are in bytes."""
+
+    model: ModelDescription
+    method: ProjectionMethod
+    bits: int
+    samples: int
+    sequence_length: int
+    keys_per_head: int
+    position_shift: bool
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.sequence_length
+
+    def key_bytes(self, itemsize: int) -> int:
+        """Memory of the collected keys on the CPU."""
+        model = self.model
+        return len(model.full_layers) * model.kv_heads * self.keys_per_head * model.head_dim * itemsize
+
+    @property
+    def artifact_bytes(self) -> int:
+        """Size of the file, but for its header of some kilobytes."""
+        model = self.model
+        method, dim = self.method, model.head_dim
+        numbers = self.bits * dim + self.bits + 1 + (method.power is not None) * dim * dim + method.centred * dim
+        return len(model.full_layers) * model.kv_heads * numbers * 4
+
+
+def make_plan(
+    model: ModelDescription,
+    *,
+    samples: int = 180,
+    sequence_length: int | None = None,
+    bits: int = 64,
+    method: str = "score-aware",
+    position_shift: bool | None = None,
+    keys_per_head: int = KEYS_PER_HEAD,
+    seed: int = 0,
+) -> Plan:
+    """Plan a calibration: check the numbers and fill in the defaults.
+
+    Raises:
+        InputError: a number out of range, or samples longer than the model's limit.
+    """
+    check_bits(bits)
+    limit = model.context_limit
+    length = sequence_length if sequence_length is not None else min(SEQUENCE_LENGTH, limit or SEQUENCE_LENGTH)
+    for name, value in (("samples", samples), ("sequence length", length), ("keys per head", keys_per_head)):
+        if not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be at least 1, not {value}")
+    if not 0 <= seed < 1 << 63:
+        raise InputError(f"seed must be at least 0 and below 2^63, not {seed}")
+    if limit and length > limit:
+        raise InputError(f"a sequence length of {length} is over the limit of {model.id}, {limit} tokens")
+    if method not in PROJECTION_METHODS:
+        raise InputError(f"unknown method {method!r}: known are {', '.join(PROJECTION_METHODS)}")
+    if position_shift and not model.can_shift:
+        raise InputError(f"{model.id} does not allow a position shift: no RoPE, or one that depends on the length")
+    shifts = (PROJECTION_METHODS[method].shift and model.can_shift) if position_shift is None else position_shift
+    return Plan(
+        model=model,
+        method=PROJECTION_METHODS[method],
+        bits=bits,
+        samples=samples,
+        sequence_length=length,
+        keys_per_head=min(keys_per_head, samples * length),
+        position_shift=shifts,
+        seed=seed,
+    )

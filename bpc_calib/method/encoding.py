@@ -1,0 +1,151 @@
+"""Hashing of keys under a fixed projection: Algorithm 2 of the paper in Gram form, with error and gain."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import InputError
+from bpc_calib.method.codes import check_bits, pack_codes
+
+__all__ = ["GAIN_ONE", "Encoded", "Encoder", "encode", "encode_gram", "encode_with", "gain_byte", "make_encoder"]
+
+# A gain byte b stands for (b + 32) / 64, so 0.5 to 4.48; this one stands for 1.
+GAIN_ONE = 32
+GAIN_MAX = 255
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Keys as codes: `k ~ u P`, or `k - mean ~ u P`."""
+
+    codes: Tensor  # int64 [..., N, W]
+    error: Tensor  # float32 [..., N], |k - u P|, in the metric
+    gain: Tensor  # uint8 [..., N], (gain + 32) / 64 ~ |k|^2 / <k, u P>, in the metric
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What hashing needs of a projection, computed once for keys of one dtype: see `make_encoder`."""
+
+    matrix: Tensor  # [..., D, H], (P M)^T; all in float32, or float64 for float64 keys
+    gram: Tensor  # [..., H, H], P M P^T
+    metric: Tensor | None  # [..., D, D]
+    mean: Tensor | None  # [..., D]
+
+    def check(self, keys: Tensor) -> None:
+        """Raise `InputError` unless it hashes keys `[..., N, D]`."""
+        if self.matrix.shape[-2] != keys.shape[-1]:
+            raise InputError(f"keys {list(keys.shape)} do not fit projections to {self.matrix.shape[-2]} dimensions")
+
+    def centre(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys less the mean, and those times the metric."""
+        self.check(keys)
+        wide = keys.to(self.matrix.dtype)
+        if self.mean is not None:
+            wide = wide - self.mean.unsqueeze(-2)
+        return wide, wide if self.metric is None else wide @ self.metric
+
+    def change(self, how: Callable[[Tensor], Tensor]) -> "Encoder":
+        """The same, with all tensors changed alike."""
+        metric, mean = (None if tensor is None else how(tensor) for tensor in (self.metric, self.mean))
+        return Encoder(how(self.matrix), how(self.gram), metric, mean)
+
+
+def make_encoder(
+    projection: Tensor, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> Encoder:
+    """Make a projection `[..., H, D]` ready for keys of a dtype.
+
+    `P` is rounded once to that dtype, and so is `P M`; the rounded ones serve every product, and the projected
+    query too, so that codes in 16 bits follow the greedy loop as exactly as in float64.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit.
+    """
+    check_bits(projection.shape[-2])
+    dim = projection.shape[-1]
+    if not dtype.is_floating_point:
+        raise InputError(f"keys must be floating, not {dtype}")
+    if metric is not None and metric.shape[-2:] != (dim, dim):
+        raise InputError(f"metric must be [..., {dim}, {dim}], not {list(metric.shape)}")
+    if mean is not None and mean.shape[-1:] != (dim,):
+        raise InputError(f"mean must be [..., {dim}], not {list(mean.shape)}")
+    exact = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(projection.device.type, enabled=False):
+        rounded = projection.to(dtype).to(torch.float64)
+        towards = rounded if metric is None else (rounded @ metric.to(torch.float64)).to(dtype).to(torch.float64)
+        return Encoder(
+            matrix=towards.mT.to(exact),
+            gram=(rounded @ towards.mT).to(exact),
+            metric=None if metric is None else metric.to(exact),
+            mean=None if mean is None else mean.to(exact),
+        )
+
+
+def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None) -> Encoded:
+    """Hash keys `[..., N, D]` under a projection `[..., H, D]`; leading dimensions broadcast.
+
+    The greedy loop of Algorithm 2 (`u = sign(r v)`, `r -= u v` for each row `v` of `P`, from `r = k`)
+    needs only the inner products `S = K P^T` and `T = P P^T` (docs/algorithm.md); with a metric, `S = K (P M)^T` and
+    `T = P M P^T`. Products are taken in float32 (float64 for float64 keys). On CUDA, TF32 is harmless for 16-bit keys
+    without mean and metric only.
+
+    Args:
+        keys: any floating dtype.
+        projection: rounded to the dtype of the keys first.
+        metric: `[..., D, D]`, the one that the projection was found with; None is the identity.
+        mean: `[..., D]`, subtracted from the keys first; None is 0.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit.
+    """
+    if keys.dim() < 2 or projection.dim() < 2 or keys.shape[-1] != projection.shape[-1]:
+        raise InputError(
+            f"keys [..., N, D] and projection [..., H, D] do not fit: {list(keys.shape)} and {list(projection.shape)}"
+        )
+    return encode_with(make_encoder(projection, keys.dtype, metric=metric, mean=mean), keys)
+
+
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+    """`encode` for keys of the dtype that the encoder was made for."""
+    with torch.autocast(keys.device.type, enabled=False):
+        wide, along = encoder.centre(keys)
+        return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
+
+
+def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
+    """The greedy pass over `S [..., N, H]`, `T [..., H, H]` and the squared norms of the keys `[..., N]`.
+
+    Every sum is taken in the order of the bits, so another implementation that does the same in the
+    same dtype gets the same codes from the same `S` and `T`, bit for bit.
+    """
+    bits = scores.shape[-1]
+    original = scores.mT
+    running = original.clone(memory_format=torch.contiguous_format)  # row i is final once bits 0 to i - 1 are known
+    signs = torch.empty_like(running)
+    one, minus_one = running.new_tensor(1.0), running.new_tensor(-1.0)
+    for i in range(bits):
+        u = torch.where(running[..., i : i + 1, :] >= 0, one, minus_one)  # sign(0) = +1
+        signs[..., i : i + 1, :] = u
+        running[..., i + 1 :, :].addcmul_(u, gram[..., i, i + 1 :, None], value=-1)
+    squared_norm = squared_norm.expand(scores.shape[:-1])
+    squared_error = squared_norm.clone()
+    dot = torch.zeros_like(squared_error)  # <k, u P>
+    falls = 2 * running.abs() - gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    for fall, part in zip(falls.unbind(-2), (signs * original).unbind(-2), strict=True):
+        squared_error -= fall
+        dot += part
+    return Encoded(
+        codes=pack_codes(signs.mT > 0),
+        error=squared_error.clamp(min=0).double().sqrt().float(),  # the float32 root of torch's CPU is not rounded well
+        gain=gain_byte(squared_norm, dot),
+    )
+
+
+def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
+    """uint8, of keys with these squared norms and products `<k, u P>`."""
+    byte = (64 * squared_norm / dot - 32).round().clamp(0, GAIN_MAX)  # round() is half to even
+    byte = torch.where(dot > 0, byte, GAIN_MAX)
+    return torch.where(squared_norm > 0, byte, GAIN_ONE).to(torch.uint8)

@@ -1,0 +1,136 @@
+"""A projection for a set of keys: centring, binary principal components in a metric, rounds of least squares."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpc_calib.method.codes import unpack_codes
+from bpc_calib.method.decomposition import BLOCK, check_keys, decompose
+from bpc_calib.method.encoding import encode_with, make_encoder
+
+__all__ = ["Fit", "fit", "least_squares"]
+
+RIDGE = 1e-6  # of the number of keys: bits that are always equal leave the equations singular
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`K - mean ~ U P` in a metric: see `fit`."""
+
+    projection: Tensor  # float32 [..., H, D]
+    residual_norms: Tensor  # float64 [..., H + 1], of K - mean - U P after 0..H bits, in the metric
+    metric: Tensor | None  # float32 [..., D, D], as given
+    mean: Tensor | None  # float32 [..., D]
+
+
+def fit(
+    keys: Tensor,
+    bits: int = 64,
+    *,
+    iterations: int = 8,
+    rounds: int = 0,
+    metric: Tensor | None = None,
+    centred: bool = False,
+    weights: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    """Find the projection that codes of these keys are made with.
+
+    With `iterations=1` and all else left as it is, this is Algorithm 1 of the paper.
+
+    Args:
+        keys: `[..., N, D]`, any floating dtype.
+        bits: code length `H`: 32, 64 or 128.
+        iterations: steps a bit, see `decompose`.
+        rounds: of least squares, see `least_squares`.
+        metric: `[..., D, D]`, see `query_metric`; None is the identity.
+        centred: subtract the mean key first.
+        weights: `[..., N]` of 0 and 1; a key of weight 0 has no say.
+        generator: of the draws of `decompose`.
+
+    Raises:
+        InputError: shapes, dtypes or values that do not fit.
+    """
+    check_keys(keys, weights)
+    metric = None if metric is None else metric.to(keys.device)
+    mean = None
+    if centred:
+        mean = _mean(keys, weights)
+        keys = keys.to(torch.float64) - mean.unsqueeze(-2)
+    found = decompose(keys, bits, iterations=iterations, metric=metric, weights=weights, generator=generator)
+    projection, residual_norms = found.projection, found.residual_norms
+    if rounds:
+        projection, residual_norms = least_squares(keys, projection, rounds, metric=metric, weights=weights)
+    return Fit(projection, residual_norms, metric, mean)
+
+
+def least_squares(
+    keys: Tensor, projection: Tensor, rounds: int, *, metric: Tensor | None = None, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Alternate `U = encode(K; P)` and `P = argmin |K - U P|`, and keep the best `P` that was met.
+
+    The least-squares `P` is the same in every metric. The greedy `encode` may do worse with it than with the one
+    before, so a round may lose; the result never does.
+
+    Args:
+        keys: `[..., N, D]`.
+        projection: float32 `[..., H, D]`, where to begin.
+        rounds: how often `P` is found anew.
+        metric, weights: as in `fit`.
+
+    Returns:
+        The projection, float32, and its residual norms, float64 `[..., H + 1]`, as in `Fit`.
+    """
+    squares, cross, norms = _products(keys, projection, metric, weights)
+    best, best_norms = projection, norms
+    for _ in range(rounds):
+        count = squares.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=1)[..., None, None]
+        ridge = RIDGE * count * torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+        projection = torch.linalg.solve(squares + ridge, cross).float()
+        squares, cross, norms = _products(keys, projection, metric, weights)
+        better = norms[..., -1:] < best_norms[..., -1:]
+        best = torch.where(better.unsqueeze(-1), projection, best)
+        best_norms = torch.where(better, norms, best_norms)
+    return best, best_norms
+
+
+def _products(
+    keys: Tensor, projection: Tensor, metric: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`U^T U [..., H, H]`, `U^T K [..., H, D]` and the residual norms, summed over blocks of keys in order."""
+    encoder = make_encoder(projection, torch.float64, metric=metric)
+    squares = cross = norm = torch.zeros((), dtype=torch.float64, device=keys.device)
+    for some, weight in _blocks(keys, weights):
+        codes = unpack_codes(encode_with(encoder, some).codes, projection.shape[-2]).to(torch.float64)
+        if weight is not None:
+            codes = codes * weight
+        along = some if encoder.metric is None else some @ encoder.metric
+        squares, cross = squares + codes.mT @ codes, cross + codes.mT @ some
+        norm = norm + (some * along).sum(-2).sum(-1)  # a sum to one number would depend on the threads
+    # |K - U P|^2 after 0..H bits, from these products alone.
+    gained = (cross * encoder.matrix.mT).sum(-1).cumsum(-1)
+    spent = (squares * encoder.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+    norm = norm.unsqueeze(-1)
+    return squares, cross, torch.cat([norm, norm - 2 * gained + spent], dim=-1).clamp(min=0).sqrt()
+
+
+def _mean(keys: Tensor, weights: Tensor | None) -> Tensor:
+    """float32 `[..., D]`, of the keys of weight 1."""
+    total = torch.zeros((), dtype=torch.float64, device=keys.device)
+    for some, _ in _blocks(keys, weights):
+        total = total + some.sum(-2)
+    count = keys.shape[-2] if weights is None else weights.to(torch.float64).sum(-1, keepdim=True).clamp(min=1)
+    return (total / count).float()
+
+
+def _blocks(keys: Tensor, weights: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Keys in float64, 0 where their weight is, and weights `[..., n, 1]`: a fixed number at a time."""
+    for place in range(0, keys.shape[-2], BLOCK):
+        some = keys[..., place : place + BLOCK, :].to(torch.float64)
+        if weights is None:
+            yield some, None
+        else:
+            weight = weights[..., place : place + BLOCK, None].to(torch.float64)
+            yield torch.where(weight > 0, some, 0.0), weight

@@ -1,0 +1,154 @@
+"""Scores of cached keys from their codes alone: Algorithm 3 of the paper, with the gain."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import InputError
+from bpc_calib.method.codes import check_bits, check_codes
+from bpc_calib.method.encoding import GAIN_ONE
+
+__all__ = ["GROUPS", "RELATIVE_LIMIT", "QuantizedQuery", "check_group", "group_scores", "hash_scores", "quantize_query"]
+
+# How the scores of the query heads of a KV head become one.
+GROUPS = ("relative", "max", "sum")
+RELATIVE_LIMIT = 16.0  # logits: a key so far below the best has e^-16 of its weight
+
+
+@dataclass(frozen=True)
+class QuantizedQuery:
+    """`q P^T ~ values * scale`: see `quantize_query`."""
+
+    values: Tensor  # int8 [..., G, H], in [-127, 127]
+    scale: Tensor  # float32 [...]
+
+
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
+    """Project the `G` queries that share a KV head, `[..., G, D]`, on `[..., H, D]` and round to int8.
+
+    Symmetric, rounded half to even, with one scale for the whole group so that its scores compare.
+    As in `encode`, the projection is rounded to the query's dtype first. A zero query gives zeros and
+    scale 0.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit.
+    """
+    if query.dim() < 2 or projection.dim() < 2 or query.shape[-1] != projection.shape[-1]:
+        raise InputError(
+            f"query [..., G, D] and projection [..., H, D] do not fit: {list(query.shape)} and {list(projection.shape)}"
+        )
+    if not query.dtype.is_floating_point:
+        raise InputError(f"query must be floating, not {query.dtype}")
+    check_bits(projection.shape[-2])
+    _check_lead("query [..., G, D] and projection [..., H, D]", query, projection)
+    with torch.autocast(query.device.type, enabled=False):
+        exact = torch.promote_types(query.dtype, torch.float32)
+        projected = query.to(exact) @ projection.to(query.dtype).to(exact).mT
+    largest = projected.abs().amax((-2, -1))
+    inverse = torch.where(largest > 0, 127 / largest, 0)
+    values = (projected * inverse[..., None, None]).round().clamp(-127, 127)
+    return QuantizedQuery(values.to(torch.int8), (largest / 127).float())
+
+
+def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None) -> Tensor:
+    """Score every key for every query: int32 `[..., G, N]`, `c = p . u`, or `c * (gain + 32)`.
+
+    The integers are exact: `|c| <= 127 * 128`, and with the gain `|score| < 2^23`. The printed formula
+    of the paper takes XOR as agreement and so flips the sign of every score (docs/algorithm.md).
+
+    Args:
+        query: int8 values `[..., G, H]`.
+        codes: int64 `[..., N, W]`.
+        gain: uint8 `[..., N]`; None ranks as the paper does.
+
+    Raises:
+        InputError: shapes or dtypes that do not fit.
+    """
+    check_codes(codes, query.values.shape[-1])
+    if gain is not None and (gain.dtype != torch.uint8 or gain.shape != codes.shape[:-1]):
+        raise InputError(f"gain must be uint8 {list(codes.shape[:-1])}, not {gain.dtype} {list(gain.shape)}")
+    _check_lead("query [..., G, H] and codes [..., N, W]", query.values, codes)
+    scores = _dot(query.values, codes)
+    if gain is None:
+        return scores
+    return scores * (gain.to(torch.int32) + GAIN_ONE).unsqueeze(-2)
+
+
+def group_scores(
+    scores: Tensor, group: str, *, valid: Tensor | None = None, limit: Tensor | float | None = None
+) -> Tensor:
+    """One score a key for the `G` query heads that share a KV head: `[..., G, N]` -> `[..., N]`, same dtype.
+
+    - "relative": how far a key is below the best key of each head: four times the smallest of these distances and
+      their mean, as `4 G max + sum` of `s - max s`. So no head has a say because its scores are large as a whole,
+      which its softmax ignores, the best keys of all heads come first, and among keys equally good for one head
+      those that the others like, too;
+    - "max": the largest score, as in the paper's release;
+    - "sum": the sum.
+
+    Args:
+        scores: int32 with absolute values below 2^23 (`hash_scores`), or floats.
+        group: one of `GROUPS`.
+        valid: bool `[..., N]`; a key that is not is no head's best.
+        limit: for "relative", the distance from which on a key is nothing to a head, as its softmax has it:
+            `RELATIVE_LIMIT` in the unit of the scores, of their dtype, `[...]`; None: none.
+
+    Raises:
+        InputError: an unknown group.
+    """
+    check_group(group)
+    if group == "max":
+        return scores.amax(-2)
+    if group == "sum":
+        return scores.sum(-2, dtype=scores.dtype)
+    heads, exact = scores.shape[-2], not scores.dtype.is_floating_point
+    counted = scores
+    if valid is not None:
+        counted = scores.masked_fill(~valid.unsqueeze(-2), -(1 << 23) if exact else -math.inf)
+    # So that the result fits int32; 40 heads and fewer never come there.
+    least = -(((1 << 31) - 1) // (5 * heads)) if exact else -math.inf
+    below = (scores - counted.amax(-1, keepdim=True)).clamp_(least, 0)
+    best = below.amax(-2)
+    if limit is not None:
+        limit = torch.as_tensor(limit, dtype=scores.dtype, device=scores.device)
+        below = below.clamp_(min=-limit[..., None, None])
+    return 4 * heads * best + below.sum(-2, dtype=scores.dtype)
+
+
+def check_group(group: str) -> None:
+    """Raise `InputError` unless `group` is one of `GROUPS`."""
+    if group not in GROUPS:
+        raise InputError(f"group must be one of {', '.join(GROUPS)}, not {group!r}")
+
+
+def _check_lead(what: str, one: Tensor, other: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(one.shape[:-2], other.shape[:-2])
+    except RuntimeError:
+        raise InputError(f"{what} do not fit: {list(one.shape)} and {list(other.shape)}") from None
+
+
+def _dot(values: Tensor, codes: Tensor) -> Tensor:
+    """`c = p . u` of int8 `[..., G, H]` and int64 `[..., N, W]`, by the bytes of the codes.
+
+    A byte of a code can be 256 things, so for each byte a table holds what its 8 bits add to the score, and a
+    key costs one look-up a byte.
+    """
+    group, bits = values.shape[-2:]
+    parts = bits // 8
+    lead = torch.broadcast_shapes(values.shape[:-2], codes.shape[:-2])
+    values, codes = values.expand(*lead, group, bits), codes.expand(*lead, *codes.shape[-2:])
+    byte = torch.arange(256, device=values.device).unsqueeze(-1) >> torch.arange(8, device=values.device)
+    # Exact in float32, in TF32 and in any order: integers of at most 8 bits whose sums stay below 2^24.
+    signs = (byte & 1).float() * 2 - 1
+    with torch.autocast(values.device.type, enabled=False):
+        table = values.float().unflatten(-1, (parts, 8)) @ signs.mT  # [..., G, parts, 256]
+    table = table.movedim(-3, -1).reshape(-1, group)  # a row for each KV head, part and byte
+    # Byte i of a word holds its bits 8i to 8i + 7, on machines with the low byte first.
+    index = codes.contiguous().view(torch.uint8)[..., :parts].to(torch.int32)
+    first = torch.arange(lead.numel() * parts, device=values.device, dtype=torch.int32) * 256
+    index = (index + first.view(*lead, 1, parts)).reshape(-1, parts)
+    scores = torch.nn.functional.embedding_bag(index, table, mode="sum")
+    return scores.view(*lead, -1, group).mT.to(torch.int32)

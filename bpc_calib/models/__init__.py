@@ -1,0 +1,1 @@
+"""Models: what they are (`description`), loading them (`loading`), watching their attention (`observation`)."""

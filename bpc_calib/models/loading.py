@@ -1,0 +1,108 @@
+"""Loading a model's config, tokenizer and weights from a folder or the Hub."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from bpc_calib.demo import DEMO_MODEL
+from bpc_calib.errors import ModelError, first_line
+from bpc_calib.hub import explain, fetch, online
+
+__all__ = ["load_config", "load_model", "load_tokenizer"]
+
+
+def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:
+    """The config of a local folder or a Hub id, and the Hub commit (None for a folder).
+
+    Raises:
+        ModelError: there is no such model, or its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    folder, commit = _folder(model), None
+    if not model:
+        raise ModelError("(empty): no such model folder")
+    if folder is not None:
+        if revision is not None:
+            raise ModelError(f"{model} is a folder: a revision is for the Hub")
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{model}: the folder holds no config.json, so it is not a transformers model")
+    elif os.path.exists(os.path.expanduser(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ModelError(f"{model}: no such model folder")
+    else:
+        try:
+            _, commit = fetch(model, "config.json", revision)
+        except Exception as fault:
+            raise ModelError(explain(fault, f"model {model} (no folder here)")) from fault
+    try:
+        config = AutoConfig.from_pretrained(**_source(model, commit, trust_remote_code))
+    except Exception as fault:
+        raise _fault(fault, "the config of", model) from fault
+    return config, commit
+
+
+def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder or of a Hub id at a commit. Raises `ModelError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(**_source(model, revision, trust_remote_code))
+    except Exception as fault:
+        raise _fault(fault, "the tokenizer of", model) from fault
+
+
+def load_model(
+    model: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> Any:
+    """A model in evaluation mode on `device`, from safetensors weights only. Raises `ModelError`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            **_source(model, revision, trust_remote_code),
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            use_safetensors=True,  # never a pickle
+            output_loading_info=True,
+        )
+        # transformers gives a tensor that it does not find random values, with no more than a warning.
+        if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+            raise ModelError(f"the weights of {model} lack {len(lacking)} tensors of the model, such as {lacking[0]}")
+        return loaded.eval().to(device)
+    except ModelError:
+        raise
+    except torch.OutOfMemoryError as fault:
+        raise ModelError(f"model {model} does not fit the memory of {device}: try --device cpu") from fault
+    except Exception as fault:
+        raise _fault(fault, "model", model) from fault
+
+
+def _folder(model: str) -> Path | None:
+    """The folder that a model's name means here; None if there is none, and it may be a Hub id."""
+    path = DEMO_MODEL if model == "demo" else Path(os.path.expanduser(model))
+    return path if model and os.path.isdir(path) else None
+
+
+def _source(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """Where `from_pretrained` is to look: a folder, or the Hub at a commit, its cache where there is no network."""
+    folder = _folder(model)
+    return {
+        "pretrained_model_name_or_path": str(folder or model),
+        "revision": revision if folder is None else None,
+        "local_files_only": folder is not None or not online(),
+        "trust_remote_code": trust_remote_code,
+    }
+
+
+def _fault(fault: Exception, what: str, model: str) -> ModelError:
+    """The cause in one line: of the Hub only where it is the Hub that was asked."""
+    if "trust_remote_code" in str(fault):
+        return ModelError(f"{model} comes with its own code: read it, then pass --trust-remote-code to run it")
+    if _folder(model) is not None:
+        return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
+    return ModelError(explain(fault, f"{what} {model}"))

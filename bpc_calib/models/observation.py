@@ -1,0 +1,116 @@
+"""Watching queries and keys as a model's attention sees them: after RoPE, before the dot product."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import ModelError
+from bpc_calib.models.description import ModelDescription
+
+__all__ = ["observing", "verify"]
+
+NAME = "bpc_observe"
+
+# module, query [batch, query_heads, T, D], key and value [batch, kv_heads, T, D], the other arguments
+Observer = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], None]
+
+_observer: ContextVar[Observer | None] = ContextVar("bpc_observer", default=None)
+
+
+def _observed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
+) -> tuple[Tensor, Tensor | None]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if (observer := _observer.get()) is not None:
+        observer(module, query, key, value, arguments)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+
+
+@contextmanager
+def observing(model: Any, observer: Observer) -> Iterator[None]:
+    """Call `observer` in every attention layer of every forward pass made inside the `with` block.
+
+    The passes run on SDPA, in evaluation mode and without autocast; the model gets its own attention and
+    mode back at the end.
+
+    Raises:
+        ModelError: the model does not use transformers' attention interface.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, _observed_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    parts = model.config.sub_configs
+    before = {"": model.config._attn_implementation} | {
+        part: sub._attn_implementation
+        for part in parts
+        if (sub := getattr(model.config, part, None)) is not None and sub._attn_implementation is not None
+    }
+    training = [module for module in model.modules() if module.training]
+    token = _observer.set(observer)
+    try:
+        model.set_attn_implementation(NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            raise ModelError(
+                f"{type(model).__name__} does not use transformers' attention interface, so BPC cannot serve it"
+            )
+        model.eval()
+        with torch.autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        _observer.reset(token)
+        model.set_attn_implementation(before)
+        for module in training:
+            module.training = True
+
+
+def verify(model: Any, description: ModelDescription) -> None:
+    """Run a few tokens through the model and check that its attention is what the config promised.
+
+    Raises:
+        ModelError: a layer that bypasses the attention interface, is not causal, caps its logits, has
+            attention sinks, or whose shapes are not those of the description.
+    """
+    seen: list[int] = []
+
+    def check(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
+        layer = getattr(module, "layer_idx", None)
+        if layer not in description.full_layers:
+            return
+        fault = None
+        heads = (query.shape[1], key.shape[1], key.shape[3])
+        expected = (description.query_heads, description.kv_heads, description.head_dim)
+        window = arguments.get("sliding_window")
+        if arguments.get("is_causal", getattr(module, "is_causal", True)) is False:
+            fault = "attends in both directions, so this is not a causal language model"
+        elif arguments.get("softcap") is not None:
+            fault = "caps its attention logits (soft-capping), which BPC does not serve"
+        elif arguments.get("s_aux") is not None:
+            fault = "has attention sinks, which BPC does not serve"
+        elif window and description.context_limit and window < description.context_limit:
+            fault = f"has a sliding window of {window} that its config does not state"
+        elif heads != expected or value.shape[1:] != key.shape[1:]:
+            fault = (
+                f"has (query heads, KV heads, head_dim) {heads} and values {list(value.shape[1:])}, "
+                f"where the config promises {expected}"
+            )
+        if fault:
+            raise ModelError(f"{description.id} ({description.model_type}): layer {layer} {fault}")
+        seen.append(layer)
+
+    ids = torch.arange(4, device=model.device).unsqueeze(0) % description.vocab_size
+    with observing(model, check), torch.inference_mode():
+        model.base_model(input_ids=ids, use_cache=False)
+    if sorted(seen) != description.full_layers:
+        missing = sorted(set(description.full_layers) - set(seen))
+        fault = "bypass transformers' attention interface" if missing else "attend more than once"
+        layers = missing or sorted({layer for layer in seen if seen.count(layer) > 1})
+        raise ModelError(
+            f"{description.id} ({description.model_type}): layers {layers} {fault}, so BPC cannot serve it"
+        )

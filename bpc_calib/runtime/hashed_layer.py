@@ -1,0 +1,122 @@
+"""BPC's own layer: a code, a gain and an error beside every key."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_artifacts import LayerProjection
+from bpc_calib.backends.dispatch import choose, encode_with
+from bpc_calib.errors import ModelError
+from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.method.fitting import fit
+from bpc_calib.method.selection import worst_first
+from bpc_calib.models.description import ModelDescription
+from bpc_calib.runtime.layers import Rules, SparseLayer
+
+__all__ = ["BPCLayer"]
+
+# For projections found in the prompt, which waits for them: steps a bit, as many as in the authors' release, and rounds
+# of least squares. A query metric does not help there (docs/projections.md).
+ONLINE_ITERATIONS, ONLINE_ROUNDS = 4, 2
+HASHED_AT_ONCE = 1 << 16  # tokens: hashing takes some 20 bytes a bit and key on its way
+
+
+class BPCLayer(SparseLayer):
+    """Chooses tokens by the codes of their keys."""
+
+    encode = staticmethod(encode_with)  # a subclass that searches for better codes is compared in the same place
+
+    def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
+        super().__init__(index, rules, model, calibrated)
+        # The one in use, in the dtype of the keys: [kv_heads, bits, head_dim]; online: one for every sequence.
+        self.projection: Tensor | None = None
+        self.encoder: Encoder | None = None  # made from it
+        self.hashed = 0  # how many tokens have codes
+
+    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
+        """Indices `[batch, kv_heads, k]` of the tokens attended, for queries `[batch, kv_heads, G, head_dim]`."""
+        projection, length = self.hash(visible), self.get_seq_length()
+        gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
+        return choose(query, projection, self.buffers["codes"][:, :, :length], gain, k, valid=visible, **self.how())
+
+    def how(self) -> dict[str, Any]:
+        """What `choose` is told beside the query, the cache and `k`."""
+        rules = self.rules
+        return {
+            "scaling": self.scaling,
+            "group": rules.group,
+            "recent": rules.recent,
+            "sink": rules.sink,
+            "worst": self.worst() if rules.safeguard else None,
+            "safeguard": rules.safeguard,
+        }
+
+    def worst(self) -> Tensor:
+        """int32 `[batch, kv_heads, guarded]`: the order in which the safeguard takes tokens."""
+        if "worst" not in self.buffers or self.buffers["worst"].shape[2] != self.guarded:
+            self.buffers["worst"] = worst_first(self.buffers["error"][:, :, : self.guarded])
+        return self.buffers["worst"]
+
+    def ranking_bytes(self, length: int) -> int:
+        """Bytes of the codes and gains of a sequence, and of the safeguard's list what it takes."""
+        bits = self.rules.bits if self.calibrated is None else self.calibrated.projection.shape[1]
+        listed = 4 * int(self.rules.safeguard * self.count(length))
+        return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove `-tokens_to_remove` of the newest tokens."""
+        super().crop(tokens_to_remove)
+        self.buffers.pop("worst", None)
+        length = self.get_seq_length()
+        self.hashed = min(self.hashed, length)
+        if not length:
+            self.projection = self.encoder = None
+
+    def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._rebatch(change)
+        if self.calibrated is None and self.projection is not None and self.encoder is not None:
+            self.projection, self.encoder = change(self.projection), self.encoder.change(change)
+
+    def hash(self, visible: Tensor | None) -> Tensor:
+        """Give the tokens that have none yet codes, errors and gains; return the projection of them all."""
+        if self.projection is None or self.encoder is None:
+            self.projection, self.encoder = self._begin(visible)
+        length = self.get_seq_length()
+        while self.hashed < length:
+            end = min(length, self.hashed + HASHED_AT_ONCE)
+            encoded = self.encode(self.encoder, self.keys[:, :, self.hashed : end])
+            self._append("codes", self.hashed, encoded.codes)
+            if self.rules.safeguard:
+                self._append("error", self.hashed, encoded.error)
+            if self.rules.gain:
+                self._append("gain", self.hashed, encoded.gain)
+            self.hashed = end
+        return self.projection
+
+    def _begin(self, visible: Tensor | None) -> tuple[Tensor, Encoder]:
+        """The projection, and what hashes with it: calibrated, or found in the keys cached now."""
+        keys = self.keys
+        if self.calibrated is None:
+            weights = None if visible is None else visible.unsqueeze(1).expand(keys.shape[:3])
+            generator = torch.Generator().manual_seed(self.rules.seed)
+            found = fit(
+                keys,
+                self.rules.bits,
+                iterations=ONLINE_ITERATIONS,
+                rounds=ONLINE_ROUNDS,
+                weights=weights,
+                generator=generator,
+            )
+            return found.projection.to(keys.dtype), make_encoder(found.projection, keys.dtype)
+        projection, metric, mean = (
+            None if array is None else torch.from_numpy(array).to(keys.device)
+            for array in (self.calibrated.projection, self.calibrated.metric, self.calibrated.mean)
+        )
+        assert projection is not None
+        if projection.shape[0] != keys.shape[1]:
+            raise ModelError(
+                f"layer {self.index} has {keys.shape[1]} KV heads here, the projections {projection.shape[0]}"
+            )
+        return projection.to(keys.dtype), make_encoder(projection, keys.dtype, metric=metric, mean=mean)

@@ -1,0 +1,333 @@
+"""Calibration text: the Hub corpora by name, local files and folders, and text made here."""
+
+import gzip
+import json
+import logging
+import os
+import random
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bpc_calib.errors import CorpusError, first_line
+from bpc_calib.hub import explain, online
+from bpc_calib.text import made_text
+
+__all__ = ["DEFAULT_CORPORA", "DEMO_CORPORA", "HUB_CORPORA", "Corpus", "documents", "expand", "open_corpus"]
+
+log = logging.getLogger(__name__)
+
+MAX_DOCUMENT = 64 << 20  # bytes of one text file or one line of JSON: more is no document
+MAX_RATIO = 100  # text packs some 3 to 10 times, a gzip bomb 1,000 times
+GRACE = 4 << 20  # bytes unpacked before the ratio counts
+
+TEXT_SUFFIXES = frozenset(
+    """
+    .txt .text .md .rst .tex .py .pyi .c .h .cc .cpp .hpp .cs .java .kt .scala .js .jsx .ts .tsx .go .rs .rb .php
+    .pl .r .jl .lua .swift .sh .sql .html .css .xml .yaml .yml .toml .cfg .ini .lean .v .ml .hs
+    """.split()
+)
+JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where text comes from. `repo` is set for the Hub, `files` for local text, `style` for made text."""
+
+    name: str
+    path: str  # what the artifact records: a Hub path, or the base name of a local one
+    field: str  # of JSON and parquet; plain text has none
+    repo: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    data_file: str | None = None
+    files: tuple[Path, ...] = ()
+    style: str | None = None
+
+
+_AUTHORS = "namespace-Pt/long-llm-data"  # the sets of the paper's authors
+
+HUB_CORPORA = {
+    corpus.name: corpus
+    for corpus in (
+        Corpus("pg19", "emozilla/pg19", "text", repo="emozilla/pg19", split="train"),
+        Corpus(
+            "proofpile",
+            "hoskinson-center/proof-pile/test/proofpile_test.jsonl.gz",
+            "text",
+            repo="hoskinson-center/proof-pile",
+            revision="490b980249446f2f3bd2df3a8cf085d0f2de240a",
+            split="train",
+            data_file="test/proofpile_test.jsonl.gz",
+        ),
+        Corpus(
+            "codeparrot",
+            "codeparrot/codeparrot-clean-valid",
+            "content",
+            repo="codeparrot/codeparrot-clean-valid",
+            split="train",
+        ),
+        Corpus(
+            "proofpile-parquet",
+            "emozilla/proofpile-test-tokenized-mistral",
+            "text",
+            repo="emozilla/proofpile-test-tokenized-mistral",
+            split="train",
+        ),
+        *(
+            Corpus(
+                f"authors-{name}",
+                f"{_AUTHORS}/lm/{file}",
+                "text",
+                repo=_AUTHORS,
+                revision="48e96d937d87395c9223caf467ad30ae8e525191",
+                split="train",
+                data_file=f"lm/{file}",
+            )
+            for name, file in (
+                ("pg19", "pg19.json"),
+                ("proofpile", "proof-pile.json"),
+                ("codeparrot", "codeparrot.json"),
+            )
+        ),
+    )
+}
+DEFAULT_CORPORA = ("pg19", "proofpile", "codeparrot")
+# Made text of the kinds that the three hold, with facts and questions; what the demo model was trained on.
+DEMO_CORPORA = {
+    corpus.name: corpus
+    for corpus in (Corpus(f"demo-{style}", f"demo/{style}", "text", style=style) for style in made_text.STYLES)
+}
+
+
+def expand(specs: Iterable[Any]) -> list[Any]:
+    """The same corpora, each once, with `demo` written as the three that it stands for."""
+    return list(dict.fromkeys(name for spec in specs for name in (DEMO_CORPORA if spec == "demo" else (spec,))))
+
+
+def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
+    """A corpus from a name of `HUB_CORPORA` or `DEMO_CORPORA`, `PATH` or `NAME=PATH`; finds the files or the commit.
+
+    Raises:
+        CorpusError: an unknown name, a path without text, a Hub that cannot be reached.
+    """
+    if spec in HUB_CORPORA:
+        return _pin(HUB_CORPORA[spec])
+    if spec in DEMO_CORPORA:
+        return DEMO_CORPORA[spec]
+    name, separator, given = spec.partition("=")
+    if not separator or not name or os.path.exists(spec):
+        name, given = "", spec
+    path = Path(os.path.expanduser(given))
+    if not given or not os.path.exists(path):
+        names = ", ".join([*HUB_CORPORA, "demo"])
+        raise CorpusError(f"unknown corpus {spec!r}: there is no such file or folder, and the names are {names}")
+    files = _find_files(path)
+    base = path.resolve().name
+    return Corpus(name or base, base, text_field, files=tuple(files))
+
+
+def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
+    """The texts of a corpus, files or shards in seeded order, never empty, never binary; made text has no end.
+
+    A bad file among others of a folder is left out, and a bad row after a good one; a warning counts them.
+
+    Raises:
+        CorpusError: the only file, or the first row of a corpus of the Hub, cannot be used.
+    """
+    if corpus.style:
+        while True:
+            yield made_text.document(rng, corpus.style)
+    if corpus.repo:
+        places = [(corpus.path, _hub_rows(corpus, rng.randrange(1 << 32)))]
+    else:
+        places = [(str(file), _file_rows(file, corpus.field)) for file in corpus.files]
+        rng.shuffle(places)
+    left_out = _LeftOut()
+    try:
+        for where, rows in places:
+            try:
+                yield from _usable(where, rows, left_out)
+            except CorpusError as fault:
+                if len(places) == 1:
+                    raise
+                left_out.add(fault)
+    finally:  # also where the reader has had enough
+        if left_out.count:
+            log.warning(
+                "corpus %s: left out %d bad files or rows; the first: %s", corpus.name, left_out.count, left_out.first
+            )
+
+
+@dataclass
+class _LeftOut:
+    """How much could not be used, and the first of it: there may be millions."""
+
+    count: int = 0
+    first: CorpusError | None = None
+
+    def add(self, fault: CorpusError) -> None:
+        self.count += 1
+        self.first = self.first or fault
+
+
+def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -> Iterator[str]:
+    """The good rows of one place; where the first is bad, so are the others, and it is raised."""
+    try:
+        for number, row in enumerate(rows):
+            if isinstance(row, str) and "\0" in row:
+                row = CorpusError("binary, not text (it holds NUL)")
+            if isinstance(row, str):
+                if row and not row.isspace():
+                    # A lone surrogate, which JSON can spell, has no UTF-8 form and no token.
+                    yield row.encode("utf-8", "replace").decode("utf-8")
+            elif number == 0:
+                raise row
+            else:
+                left_out.add(CorpusError(f"{where}: {row}"))
+    except CorpusError as fault:
+        raise CorpusError(f"{where}: {fault}") from fault.__cause__
+
+
+def _pin(corpus: Corpus) -> Corpus:
+    """The same corpus at the Hub's present commit, so that what is recorded is what was read."""
+    from huggingface_hub import HfApi
+
+    try:
+        if not online():
+            raise ConnectionError
+        if corpus.revision is None:
+            corpus = replace(corpus, revision=HfApi().dataset_info(corpus.repo or "").sha)
+    except Exception as fault:
+        raise CorpusError(_hub_fault(corpus, fault)) from fault
+    return corpus
+
+
+def _hub_fault(corpus: Corpus, fault: Exception) -> str:
+    return f"{explain(fault, f'corpus {corpus.name} ({corpus.repo})')}; local text: --corpus NAME=PATH"
+
+
+def _hub_rows(corpus: Corpus, seed: int) -> Iterator[str | CorpusError]:
+    import datasets
+
+    try:
+        if corpus.data_file:
+            url = f"hf://datasets/{corpus.repo}@{corpus.revision}/{corpus.data_file}"
+            rows = datasets.load_dataset("json", data_files=url, split=corpus.split, streaming=True)
+        else:
+            rows = datasets.load_dataset(corpus.repo, split=corpus.split, streaming=True, revision=corpus.revision)
+        # Shards in seeded order; documents are mixed later, when they are cut to size.
+        for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=1), start=1):
+            yield _field(row, corpus.field, f"row {number}")
+    except Exception as fault:
+        raise CorpusError(_hub_fault(corpus, fault)) from fault
+
+
+def _find_files(path: Path) -> list[Path]:
+    if os.path.isfile(path):
+        return [path]  # whatever its suffix: what is not UTF-8 text is found out when it is read
+    if not os.path.isdir(path):
+        raise CorpusError(f"{path}: neither a file nor a folder")
+    found = []
+    for folder, subfolders, names in os.walk(path):  # does not follow links to folders, so no loops
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(names):
+            # a .json among other files is seldom a corpus; named by itself it is read as JSON Lines
+            if not name.startswith(".") and not name.endswith(".json") and _is_text(name):
+                file = Path(folder, name)
+                if os.path.isfile(file):  # False for a link to nowhere or to itself
+                    found.append(file)
+    if not found:
+        raise CorpusError(f"{path}: holds no text (.txt, .md, code files, .jsonl, .json.gz, .parquet)")
+    return found
+
+
+def _is_text(name: str) -> bool:
+    """By its suffix; LICENSE and GPL-3.0 have none."""
+    name = name.lower()
+    suffix = Path(name).suffix
+    return name.endswith((*JSON_SUFFIXES, ".parquet")) or suffix in TEXT_SUFFIXES or suffix.strip(".0123456789") == ""
+
+
+def _file_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
+    try:
+        if file.name.lower().endswith(".parquet"):
+            yield from _parquet_rows(file, field)
+        elif file.name.lower().endswith(JSON_SUFFIXES):
+            yield from _json_rows(file, field)
+        else:
+            if (size := file.stat().st_size) > MAX_DOCUMENT:
+                raise CorpusError(_too_long(size))
+            yield file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise CorpusError(f"not UTF-8 text (byte {fault.start:,})") from fault
+    except (OSError, EOFError, zlib.error) as fault:
+        raise CorpusError(f"cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
+
+
+def _json_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
+    compressed = file.name.lower().endswith(".gz")
+    total = 0
+    with open(file, "rb") as raw, gzip.open(raw) if compressed else raw as lines:
+        for number in range(1, 1 << 62):
+            line = lines.readline(MAX_DOCUMENT + 1)  # bounded: a bomb or a line of a gigabyte stops here
+            total += len(line)
+            if compressed and total > GRACE and total > MAX_RATIO * raw.tell():
+                raise CorpusError(f"unpacks to over {MAX_RATIO} times its size: not text")
+            if len(line) > MAX_DOCUMENT:
+                raise CorpusError(f"line {number}: {_too_long(len(line))}")
+            if not line:
+                return
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                yield CorpusError(f"line {number} is not JSON: expected one object a line")
+            else:
+                yield _field(row, field, f"line {number}")
+
+
+def _parquet_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
+    # Not through `datasets`, which takes a path for a pattern and reads whatever a file unpacks to.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if field not in names:
+                raise CorpusError(_no_field(field, names))
+            for group in map(table.metadata.row_group, range(table.num_row_groups)):
+                packed = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+                if group.total_byte_size > GRACE and group.total_byte_size > MAX_RATIO * packed:
+                    raise CorpusError(f"unpacks to over {MAX_RATIO} times its size: not text")
+            row = 0
+            for batch in table.iter_batches(batch_size=16, columns=[field]):
+                for value in batch.column(0):
+                    row += 1
+                    yield _field({field: value.as_py()}, field, f"row {row}")
+    except pyarrow.ArrowException as fault:
+        raise CorpusError(f"not a readable parquet file: {first_line(fault)}") from fault
+
+
+def _field(row: Any, field: str, where: str) -> str | CorpusError:
+    """The text of a row, or what is wrong with it."""
+    if not isinstance(row, dict):
+        return CorpusError(f"{where}: expected an object with a field {field!r}, found {type(row).__name__}")
+    if field not in row:
+        return CorpusError(f"{where}: {_no_field(field, list(row))}")
+    value = row[field]
+    if not isinstance(value, str):
+        return CorpusError(f"{where}: field {field!r} is {type(value).__name__}, not text")
+    return value if len(value) <= MAX_DOCUMENT else CorpusError(f"{where}: {_too_long(len(value))}")
+
+
+def _no_field(field: str, names: list[str]) -> str:
+    return f"no field {field!r} (there are {', '.join(map(repr, names[:8])) or 'none'}); name it with --text-field"
+
+
+def _too_long(size: int) -> str:
+    return f"{size:,} bytes and more in one document, expected at most {MAX_DOCUMENT:,}: split it"
