@@ -1,12 +1,16 @@
-"""From queries and codes to the tokens attended, in plain torch: what the kernels must equal."""
+"""From queries and codes to the tokens that are attended, in plain torch: every backend must equal this."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_codes
+from bpc_calib.method.encoding import GAIN_UNIT
 from bpc_calib.method.scoring import (
     GROUPS,
+    LARGEST_LIMIT,
     RELATIVE_LIMIT,
     QuantizedQuery,
     check_group,
@@ -16,24 +20,38 @@ from bpc_calib.method.scoring import (
 )
 from bpc_calib.method.selection import check_forced, select
 
-__all__ = ["check", "choose", "choose_asked", "rank", "within"]
+__all__ = ["Cached", "Choice", "check", "choose", "choose_quantized", "rank", "within"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a step ranks tokens, and which tokens it attends to whatever their rank."""
+
+    scaling: float  # of the products of query and key, as attention takes it: it defines one logit
+    group: str = GROUPS[0]  # as in `group_scores`
+    recent: int = 0  # newest tokens, always attended
+    sink: int = 0  # first tokens, always attended
+    safeguard: float = 0.0  # share of k that the tokens of `Cached.worst` may take
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What a cache holds for each of its N tokens, beside keys and values."""
+
+    codes: Tensor  # int64 [B, H_KV, N, W]
+    gain: Tensor | None = None  # uint8 [B, H_KV, N]; None ranks without the gain
+    valid: Tensor | None = None  # bool [B, N], False for padding; None: no padding
+    lengths: Tensor | None = None  # integers [B], tokens in use; None: all N
+    worst: Tensor | None = None  # integers [B, H_KV, L], what the safeguard draws from, each once (`worst_first`)
 
 
 def choose(
     query: Tensor,
     projection: Tensor,
-    codes: Tensor,
-    gain: Tensor | None,
+    cached: Cached,
     k: int | Tensor,
+    choice: Choice,
     *,
-    scaling: float,
-    group: str = GROUPS[0],
-    valid: Tensor | None = None,
-    lengths: Tensor | None = None,
-    recent: int = 0,
-    sink: int = 0,
-    worst: Tensor | None = None,
-    safeguard: float = 0.0,
     width: int | None = None,
 ) -> Tensor:
     """Choose the `k` tokens that the newest one attends to, by the codes of their keys.
@@ -43,17 +61,9 @@ def choose(
     Args:
         query: `[B, H_KV, G, D]`.
         projection: `[H_KV, H, D]`, or `[B, H_KV, H, D]`.
-        codes: int64 `[B, H_KV, N, W]`.
-        gain: uint8 `[B, H_KV, N]`; None ranks without.
-        k: how many, at most the number of real tokens; or integers `[B, 1]` or `[B, H_KV]`.
-        scaling: of the products, as attention takes it: what is one logit.
-        group: as in `group_scores`.
-        valid: bool `[B, N]`; False is padding.
-        lengths: integers `[B]`; what lies behind so many tokens is no token. None: there are N.
-        recent: newest tokens always attended.
-        sink: first tokens always attended.
-        worst: integers `[B, H_KV, L]`, the tokens that the safeguard draws from, none twice (`worst_first`).
-        safeguard: share of `k` that it may take.
+        cached: codes and gains of the cached keys.
+        k: how many tokens, at most the number of real ones; or integers `[B, 1]` or `[B, H_KV]`.
+        choice: how to rank, and what to attend to always.
         width: of the result, at least every `k`; None: the largest `k`.
 
     Returns:
@@ -62,29 +72,13 @@ def choose(
     Raises:
         InputError: shapes, dtypes or values that do not fit.
     """
-    check(query, projection, codes, gain, k, group, valid, lengths, recent, sink, worst, safeguard)
-    asked = quantize_query(query, projection)
-    return choose_asked(
-        asked, codes, gain, k, scaling=scaling, group=group, valid=valid, lengths=lengths, recent=recent, sink=sink,
-        worst=worst, safeguard=safeguard, width=width,
-    )  # fmt: skip
+    check(query, projection, cached, k, choice)
+    return choose_quantized(quantize_query(query, projection), cached, k, choice, width=width)
 
 
-def check(
-    query: Tensor,
-    projection: Tensor,
-    codes: Tensor,
-    gain: Tensor | None,
-    k: int | Tensor,
-    group: str,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    recent: int,
-    sink: int,
-    worst: Tensor | None,
-    safeguard: float,
-) -> None:
-    """Raise `InputError` unless these are what `choose` takes, as far as that shows without waiting for a device."""
+def check(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> None:
+    """Raise `InputError` unless `choose` takes these, as far as that shows without waiting for a device."""
+    codes = cached.codes
     if query.dim() != 4 or not query.dtype.is_floating_point:
         raise InputError(f"query must be floating [B, H_KV, G, D], not {query.dtype} {list(query.shape)}")
     (batch, kv_heads, _, dim), bits = query.shape, projection.shape[-2]
@@ -95,10 +89,10 @@ def check(
         raise InputError(f"codes {list(codes.shape)} do not fit query {list(query.shape)}")
     tokens = codes.shape[2]
     for name, tensor, shape, kind in (
-        ("gain", gain, codes.shape[:3], torch.uint8),
-        ("valid", valid, (batch, tokens), torch.bool),
-        ("lengths", lengths, (batch,), None),
-        ("worst", worst, (batch, kv_heads, -1), None),
+        ("gain", cached.gain, codes.shape[:3], torch.uint8),
+        ("valid", cached.valid, (batch, tokens), torch.bool),
+        ("lengths", cached.lengths, (batch,), None),
+        ("worst", cached.worst, (batch, kv_heads, -1), None),
     ):
         if tensor is None:
             continue
@@ -109,38 +103,30 @@ def check(
         if k.dtype.is_floating_point or k.shape not in ((batch, 1), (batch, kv_heads)):
             raise InputError(f"k must be integers [B, 1] or [B, H_KV], not {k.dtype} {list(k.shape)}")
     elif not 0 <= k <= tokens:
-        raise InputError(f"k must be between 0 and the {tokens} tokens there are, not {k}")
-    check_group(group)
-    check_forced(recent, sink, safeguard)
+        raise InputError(f"k must be between 0 and the {tokens} cached tokens, not {k}")
+    check_group(choice.group)
+    check_forced(choice.recent, choice.sink, choice.safeguard)
 
 
 def _same(found: int, wanted: int) -> bool:
     return wanted in (-1, found)
 
 
-def choose_asked(
-    asked: QuantizedQuery,
-    codes: Tensor,
-    gain: Tensor | None,
-    k: int | Tensor,
-    *,
-    scaling: float,
-    group: str,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    recent: int,
-    sink: int,
-    worst: Tensor | None,
-    safeguard: float,
-    width: int | None,
+def choose_quantized(
+    query: QuantizedQuery, cached: Cached, k: int | Tensor, choice: Choice, *, width: int | None = None
 ) -> Tensor:
-    """`choose` for queries already rounded."""
-    if lengths is not None:
-        valid = within(lengths, codes.shape[2], valid)
+    """`choose` for queries that are rounded already."""
+    codes, valid = cached.codes, cached.valid
+    if cached.lengths is not None:
+        valid = within(cached.lengths, codes.shape[2], valid)
     valid = None if valid is None else valid.unsqueeze(1)
-    scores = hash_scores(asked, codes, gain)
-    ranked = rank(scores, asked.scale, group=group, gain=gain is not None, scaling=scaling, valid=valid)
-    chosen = select(ranked, k, valid=valid, recent=recent, sink=sink, worst=worst, safeguard=safeguard)
+    scores = hash_scores(query, codes, cached.gain)
+    ranked = rank(
+        scores, query.scale, group=choice.group, gain=cached.gain is not None, scaling=choice.scaling, valid=valid
+    )
+    chosen = select(
+        ranked, k, valid=valid, recent=choice.recent, sink=choice.sink, worst=cached.worst, safeguard=choice.safeguard
+    )
     missing = 0 if width is None else width - chosen.shape[-1]
     return torch.nn.functional.pad(chosen, (0, missing), value=-1) if missing > 0 else chosen
 
@@ -155,6 +141,6 @@ def rank(
     scores: Tensor, scale: Tensor, *, group: str, gain: bool, scaling: float, valid: Tensor | None = None
 ) -> Tensor:
     """`group_scores` of scores `[..., G, N]` of queries with this `scale [...]`, with the limit that is theirs."""
-    logit = (64 if gain else 1) / (scale * scaling)  # what one logit is in the unit of the scores
-    limit = (RELATIVE_LIMIT * logit).clamp(max=1 << 24).to(scores.dtype)
+    logit = (GAIN_UNIT if gain else 1) / (scale * scaling)  # one logit in the unit of the scores
+    limit = (RELATIVE_LIMIT * logit).clamp(max=LARGEST_LIMIT).to(scores.dtype)
     return group_scores(scores, group, valid=valid, limit=limit)

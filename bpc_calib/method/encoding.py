@@ -9,11 +9,25 @@ from torch import Tensor
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, pack_codes
 
-__all__ = ["GAIN_ONE", "Encoded", "Encoder", "encode", "encode_gram", "encode_with", "gain_byte", "make_encoder"]
+__all__ = [
+    "GAIN_MAX",
+    "GAIN_OFFSET",
+    "GAIN_ONE",
+    "GAIN_UNIT",
+    "Encoded",
+    "Encoder",
+    "encode",
+    "encode_gram",
+    "encode_with",
+    "gain_byte",
+    "make_encoder",
+]
 
-# A gain byte b stands for (b + 32) / 64, so 0.5 to 4.48; this one stands for 1.
-GAIN_ONE = 32
-GAIN_MAX = 255
+# A gain byte b stands for the gain (b + GAIN_OFFSET) / GAIN_UNIT, so 0.5 to 4.48.
+GAIN_OFFSET = 32
+GAIN_UNIT = 64
+GAIN_ONE = GAIN_UNIT - GAIN_OFFSET  # the byte of gain 1
+GAIN_MAX = 255  # the largest byte
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class Encoded:
 
     codes: Tensor  # int64 [..., N, W]
     error: Tensor  # float32 [..., N], |k - u P|, in the metric
-    gain: Tensor  # uint8 [..., N], (gain + 32) / 64 ~ |k|^2 / <k, u P>, in the metric
+    gain: Tensor  # uint8 [..., N], (gain + GAIN_OFFSET) / GAIN_UNIT ~ |k|^2 / <k, u P>, in the metric
 
 
 @dataclass(frozen=True)
@@ -146,6 +160,6 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
 
 def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
     """uint8, of keys with these squared norms and products `<k, u P>`."""
-    byte = (64 * squared_norm / dot - 32).round().clamp(0, GAIN_MAX)  # round() is half to even
+    byte = (GAIN_UNIT * squared_norm / dot - GAIN_OFFSET).round().clamp(0, GAIN_MAX)  # round() is half to even
     byte = torch.where(dot > 0, byte, GAIN_MAX)
     return torch.where(squared_norm > 0, byte, GAIN_ONE).to(torch.uint8)

@@ -8,13 +8,25 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, check_codes
-from bpc_calib.method.encoding import GAIN_ONE
+from bpc_calib.method.encoding import GAIN_OFFSET
 
-__all__ = ["GROUPS", "RELATIVE_LIMIT", "QuantizedQuery", "check_group", "group_scores", "hash_scores", "quantize_query"]
+__all__ = [
+    "GROUPS",
+    "LARGEST_LIMIT",
+    "LARGEST_QUERY",
+    "RELATIVE_LIMIT",
+    "QuantizedQuery",
+    "check_group",
+    "group_scores",
+    "hash_scores",
+    "quantize_query",
+]
 
 # How the scores of the query heads of a KV head become one.
 GROUPS = ("relative", "max", "sum")
 RELATIVE_LIMIT = 16.0  # logits: a key so far below the best has e^-16 of its weight
+LARGEST_LIMIT = 1 << 24  # the same in the unit of scores, which lie below 2^23 on either side
+LARGEST_QUERY = 127  # of the absolute int8 values of a rounded query
 
 
 @dataclass(frozen=True)
@@ -47,9 +59,9 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
         exact = torch.promote_types(query.dtype, torch.float32)
         projected = query.to(exact) @ projection.to(query.dtype).to(exact).mT
     largest = projected.abs().amax((-2, -1))
-    inverse = torch.where(largest > 0, 127 / largest, 0)
-    values = (projected * inverse[..., None, None]).round().clamp(-127, 127)
-    return QuantizedQuery(values.to(torch.int8), (largest / 127).float())
+    inverse = torch.where(largest > 0, LARGEST_QUERY / largest, 0)
+    values = (projected * inverse[..., None, None]).round().clamp(-LARGEST_QUERY, LARGEST_QUERY)
+    return QuantizedQuery(values.to(torch.int8), (largest / LARGEST_QUERY).float())
 
 
 def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None) -> Tensor:
@@ -73,7 +85,7 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
     scores = _dot(query.values, codes)
     if gain is None:
         return scores
-    return scores * (gain.to(torch.int32) + GAIN_ONE).unsqueeze(-2)
+    return scores * (gain.to(torch.int32) + GAIN_OFFSET).unsqueeze(-2)
 
 
 def group_scores(

@@ -1,0 +1,40 @@
+"""The plain torch backend: serves everything, on any device."""
+
+from torch import Tensor
+
+from bpc_calib.backends.protocol import Request, Stage
+from bpc_calib.method.choosing import Choice, choose, rank
+from bpc_calib.method.dense_attention import dense_attention
+from bpc_calib.method.encoding import encode_with
+from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
+from bpc_calib.method.selection import select
+from bpc_calib.method.sparse_attention import sparse_attention
+
+__all__ = ["choose", "dense_attention", "encode_with", "popcount_scores", "serves", "sparse_attention", "stages"]
+
+
+def serves(request: Request) -> str | None:
+    """None: plain torch serves every call."""
+    return None
+
+
+def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
+    """The stages `project`, `score` and `select` of `choose`, each with those before it."""
+
+    def score(codes: Tensor, gain: Tensor | None) -> Tensor:
+        rounded = quantize_query(query, projection)
+        scores = hash_scores(rounded, codes, gain)
+        return rank(scores, rounded.scale, group=choice.group, gain=gain is not None, scaling=choice.scaling)
+
+    return {
+        "project": lambda codes, gain: quantize_query(query, projection),
+        "score": score,
+        "select": lambda codes, gain: select(score(codes, gain), k),
+    }
+
+
+def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
+    """The paper's scores, by the look-up tables of `hash_scores`."""
+    return hash_scores(
+        QuantizedQuery(values, values.new_ones(values.shape[:2], dtype=values.dtype).float()), codes
+    ).amax(-2)

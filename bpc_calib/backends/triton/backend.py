@@ -1,0 +1,94 @@
+"""The Triton backend: checked arguments, flattened for the operators of torch (`torch.ops.bpc`)."""
+
+import torch
+from torch import Tensor
+
+from bpc_calib.backends.limits import DTYPES, MOST_ROWS, MOST_TOKENS, unserved
+from bpc_calib.backends.protocol import Request, Stage
+from bpc_calib.backends.triton import ops, pipeline
+from bpc_calib.backends.triton.device import capability
+from bpc_calib.backends.triton.paper import popcount_scores
+from bpc_calib.method import dense_attention as plain_dense
+from bpc_calib.method import sparse_attention as plain_sparse
+from bpc_calib.method.choosing import Cached, Choice, check
+from bpc_calib.method.encoding import Encoded, Encoder
+
+__all__ = ["choose", "dense_attention", "encode_with", "popcount_scores", "serves", "sparse_attention", "stages"]
+
+NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
+
+
+def serves(request: Request) -> str | None:
+    """What about a call the kernels do not serve; None: nothing."""
+    wide = (torch.float64,) if capability(request.tensor.device) < NO_FLOAT64 else ()
+    if (fault := unserved(request, (*DTYPES, *wide))) is not None:
+        return fault
+    batch, kv_heads, tokens = request.cache
+    if batch * kv_heads > MOST_ROWS or tokens >= MOST_TOKENS:
+        return f"a cache {list(request.cache)}, beyond {MOST_ROWS} rows or {MOST_TOKENS} tokens"
+    return None
+
+
+def choose(
+    query: Tensor,
+    projection: Tensor,
+    cached: Cached,
+    k: int | Tensor,
+    choice: Choice,
+    *,
+    width: int | None = None,
+) -> Tensor:
+    """`bpc_calib.method.choosing.choose`."""
+    check(query, projection, cached, k, choice)
+    one, ks = (0, k) if isinstance(k, Tensor) else (int(k), None)
+    if width is None:
+        width = one if ks is None else int(ks.max())
+    return ops.choose(
+        query, projection, cached.codes, cached.gain, one, ks, choice.scaling, choice.group, cached.valid,
+        cached.lengths, choice.recent, choice.sink, cached.worst, choice.safeguard, width,
+    )  # fmt: skip
+
+
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+    """`bpc_calib.method.encoding.encode_with`."""
+    return Encoded(*ops.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
+
+
+def sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+) -> Tensor:
+    """`bpc_calib.method.sparse_attention.sparse_attention`."""
+    plain_sparse.check(query, keys, values, indices)
+    return ops.sparse_attention(query, keys, values, indices, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def dense_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float | None = None,
+    *,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """`bpc_calib.method.dense_attention.dense_attention`; plain torch attends where there is padding."""
+    if valid is not None:
+        return plain_dense.dense_attention(query, keys, values, lengths, scale, valid=valid)
+    plain_dense.check(query, keys, values, lengths, valid)
+    return ops.dense_attention(query, keys, values, lengths, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
+    """The stages `project`, `score` and `select` of `choose`, each with those before it."""
+
+    def project(codes: Tensor, gain: Tensor | None) -> pipeline.Ranking:
+        return pipeline.prepare(query, projection, Cached(codes, gain), k, choice)
+
+    def score(codes: Tensor, gain: Tensor | None) -> None:
+        pipeline.rank(project(codes, gain), Cached(codes, gain), choice)
+
+    return {
+        "project": project,
+        "score": score,
+        "select": lambda codes, gain: pipeline.choose(query, projection, Cached(codes, gain), k, choice),
+    }
