@@ -22,7 +22,7 @@ from bpc_calib.method.encoding import encode_with, make_encoder
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.metric import query_metric, second_moment
 from bpc_calib.runtime.hashed_layer import BPCLayer
-from bpc_calib.runtime.layers import Rules
+from bpc_calib.runtime.rules import Rules
 
 HEADS, GROUP = 8, 4
 

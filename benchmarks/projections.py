@@ -30,8 +30,9 @@ from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import fork, log_likelihoods, prefill
 from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.models.loading import load_model, load_tokenizer
-from bpc_calib.runtime.cache import BPCCache, ranking_defaults
+from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.runtime.rules import ranking_defaults
 from bpc_calib.text.corpora import expand, open_corpus
 from bpc_calib.text.samples import draw_samples
 

@@ -11,7 +11,7 @@ import torch
 from bpc_calib import describe
 from bpc_calib.evaluation import baselines
 from bpc_calib.method.scoring import GROUPS
-from bpc_calib.runtime.layers import Rules
+from bpc_calib.runtime.rules import Rules
 
 MODEL = describe(tiny.config())
 KEYS = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
 from bpc_calib.bench import dense as dense_forms
 from bpc_calib.bench import paper as paper_forms
 from bpc_calib.bench.crossover import compared, find_crossover
-from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, shorten, step, total_bytes, weight_bytes
+from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
 from bpc_calib.bench.machine import cache_bytes, machine
@@ -266,7 +266,7 @@ def test_the_baseline_of_a_model_is_its_own_attention(family):
     ids = torch.tensor([[3], [4]])
     with baseline(model, dense_forms.matmul) as switch:
         found = step(model, ids, cache)
-        shorten(cache, 50)
+        cache.rewind(50)
         switch.free = True
         free = step(model, ids, cache)
     from bpc_calib import disable, enable

@@ -593,7 +593,7 @@ def test_each_sequence_of_a_batch_has_its_own_min_context():
     layer = cache.layers[0]
     layer.update(*torch.randn(2, 3, 2, 24, 8).unbind())
     visible = torch.arange(24) >= torch.tensor([[5], [4], [0]])  # 19, 20 and 24 real tokens
-    k = layer.chosen(visible)
+    k = layer.count_chosen(visible)
     assert k.tolist() == [[19], [5], [5]]
     chosen = layer.choose(torch.randn(3, 2, 2, 8), k, visible)
     assert chosen[0].tolist() == [list(range(5, 24))] * 2

@@ -1,5 +1,6 @@
 """The plain torch backend: serves everything, on any device."""
 
+import torch
 from torch import Tensor
 
 from bpc_calib.backends.protocol import Request, Stage
@@ -10,7 +11,10 @@ from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
 
-__all__ = ["choose", "dense_attention", "encode_with", "popcount_scores", "serves", "sparse_attention", "stages"]
+__all__ = [
+    "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves", "sparse_attention",
+    "stages",
+]  # fmt: skip
 
 
 def serves(request: Request) -> str | None:
@@ -35,6 +39,5 @@ def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[st
 
 def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
     """The paper's scores, by the look-up tables of `hash_scores`."""
-    return hash_scores(
-        QuantizedQuery(values, values.new_ones(values.shape[:2], dtype=values.dtype).float()), codes
-    ).amax(-2)
+    scale = torch.ones(values.shape[:2], device=values.device)
+    return hash_scores(QuantizedQuery(values, scale), codes).amax(-2)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.scoring import QuantizedQuery
 
 __all__ = ["Backend", "Request", "Stage"]
 
@@ -70,6 +71,9 @@ class Backend(Protocol):
 
     def stages(self, query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
         """The stages `project`, `score` and `select` of `choose`, each with those before it: for benchmarks."""
+
+    def quantize_query(self, query: Tensor, projection: Tensor) -> QuantizedQuery:
+        """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
 
     def popcount_scores(self, values: Tensor, codes: Tensor) -> Tensor:
         """The paper's scores, to compare with: int32 `[B, H_KV, N]`, the largest over the heads of a group.

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from bpc_calib.bench.memory import peak, reset_peak
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.models.description import describe
+from bpc_calib.runtime.attention_call import layer_of
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.enabling import disable, enable
-from bpc_calib.runtime.hashed_layer import BPCLayer
-from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
+from bpc_calib.runtime.layers import SparseLayer
 
 __all__ = [
-    "baseline", "check_memory", "decode_rows", "fill", "has_experts", "shorten", "step", "total_bytes", "weight_bytes",
+    "baseline", "check_memory", "decode_rows", "fill", "has_experts", "step", "total_bytes", "weight_bytes",
 ]  # fmt: skip
 
 NAME = "bench_dense"  # of the dense attention, as transformers calls it
@@ -65,7 +65,6 @@ def decode_rows(
     best, forms, faults = fastest((batch, heads, group, tokens, description.head_dim), model.dtype, device)
     cache = BPCCache(model.config, artifact, budget=1.0, dense_layers=dense_layers)
     sparse = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
-    plain = sparse[0].rules
     rows = []
     with baseline(model, forms[best]) as switch:
         fill(cache, model.config, batch, tokens, model.dtype, device)
@@ -73,8 +72,7 @@ def decode_rows(
 
         def use(budget: float | int, free: bool = False, form: str = best) -> None:
             switch.free, switch.attention = free, forms[form]
-            for layer in sparse:
-                layer.rules = replace(plain, budget=budget)
+            cache.set_budget(budget)
 
         sides = {f"dense/{name}": functools.partial(use, 1.0, form=name) for name in forms}
         sides |= {"free": functools.partial(use, 1.0, True)}
@@ -125,14 +123,14 @@ def _timed_sides(
         use()
         try:
             step(model, ids, cache)  # hashes all keys
-            shorten(cache, tokens)
+            cache.rewind(tokens)
             reset_peak(device)
             runs[name] = prepared(model, ids, cache)
             taken[name] = []
             peaks[name] = peak(device)
         except Exception as error:
             notes[name] = reason(error)
-            shorten(cache, tokens)
+            cache.rewind(tokens)
     for _ in range(repeats):
         for name, run in list(runs.items()):
             sides[name]()
@@ -141,7 +139,7 @@ def _timed_sides(
             except Exception as error:
                 notes[name] = reason(error)
                 del runs[name]
-                shorten(cache, tokens)
+                cache.rewind(tokens)
     return {**taken, **notes}, peaks
 
 
@@ -176,7 +174,7 @@ def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
 
     def again() -> None:
         step(model, ids, cache)
-        shorten(cache, length)
+        cache.rewind(length)
 
     if device.type == "cuda":
         # Every step writes the same place: the time is that of a step at this length.
@@ -187,25 +185,11 @@ def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
 
     def timed_step() -> float:
         seconds = clock(lambda: step(model, ids, cache), device)
-        shorten(cache, length)
+        cache.rewind(length)
         return seconds
 
     timed_step()
     return timed_step
-
-
-def shorten(cache: Any, tokens: int) -> None:
-    """Forget what came behind so many tokens; no buffer moves, and the safeguard keeps its list, as while decoding.
-
-    Sliding windows keep the newest, which are as many and cost the same.
-    """
-    for layer in cache.layers:
-        if isinstance(layer, GrowingLayer):
-            layer._show(tokens)
-        if isinstance(layer, BPCLayer):
-            layer.hashed = min(layer.hashed, tokens)
-        if isinstance(layer, SparseLayer):
-            layer.served = True  # also behind a step that failed
 
 
 def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -217,7 +201,7 @@ def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, d
     for layer in cache.layers:
         layer.update(keys, values)
         if isinstance(layer, SparseLayer):
-            layer.served = True  # no attention of this step is to come
+            layer.skip_attention()
 
 
 @dataclass
@@ -239,7 +223,7 @@ def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments: Any) -> Any:
         if query.shape[2] > 1 or mask is not None:
             return sdpa(module, query, key, value, mask, **arguments)
-        if switch.free and hasattr(key, "bpc_layer"):
+        if switch.free and layer_of(key) is not None:
             return query.new_zeros(query.shape).transpose(1, 2), None
         grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
         scale, usual = arguments.get("scaling"), query.shape[-1] ** -0.5

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bpc_calib.backends import dispatch
+
 __all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "split"]
 
 # Of a result, from float64: what rounding to 16 bits explains, and more than which it is another result.
@@ -24,7 +26,7 @@ def forms(device: torch.device) -> dict[str, Dense | str]:
     The group is folded into the length of the query: SDPA with `enable_gqa` is 3 to 9 times slower on a CPU.
     """
     if device.type == "cuda":
-        return gpu_forms()
+        return gpu_forms(device)
     return {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
 
 
@@ -58,7 +60,7 @@ def error(found: Tensor, right: Tensor) -> float:
     return float((found.float() - right).norm() / right.norm())
 
 
-def gpu_forms() -> dict[str, Dense | str]:
+def gpu_forms(device: torch.device) -> dict[str, Dense | str]:
     """Every dense decode there is for an NVIDIA GPU."""
 
     def through(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -73,8 +75,8 @@ def gpu_forms() -> dict[str, Dense | str]:
 
     found: dict[str, Dense | str] = {}
     makers = (
-        ("split-KV in Triton (ours)", split), ("FlashInfer", _flashinfer), ("FlashAttention 3", _flash3),
-        ("FlashAttention 2", _flash2),
+        ("split-KV in Triton (ours)", functools.partial(split, device)), ("FlashInfer", _flashinfer),
+        ("FlashAttention 3", _flash3), ("FlashAttention 2", _flash2),
     )  # fmt: skip
     for name, make in makers:
         try:
@@ -87,17 +89,21 @@ def gpu_forms() -> dict[str, Dense | str]:
     return found
 
 
-def split() -> Dense:
-    """Our own split-KV decode."""
-    from bpc_calib.backends.triton import pipeline
+def split(device: torch.device) -> Dense:
+    """This package's own split-KV decode.
 
-    lengths: dict[tuple[int, int], Tensor] = {}  # made once: a step has them at hand
+    Raises:
+        ImportError: there is no Triton.
+    """
+    if dispatch.backend(device) != "triton":
+        raise ImportError("Triton")
+    lengths: dict[tuple[int, int], Tensor] = {}  # made once, as in a cache
 
     def split(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         shape = (len(keys), keys.shape[2])
         if shape not in lengths:
             lengths[shape] = torch.full(shape[:1], shape[1], device=keys.device)
-        return pipeline.sparse_attention(query, keys, values, None, lengths=lengths[shape])
+        return dispatch.dense_attention(query, keys, values, lengths[shape])
 
     return split
 

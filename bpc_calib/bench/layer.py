@@ -12,7 +12,7 @@ from bpc_calib.backends import dispatch
 from bpc_calib.bench import dense, paper
 from bpc_calib.bench.floors import code_bytes, dense_bytes, least_microseconds, stage_bytes
 from bpc_calib.bench.inputs import ONE, LayerInputs, LayerShape, Sets, make, working_sets
-from bpc_calib.bench.stages import STAGES, choose, cumulative, step
+from bpc_calib.bench.stages import STAGES, choice, choose, step
 from bpc_calib.bench.timing import reason, summary, synchronize, timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.selection import attended
@@ -125,8 +125,11 @@ def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _stage_calls(prefix: str, inputs: LayerInputs, k: int, sets: Sets, device: torch.device) -> Calls:
     calls: Calls = {}
-    for stage, function in cumulative(dispatch.backend(device), inputs.query, inputs.projection, k).items():
-        calls[prefix + stage] = [functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets.codes)]
+    stages = dispatch.find(device).stages(inputs.query, inputs.projection, k, choice(inputs.query))
+    for stage, function in stages.items():
+        calls[f"{prefix}up to {stage}"] = [
+            functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets.codes)
+        ]
     lists = [choose(inputs.query, inputs.projection, *set_of(inputs, i)[:2], k) for i in range(sets.keys)]
     calls[f"{prefix}attend"] = [
         functools.partial(dispatch.sparse_attention, inputs.query, inputs.keys[i], inputs.values[i], lists[i])
@@ -170,7 +173,7 @@ def _rows(
 
 def _stages(taken: dict[str, list[float] | str], prefix: str) -> dict[str, list[float] | str]:
     """Samples of each stage: of those that cannot run alone the difference to what comes before, round by round."""
-    before, scored, chosen = (taken[f"{prefix}{name}"] for name in ("project", "project to score", "project to select"))
+    before, scored, chosen = (taken[f"{prefix}up to {name}"] for name in ("project", "score", "select"))
     found = {
         "encode": taken["encode"], "project": before, "score": _less(scored, before), "select": _less(chosen, scored),
         "attend": taken[f"{prefix}attend"], "step": taken[f"{prefix}step"],

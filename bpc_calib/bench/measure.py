@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.backends import dispatch
+from bpc_calib.backends import dispatch, limits
 from bpc_calib.bench import decode, prefill
 from bpc_calib.bench.crossover import SHORTEST, compared, find_crossover
 from bpc_calib.bench.inputs import LayerShape, working_sets
@@ -20,7 +20,8 @@ from bpc_calib.bench.timing import bandwidth, reason
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.method.selection import attended
 from bpc_calib.models.description import describe
-from bpc_calib.runtime.cache import BPCCache, ranking_defaults
+from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.rules import ranking_defaults
 
 __all__ = ["PARTS", "Settings", "check", "run"]
 
@@ -29,7 +30,7 @@ LENGTHS = (2048, 8192, 32768, 131072)  # of the layer part; the crossover walks 
 DECODE_LENGTHS = {"cpu": (32768,), "cuda": (32768, 131072)}
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
 PROMPT = 32768  # tokens, of hashing alone
-FEWEST, MOST = 16, dispatch.MOST_TOKENS  # tokens
+FEWEST, MOST = 16, limits.MOST_TOKENS  # tokens
 
 Progress = Callable[[float, str], None]
 Load = Callable[[], Any]
@@ -64,9 +65,9 @@ def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) 
         ("--lengths", settings.lengths, FEWEST, MOST - 1),
         ("--prefill-tokens", _one(settings.prefill_tokens), FEWEST, MOST - 1),
         ("--batch-sizes", settings.batch_sizes, 1, 4096),
-        ("--group-sizes", settings.group_sizes, 1, dispatch.MOST_HEADS),
+        ("--group-sizes", settings.group_sizes, 1, limits.MOST_HEADS),
         ("--kv-heads", _one(settings.kv_heads), 1, 1024),
-        ("--head-dim", _one(settings.head_dim), 8, dispatch.MOST_DIM),
+        ("--head-dim", _one(settings.head_dim), 8, limits.MOST_DIM),
         ("--repeats", (settings.repeats,), 1, 1000),
     ):
         if values is not None and not values:

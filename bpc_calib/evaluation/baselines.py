@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import sortable
-from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.layers import RankingLayer, SparseLayer
 
 __all__ = [
     "MagicPIGLayer",
@@ -40,7 +40,7 @@ def ranked(layer: SparseLayer, scores: Tensor, visible: Tensor | None, *, in_pro
     return sortable(group_scores(scores, layer.rules.group, valid=valid, limit=limit))
 
 
-class OracleLayer(SparseLayer):
+class OracleLayer(RankingLayer):
     """The largest products of query and key themselves: what a ranking could be at best."""
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
@@ -50,7 +50,7 @@ class OracleLayer(SparseLayer):
         return length * self.keys.shape[1] * self.keys.shape[3] * self.keys.element_size()
 
 
-class RandomLayer(SparseLayer):
+class RandomLayer(RankingLayer):
     """Tokens drawn by chance, other ones at every step: what a ranking must beat."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -62,7 +62,7 @@ class RandomLayer(SparseLayer):
         return drawn.to(self.keys.device)
 
 
-class WindowLayer(SparseLayer):
+class WindowLayer(RankingLayer):
     """StreamingLLM (Xiao et al. 2024): the first four tokens and the newest."""
 
     SINKS = 4
@@ -73,7 +73,7 @@ class WindowLayer(SparseLayer):
         return torch.where(nth < self.SINKS, length, nth).expand(self.keys.shape[:3])
 
 
-class QuestLayer(SparseLayer):
+class QuestLayer(RankingLayer):
     """Quest (Tang et al. 2024): pages of 16 tokens, ranked by an upper bound from their keys' extremes.
 
     A page bounds `q k` by the sum over dimensions of `max(q_d min_d, q_d max_d)`. Whole pages are taken until the
@@ -105,7 +105,7 @@ class QuestLayer(SparseLayer):
         return -(-length // self.PAGE) * 2 * token
 
 
-class SignsLayer(SparseLayer):
+class SignsLayer(RankingLayer):
     """64 random signs of each key, ranked by the query's own products with the same random directions."""
 
     BITS = 64
@@ -131,7 +131,7 @@ class SignsLayer(SparseLayer):
         length = self.get_seq_length()
         while self.known < length:
             end = min(length, self.known + HASHED_AT_ONCE)
-            self._append(name, self.known, make(self.keys[:, :, self.known : end]))
+            self.append(name, self.known, make(self.keys[:, :, self.known : end]))
             self.known = end
         return self.buffers[name][:, :, :length]
 
@@ -218,7 +218,7 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
         return round(read * token) + self.ranking_bytes(length)
 
 
-class SnapKVLayer(SparseLayer):
+class SnapKVLayer(RankingLayer):
     """SnapKV (Li et al. 2024): keeps of the prompt, for good, what its last queries attended to.
 
     Importance is the mean attention of an observation window at the end of the prompt, smoothed by a mean over 5

@@ -19,7 +19,8 @@ from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.evaluation.tasks import TASKS, Problem, score
 from bpc_calib.method.selection import attended
 from bpc_calib.models.description import describe
-from bpc_calib.runtime.cache import BPCCache, ranking_defaults
+from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.rules import ranking_defaults
 from bpc_calib.text.corpora import Corpus
 from bpc_calib.text.samples import draw_samples
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from bpc_calib.evaluation.forcing import FullLayer
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import select, sortable
 from bpc_calib.method.sparse_attention import sparse_attention
@@ -52,7 +53,7 @@ def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale:
     return torch.stack([recall, mass, kept, cosine], dim=-1)
 
 
-class ProbeLayer(SparseLayer):
+class ProbeLayer(FullLayer):
     """Attends to everything, and asks other layers what they would choose of the same keys."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -61,12 +62,12 @@ class ProbeLayer(SparseLayer):
         self.sums: dict[Any, Tensor] = {}  # float64 [batch, kv_heads, 4] a method, over the steps
         self.steps = 0
 
-    def chosen(self, visible: Tensor | None) -> int:
+    def count_chosen(self, visible: Tensor | None) -> int:
         return self.get_seq_length()
 
     def observe(self, query: Tensor, scale: float | None) -> None:
         for layer in self.asked.values():
-            self._show_to(layer)
+            layer.borrow(self)
             layer.observe(query, scale)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
@@ -74,18 +75,12 @@ class ProbeLayer(SparseLayer):
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         length = self.get_seq_length()
         for method, layer in self.asked.items():
-            self._show_to(layer)
+            layer.borrow(self)
             indices = layer.choose(grouped, layer.count(length), visible)
             found = measure(grouped, self.keys, self.values, indices, scale).double()
             self.sums[method] = self.sums[method] + found if self.steps else found
         self.steps += 1
-        everything = torch.arange(length, device=query.device).expand(*self.keys.shape[:2], -1)
-        return sparse_attention(grouped, self.keys, self.values, everything, scale).flatten(1, 2).unsqueeze(1)
-
-    def _show_to(self, layer: SparseLayer) -> None:
-        """Let a layer see these keys as if they were its own."""
-        layer.is_initialized, layer.scaling = True, self.scaling
-        layer.keys, layer.values, layer.guarded = self.keys, self.values, self.guarded
+        return super().attend(query, length, visible, scale)
 
 
 class ProbeCache(BPCCache):

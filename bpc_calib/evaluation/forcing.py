@@ -13,12 +13,20 @@ from torch import Tensor
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 
-__all__ = ["complete", "force", "fork", "log_likelihoods", "prefill"]
+__all__ = ["FullLayer", "complete", "force", "fork", "log_likelihoods", "prefill"]
 
 QUERIES = 64  # the last ones of a prefix, kept for methods that look at them
 
 
-class PrefixLayer(SparseLayer):
+class FullLayer(SparseLayer):
+    """Chooses every token."""
+
+    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
+        """All tokens, padding too: for batches without any."""
+        return torch.arange(self.get_seq_length(), device=query.device).expand(*self.keys.shape[:2], -1)
+
+
+class PrefixLayer(FullLayer):
     """Attends to everything, and keeps the last queries of a step of several tokens."""
 
     queries: Tensor | None = None
@@ -49,7 +57,7 @@ def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
         cache.update(known.keys, known.values, index)
         layer = cache.layers[index]
         if isinstance(layer, SparseLayer) and isinstance(known, PrefixLayer):
-            layer.served = True
+            layer.skip_attention()
             if known.queries is not None:
                 layer.observe(known.queries, known.scale)
     return cache

@@ -7,9 +7,11 @@ from typing import Any
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation import baselines
-from bpc_calib.runtime.cache import BPCCache, ranking_defaults
+from bpc_calib.evaluation.forcing import FullLayer
+from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.rules import ranking_defaults
 
 __all__ = ["METHODS", "ComparedMethod", "make_cache", "variants"]
 
@@ -26,7 +28,7 @@ class ComparedMethod:
 
 
 METHODS = {
-    "full": ComparedMethod("full attention", SparseLayer, takes_budget=False),
+    "full": ComparedMethod("full attention", FullLayer, takes_budget=False),
     "oracle": ComparedMethod("exact top-k", baselines.OracleLayer),
     "bpc": ComparedMethod("BPC", BPCLayer, calibrated=True),
     "bpc-online": ComparedMethod("BPC online", BPCLayer),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -14,9 +14,13 @@ from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.hashed_layer import BPCLayer
-from bpc_calib.runtime.layers import GrowingLayer, Rules, SparseLayer
+from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
+from bpc_calib.runtime.rules import Ranking, Rules, ranking_defaults
 
-__all__ = ["BPCCache", "check_layers", "ranking_defaults"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["BPCCache", "check_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,21 +74,19 @@ class BPCCache(Cache):  # type: ignore[misc]
         *,
         budget: float | int = 0.02,
         min_tokens: int = 128,
-        safeguard: float | None = None,
-        recent: int | None = None,
-        sink: int = 0,
         dense_layers: Sequence[int] = (0, 1),
-        group: str | None = None,
-        gain: bool | None = None,
+        min_context: int = 0,
         bits: int = 64,
         seed: int = 0,
-        min_context: int = 0,
+        **ranking: "Unpack[Ranking]",
     ) -> None:
-        asked = {"safeguard": safeguard, "recent": recent, "group": group, "gain": gain}
-        ranking = ranking_defaults(artifact) | {name: value for name, value in asked.items() if value is not None}
+        given = {name: value for name, value in ranking.items() if value is not None}
+        if unknown := ranking.keys() - Ranking.__annotations__.keys():
+            raise TypeError(f"BPCCache got an unexpected argument {min(unknown)!r}")
         rules = Rules(
-            budget=budget, min_tokens=min_tokens, sink=sink, bits=bits, seed=seed, min_context=min_context, **ranking
-        )
+            budget=budget, min_tokens=min_tokens, min_context=min_context, bits=bits, seed=seed,
+            **(ranking_defaults(artifact) | given),
+        )  # fmt: skip
         model = describe(config)
         sparse = _sparse_layers(model, dense_layers)
         rules = replace(rules, layers=tuple(sorted(sparse)))
@@ -169,6 +171,22 @@ class BPCCache(Cache):  # type: ignore[misc]
             )
         super().activate_past_recording()
 
+    def set_budget(self, budget: float | int) -> None:
+        """Attend to another share or number of the tokens from the next step on."""
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.rules = replace(layer.rules, budget=budget)
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens after the first `length` as if they had never come; no buffer moves.
+
+        Codes and the safeguard's list stay as they are, so a step can be taken again: `crop` is for other text.
+        Sliding windows keep the newest tokens, which are as many.
+        """
+        for layer in self.layers:
+            if isinstance(layer, GrowingLayer):
+                layer.rewind(length)
+
     def kv_bytes(self, length: int) -> tuple[int, int]:
         """Bytes of the cache that a step reads a sequence when `length` tokens are cached: here, and by full attention.
 
@@ -186,15 +204,6 @@ class BPCCache(Cache):  # type: ignore[misc]
             full += seen * token
             read += layer.step_bytes(length, token) if isinstance(layer, SparseLayer) else seen * token
         return read, full
-
-
-def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:
-    """How tokens are ranked and which are forced where nothing else is asked: as in the paper for its projections."""
-    if artifact is not None and not isinstance(artifact, ProjectionArtifact):
-        raise InputError(f"artifact must be what bpc_artifacts.load returns, not {type(artifact).__name__}")
-    if artifact is not None and artifact.metadata["algorithm"]["name"] == "paper":
-        return {"safeguard": 0.1, "recent": 1, "group": "max", "gain": False}
-    return {"safeguard": 0.0, "recent": 0, "group": "relative", "gain": True}
 
 
 def check_layers(config: Any, model: ModelDescription) -> list[Any]:

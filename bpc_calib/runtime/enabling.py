@@ -17,7 +17,7 @@ from bpc_calib.backends.dispatch import named
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
-from bpc_calib.runtime.masks import check_continued, visible_tokens
+from bpc_calib.runtime.attention_call import AttentionCall, layer_of
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -106,20 +106,12 @@ def _attention(
     base: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Called by transformers: `[batch, heads, tokens, head_dim]` in, `[batch, tokens, heads, head_dim]` out."""
-    static = getattr(key, "bpc_static", None)
-    if static is not None:
-        return static.attend(module, query, arguments.get("scaling"), arguments.get("sliding_window")), None
-    layer = getattr(key, "bpc_layer", None)
+    layer = layer_of(key)
     if layer is not None:
-        layer.serve(module)
-        if query.shape[2] == 1:
-            visible = visible_tokens(attention_mask, key, arguments.get("sliding_window"))
-            k = layer.chosen(visible)
-            if k is not None:
-                return layer.attend(query, k, visible, arguments.get("scaling")), None
-        else:
-            check_continued(query, key, attention_mask, arguments.get("position_ids"))
-            layer.observe(query, arguments.get("scaling"))
+        window, positions = arguments.get("sliding_window"), arguments.get("position_ids")
+        call = AttentionCall(module, query, attention_mask, arguments.get("scaling"), window, positions)
+        if (out := layer.attention(call)) is not None:
+            return out, None
     return _own_attention(base, module)(_named(base, module), query, key, value, attention_mask, **arguments)
 
 

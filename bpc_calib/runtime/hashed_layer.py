@@ -1,7 +1,6 @@
 """BPC's own layer: a code, a gain and an error beside every key."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,11 +8,13 @@ from torch import Tensor
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import choose, encode_with
 from bpc_calib.errors import ModelError
+from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription
-from bpc_calib.runtime.layers import Rules, SparseLayer
+from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.rules import Rules
 
 __all__ = ["BPCLayer"]
 
@@ -36,25 +37,21 @@ class BPCLayer(SparseLayer):
         self.hashed = 0  # how many tokens have codes
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """Indices `[batch, kv_heads, k]` of the tokens attended, for queries `[batch, kv_heads, G, head_dim]`."""
+        """The tokens whose codes score best, and those that are always attended."""
         projection, length = self.hash(visible), self.get_seq_length()
         gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
-        return choose(query, projection, self.buffers["codes"][:, :, :length], gain, k, valid=visible, **self.how())
+        cached = Cached(self.buffers["codes"][:, :, :length], gain, valid=visible, worst=self.worst())
+        return choose(query, projection, cached, k, self.choice())
 
-    def how(self) -> dict[str, Any]:
-        """What `choose` is told beside the query, the cache and `k`."""
+    def choice(self) -> Choice:
+        """How a step ranks, with the scaling that the model gave last."""
         rules = self.rules
-        return {
-            "scaling": self.scaling,
-            "group": rules.group,
-            "recent": rules.recent,
-            "sink": rules.sink,
-            "worst": self.worst() if rules.safeguard else None,
-            "safeguard": rules.safeguard,
-        }
+        return Choice(self.scaling, rules.group, recent=rules.recent, sink=rules.sink, safeguard=rules.safeguard)
 
-    def worst(self) -> Tensor:
-        """int32 `[batch, kv_heads, guarded]`: the order in which the safeguard takes tokens."""
+    def worst(self) -> Tensor | None:
+        """The order in which the safeguard takes tokens, int32 `[batch, kv_heads, guarded]`; None: no safeguard."""
+        if not self.rules.safeguard:
+            return None
         if "worst" not in self.buffers or self.buffers["worst"].shape[2] != self.guarded:
             self.buffers["worst"] = worst_first(self.buffers["error"][:, :, : self.guarded])
         return self.buffers["worst"]
@@ -64,6 +61,11 @@ class BPCLayer(SparseLayer):
         bits = self.rules.bits if self.calibrated is None else self.calibrated.projection.shape[1]
         listed = 4 * int(self.rules.safeguard * self.count(length))
         return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens after the first `length` as if they had never come."""
+        super().rewind(length)
+        self.hashed = min(self.hashed, length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens."""
@@ -87,11 +89,11 @@ class BPCLayer(SparseLayer):
         while self.hashed < length:
             end = min(length, self.hashed + HASHED_AT_ONCE)
             encoded = self.encode(self.encoder, self.keys[:, :, self.hashed : end])
-            self._append("codes", self.hashed, encoded.codes)
+            self.append("codes", self.hashed, encoded.codes)
             if self.rules.safeguard:
-                self._append("error", self.hashed, encoded.error)
+                self.append("error", self.hashed, encoded.error)
             if self.rules.gain:
-                self._append("gain", self.hashed, encoded.gain)
+                self.append("gain", self.hashed, encoded.gain)
             self.hashed = end
         return self.projection
 

@@ -1,9 +1,8 @@
-"""Layers of a cache whose decoding steps attend to some of the tokens: what they share, whatever ranks the tokens."""
+"""Layers of a cache whose decoding steps attend to part of the tokens: what they share, however they choose."""
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,50 +12,14 @@ from transformers.cache_utils import DynamicLayer
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import sparse_attention
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.codes import check_bits
-from bpc_calib.method.scoring import check_group
 from bpc_calib.method.selection import attended, select
 from bpc_calib.models.description import ModelDescription
+from bpc_calib.runtime.attention_call import AttentionCall, with_layer
 from bpc_calib.runtime.growing import append
+from bpc_calib.runtime.masks import check_continued, visible_tokens
+from bpc_calib.runtime.rules import Rules
 
-__all__ = ["GrowingLayer", "Rules", "SparseLayer"]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is attended, and how it is ranked: the arguments of `BPCCache` that every layer needs."""
-
-    budget: float | int
-    min_tokens: int
-    safeguard: float
-    recent: int
-    sink: int
-    group: str
-    gain: bool
-    bits: int
-    seed: int
-    min_context: int = 0  # a sequence with fewer tokens attends to all of them
-    layers: tuple[int, ...] = ()  # those that choose
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` at the first value out of range."""
-        attended(1, self.budget)
-        for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0), ("min_context", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
-        if (
-            isinstance(self.safeguard, bool)
-            or not isinstance(self.safeguard, int | float)
-            or not 0 <= self.safeguard <= 1
-        ):
-            raise InputError(f"safeguard must be a share in [0, 1], not {self.safeguard!r}")
-        check_group(self.group)
-        if not isinstance(self.gain, bool):
-            raise InputError(f"gain must be True or False, not {self.gain!r}")
-        if self.seed >= 1 << 63:
-            raise InputError(f"seed must be below 2^63, not {self.seed}")
-        check_bits(self.bits)
+__all__ = ["GrowingLayer", "RankingLayer", "SparseLayer"]
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -73,10 +36,25 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         length = self.get_seq_length()
         if length and key_states.shape[0] != self.keys.shape[0]:
             raise InputError(f"the cache holds {self.keys.shape[0]} sequences, and {key_states.shape[0]} came")
-        self._append("keys", length, key_states)
-        self._append("values", length, value_states)
-        self._show(length + key_states.shape[2])
+        self.append("keys", length, key_states)
+        self.append("values", length, value_states)
+        self.show(length + key_states.shape[2])
         return self.keys, self.values
+
+    def append(self, name: str, length: int, new: Tensor) -> None:
+        """Write `[batch, kv_heads, new, ...]` behind the first `length` tokens of a buffer."""
+        self.buffers[name] = append(self.buffers.get(name), length, new)
+
+    def show(self, length: int) -> None:
+        """Let the rest of transformers see the first `length` tokens of the buffers."""
+        self.keys, self.values = self.buffers["keys"][:, :, :length], self.buffers["values"][:, :, :length]
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens after the first `length` as if they had never come; no buffer moves.
+
+        Unlike `crop`, which a user calls, this keeps what was derived from the prompt.
+        """
+        self.show(length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens."""
@@ -97,43 +75,45 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Keep these sequences."""
         self._rebatch(lambda tensor: tensor[indices, ...])
 
-    def _append(self, name: str, length: int, new: Tensor) -> None:
-        self.buffers[name] = append(self.buffers.get(name), length, new)
-
-    def _show(self, length: int) -> None:
-        """What the rest of transformers sees is as long as what is cached."""
-        self.keys, self.values = self.buffers["keys"][:, :, :length], self.buffers["values"][:, :, :length]
-
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         if length := self.get_seq_length():
             self.buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
-            self._show(length)
+            self.show(length)
 
 
 class SparseLayer(GrowingLayer):
-    """A layer whose steps of one token attend to the best tokens of a ranking: a subclass says which are best."""
+    """A layer whose steps of one token attend to the tokens that a subclass chooses."""
 
     def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__()
         self.index = index
         self.rules = rules
         self.model = model
-        self.calibrated = calibrated  # None: none needed, or online
-        self.scaling = model.head_dim**-0.5  # of the products, as the model last said
-        self.guarded = 0  # how many were cached at the last step of several tokens
+        self.calibrated = calibrated  # None: the layer needs no projection, or finds one in the prompt
+        self.scaling = model.head_dim**-0.5  # of the products, as the model gave it last
+        self.guarded = 0  # tokens cached at the last step of several tokens
         self.served = True  # whether BPC's attention was called since the last update
         self.module: weakref.ref[Any] | None = None
 
-    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the best is attended first."""
-        raise NotImplementedError
+    @abstractmethod
+    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
+        """Choose the tokens to attend to.
+
+        Args:
+            query: `[batch, kv_heads, G, head_dim]`.
+            k: how many tokens, as `count_chosen` gives it.
+            visible: bool `[batch, N]`, False for padding; None: no padding.
+
+        Returns:
+            int64 `[batch, kv_heads, k]`, ascending; -1 is no token.
+        """
 
     def ranking_bytes(self, length: int) -> int:
         """Bytes that ranking `length` tokens of a sequence reads."""
         return 0
 
     def observe(self, query: Tensor, scale: float | None) -> None:
-        """A step of several tokens, already cached, with these queries `[batch, query_heads, new, head_dim]`."""
+        """See the queries `[batch, query_heads, new, head_dim]` of a step of several tokens, which are cached."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Cache `[batch, kv_heads, new, head_dim]`; the keys returned lead BPC's attention to this layer."""
@@ -141,13 +121,26 @@ class SparseLayer(GrowingLayer):
         keys, values = super().update(key_states, value_states)
         if key_states.shape[2] > 1:
             self.guarded = keys.shape[2]
-        # A view of its own: on the stored tensor the attribute would be a cycle that keeps the cache alive.
-        keys = keys[:]
-        keys.bpc_layer = self  # type: ignore[attr-defined]
-        return keys, values
+        return with_layer(keys, self), values
+
+    def attention(self, call: AttentionCall) -> Tensor | None:
+        """Attention of the newest tokens, `[batch, new, query_heads, head_dim]`; None: the model's own must serve.
+
+        Raises:
+            ModelError: the cache belongs to another model, or a mask that BPC cannot read.
+            InputError: new tokens that transformers feeds at wrong positions.
+        """
+        self.serve(call.module)
+        if call.query.shape[2] > 1:
+            check_continued(call.query, self.keys, call.mask, call.positions)
+            self.observe(call.query, call.scale)
+            return None
+        visible = visible_tokens(call.mask, self.keys, call.window)
+        k = self.count_chosen(visible)
+        return None if k is None else self.attend(call.query, k, visible, call.scale)
 
     def serve(self, module: Any) -> None:
-        """BPC's attention was called with this layer's keys, by this module of the model."""
+        """Note that this module of the model called BPC's attention with this layer's keys."""
         owner = None if self.module is None else self.module()
         if owner is not module:
             if self.module is not None or not self.model.fits(module.config):
@@ -157,8 +150,12 @@ class SparseLayer(GrowingLayer):
             self.module = weakref.ref(module)
         self.served = True
 
-    def chosen(self, visible: Tensor | None) -> int | Tensor | None:
-        """How many tokens the next token attends to: of every sequence, or int64 `[batch, 1]`; None for all."""
+    def skip_attention(self) -> None:
+        """Expect no attention for the last update: its tokens were cached without a pass of the model."""
+        self.served = True
+
+    def count_chosen(self, visible: Tensor | None) -> int | Tensor | None:
+        """How many tokens the next token attends to: one number, or int64 `[batch, 1]`; None for all."""
         if visible is None:
             length = self.get_seq_length()
             k = self.count(length)
@@ -174,12 +171,12 @@ class SparseLayer(GrowingLayer):
         return attended(length, self.rules.budget, self.rules.min_tokens)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-        """Attention of one new token a sequence, already cached, over the best `k` tokens.
+        """Attention of one new token per sequence, already cached, over the tokens chosen.
 
         Args:
             query: `[batch, query_heads, 1, head_dim]`.
-            k: as `chosen` gives it.
-            visible: bool `[batch, N]`; False is padding. None: no padding.
+            k, visible: as in `choose`.
+            scale: of the products; None is `head_dim ** -0.5`.
 
         Returns:
             `[batch, 1, query_heads, head_dim]`.
@@ -189,18 +186,36 @@ class SparseLayer(GrowingLayer):
         indices = self.choose(grouped, k, visible)
         return sparse_attention(grouped, self.keys, self.values, indices, scale).flatten(1, 2).unsqueeze(1)
 
-    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """Indices `[batch, kv_heads, k]` of the tokens attended, for queries `[batch, kv_heads, G, head_dim]`."""
-        rules = self.rules
-        valid = None if visible is None else visible.unsqueeze(1)
-        return select(self.rank(query, visible), k, valid=valid, recent=rules.recent, sink=rules.sink)
+    def borrow(self, other: "SparseLayer") -> None:
+        """See another layer's keys and values as its own."""
+        self.is_initialized, self.scaling, self.guarded = True, other.scaling, other.guarded
+        self.keys, self.values = other.keys, other.values
 
     def step_bytes(self, length: int, token: int) -> int:
-        """Bytes that a step reads a sequence, where the keys and values of a token take `token`."""
+        """Bytes that a step reads per sequence, where the keys and values of a token take `token`."""
         k = self.count(length)
         return k * token + (self.ranking_bytes(length) if k < length else 0)
+
+    def rewind(self, length: int) -> None:
+        """Forget the tokens after the first `length` as if they had never come."""
+        super().rewind(length)
+        self.skip_attention()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens."""
         super().crop(tokens_to_remove)
         self.guarded = min(self.guarded, self.get_seq_length())
+
+
+class RankingLayer(SparseLayer):
+    """A layer that chooses by a number per token; a subclass ranks."""
+
+    @abstractmethod
+    def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
+        """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the largest are attended."""
+
+    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
+        """The tokens of largest rank, and those that are always attended."""
+        valid = None if visible is None else visible.unsqueeze(1)
+        rules = self.rules
+        return select(self.rank(query, visible), k, valid=valid, recent=rules.recent, sink=rules.sink)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from bpc_calib.backends.dispatch import choose, dense_attention, sparse_attention
 from bpc_calib.errors import InputError, ModelError
+from bpc_calib.method.choosing import Cached
+from bpc_calib.runtime.attention_call import AttentionCall, with_layer
 from bpc_calib.runtime.growing import reserve
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
@@ -46,11 +48,11 @@ class StaticLayer(GrowingLayer):
             if not isinstance(layer, BPCLayer):
                 raise ModelError(f"static steps do not serve the ranking of a {type(layer).__name__}")
             names += [name for name in ("codes", "gain", "error") if name in layer.buffers]
-            self.told = layer.how()
+            self.choice, self.worst = layer.choice(), layer.worst()
         room = clock.counts.shape[1]
         for name in names:
             layer.buffers[name] = reserve(layer.buffers[name], clock.length, room)
-        layer._show(clock.length)  # or what it showed would keep the former buffers
+        layer.show(clock.length)  # or what it showed would keep the former buffers
         self.buffers = {name: layer.buffers[name][:, :, :room] for name in names}
         self.keys, self.values = self.buffers["keys"], self.buffers["values"]
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
@@ -73,45 +75,36 @@ class StaticLayer(GrowingLayer):
             for name in self.buffers.keys() & {"codes", "gain", "error"}:
                 self._write(name, getattr(encoded, name))
         self.served = False
-        keys = self.keys[:]  # as in `SparseLayer.update`
-        keys.bpc_static = self  # type: ignore[attr-defined]
-        return keys, self.values
+        return with_layer(self.keys, self), self.values
 
-    def attend(self, module: Any, query: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Attention of one new token a sequence, already cached.
+    def attention(self, call: AttentionCall) -> Tensor:
+        """Attention of one new token per sequence, already cached: `[batch, 1, query_heads, head_dim]`.
 
-        Args:
-            module: the one of the model that asks.
-            query: `[batch, query_heads, 1, head_dim]`.
-            scale: of the logits; None is `head_dim ** -0.5`.
-            window: of sliding attention.
-
-        Returns:
-            `[batch, 1, query_heads, head_dim]`.
+        Raises:
+            ModelError: a sliding window shorter than the buffers.
         """
-        if window is not None and window < self.clock.counts.shape[1]:
+        room = self.clock.counts.shape[1]
+        if call.window is not None and call.window < room:
             raise ModelError(
-                f"a sliding window of {window} tokens, and {self.clock.counts.shape[1]} to come: static steps serve "
-                "full attention alone"
+                f"a sliding window of {call.window} tokens, and {room} to come: static steps serve full attention only"
             )
         if isinstance(self.layer, SparseLayer):
-            self.layer.serve(module)
+            self.layer.serve(call.module)
         self.served = True
-        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
+        grouped = call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         lengths, valid = self.clock.lengths, self.clock.valid
         if self.chooses:
-            indices = choose(
-                grouped, self.layer.projection, self.buffers["codes"], self.buffers.get("gain"), self.clock.k,
-                lengths=lengths, valid=valid, width=self.clock.width, **self.told,
-            )  # fmt: skip
-            out = sparse_attention(grouped, self.keys, self.values, indices, scale)
+            cached = Cached(self.buffers["codes"], self.buffers.get("gain"), valid, lengths, self.worst)
+            k, width = self.clock.k, self.clock.width
+            indices = choose(grouped, self.layer.projection, cached, k, self.choice, width=width)
+            out = sparse_attention(grouped, self.keys, self.values, indices, call.scale)
         else:
-            out = dense_attention(grouped, self.keys, self.values, lengths, scale, valid=valid)
+            out = dense_attention(grouped, self.keys, self.values, lengths, call.scale, valid=valid)
         return out.flatten(1, 2).unsqueeze(1)
 
     def thaw(self) -> GrowingLayer:
         """The layer below, with the tokens that came."""
-        self.layer._show(self.clock.length)
+        self.layer.show(self.clock.length)
         if self.chooses:
             self.layer.hashed = self.clock.length
         return self.layer

@@ -200,7 +200,7 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
     layer = BPCCache(config, artifact, **settings).layers[1]
     layer.update(keys[:, :, :120], values[:, :, :120])
     layer.update(keys[:, :, 120:], values[:, :, 120:])
-    found = layer.attend(queries, layer.chosen(visible), visible, None)
+    found = layer.attend(queries, layer.count_chosen(visible), visible, None)
     for row in range(2):
         for head in range(2):
             tokens = visible[row].nonzero().flatten().tolist()
@@ -245,7 +245,7 @@ def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale, monkeypatch):
 class IgnoresBudget(BPCLayer):
     """Attends to everything."""
 
-    def chosen(self, visible):
+    def count_chosen(self, visible):
         return None
 
 
@@ -257,8 +257,8 @@ class NewestOnly(BPCLayer):
     def rank(self, query, visible):
         return torch.arange(self.get_seq_length()).expand(*self.keys.shape[:3])
 
-    def chosen(self, visible):
-        k = super().chosen(visible)
+    def count_chosen(self, visible):
+        k = super().count_chosen(visible)
         return k if k is None else k * 0 + 1
 
 

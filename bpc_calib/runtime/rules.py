@@ -1,0 +1,73 @@
+"""What a cache attends to and how it ranks: the settings that every layer shares."""
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypedDict
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib.errors import InputError
+from bpc_calib.method.codes import check_bits
+from bpc_calib.method.scoring import check_group
+from bpc_calib.method.selection import attended
+
+__all__ = ["Ranking", "Rules", "ranking_defaults"]
+
+
+class Ranking(TypedDict, total=False):
+    """How tokens are ranked and which are always attended; None: as the artifact's method does it."""
+
+    safeguard: float | None
+    recent: int | None
+    sink: int | None
+    group: str | None
+    gain: bool | None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The arguments of `BPCCache` that every layer needs, checked."""
+
+    budget: float | int
+    min_tokens: int
+    safeguard: float
+    recent: int
+    sink: int
+    group: str
+    gain: bool
+    bits: int
+    seed: int
+    min_context: int = 0  # a sequence with fewer tokens attends to all of them
+    layers: tuple[int, ...] = ()  # those that choose
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` at the first value out of range."""
+        attended(1, self.budget)
+        for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0), ("min_context", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
+        if (
+            isinstance(self.safeguard, bool)
+            or not isinstance(self.safeguard, int | float)
+            or not 0 <= self.safeguard <= 1
+        ):
+            raise InputError(f"safeguard must be a share in [0, 1], not {self.safeguard!r}")
+        check_group(self.group)
+        if not isinstance(self.gain, bool):
+            raise InputError(f"gain must be True or False, not {self.gain!r}")
+        if self.seed >= 1 << 63:
+            raise InputError(f"seed must be below 2^63, not {self.seed}")
+        check_bits(self.bits)
+
+
+def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:
+    """How tokens are ranked by default, as `Ranking`: as in the paper for projections of its method.
+
+    Raises:
+        InputError: not an artifact.
+    """
+    if artifact is not None and not isinstance(artifact, ProjectionArtifact):
+        raise InputError(f"artifact must be what bpc_artifacts.load returns, not {type(artifact).__name__}")
+    if artifact is not None and artifact.metadata["algorithm"]["name"] == "paper":
+        return {"safeguard": 0.1, "recent": 1, "sink": 0, "group": "max", "gain": False}
+    return {"safeguard": 0.0, "recent": 0, "sink": 0, "group": "relative", "gain": True}
