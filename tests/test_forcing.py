@@ -8,7 +8,7 @@ from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.baselines import SnapKVLayer
 from bpc_calib.evaluation.forcing import complete, force, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS, make_cache
-from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.layers import RankingLayer
 
 IDS = torch.randint(0, 250, (2, 80), generator=torch.Generator().manual_seed(0))
 HARD = {"min_tokens": 1, "dense_layers": ()}
@@ -21,7 +21,7 @@ def model():
     return made
 
 
-class NewestOnly(SparseLayer):
+class NewestOnly(RankingLayer):
     """Every step attends to its own token alone: no text before it can matter."""
 
     def rank(self, query, visible):

@@ -17,6 +17,7 @@ from bpc_calib.bench.inputs import repeated, room
 from bpc_calib.bench.machine import available_memory
 from bpc_calib.bench.memory import peak, reset_peak
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
+from bpc_calib.compat import attention_name
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.attention_call import layer_of
@@ -231,7 +232,7 @@ def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
             grouped = grouped * (scale / usual)
         return switch.attention(grouped, key, value).flatten(1, 2).unsqueeze(1), None
 
-    before = model.config._attn_implementation
+    before = attention_name(model.config)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, AttentionMaskInterface()["sdpa"])
     model.set_attn_implementation(NAME)

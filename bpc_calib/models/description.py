@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bpc_calib.compat import can_set_attention
 from bpc_calib.errors import InputError, ModelError, first_line
 
 __all__ = ["ModelDescription", "describe"]
@@ -169,7 +170,7 @@ def _refuse_unserved(config: Any, text: Any, name: str) -> None:
     if known:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model_class = model_class[0] if isinstance(model_class, tuple) else model_class
-        if not model_class._can_set_attn_implementation():
+        if not can_set_attention(model_class):
             raise ModelError(f"{kind} does not use transformers' attention interface, so BPC cannot serve it")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpc_calib.compat import attention_name
 from bpc_calib.errors import ModelError
 from bpc_calib.models.description import ModelDescription
 
@@ -47,16 +48,16 @@ def observing(model: Any, observer: Observer) -> Iterator[None]:
     AttentionInterface.register(NAME, _observed_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     parts = model.config.sub_configs
-    before = {"": model.config._attn_implementation} | {
-        part: sub._attn_implementation
+    before = {"": attention_name(model.config)} | {
+        part: name
         for part in parts
-        if (sub := getattr(model.config, part, None)) is not None and sub._attn_implementation is not None
+        if (sub := getattr(model.config, part, None)) is not None and (name := attention_name(sub)) is not None
     }
     training = [module for module in model.modules() if module.training]
     token = _observer.set(observer)
     try:
         model.set_attn_implementation(NAME)
-        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        if attention_name(model.config.get_text_config(decoder=True)) != NAME:
             raise ModelError(
                 f"{type(model).__name__} does not use transformers' attention interface, so BPC cannot serve it"
             )

@@ -1,7 +1,6 @@
 """A transformers cache that keeps a code beside every key and attends to the best-ranked tokens alone."""
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
+from bpc_calib.compat import drafts_by_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.hashed_layer import BPCLayer
@@ -159,12 +159,8 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         """Called by transformers when a generation starts that drafts tokens and verifies several at once."""
-        # The cache is not told what drafts. Where prompt lookup finds nothing, a step has one token; with a model, or
-        # layers of the model itself, every step verifies several.
-        caller = sys._getframe(1).f_locals
-        settings = caller.get("generation_config")
-        looks_up = getattr(settings, "prompt_lookup_num_tokens", None) is not None
-        if caller.get("assistant_model") is not None or (settings is not None and not looks_up):
+        # Where prompt lookup finds nothing, a step has one token; with a model every step verifies several.
+        if drafts_by_model():
             raise InputError(
                 "a BPCCache does not serve an assistant model, nor drafts of the model itself: every step would verify "
                 "several tokens, and such steps attend to everything; leave it out, or take prompt_lookup_num_tokens"

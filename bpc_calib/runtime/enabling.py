@@ -8,12 +8,12 @@ attention the model had, with the masks that are its own.
 import functools
 import hashlib
 import re
-import sys
 from typing import Any
 
 from torch import Tensor
 
 from bpc_calib.backends.dispatch import named
+from bpc_calib.compat import attention_name, eager_attention
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
@@ -77,7 +77,7 @@ def _implementation(model: Any) -> tuple[str, str]:
     if not callable(getattr(model, "set_attn_implementation", None)):
         raise InputError(f"expected a transformers model, not {type(model).__name__}")
     text = model.config.get_text_config(decoder=True)
-    name = str(text._attn_implementation)
+    name = str(attention_name(text))
     if text is model.config:
         return "", name
     for part in model.config.sub_configs:
@@ -120,10 +120,8 @@ def _own_attention(base: str, module: Any) -> Any:
 
     if base != "eager":
         return AttentionInterface()[base]
-    # Every modelling file has an eager attention of its own.
-    for kind in type(module).__mro__:
-        if function := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
-            return function
+    if (function := eager_attention(module)) is not None:
+        return function
     raise ModelError(f"{type(module).__name__} has no eager attention")
 
 

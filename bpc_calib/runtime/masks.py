@@ -1,11 +1,11 @@
 """Attention masks of every form, read as the cached tokens that the newest token may attend to."""
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bpc_calib.compat import continued_cache_restarts
 from bpc_calib.errors import InputError, ModelError
 
 __all__ = ["check_continued", "visible_tokens"]
@@ -56,7 +56,7 @@ def check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | N
     It feeds the whole text again, from position 0, behind the tokens it has cached.
     """
     past = key.shape[2] - query.shape[2]
-    if not past or positions is None or not _restarts_positions():
+    if not past or positions is None or not continued_cache_restarts():
         return
     visible = visible_tokens(mask, key, None)
     began = torch.ones(1, dtype=torch.bool) if visible is None else visible[:, :past].any(-1).cpu()
@@ -65,11 +65,3 @@ def check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | N
             f"new tokens are given as the first ones, behind {past} cached tokens: generate(prefill_chunk_size=...) "
             "cannot continue a cache before transformers 5.21; leave it out"
         )
-
-
-@functools.cache
-def _restarts_positions() -> bool:
-    import transformers
-
-    major, minor = transformers.__version__.split(".")[:2]
-    return (int(major), int(minor)) < (5, 21)

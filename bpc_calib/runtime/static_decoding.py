@@ -1,11 +1,11 @@
 """`model.generate` by static steps: `custom_generate=bpc_calib.static_decoding`."""
 
-import inspect
 from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 
+from bpc_calib.compat import generate_arguments, sampling_loop
 from bpc_calib.errors import InputError
 from bpc_calib.runtime.static_steps import check_static, static_steps
 
@@ -36,37 +36,25 @@ def static_decoding(
             raise InputError(f"static_decoding returns no {name.removeprefix('output_').replace('_', ' ')}")
     if not arguments.get("use_cache", True):
         raise InputError("static_decoding needs use_cache=True")
-    # transformers hands a function of ours neither of these.
-    told = _told_to_generate()
-    if told.get("synced_gpus"):
+    given = generate_arguments()
+    if given.get("synced_gpus"):
         raise InputError("static_decoding does not serve synced_gpus")
     if "streamer" not in arguments:
-        if "streamer" not in told:
+        if "streamer" not in given:
             raise InputError("static_decoding is for model.generate(..., custom_generate=static_decoding)")
-        arguments["streamer"] = told["streamer"]
+        arguments["streamer"] = given["streamer"]
     cache = arguments.get("past_key_values")
     check_static(model, cache)
     with ExitStack() as stack:
         # The last token needs no step behind it; the first is of the prefill.
         stepping = _Stepping(model, generation_config.max_length - input_ids.shape[1] - 1, stack)
-        return type(model)._sample(
+        return sampling_loop(model)(
             stepping,
             input_ids,
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             **arguments,
         )
-
-
-def _told_to_generate() -> dict[str, Any]:
-    """The arguments of the `generate` that is running, however many wrappers lie between; none where there is none."""
-    from transformers import GenerationMixin
-
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return {} if frame is None else dict(frame.f_locals)
 
 
 class _Stepping:
