@@ -61,8 +61,8 @@ def defaults(results: Results) -> str:
                 "steps per bit",
                 8,
                 f"answers at 0.25 %: with one step per bit {one[0]} % on the bundled model and {one[1]} % on the "
-                f"second, with 8 steps {eight[0]} % and {eight[1]} %; with the gain {one_gain[0]} % and {one_gain[1]} % "
-                f"become {eight_gain[0]} % and {eight_gain[1]} %",
+                f"second, with 8 steps {eight[0]} % and {eight[1]} %; with the gain {one_gain[0]} % and "
+                f"{one_gain[1]} % become {eight_gain[0]} % and {eight_gain[1]} %",
             ],
             [
                 "gain",
@@ -104,8 +104,8 @@ def defaults(results: Results) -> str:
                 f"and from {largest[1]} to {default_few[1]} %, and best kept from {kept_largest[0]:.2f} to "
                 f"{kept[0]:.2f} and from {kept_largest[1]:.2f} to {kept[1]:.2f}; the exact best tokens gain as much. "
                 f"The sum fails on the bundled model ({total} % at 0.5 %). A sum of estimated softmax weights is as "
-                f"good ({min(softmax):.3f} to {max(softmax):.3f} more mass, slightly lower best kept) but needs exponentials, which other "
-                "machines round differently",
+                f"good ({min(softmax):.3f} to {max(softmax):.3f} more mass, slightly lower best kept) but needs "
+                "exponentials, which other machines round differently",
             ],
             [
                 "safeguard",

@@ -37,7 +37,7 @@ SAVE_EVERY = 100  # steps
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` batches of `batch` sequences of `length` tokens, with a question every `spacing[0]` to `spacing[1]` tokens."""
+    """`steps` batches of `batch` sequences of `length` tokens, with one question per `spacing` tokens (from, to)."""
 
     steps: int
     length: int
