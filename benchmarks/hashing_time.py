@@ -6,6 +6,7 @@ Ratios within one run: all forms are timed in turn, many times, and their median
 product of [N, D] and [D, D] to one of [N, D] and [D, H] and 64 greedy steps; the gain adds one byte to 8 per key.
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dic
     }
 
     def hashing(part: torch.Tensor) -> dict[str, Callable[[], object]]:
-        return {name: lambda encoder=encoder: encode_with(encoder, part) for name, encoder in encoders.items()}
+        return {name: functools.partial(encode_with, encoder, part) for name, encoder in encoders.items()}
 
     model = describe(LlamaConfig(num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS, head_dim=dim))
     calibrated = LayerProjection(

@@ -46,8 +46,11 @@ def main() -> None:
     limit = description.context_limit or max(arguments.contexts)
 
     def text(samples: int, length: int, seed: int) -> Tensor:
-        sizes = {"samples": samples, "sequence_length": length, "vocab_size": description.vocab_size}
-        return draw_samples(corpora, tokenizer, seed=seed, **sizes)[0]
+        vocabulary = description.vocab_size
+        drawn, _ = draw_samples(
+            corpora, tokenizer, samples=samples, sequence_length=length, seed=seed, vocab_size=vocabulary
+        )
+        return drawn
 
     # Another seed gives text that calibration did not see, unless the corpus is small and repeats itself.
     total = 1024 if arguments.tiny else TEST_TOKENS
@@ -62,7 +65,7 @@ def main() -> None:
         f"{long} tokens, no shift": (long, [0] * count),
         f"{long} tokens, shifted": (long, shift_offsets(count, long, limit, random.Random(0))),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (length, offsets) in plans.items():
         print(f"calibrating on {name} ...", file=sys.stderr)
         positions = spread_positions(count, length, count * short, random.Random(0))  # the same number in every plan

@@ -126,7 +126,11 @@ def variants() -> dict[str, dict[str, Variant]]:
     ranks |= {f"safeguard {part}": Variant(rules={"safeguard": part}) for part in (0.05, 0.1, 0.2)}
     # The least safeguard takes no token, but errors are kept.
     ranks |= {f"score + {part} error": Variant(layer=bounds[part], rules={"safeguard": 1e-9}) for part in bounds}
-    forms = (("one step, no gain", PAPER, plain), ("8 steps + gain", EIGHT, {}), ("score-aware", BEST, {}))
+    forms: tuple[tuple[str, ProjectionMethod, dict[str, Any]], ...] = (
+        ("one step, no gain", PAPER, plain),
+        ("8 steps + gain", EIGHT, {}),
+        ("score-aware", BEST, {}),
+    )
     bits = {
         f"{name}, {count} bits": Variant(method, bits=count, rules=rules)
         for count in (32, 64, 128)

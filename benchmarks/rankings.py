@@ -4,7 +4,6 @@ Each is a layer that takes the place of BPC's in the same cache. Where a method 
 choice: queries are not rounded to int8, and the scale of each bit is found by least squares.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -199,7 +198,7 @@ class TopPLayer(SoftmaxLayer):
     """As many tokens as the estimated softmax needs to reach a share `P`, in every head and step another number."""
 
     P = 0.9
-    taken = steps = 0
+    taken, steps = 0.0, 0
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         scores, scale = self.scores(query, visible)
@@ -218,6 +217,6 @@ class TopPLayer(SoftmaxLayer):
         return round(self.taken / max(1, self.steps) * token) + self.ranking_bytes(length)
 
 
-def subclass(layer: type[Any], **values: Any) -> Callable[..., Any]:
+def subclass(layer: type[Any], **values: Any) -> type[Any]:
     """A layer with other constants."""
     return type(layer.__name__, (layer,), values)

@@ -169,7 +169,11 @@ def schedule(step: int, stages: Sequence[Stage]) -> float:
 
 
 def train(
-    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], ids: Tensor, weights: Tensor, answers: Tensor
+    model: transformers.LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    ids: Tensor,
+    weights: Tensor,
+    answers: Tensor,
 ) -> tuple[float, float]:
     """Take one step; return the weighted loss and the share of the answers' tokens that were right."""
     model.set_attn_implementation("eager" if ids.shape[1] <= 257 else "sdpa")
