@@ -38,15 +38,19 @@ from bpc_calib.text.samples import draw_samples
 BEST = PROJECTION_METHODS["score-aware"]
 PAPER = PROJECTION_METHODS["paper"]
 EIGHT = replace(PAPER, name="8 steps", iterations=8, shift=True)
-TINY = {
-    "parts": ["headline", "others", "groups", "searches", "ranks", "shares", "top-p"],  # every kind of layer
+TINY = {  # every kind of layer once
+    "parts": ["headline", "others", "groups", "searches", "ranks", "shares", "top-p"],
+    "only": [
+        "exact", "as in the paper", "score-aware", "random keys", "PCA + sign + gain", "online", "softmax",
+        "descent, parallel error weighs 3", "beam of 8", "score + 0.2 error", "budget by layer", "top-p 0.8",
+    ],
     "length": 512,
     "prompts": 1,
     "texts": 1,
     "budgets": [0.02],
     "samples": 2,
     "sequence_length": 128,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

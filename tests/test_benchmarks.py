@@ -90,14 +90,12 @@ def test_steady_decode(benchmark_result):
     assert full["of_its_tokens"] < bpc["of_its_tokens"] <= bpc["at_the_end"]  # codes come on top of keys and values
 
 
-@pytest.mark.slow
 def test_calibration_time(benchmark_result):
     result = benchmark_result("calibration_time")["result"]
     assert result["calibrate_seconds"] > result["bare_forward_seconds"] > 0
     assert set(result["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
 
 
-@pytest.mark.slow
 def test_evaluation(benchmark_result):
     result = benchmark_result("evaluation")
     assert result["calibration"]["samples"] == 2
@@ -107,13 +105,12 @@ def test_evaluation(benchmark_result):
     assert all(0 < row["read"] < 1 for row in others)
 
 
-@pytest.mark.slow
 def test_projections(benchmark_result):
     rows = benchmark_result("projections")["rows"]
     found = {row["variant"]: row for row in rows}
-    assert found["headline: exact"]["recall"]["value"] == found["headline: exact"]["best_kept"]["value"] == 1
+    assert found["headline: exact"]["recall"]["value"] == 1 > found["headline: score-aware"]["recall"]["value"]
     assert {name.split(":")[0] for name in found} > {"others", "groups", "searches", "ranks", "shares", "top-p"}
-    assert all("needle" in row for row in rows)
+    assert all("needle" in row and 0 < row["read"] <= 1 for row in rows)
 
 
 def test_the_demo_model_trains(run, tmp_path):
