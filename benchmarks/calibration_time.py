@@ -1,19 +1,18 @@
-"""What calibration costs beside the forward passes that it cannot do without.
+"""What calibration costs beyond the forward passes, which it cannot do without.
 
-Runs, in turn and several times, the bare forward passes over the same samples, and the whole `bpc calibrate`
-in a process of its own: start, imports, text, forward passes, decomposition, file.
+Alternates several times between the bare forward passes over the samples and the whole `bpc calibrate` in its own
+process: start, imports, text, forward passes, decomposition, file.
 
     python benchmarks/calibration_time.py --output calibration_time.json
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
+from typing import Any
 
 import report
 import torch
@@ -25,14 +24,13 @@ from bpc_calib.text.samples import draw_samples
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--model", "-m", default="demo")
     parser.add_argument("--corpus", nargs="+", default=["demo"])
     parser.add_argument("--samples", type=int, default=180)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", "-o", type=Path)
-    arguments = parser.parse_args()
+    arguments = report.parse(parser, samples=2, sequence_length=128, repeats=1)
 
     config, commit = load_config(arguments.model)
     model = load_model(arguments.model, revision=commit)
@@ -44,11 +42,14 @@ def main() -> None:
         seed=0,
         vocab_size=describe(config).vocab_size,
     )
-    command = ["bpc", "calibrate", "-m", arguments.model, "--samples", arguments.samples, "--json", "-q"]
-    command += ["--sequence-length", arguments.sequence_length]
+    command = [sys.executable, "-c", "from bpc_cli.main import main; main()", "calibrate", "-m", arguments.model]
+    command += ["--samples", str(arguments.samples), "--sequence-length", str(arguments.sequence_length)]
+    command += ["--json", "-q"]
     for spec in arguments.corpus:
         command += ["--corpus", spec]
-    bare, whole, results = [], [], []
+    bare: list[float] = []
+    whole: list[float] = []
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for i in range(arguments.repeats):
             start = time.perf_counter()
@@ -57,7 +58,7 @@ def main() -> None:
                     model.base_model(input_ids=sample.unsqueeze(0), use_cache=False)
             bare.append(time.perf_counter() - start)
             start = time.perf_counter()
-            words = [*map(str, command), "-o", f"{folder}/{i}.safetensors"]
+            words = [*command, "-o", f"{folder}/{i}.safetensors"]
             results.append(json.loads(subprocess.run(words, capture_output=True, check=True).stdout))
             whole.append(time.perf_counter() - start)
             print(
@@ -73,7 +74,7 @@ def main() -> None:
         "peak_memory_bytes": max(r["peak_memory_bytes"] for r in results),
         "runs": {"bare": [round(x, 2) for x in bare], "calibrate": [round(x, 2) for x in whole]},
     }
-    settings = {name: getattr(arguments, name) for name in ("samples", "sequence_length", "repeats")}
+    settings = report.settings(arguments, ("samples", "sequence_length", "repeats"))
     print(json.dumps(rows, indent=2))
     report.write(arguments.output, {"model": describe(config).id, "settings": settings, "result": rows})
 

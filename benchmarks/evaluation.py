@@ -1,54 +1,41 @@
-"""Calibrates the bundled model, or another, and compares all methods on it as `bpc eval` does, by default the hard way.
+"""Compare all methods on the bundled model, or another, as `bpc eval` does, in the hard setting.
 
 python benchmarks/evaluation.py --lengths 2048 --prompts 300 --output evaluation_2048.json
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+import calibrated
 import report
 
-from bpc_artifacts import load
-from bpc_calib import calibrate, describe, enable, make_plan
+from bpc_calib import enable
 from bpc_calib.evaluation import HARD, evaluate
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 from bpc_calib.text.corpora import expand, open_corpus
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--model", "-m", default="demo")
-    parser.add_argument("--artifact", "-a", type=Path, help="without one, the model is calibrated on the corpora")
+    parser.add_argument("--artifact", "-a", type=Path, help="default: calibrate on the corpora")
     parser.add_argument("--corpus", nargs="+", default=["demo"])
     parser.add_argument("--tasks", nargs="+", default=["text", "needle"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048])
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.005])
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--prompts", type=int, default=300)
-    parser.add_argument("--samples", type=int, default=180, help="of the calibration")
-    parser.add_argument("--sequence-length", type=int, default=2048, help="of the calibration")
+    parser.add_argument("--samples", type=int, default=180, help="of calibration text")
+    parser.add_argument("--sequence-length", type=int, default=2048, help="of these samples, in tokens")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", "-o", type=Path)
-    arguments = parser.parse_args()
+    tiny = {"lengths": [512], "budgets": [0.02], "prompts": 2, "samples": 2, "sequence_length": 128}
+    arguments = report.parse(parser, **tiny)
 
     commit = load_config(arguments.model)[1]
     model = load_model(arguments.model, revision=commit)
     tokenizer = load_tokenizer(arguments.model, revision=commit)
-    if arguments.artifact:
-        artifact = load(arguments.artifact)
-    else:
-        artifact = calibrate(
-            model,
-            tokenizer,
-            arguments.corpus,
-            make_plan(
-                describe(model.config),
-                samples=arguments.samples,
-                sequence_length=arguments.sequence_length,
-                seed=arguments.seed,
-            ),
-        )
+    plan = report.settings(arguments, ("samples", "sequence_length", "seed"))
+    artifact = calibrated.projections(arguments.artifact, model, tokenizer, arguments.corpus, **plan)
     enable(model)
     rows = evaluate(
         model,
@@ -68,7 +55,7 @@ def main() -> None:
     for row in rows:
         figures = {key: value["value"] for key, value in row.items() if isinstance(value, dict) and "value" in value}
         print(row["task"], row["tokens"], row["method"], row["budget"], figures)
-    settings = {"tasks": arguments.tasks, "lengths": arguments.lengths, "prompts": arguments.prompts} | HARD
+    settings = report.settings(arguments, ("tasks", "lengths", "prompts")) | HARD
     calibration = {name: artifact.metadata["calibration"][name] for name in ("samples", "sequence_length")}
     calibration |= {"metrics": artifact.metadata["metrics"]["residual"]}
     report.write(arguments.output, {"settings": settings, "calibration": calibration, "rows": rows})

@@ -176,8 +176,8 @@ def attention(tokens: int, dtype: torch.dtype, form: str, generator: torch.Gener
         found = pipeline.sparse_attention(query, keys, values, listed)
     exact = torch.empty(found.shape, dtype=torch.float64, device=where)
     for b in range(batch):  # one at a time: float64 takes much room
-        wide = (each[b : b + 1].double() for each in (query, keys, values))
-        exact[b : b + 1] = sparse_attention(*wide, listed[b : b + 1])
+        one = slice(b, b + 1)
+        exact[one] = sparse_attention(query[one].double(), keys[one].double(), values[one].double(), listed[one])
     ours, torchs = (
         float((result.double() - exact).norm() / exact.norm())
         for result in (found, sparse_attention(query, keys, values, listed))

@@ -66,8 +66,8 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
             f"{name}: whole": held + kept,
         }  # fmt: skip
         given = [(codes[i], gains[i] if gain else None, keys[i], values[i]) for i in range(sets)]
-        for stage, function in _stages(query, projection, k, group, gain).items():
-            forms[f"{name}: {stage}"] = [functools.partial(function, *each) for each in given]
+        for stage, run in _stages(query, projection, k, group, gain).items():
+            forms[f"{name}: {stage}"] = [functools.partial(run, *each) for each in given]
         lists = [pipeline.choose(query, projection, *each[:2], k, scaling=DIM**-0.5, group=group) for each in given]
         forms[f"{name}: attend"] = [
             functools.partial(pipeline.sparse_attention, query, keys[i], values[i], lists[i]) for i in range(sets)
@@ -77,10 +77,10 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
     floors["paper: score"] = KV_HEADS * tokens * 12
     forms["paper: score"] = [functools.partial(paper.popcount_scores, rounded, codes[i]) for i in range(sets)]
     for name, attention in (("SDPA", scaled_dot_product_attention), ("split-KV (ours)", dense.split())):
-        function = functools.partial(paper.paper_step, k=k, attention=attention)
+        step = functools.partial(paper.paper_step, k=k, attention=attention)
         floors[f"paper, {name}: whole"] = KV_HEADS * tokens * 8 + kept
         forms[f"paper, {name}: whole"] = [
-            functools.partial(function, query, projection, codes[i], keys[i], values[i]) for i in range(sets)
+            functools.partial(step, query, projection, codes[i], keys[i], values[i]) for i in range(sets)
         ]
     notes: dict[str, str] = {}
     right = dense.exact(query, keys[0], values[0])

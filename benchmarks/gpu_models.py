@@ -143,7 +143,7 @@ def decoding(emit: Emit, *, tiny: bool) -> None:
             ("full attention, BPCCache", 1.0),
             ("full attention, DynamicCache, SDPA", None),
         ):
-            about = {"tokens": tokens, "what": name, "unit": "ms"}
+            about: dict[str, Any] = {"tokens": tokens, "what": name, "unit": "ms"}
             floor = _floor(floors["BPC" if budget == 0.02 else "full"], rate)
             try:
                 rows = _decode(model, artifact, tokens, budget, dense_layers, 1 if tiny else 7)

@@ -1,16 +1,15 @@
-"""What the metric, centring, the gain and the group's rule cost: hashing a prompt and a token, and a decoding step.
+"""What the metric, centring, the gain and the rule for a group cost: in hashing a prompt or a token, and in a step.
 
     python benchmarks/hashing_time.py --output hashing_time.json
 
-Ratios within one run: every form is timed in turn, again and again, and medians are compared. Expected: a metric adds
-a product of [N, D] and [D, D] to one of [N, D] and [D, H] and 64 greedy steps; the gain adds a byte to 8 a key.
+Ratios within one run: all forms are timed in turn, many times, and their medians compared. Expected: a metric adds a
+product of [N, D] and [D, D] to one of [N, D] and [D, H] and 64 greedy steps; the gain adds one byte to 8 per key.
 """
 
-import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import report
 import torch
@@ -28,12 +27,11 @@ HEADS, GROUP = 8, 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--output", "-o", type=Path)
-    arguments = parser.parse_args()
+    arguments = report.parse(parser, tokens=512, head_dims=[64], repeats=1)
     rows = []
     for dim in arguments.head_dims:
         for dtype in (torch.float32, torch.bfloat16):
@@ -57,7 +55,7 @@ def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dic
     }
 
     def hashing(part: torch.Tensor) -> dict[str, Callable[[], object]]:
-        return {name: lambda encoder=encoder: encode_with(encoder, part) for name, encoder in encoders.items()}
+        return {name: functools.partial(encode_with, encoder, part) for name, encoder in encoders.items()}
 
     model = describe(LlamaConfig(num_attention_heads=HEADS * GROUP, num_key_value_heads=HEADS, head_dim=dim))
     calibrated = LayerProjection(
@@ -107,13 +105,13 @@ def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dic
 
 
 def interleaved(kinds: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, run in turn."""
+    """Median seconds of each; all run in turn."""
     times: dict[str, list[float]] = {name: [] for name in kinds}
     for repeat in range(repeats + 1):
         for name, run in kinds.items():
             began = time.perf_counter()
             run()
-            if repeat:  # the first one warms up
+            if repeat:  # the first round warms up
                 times[name].append(time.perf_counter() - began)
     return {name: statistics.median(each) for name, each in times.items()}
 

@@ -1,4 +1,4 @@
-"""What the parts of BPC are worth: needles asked for with and without each, the hard way.
+"""What each part of BPC is worth: questions about hidden facts with and without it, in the hard setting.
 
 python benchmarks/needles.py --output needles.json
 """
@@ -9,29 +9,28 @@ import random
 from pathlib import Path
 from typing import Any
 
+import calibrated
 import report
 
-from bpc_artifacts import load
-from bpc_calib import BPCCache, calibrate, describe, enable, make_plan
+from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation import HARD
 from bpc_calib.evaluation.evaluate import ask, hide_all
 from bpc_calib.evaluation.statistics import share
 from bpc_calib.evaluation.tasks import needle
 from bpc_calib.models.loading import load_model, load_tokenizer
 
+TINY = {"tokens": 512, "prompts": 2, "budgets": [0.02]}
+
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--artifact", "-a", type=Path, help="without one, the model is calibrated on made text")
+    parser.add_argument("--artifact", "-a", type=Path, help="default: calibrate on made text")
     parser.add_argument("--facts", type=int, default=8)
-    arguments = parser.parse_args()
+    arguments = report.parse(parser, **TINY)
 
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
-    if arguments.artifact:
-        artifact = load(arguments.artifact)
-    else:
-        plan = make_plan(describe(model.config), samples=180, sequence_length=2048)
-        artifact = calibrate(model, tokenizer, ["demo"], plan)
+    plan = {"samples": 2 if arguments.tiny else 180, "sequence_length": 128 if arguments.tiny else 2048}
+    artifact = calibrated.projections(arguments.artifact, model, tokenizer, ["demo"], **plan)
     enable(model)
     variants: dict[str, dict[str, Any]] = {
         "BPC": {},
@@ -47,19 +46,18 @@ def main() -> None:
             makers[name, budget] = functools.partial(BPCCache, model.config, **rules)
     problems = [needle(random.Random(f"{arguments.seed}/{i}"), facts=arguments.facts) for i in range(arguments.prompts)]
     rows = run(arguments, model, tokenizer, problems, makers)
-    settings = {name: getattr(arguments, name) for name in ("tokens", "facts", "prompts", "budgets", "seed")}
+    settings = report.settings(arguments, ("tokens", "facts", "prompts", "budgets", "seed"))
     report.write(arguments.output, {"settings": settings, "artifact": artifact.metadata["algorithm"], "rows": rows})
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """With what every benchmark of needles takes."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A parser with the arguments of every benchmark that hides facts."""
+    parser = report.make_parser(description)
     parser.add_argument("--model", "-m", default="demo")
     parser.add_argument("--tokens", type=int, default=2048, help="of a prompt")
     parser.add_argument("--prompts", type=int, default=300)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.005])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", "-o", type=Path)
     return parser
 
 
@@ -71,7 +69,7 @@ def run(
     makers: dict[Any, Any],
     style: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Ask with every cache, print a line and return a row for each."""
+    """Ask all questions with every cache; print a line and return a row for each cache."""
     drawn = [random.Random(f"{arguments.seed}/text/{i}") for i in range(len(problems))]
     asked = hide_all(problems, tokenizer, arguments.tokens, drawn, [None] * len(problems), style)
     rows = []

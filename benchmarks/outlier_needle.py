@@ -1,7 +1,7 @@
-"""Does the error-aware safeguard find what the rest of a prompt does not resemble?
+"""Does the error-aware safeguard find a fact that is unlike the rest of the prompt?
 
-One fact with digits in made prose without any: projections found online in such a prompt fit its prose, and code the
-digits badly. Asked as in needles.py, with the safeguard and without.
+One fact with digits is hidden in made prose that has none. Projections found online in such a prompt fit its prose and
+code the digits badly. The questions are those of needles.py, with the safeguard and without.
 
     python benchmarks/outlier_needle.py --output outlier_needle.json
 """
@@ -11,7 +11,7 @@ import random
 from typing import Any
 
 import report
-from needles import make_parser, run
+from needles import TINY, make_parser, run
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation import HARD
@@ -20,7 +20,7 @@ from bpc_calib.models.loading import load_model, load_tokenizer
 
 
 def main() -> None:
-    arguments = make_parser(__doc__).parse_args()
+    arguments = report.parse(make_parser(__doc__), **TINY)
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     enable(model)
     makers: dict[Any, Any] = {("full attention", 1.0): lambda: BPCCache(model.config, budget=1.0, dense_layers=())}
@@ -33,7 +33,7 @@ def main() -> None:
                     makers[name, budget] = functools.partial(BPCCache, model.config, **rules)
     problems = [single(random.Random(f"outlier {arguments.seed}/{i}")) for i in range(arguments.prompts)]
     rows = run(arguments, model, tokenizer, problems, makers, style="prose")
-    settings = {name: getattr(arguments, name) for name in ("tokens", "prompts", "budgets", "seed")}
+    settings = report.settings(arguments, ("tokens", "prompts", "budgets", "seed"))
     report.write(arguments.output, {"settings": settings, "rows": rows})
 
 

@@ -1,16 +1,14 @@
 """Does the position shift let short samples serve long contexts?
 
-Calibrates on short samples without a shift, with offsets drawn evenly up to the model's limit, and with the
-offsets of `bpc calibrate`, denser towards 0; and on samples as long as a context. Then asks in contexts of
-several lengths how many of the true best 2 % of the keys are among the best 2 % by codes.
+Calibrates on short samples without a shift, with offsets spread evenly up to the model's limit, and with the
+offsets of `bpc calibrate`, denser towards 0; and on samples as long as a context. Then counts, in contexts of
+several lengths, how many of the true best 2 % of the keys are among the best 2 % by codes.
 
     python benchmarks/position_shift.py --output position_shift.json
 """
 
-import argparse
 import random
 import sys
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -25,11 +23,12 @@ from bpc_calib.models.observation import observing
 from bpc_calib.text.corpora import expand, open_corpus
 from bpc_calib.text.samples import draw_samples
 
-QUERIES = 64  # the last positions of a context ask, the positions before them are ranked
+QUERIES = 64  # the queries of the last positions rank the keys of all positions before them
+TEST_TOKENS = 24_576  # of each length of context
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--model", "-m", default="demo")
     parser.add_argument("--corpus", nargs="+", default=["demo"])
     parser.add_argument("--short", type=int, default=256, help="tokens of a short sample")
@@ -37,8 +36,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=180)
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192], help="their lengths")
     parser.add_argument("--budget", type=float, default=0.02)
-    parser.add_argument("--output", "-o", type=Path)
-    arguments = parser.parse_args()
+    arguments = report.parse(parser, short=64, long=128, samples=4, contexts=[256])
 
     config, commit = load_config(arguments.model)
     model = load_model(arguments.model, revision=commit)
@@ -48,11 +46,15 @@ def main() -> None:
     limit = description.context_limit or max(arguments.contexts)
 
     def text(samples: int, length: int, seed: int) -> Tensor:
-        sizes = {"samples": samples, "sequence_length": length, "vocab_size": description.vocab_size}
-        return draw_samples(corpora, tokenizer, seed=seed, **sizes)[0]
+        vocabulary = description.vocab_size
+        drawn, _ = draw_samples(
+            corpora, tokenizer, samples=samples, sequence_length=length, seed=seed, vocab_size=vocabulary
+        )
+        return drawn
 
-    # Another seed gives other text than calibration saw, but for what a small corpus repeats.
-    contexts = {n: [watch(model, each) for each in text(max(4, 24_576 // n), n, 1)] for n in arguments.contexts}
+    # Another seed gives text that calibration did not see, unless the corpus is small and repeats itself.
+    total = 1024 if arguments.tiny else TEST_TOKENS
+    contexts = {n: [watch(model, each) for each in text(max(4, total // n), n, 1)] for n in arguments.contexts}
     count, short, long = arguments.samples, arguments.short, arguments.long
     evenly = [int((limit - short + 1) * (i + 0.5) / count) for i in range(count)]
     random.Random(0).shuffle(evenly)
@@ -63,10 +65,10 @@ def main() -> None:
         f"{long} tokens, no shift": (long, [0] * count),
         f"{long} tokens, shifted": (long, shift_offsets(count, long, limit, random.Random(0))),
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (length, offsets) in plans.items():
         print(f"calibrating on {name} ...", file=sys.stderr)
-        positions = spread_positions(count, length, count * short, random.Random(0))  # as many keys in every plan
+        positions = spread_positions(count, length, count * short, random.Random(0))  # the same number in every plan
         keys, _ = collect_keys(model, description, text(count, length, 0), positions=positions, offsets=offsets)
         projections = {layer: decompose(each).projection for layer, each in keys.items()}
         for gain in (False, True):
@@ -84,7 +86,7 @@ def main() -> None:
     for row in rows:
         figures = "".join(f"{value:>8.3f}" for value in row["recall_by_context"].values())
         print(f"{row['calibrated_on']:<28} {'on' if row['gain'] else 'off':<5}{figures}")
-    settings = {name: getattr(arguments, name) for name in ("short", "long", "samples", "contexts", "budget")}
+    settings = report.settings(arguments, ("short", "long", "samples", "contexts", "budget"))
     report.write(arguments.output, {"model": description.id, "limit": limit, "settings": settings, "rows": rows})
 
 
@@ -105,7 +107,7 @@ def recall(queries: Tensor, keys: Tensor, projection: Tensor, budget: float, gai
     """Share of the true best keys among the best by codes, mean over query heads and queries."""
     k = int(budget * keys.shape[1])
     encoded = encode(keys, projection)
-    # One query at a time shares its scale with its group, as in decoding.
+    # Each query shares its scale with its group alone, as in decoding.
     quantized = quantize_query(queries.movedim(2, 0), projection)
     scores = hash_scores(quantized, encoded.codes, encoded.gain if gain else None)  # [QUERIES, kv_heads, G, N]
     truth = queries.movedim(2, 0).float() @ keys.float().mT

@@ -1,9 +1,9 @@
-"""The study behind the defaults: every step of the method alone and together, at the same bytes, on one model.
+"""The study behind the defaults: the steps of the method alone and together, at the same bytes, on one model.
 
     python benchmarks/projections.py -m demo --prompts 300 --output projections_demo_2048.json
 
-Needles are asked in the hard setting (no dense layer, no lower bound on the tokens attended), and text is forced token
-by token; see docs/projections.md for the tables this makes.
+Questions about hidden facts are asked in the hard setting (no dense layer, no lower bound on the tokens attended), and
+text is forced token by token; docs/projections.md has the tables.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import rankings
@@ -39,11 +38,24 @@ from bpc_calib.text.samples import draw_samples
 BEST = PROJECTION_METHODS["score-aware"]
 PAPER = PROJECTION_METHODS["paper"]
 EIGHT = replace(PAPER, name="8 steps", iterations=8, shift=True)
+TINY = {  # every kind of layer once
+    "parts": ["headline", "others", "groups", "searches", "ranks", "shares", "top-p"],
+    "only": [
+        "exact", "as in the paper", "score-aware", "random keys", "PCA + sign + gain", "online", "softmax",
+        "descent, parallel error weighs 3", "beam of 8", "score + 0.2 error", "budget by layer", "top-p 0.8",
+    ],
+    "length": 512,
+    "prompts": 1,
+    "texts": 1,
+    "budgets": [0.02],
+    "samples": 2,
+    "sequence_length": 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: how projections are found, from what, and how they rank."""
+    """One row of a table: how projections are found, from which text, and how they rank."""
 
     method: ProjectionMethod | None = BEST  # None: needs no calibration, or is online
     bits: int = 64
@@ -118,7 +130,11 @@ def variants() -> dict[str, dict[str, Variant]]:
     ranks |= {f"safeguard {part}": Variant(rules={"safeguard": part}) for part in (0.05, 0.1, 0.2)}
     # The least safeguard takes no token, but errors are kept.
     ranks |= {f"score + {part} error": Variant(layer=bounds[part], rules={"safeguard": 1e-9}) for part in bounds}
-    forms = (("one step, no gain", PAPER, plain), ("8 steps + gain", EIGHT, {}), ("score-aware", BEST, {}))
+    forms: tuple[tuple[str, ProjectionMethod, dict[str, Any]], ...] = (
+        ("one step, no gain", PAPER, plain),
+        ("8 steps + gain", EIGHT, {}),
+        ("score-aware", BEST, {}),
+    )
     bits = {
         f"{name}, {count} bits": Variant(method, bits=count, rules=rules)
         for count in (32, 64, 128)
@@ -162,22 +178,23 @@ def variants() -> dict[str, dict[str, Variant]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--model", "-m", default="demo")
     parser.add_argument("--parts", nargs="+", default=["headline"], choices=list(variants()))
-    parser.add_argument("--only", nargs="+", help="variants of these names only")
+    parser.add_argument("--only", nargs="+", help="only the variants of these names")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=300)
-    parser.add_argument("--texts", type=int, default=32, help="pieces of text for recall, mass, best key and cosine")
+    parser.add_argument(
+        "--texts", type=int, default=32, help="texts on which recall, mass, best kept and cosine are measured"
+    )
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.0025, 0.005, 0.01, 0.02, 0.05])
-    parser.add_argument("--corpus", default="demo", help="of calibration and test, in different pieces")
-    parser.add_argument("--foreign", default="", help="the corpus unlike it")
-    parser.add_argument("--samples", type=int, default=64, help="of the calibration")
-    parser.add_argument("--sequence-length", type=int, default=2048, help="of the calibration")
-    parser.add_argument("--keys-per-head", type=int, default=16384, help="of the calibration")
+    parser.add_argument("--corpus", default="demo", help="for calibration and test, in different pieces")
+    parser.add_argument("--foreign", default="", help="the corpus of the part `foreign`")
+    parser.add_argument("--samples", type=int, default=64, help="of calibration text")
+    parser.add_argument("--sequence-length", type=int, default=2048, help="of these samples, in tokens")
+    parser.add_argument("--keys-per-head", type=int, default=16384, help="kept in calibration")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", "-o", type=Path)
-    arguments = parser.parse_args()
+    arguments = report.parse(parser, **TINY)
 
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     makers: dict[Any, Callable[[], BPCCache]] = {
@@ -198,16 +215,13 @@ def main() -> None:
     choices(model, tokenizer, arguments, makers, rows)
     for row in rows.values():
         print({name: value["value"] if isinstance(value, dict) else value for name, value in row.items()})
-    settings = {
-        name: getattr(arguments, name)
-        for name in ("length", "prompts", "texts", "corpus", "samples", "sequence_length", "keys_per_head", "seed")
-    }
-    settings["corpus"] = report.without_folder(arguments.corpus)
+    names = ("length", "prompts", "texts", "corpus", "samples", "sequence_length", "keys_per_head", "seed")
+    settings = report.settings(arguments, names) | {"corpus": report.without_folder(arguments.corpus)}
     report.write(arguments.output, {"settings": settings | HARD, "rows": list(rows.values())})
 
 
 class Calibrations:
-    """Projections by method and text; what a pass over the text gives is kept for the next method."""
+    """Projections by method and text; the keys of each text are collected once."""
 
     def __init__(self, model: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
         self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
@@ -251,7 +265,7 @@ class Calibrations:
         return {layer: rankings.linear(variant.linear, keys, variant.bits) for layer, keys in collected.keys.items()}
 
     def shares(self) -> dict[int, float]:
-        """A budget for every layer, of mean 1: what the exact best 2 % leave of the attention of calibration text."""
+        """A share of the budget for every layer, of mean 1: the attention mass that the exact best 2 % miss on text."""
         model, arguments = self.model, self.arguments
         corpora = [open_corpus(spec) for spec in expand([arguments.corpus])]
         texts, _ = draw_samples(
@@ -273,7 +287,7 @@ class Calibrations:
 
 
 def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
-    """What makes an empty cache of this variant, given a budget."""
+    """A function that makes an empty cache of this variant for a budget."""
     config, rules, layer = calibrate.model.config, HARD | variant.rules, variant.layer
     artifact = None
     if variant.linear is not None:
@@ -290,7 +304,7 @@ def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
 
 
 def needles(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: Any, rows: Any) -> None:
-    """Right answers, as `bpc eval --task needle` asks."""
+    """Right answers to the questions of `bpc eval --tasks needle`."""
     if not arguments.prompts:
         return
     length, count = arguments.length, arguments.prompts
@@ -303,7 +317,7 @@ def needles(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: A
 
 
 def choices(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: Any, rows: Any) -> None:
-    """What each choice keeps of full attention where text is forced token by token."""
+    """How much of full attention each choice keeps while text is forced token by token."""
     if not arguments.texts:
         return
     texts, _ = draw_samples(

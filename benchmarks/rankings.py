@@ -1,10 +1,9 @@
-"""Rankings that were tried against BPC's: other codes of as many bytes, other searches, other uses of the same codes.
+"""Rankings compared with BPC's: other codes of the same size, other searches, other uses of the same codes.
 
-Each is a layer that takes the place of BPC's in the same cache. Where a method is free to choose, it gets the better
-choice: queries are not rounded to int8, and the scale of each bit is found by least squares.
+Each is a layer that replaces BPC's in the same cache. Where a method leaves a choice open, it gets the better one:
+queries are not rounded to int8, and least squares finds the scale of each bit.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from bpc_calib.method.selection import sortable
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import SparseLayer
 
-# mean [heads, D], directions [heads, H, D], and what their bits stand for [heads, H, D]
+# The mean [heads, D], the directions [heads, H, D], and the vectors that their bits stand for [heads, H, D].
 Linear = tuple[Tensor, Tensor, Tensor]
 
 
@@ -50,7 +49,7 @@ class LinearLayer(SignsLayer):
 
 
 def linear(kind: str, keys: Tensor, bits: int, seed: int = 0) -> Linear:
-    """`lsh`, `pca`, `itq` or `rabitq` of calibration keys `[heads, N, D]`, `bits` at most `D` but for LSH."""
+    """`lsh`, `pca`, `itq` or `rabitq` of calibration keys `[heads, N, D]`, `bits` at most `D` except for LSH."""
     keys = keys.float()
     heads, _, dim = keys.shape
     mean = torch.zeros(heads, dim) if kind == "lsh" else keys.mean(-2)
@@ -58,12 +57,12 @@ def linear(kind: str, keys: Tensor, bits: int, seed: int = 0) -> Linear:
     generator = torch.Generator().manual_seed(seed)
     if kind == "lsh":
         directions = torch.randn(bits, dim, generator=generator).expand(heads, -1, -1)
-    elif kind == "rabitq":  # a random rotation, of which as many directions as there are bits are kept
+    elif kind == "rabitq":  # the first `bits` directions of a random rotation
         directions = torch.linalg.qr(torch.randn(dim, dim, generator=generator)).Q[:bits].expand(heads, -1, -1)
     else:
         vectors = torch.linalg.eigh(centred.double().mT @ centred.double()).eigenvectors.float()
         directions = vectors[..., -bits:].mT
-        if kind == "itq":  # Gong and Lazebnik 2011: turn the components until their signs fit them best
+        if kind == "itq":  # Gong and Lazebnik 2011: rotate the components until their signs fit them best
             components = centred @ directions.mT
             turn = torch.linalg.qr(torch.randn(directions.shape[-2], directions.shape[-2], generator=generator)).Q
             turn = turn.expand(heads, -1, -1)
@@ -83,7 +82,7 @@ def linear(kind: str, keys: Tensor, bits: int, seed: int = 0) -> Linear:
 
 
 class DescentLayer(BPCLayer):
-    """After the greedy pass, every bit is turned over where that lowers the error, three times over all bits.
+    """After the greedy pass, flip each bit if that lowers the error, three times over all bits.
 
     `PARALLEL` above 1 weighs the part of the error along the key itself more, as ScaNN does (Guo et al. 2020).
     """
@@ -98,8 +97,8 @@ class DescentLayer(BPCLayer):
         bits = encoder.matrix.shape[-1]
         norm = (keys * along).sum(-1)
         scores, signs = keys @ encoder.matrix, unpack_codes(greedy.codes, bits)
-        left = scores - signs @ encoder.gram  # of the residual, with each row
-        parallel = norm - (signs * scores).sum(-1)  # of the residual, with the key
+        left = scores - signs @ encoder.gram  # product of the residual with each row
+        parallel = norm - (signs * scores).sum(-1)  # product of the residual with the key
         extra = (cls.PARALLEL - 1) / norm.clamp(min=1e-20)
         for bit in list(range(bits)) * cls.SWEEPS:
             sign, score = signs[..., bit], scores[..., bit]
@@ -114,7 +113,7 @@ class DescentLayer(BPCLayer):
 
 
 class BeamLayer(BPCLayer):
-    """Of the eight best codes of the first bits, both continuations are tried, and the eight best kept."""
+    """Try both values of the next bit for each of the eight best codes so far, and keep the eight best."""
 
     WIDTH = 8
 
@@ -151,10 +150,10 @@ def _encoded(encoder: Encoder, scores: Tensor, signs: Tensor, squared_norm: Tens
 
 
 class ErrorBoundLayer(BPCLayer):
-    """The score and a share of the stored error times the length of the query: an upper bound of a kind."""
+    """The score plus a share of the stored error times the length of the query: a kind of upper bound."""
 
     choose = SparseLayer.choose  # by rank
-    SHARE = 0.1  # of the error that counts; the safeguard must be above 0, for errors to be kept
+    SHARE = 0.1  # of the error; errors are stored only with a safeguard above 0
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         scores = self.estimates(query, visible)
@@ -162,7 +161,7 @@ class ErrorBoundLayer(BPCLayer):
         return ranked(self, scores + self.SHARE * query.float().norm(dim=-1, keepdim=True) * error, visible)
 
     def scores(self, query: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
-        """int32 `[batch, kv_heads, G, N]`, and the scale of the query `[batch, kv_heads]`."""
+        """Scores, int32 `[batch, kv_heads, G, N]`, and the scale of the query `[batch, kv_heads]`."""
         asked, length = quantize_query(query, self.hash(visible)), self.get_seq_length()
         gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
         return hash_scores(asked, self.buffers["codes"][:, :, :length], gain), asked.scale
@@ -187,7 +186,7 @@ class SoftmaxLayer(ErrorBoundLayer):
 
 
 class LayerShareLayer(BPCLayer):
-    """Another budget in every layer, of the same mean."""
+    """A different budget in every layer, with the same mean."""
 
     shares: dict[int, float]
 
@@ -196,10 +195,10 @@ class LayerShareLayer(BPCLayer):
 
 
 class TopPLayer(SoftmaxLayer):
-    """As many tokens as the estimated softmax needs to reach a share `P`, in every head and step another number."""
+    """As many tokens as the estimated softmax needs to reach a share `P`: a different number in every head and step."""
 
     P = 0.9
-    taken = steps = 0
+    taken, steps = 0.0, 0
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         scores, scale = self.scores(query, visible)
@@ -218,6 +217,6 @@ class TopPLayer(SoftmaxLayer):
         return round(self.taken / max(1, self.steps) * token) + self.ranking_bytes(length)
 
 
-def subclass(layer: type[Any], **values: Any) -> Callable[..., Any]:
-    """A layer with other constants."""
+def subclass(layer: type[Any], **values: Any) -> type[Any]:
+    """A subclass of a layer with other constants."""
     return type(layer.__name__, (layer,), values)

@@ -1,17 +1,42 @@
-"""What every benchmark writes beside its figures: the command, the machine, the versions, the commit."""
+"""What every benchmark shares: its arguments, and the JSON that it writes."""
 
+import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from bpc_calib.bench.machine import machine, without_folder
 
-__all__ = ["machine", "without_folder", "write"]
+__all__ = ["machine", "make_parser", "parse", "settings", "without_folder", "write"]
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the arguments of every benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", "-o", type=Path, help="write the result to this file, as JSON")
+    parser.add_argument("--tiny", action="store_true", help="check the script in seconds: the figures mean nothing")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, **tiny: Any) -> argparse.Namespace:
+    """The arguments; `--tiny` replaces the defaults by those of `tiny`."""
+    if parser.parse_args().tiny:
+        parser.set_defaults(**tiny)
+    return parser.parse_args()
+
+
+def settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The arguments of these names."""
+    return {name: getattr(arguments, name) for name in names}
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write `result` with the machine and the command as JSON; paths in the command lose their folders."""
+    """Write `result` with the command, the machine, the versions and the commit as JSON.
+
+    Paths in the command lose their folders.
+    """
     if path is None:
         return
     words = [without_folder(word) for word in sys.argv]

@@ -1,45 +1,40 @@
 """Does a long answer stay as fast as it began, and does its cache grow by the new tokens alone?
 
-Decodes greedily after a random prompt, with BPC and with the model's own cache, and prints the median time of a token
-in each block of tokens, and the bytes that the cache has allocated and those of the tokens in it.
+Decodes greedily after a random prompt, with BPC and with the model's own cache. Prints the median time per token in
+each block of tokens, the bytes that the cache has allocated and the bytes of the tokens in it.
 
     python benchmarks/steady_decode.py --output steady_decode.json
 """
 
-import argparse
 import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import calibrated
 import report
 import torch
 
-from bpc_artifacts import load
-from bpc_calib import BPCCache, calibrate, describe, enable, make_plan
+from bpc_calib import BPCCache, enable
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.make_parser(__doc__)
     parser.add_argument("--model", "-m", default="demo")
-    parser.add_argument("--artifact", "-a", type=Path, help="without one, the model is calibrated on made text")
+    parser.add_argument("--artifact", "-a", type=Path, help="default: calibrate on made text")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--new", type=int, default=2048, help="tokens")
     parser.add_argument("--block", type=int, default=256, help="tokens")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", "-o", type=Path)
-    arguments = parser.parse_args()
+    arguments = report.parse(parser, prompt=256, new=8, block=4, repeats=1)
 
     from transformers import DynamicCache
 
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
-    if arguments.artifact:
-        artifact = load(arguments.artifact)
-    else:
-        plan = make_plan(describe(model.config), samples=60, sequence_length=2048)
-        artifact = calibrate(model, tokenizer, ["demo"], plan)
+    plan = {"samples": 2 if arguments.tiny else 60, "sequence_length": 128 if arguments.tiny else 2048}
+    artifact = calibrated.projections(arguments.artifact, model, tokenizer, ["demo"], **plan)
     enable(model)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, arguments.prompt), generator=generator)
@@ -49,21 +44,21 @@ def main() -> None:
         "full attention": lambda: DynamicCache(config=model.config),
     }.items():
         runs = [decode(model, make(), prompt, arguments.new) for _ in range(arguments.repeats)]
-        # Block by block: the median over repeats of the block's median.
+        # For each block, the median over repeats of the median over its tokens.
         edges = list(pairwise(range(0, arguments.new + 1, arguments.block)))
         times = [median(median(run["seconds"][a:b]) for run in runs) * 1e3 for a, b in edges]
         row = {"cache": name, "milliseconds_by_block": [round(each, 3) for each in times]}
         row |= {"last_to_first": round(times[-1] / times[0], 3), **runs[0]["bytes"]}
         rows.append(row)
-        print(f"{name}: ms a token by blocks of {arguments.block}: " + " ".join(f"{each:.2f}" for each in times))
-        print(f"  last to first {row['last_to_first']:.2f}; bytes {runs[0]['bytes']}")
-    settings = {name: getattr(arguments, name) for name in ("prompt", "new", "block", "repeats")}
+        print(f"{name}: ms per token, in blocks of {arguments.block}: " + " ".join(f"{each:.2f}" for each in times))
+        print(f"  last block / first {row['last_to_first']:.2f}; bytes {runs[0]['bytes']}")
+    settings = report.settings(arguments, ("prompt", "new", "block", "repeats"))
     report.write(arguments.output, {"settings": settings, "rows": rows})
 
 
 @torch.inference_mode()
 def decode(model: Any, cache: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
-    """Seconds of each new token, and bytes of the cache before and after."""
+    """Seconds per new token, and the bytes of the cache before and after."""
     token = model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
     before = allocated(cache)
     seconds = []
@@ -81,7 +76,7 @@ def allocated(cache: Any) -> int:
 
 
 def in_use(cache: Any) -> int:
-    """Of these, the bytes of cached tokens."""
+    """Bytes of the cached tokens, without spare room."""
     length = cache.get_seq_length()
     return sum(buffer[:, :, :length].numel() * buffer.element_size() for buffer in _buffers(cache))
 

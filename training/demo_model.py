@@ -1,10 +1,11 @@
-"""Train the small Llama that comes with the package: from nothing, on made text, on a CPU.
+"""Train the small Llama that comes with the package: from random weights, on made text, on a CPU.
 
     python training/demo_model.py FOLDER
     python training/demo_model.py FOLDER --layers 3 --kv-heads 1 --head-dim 128   # the second model of the study
 
-Seeded, and resumed where it was stopped when it is run again. Every sequence is filler with facts, and questions
-about them further on; the curriculum goes from short and dense to long and sparse. No attention head is preset.
+Training is seeded; a run that was stopped goes on where it stopped when it is started again. Every sequence is filler
+with facts, and questions about them further on; the stages go from short and dense to long and sparse. `--tiny` checks
+the script in seconds.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +37,7 @@ SAVE_EVERY = 100  # steps
 
 @dataclass(frozen=True)
 class Stage:
-    """`steps` batches of `batch` sequences of `length` tokens, a question every `spacing` tokens or fewer."""
+    """`steps` batches of `batch` sequences of `length` tokens, with one question per `spacing` tokens (from, to)."""
 
     steps: int
     length: int
@@ -61,7 +63,8 @@ STAGES = (
     Stage(300, 8192, 1, (120, 400), MIXED, near=0.1, distinct=True),
 )
 DECAY_TO, DECAYING = 3580, 0.6  # linear to zero at that step, over this share of the steps before it
-LAST_RATE = 0.25  # the last stage begins anew, at this share of the rates
+LAST_RATE = 0.25  # the last stage begins again, at this share of the rates
+TINY = (Stage(2, 64, 2, (31, 32), MIXED, drills=0.5), Stage(1, 512, 1, (35, 100), MIXED, near=0.1, distinct=True))
 
 
 def main() -> None:
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2, help="of 4 query heads")
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--tiny", action="store_true", help="three steps on short sequences, to check the script")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
 
@@ -80,21 +84,22 @@ def main() -> None:
     optimizers = make_optimizers(model)
     checkpoint = arguments.folder / "checkpoint.safetensors"
     step = resume(checkpoint, model, optimizers) if checkpoint.exists() else 0
-    stages = [stage for stage in STAGES for _ in range(stage.steps)]
+    stages = TINY if arguments.tiny else STAGES
+    steps = [stage for stage in stages for _ in range(stage.steps)]
     began = time.perf_counter()
-    while step < len(stages):
+    while step < len(steps):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * schedule(step)
-        stage = stages[step]
+                group["lr"] = group["initial_lr"] * schedule(step, stages)
+        stage = steps[step]
         made = [sequence(random.Random(f"{arguments.seed}/{step}/{i}"), tokenizer, stage) for i in range(stage.batch)]
         ids, weights, answers = (torch.stack(parts) for parts in zip(*made, strict=True))
         loss, right = train(model, optimizers, ids, weights, answers)
         step += 1
-        if step % 20 == 0 or step == len(stages):
+        if step % 20 == 0 or step == len(steps):
             line = {
                 "step": step,
-                "of": len(stages),
+                "of": len(steps),
                 "length": stage.length,
                 "loss": round(loss, 4),
                 "answers": round(right, 4),
@@ -103,7 +108,7 @@ def main() -> None:
             print(json.dumps(line), flush=True)
             with open(arguments.folder / "log.jsonl", "a") as log:
                 print(json.dumps(line), file=log)
-        if step % SAVE_EVERY == 0 or step == len(stages):
+        if step % SAVE_EVERY == 0 or step == len(steps):
             save(checkpoint, model, optimizers, step)
     model.to(torch.bfloat16).save_pretrained(arguments.folder)
     tokenizer.save_pretrained(arguments.folder)
@@ -155,18 +160,22 @@ def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def schedule(step: int) -> float:
-    """The share of the learning rates: a warm-up, then linear decay, once more for the longest sequences."""
-    left = sum(stage.steps for stage in STAGES) - step
-    if left <= STAGES[-1].steps:
-        return LAST_RATE * left / STAGES[-1].steps
+def schedule(step: int, stages: Sequence[Stage]) -> float:
+    """The factor of the learning rates: a warm-up, a linear decay, and another decay for the longest sequences."""
+    left = sum(stage.steps for stage in stages) - step
+    if left <= stages[-1].steps:
+        return LAST_RATE * left / stages[-1].steps
     return min(1.0, (step + 1) / WARM_UP, (1 - step / DECAY_TO) / DECAYING)
 
 
 def train(
-    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], ids: Tensor, weights: Tensor, answers: Tensor
+    model: transformers.LlamaForCausalLM,
+    optimizers: list[torch.optim.Optimizer],
+    ids: Tensor,
+    weights: Tensor,
+    answers: Tensor,
 ) -> tuple[float, float]:
-    """One step; returns the weighted loss and the share of the answers' tokens that were right."""
+    """Take one step; return the weighted loss and the share of the answers' tokens that were right."""
     model.set_attn_implementation("eager" if ids.shape[1] <= 257 else "sdpa")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
@@ -183,14 +192,14 @@ def train(
 
 
 def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, stage: Stage) -> tuple[Tensor, ...]:
-    """int64 ids `[length + 1]`, and for every token but the first its weight and whether it is of an answer."""
+    """int64 ids `[length + 1]`; for every token but the first its weight, and whether it belongs to an answer."""
     if rng.random() < stage.drills:
         return drill(rng, tokenizer, stage.length)
     low, high = stage.spacing
     spacing = math.exp(rng.uniform(math.log(low), math.log(high)))
     asked = problems(rng, stage, max(1, round(stage.length / spacing)))
-    # Mostly all that is asked for is stated before the first question: where few facts are open at a time, the newest
-    # of them is a good guess, and nothing else would be learnt.
+    # In most sequences all facts come before the first question: with few open facts the newest is a good guess, and
+    # the model would learn nothing else.
     end = 0.5 if rng.random() < 0.8 else 1.0
     events: list[tuple[float, str, str]] = []  # when, text, answer behind it
     for problem in asked:
@@ -202,7 +211,7 @@ def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast
     texts = [text for _, *pair in events for text in pair]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
     room = stage.length - sum(map(len, encoded))
-    # Filler is dealt out between the events by chance.
+    # Filler is spread between the events at random.
     gaps = sorted(rng.random() for _ in range(len(events)))
     said = filler_ids(rng, tokenizer, max(room, 0))
     cuts = [round(gap * len(said)) for gap in gaps]
@@ -216,7 +225,7 @@ def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast
     start = 0
     for i, cut in enumerate(cuts):
         add([token for sentence in said[start:cut] for token in sentence], FILLER_WEIGHT, False)
-        add(encoded[2 * i], STATED_WEIGHT, False)  # names and numbers drawn by chance: hardly anything to learn
+        add(encoded[2 * i], STATED_WEIGHT, False)  # random names and numbers: hardly anything to learn
         add(encoded[2 * i + 1], 1.0, True)
         start = cut
     add([token for sentence in said[start:] for token in sentence], FILLER_WEIGHT, False)
@@ -227,9 +236,9 @@ def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast
 
 
 def drill(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, length: int) -> tuple[Tensor, ...]:
-    """Tokens said again and again, often so few different ones that the last alone does not tell the next.
+    """A repeated run of tokens, often of so few different ones that the last token alone does not predict the next.
 
-    The period changes from sequence to sequence: only the content tells where to look.
+    The period differs between sequences: only the content shows where to look.
     """
     words = range(tokenizer.vocab_size // 3, tokenizer.vocab_size)
     few = rng.sample(words, round(4 * 100 ** rng.random()))
@@ -244,10 +253,10 @@ def drill(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, l
 
 
 def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
-    """So many questions, a fact never asked for twice.
+    """`count` questions, no two about the same fact.
 
-    Mostly all facts of a sequence are of one attribute, else the attribute would tell enough of them apart and names
-    would never be learnt; now and then all names share a few words, so that both words of a name count.
+    In most sequences all facts share one attribute; otherwise the attribute would tell most facts apart and the model
+    would never learn names. In some, all names share a few words, so that both words of a name count.
     """
     attributes = [rng.choice(ATTRIBUTES)] if rng.random() < 0.7 else list(ATTRIBUTES)
     near = rng.random() < stage.near
@@ -282,7 +291,7 @@ def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
 
 
 def filler_ids(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, room: int) -> list[list[int]]:
-    """Sentences of at most `room` tokens together."""
+    """Sentences with at most `room` tokens in total."""
     said: list[list[int]] = []
     sentences = filler(rng)
     left = room

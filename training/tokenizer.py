@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: a token a word of the made text, two digits at a time, bytes for everything else."""
+"""The demo model's tokenizer: one token per word of the made text or two digits, and bytes for everything else."""
 
 import random
 import re
@@ -15,10 +15,10 @@ PATTERN = r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]+|\s"
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """The same every time; prepends BOS."""
+    """The same tokenizer every time; it prepends BOS."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     entries = dict.fromkeys((*SPECIAL, *alphabet, *vocabulary()))
-    # Without merges, a word that is no entry falls to its bytes.
+    # Without merges, a word outside the vocabulary becomes its bytes.
     raw = Tokenizer(models.BPE(vocab={entry: i for i, entry in enumerate(entries)}, merges=[], ignore_merges=True))
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -40,7 +40,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def vocabulary() -> list[str]:
-    """Every word that the made text and the tasks say, sorted, in the byte-level spelling."""
+    """Every word in the made text and the tasks, sorted, in the byte-level spelling."""
     rng = random.Random(0)
     counts: Counter[str] = Counter()
     for style in made_text.STYLES.values():

@@ -1,0 +1,113 @@
+"""The tables of docs/measurements.md."""
+
+from typing import Any
+
+from markdown_table import Results, table
+
+__all__ = [
+    "calibration_time",
+    "needles_made_text",
+    "needles_real_text",
+    "outlier_needle",
+    "shift_made_text",
+    "shift_real_text",
+    "steady_decode",
+]
+
+LABELS = {
+    "full attention": "full attention",
+    "exact best": "the exact best tokens",
+    "by chance": "random tokens",
+    "BPC": "BPC",
+    "BPC, no gain": "BPC without the gain",
+    "BPC, no safeguard": "BPC without the safeguard",
+    "BPC online": "BPC online",
+    "BPC online, no gain": "BPC online, without the gain",
+}
+
+
+def shift_made_text(results: Results) -> str:
+    """Recall with and without the position shift."""
+    return _shift(results["position_shift_made_text"])
+
+
+def shift_real_text(results: Results) -> str:
+    """The same on text unlike the training text."""
+    return _shift(results["position_shift_real_text"])
+
+
+def _shift(result: dict[str, Any]) -> str:
+    contexts = result["settings"]["contexts"]
+    lines = []
+    for row in result["rows"]:
+        tokens, rest = row["calibrated_on"].split(" ", 1)
+        figures = [f"{row['recall_by_context'][str(each)]:.3f}" for each in contexts]
+        lines.append([f"{int(tokens):,} {rest}", "on" if row["gain"] else "off", *figures])
+    return table(["calibrated on", "gain", *(f"{each:,} tokens" for each in contexts)], lines)
+
+
+def calibration_time(results: Results) -> str:
+    """Seconds of a calibration, by stage."""
+    result = results["calibration_time"]["result"]
+    stages = result["seconds_by_stage"]
+    return table(
+        ["", "seconds"],
+        [
+            ["the bare forward passes", f"{result['bare_forward_seconds']:.1f}"],
+            ["`bpc calibrate`, from start to file", f"{result['calibrate_seconds']:.1f}"],
+            ["of which loading", f"{stages['load']:.1f}"],
+            ["collecting keys (the forward passes)", f"{stages['keys']:.1f}"],
+            ["decomposing", f"{stages['decompose']:.1f}"],
+        ],
+    )
+
+
+def needles_made_text(results: Results) -> str:
+    """Right answers with and without each part of BPC."""
+    return _needles(results["needles_made_text"], list(LABELS))
+
+
+def needles_real_text(results: Results) -> str:
+    """The same, calibrated on text unlike the training text."""
+    return _needles(results["needles_real_text"], ["BPC", "BPC, no gain", "BPC, no safeguard"])
+
+
+def _needles(result: dict[str, Any], methods: list[str]) -> str:
+    settings = result["settings"]
+    right = {(row["method"], row["budget"]): row["right"] for row in result["rows"]}
+    lines = []
+    for method in methods:
+        everything = right.get((method, 1.0))
+        lines.append([LABELS[method], *(right.get((method, budget), everything) for budget in settings["budgets"])])
+    heads = [f"{100 * budget:g} % ({int(budget * settings['tokens'])} tokens)" for budget in settings["budgets"]]
+    return table(["right answers, of 100", *heads], lines)
+
+
+def outlier_needle(results: Results) -> str:
+    """Right answers by safeguard, bits and gain."""
+    rows = [row for row in results["outlier_needle"]["rows"] if "safeguard" in row]
+    guards = sorted({row["safeguard"] for row in rows})
+    keys = ("gain", "bits", "budget", "safeguard")
+    right = {tuple(row[key] for key in keys): row["right"] for row in rows}
+    lines = [
+        [
+            f"{bits} bits{'' if gain else ' without the gain'}, {100 * budget:g} %",
+            *(right[gain, bits, budget, guard] for guard in guards),
+        ]
+        for gain in (False, True)
+        for bits in (64, 32)
+        for budget in (0.02, 0.005)
+    ]
+    return table(["right answers, of 100", *(f"safeguard {guard:g}" for guard in guards)], lines)
+
+
+def steady_decode(results: Results) -> str:
+    """Time per token at the beginning and at the end of a long answer."""
+    labels = {"BPC, 2 %": "BPC, 2 %, no dense layer"}
+    lines = []
+    for row in results["steady_decode"]["rows"]:
+        times = row["milliseconds_by_block"]
+        label = labels.get(row["cache"], row["cache"])
+        lines.append([label, f"{times[0]:.1f}", f"{times[-1]:.1f}", f"{row['last_to_first']:.2f}"])
+    block = results["steady_decode"]["settings"]["block"]
+    return table(["ms per token", f"first {block}", f"last {block}", "last / first"], lines)

@@ -1,0 +1,180 @@
+"""Every script of benchmarks/ and training/ runs with --tiny and writes what it promises. Times are not judged."""
+
+import json
+import math
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+ALWAYS = {"command", "machine"}
+TESTED = set(
+    "calibration_time demo_model evaluation gpu_suite hashing_time needles outlier_needle pictures position_shift "
+    "projections steady_decode tables".split()
+)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a script in this process, with plain torch, which compiles nothing."""
+    monkeypatch.setenv("BPC_BACKEND", "torch")
+
+    def run(script: str, *words: object) -> None:
+        monkeypatch.syspath_prepend((ROOT / script).parent)
+        monkeypatch.setattr(sys, "argv", [str(ROOT / script), *map(str, words)])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+    return run
+
+
+@pytest.fixture
+def benchmark_result(run, tmp_path):
+    """Run a benchmark with --tiny and return the JSON that it writes."""
+
+    def benchmark_result(name: str) -> dict[str, Any]:
+        run(f"benchmarks/{name}.py", "--tiny", "-o", tmp_path / "result.json")
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert set(result) > ALWAYS
+        assert result["command"] == f"python {name}.py --tiny -o result.json"
+        assert all(math.isfinite(number) for number in numbers(result))
+        return result
+
+    return benchmark_result
+
+
+def numbers(value: Any) -> list[float]:
+    """Every number in a JSON document."""
+    if isinstance(value, dict):
+        return [number for each in value.values() for number in numbers(each)]
+    if isinstance(value, list):
+        return [number for each in value for number in numbers(each)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_needles(benchmark_result):
+    result = benchmark_result("needles")
+    methods = {"full attention", "BPC", "BPC, no gain", "BPC, safeguard 0.1", "BPC online", "BPC online, no gain"}
+    assert {row["method"] for row in result["rows"]} == methods
+    assert all(0 <= row["low"] <= row["value"] == row["right"] / row["of"] <= row["high"] for row in result["rows"])
+
+
+def test_outlier_needle(benchmark_result):
+    result = benchmark_result("outlier_needle")
+    assert [row["method"] for row in result["rows"]][:2] == ["full attention", "32 bits, safeguard 0.0"]
+    assert len(result["rows"]) == 1 + 2 * 2 * 3
+
+
+def test_hashing_time(benchmark_result):
+    rows = benchmark_result("hashing_time")["rows"]
+    assert {row["what"] for row in rows} == {"hashing 512 tokens", "hashing 1 token", "a step after 512 tokens"}
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
+    assert all(row["milliseconds"] > 0 for row in rows)
+
+
+def test_position_shift(benchmark_result):
+    rows = benchmark_result("position_shift")["rows"]
+    assert len(rows) == 5 * 2
+    assert all(0 < row["recall_by_context"]["256"] <= 1 for row in rows)
+
+
+def test_steady_decode(benchmark_result):
+    bpc, full = benchmark_result("steady_decode")["rows"]
+    assert len(bpc["milliseconds_by_block"]) == len(full["milliseconds_by_block"]) == 2
+    assert full["of_its_tokens"] < bpc["of_its_tokens"] <= bpc["at_the_end"]  # codes come on top of keys and values
+
+
+def test_calibration_time(benchmark_result):
+    result = benchmark_result("calibration_time")["result"]
+    assert result["calibrate_seconds"] > result["bare_forward_seconds"] > 0
+    assert set(result["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
+
+
+def test_evaluation(benchmark_result):
+    result = benchmark_result("evaluation")
+    assert result["calibration"]["samples"] == 2
+    assert {row["task"] for row in result["rows"]} == {"text", "needle"}
+    full, *others = (row for row in result["rows"] if row["task"] == "needle")
+    assert (full["method"], full["read"]) == ("full", 1.0)
+    assert all(0 < row["read"] < 1 for row in others)
+
+
+def test_projections(benchmark_result):
+    rows = benchmark_result("projections")["rows"]
+    found = {row["variant"]: row for row in rows}
+    assert found["headline: exact"]["recall"]["value"] == 1 > found["headline: score-aware"]["recall"]["value"]
+    assert {name.split(":")[0] for name in found} > {"others", "groups", "searches", "ranks", "shares", "top-p"}
+    assert all("needle" in row and 0 < row["read"] <= 1 for row in rows)
+
+
+def test_the_demo_model_trains(run, tmp_path):
+    run("training/demo_model.py", tmp_path, "--tiny")
+    (line,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert (line["step"], line["of"], line["length"]) == (3, 3, 512)
+    assert math.isfinite(line["loss"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    logits = model(tokenizer("The door code of amber heron is 402713.", return_tensors="pt").input_ids).logits
+    assert torch.isfinite(logits).all()
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    run("training/demo_model.py", tmp_path, "--tiny")  # goes on after the last step: nothing is left to do
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
+
+
+def test_the_pictures_are_drawn(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    run("benchmarks/pictures.py", "--folder", tmp_path / "pictures")
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+
+
+def gpu_suite(*words: object) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(BENCHMARKS / "gpu_suite.py"), *map(str, words)]
+    return subprocess.run(script, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_nothing_is_measured(tmp_path):
+    ran = gpu_suite("-o", tmp_path / "suite.json")
+    assert (ran.returncode, ran.stdout) == (0, "No NVIDIA GPU here: nothing was measured.\n")
+    parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
+    assert {part["status"] for part in parts.values()} == {"not measured"}
+
+
+@pytest.mark.slow
+def test_the_gpu_suite_runs_in_the_interpreter(tmp_path):
+    ran = gpu_suite("--tiny", "--minutes", 30, "-o", tmp_path / "suite.json")
+    assert ran.returncode == 0, ran.stderr
+    parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
+    measured = {"exactness", "kernels", "encode", "decode", "calibrate"}
+    assert {name for name, part in parts.items() if part["status"] == "measured"} >= measured
+    assert all(row["exact"] for row in parts["exactness"]["rows"])
+
+
+def test_no_script_is_left_out():
+    """A file that does something when it is run has a test here; `tables` has its own in test_tables.py."""
+    found = {
+        path.stem
+        for folder in ("benchmarks", "training")
+        for path in (ROOT / folder).glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    assert found == TESTED
+
+
+def test_mypy_checks_every_script():
+    """mypy takes no pattern of modules: they are listed by name in pyproject.toml."""
+    listed = (ROOT / "pyproject.toml").read_text()
+    missing = [
+        path.name
+        for folder in ("benchmarks", "training")
+        for path in (ROOT / folder).glob("*.py")
+        if f'"{path.stem}"' not in listed
+    ]
+    assert not missing
