@@ -17,12 +17,12 @@ GPU = torch.cuda.is_available()
 
 @pytest.fixture(
     params=[
-        pytest.param("kernels", marks=[pytest.mark.gpu] if GPU else []),
+        pytest.param("triton", marks=[pytest.mark.gpu] if GPU else []),
         pytest.param("cpu", marks=pytest.mark.skipif(GPU, reason="the tensors of these tests are on the GPU here")),
     ]
 )
 def pipeline(request):
-    return importlib.import_module(f"bpc_calib.{request.param}.pipeline")
+    return importlib.import_module(f"bpc_calib.backends.{request.param}.pipeline")
 
 
 def skip_unserved(pipeline, dtype):

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import BPCError, InputError, choose, hash_scores, quantize_query
+from bpc_calib import BPCError, InputError, hash_scores, quantize_query
 from bpc_calib.backends.dispatch import backend
 from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
 from bpc_calib.bench import dense as dense_forms
@@ -21,6 +21,7 @@ from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
 from bpc_calib.bench.machine import cache_bytes, machine
 from bpc_calib.bench.shapes import random_artifact, random_model, shape_config
+from bpc_calib.method import choosing
 from bpc_calib.runtime.cache import BPCCache
 from bpc_cli.bench_tables import show
 
@@ -142,21 +143,21 @@ def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
 
 def test_a_step_of_ours_that_is_wrong_stops_the_run(monkeypatch):
     monkeypatch.setattr("bpc_calib.bench.layer.step", lambda *all_given: all_given[2])
-    with pytest.raises(Exception, match="nothing was timed"):
+    with pytest.raises(BPCError, match="is off by .*: nothing was timed"):
         layer_rows(SMALL, [0.5], 1e9, 1, CPU)
 
 
-def test_stages_end_in_what_a_cache_chooses():
+@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
+def test_stages_end_in_what_a_cache_chooses(name):
     from bpc_calib.bench.stages import cumulative
 
+    if name == "triton" and (sys.platform != "linux" or torch.cuda.is_available()):
+        pytest.skip("Triton is for Linux, and compiled kernels take no tensors on the CPU")
     given = make(SMALL, ONE, CPU)
     codes, gains, _, _ = set_of(given, 0)
-    expected = choose(given.query, given.projection, codes, gains, 30, scaling=0.25)
-    for name in ("torch", "triton"):
-        if name == "triton":
-            pytest.importorskip("triton")
-        found = cumulative(name, given.query, given.projection, 30)["project to select"](codes, gains)
-        assert torch.equal(found, expected)
+    expected = choosing.choose(given.query, given.projection, codes, gains, 30, scaling=0.25)
+    found = cumulative(name, given.query, given.projection, 30)["project to select"](codes, gains)
+    assert torch.equal(found, expected)
 
 
 def test_times_are_microseconds_of_a_call_and_faults_are_told():

@@ -263,11 +263,10 @@ def test_strings_from_a_file_are_shown_as_they_are(bpc, tmp_path):
     shown = bpc("inspect", path, "--json")
     assert "\x1b" not in shown.out
     assert json.loads(shown.out)["metadata"]["model"]["id"] == hostile
-    save(
-        test_artifact.artifact(model__id=hostile, model__kv_heads=1, model__query_heads=4), tmp_path / "b"
-    ) if 0 else None
     (tmp_path / "\x1b[31mred").write_bytes(b"x")
-    assert "\x1b" not in bpc("inspect", tmp_path / "\x1b[31mred").err
+    refused = bpc("inspect", tmp_path / "\x1b[31mred")
+    assert_one_error(refused, "[31mred", "not a BPC artifact")
+    assert "\x1b" not in refused.err
 
 
 def test_plot(bpc, made, tmp_path):

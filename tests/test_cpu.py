@@ -1,7 +1,9 @@
 """What is numba's own: large caches, threads, instruction sets, and where compiled kernels are kept."""
 
+import importlib
 import logging
 import os
+import pkgutil
 import stat
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import tiny
 import torch
 
 from bpc_calib import BPCCache, InputError, enable, quantize_query
-from bpc_calib.backends import dispatch
+from bpc_calib.backends import cpu, dispatch
 from bpc_calib.backends.cpu import attend, folder, pipeline, score
 from bpc_calib.method import choosing
 from bpc_calib.method.encoding import Encoded
@@ -185,9 +187,17 @@ def test_steps_in_several_threads_at_once():
 
 def test_no_two_functions_of_a_kernel_share_a_name():
     """Where processes kept kernels apart, one that loads both takes the first function of a name for all."""
-    rankers = (getattr(score, name) for name in ("relative", "largest_plain", "sum_plain"))
-    gained = (getattr(score, name) for name in ("relative_gain", "largest_gain", "sum_gain"))
-    assert len({each.py_func.__qualname__ for each in (*rankers, *gained)}) == 6
+    modules = [importlib.import_module(f"{cpu.__name__}.{each.name}") for each in pkgutil.iter_modules(cpu.__path__)]
+    compiled = {id(each): each.py_func for module in modules for each in vars(module).values() if is_compiled(each)}
+    names = [(each.__module__, each.__qualname__) for each in compiled.values()]
+    assert len(set(names)) == len(names)
+    rankers = [each for each in compiled.values() if each.__code__ is score.relative.py_func.__code__]
+    assert len(rankers) == 8  # three ways to group and one for four heads, each with the gain and without
+    assert all(getattr(score, each.__name__).py_func is each for each in rankers)
+
+
+def is_compiled(each):
+    return hasattr(each, "py_func")
 
 
 @pytest.mark.slow
@@ -231,6 +241,7 @@ def test_logits_of_a_random_model(monkeypatch, dtype):
 
 INSTRUCTIONS = """
 import sys, torch
+from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 import test_cpu
 from bpc_calib.backends.cpu.language import LANES
@@ -241,9 +252,10 @@ for bits in (32, 64, 128):
         encoded = test_cpu.large(2, 5_003, -(-bits // 64))
         if bits == 32:
             encoded.codes[:] &= (1 << 32) - 1
-        for group in ("relative", "max", "sum"):
-            found, expected = test_cpu.both(query, projection, encoded, 99, group=group)
-            assert torch.equal(found, expected), (bits, heads, group)
+        for kept in (encoded, replace(encoded, gain=None)):
+            for group in ("relative", "max", "sum"):
+                found, expected = test_cpu.both(query, projection, kept, 99, group=group)
+                assert torch.equal(found, expected), (bits, heads, group, kept.gain is None)
 """
 
 
@@ -300,15 +312,18 @@ print(sum(sum(k.stats.cache_hits.values()) for k in (pipeline.choose_kernel, pip
 """
 LOADED = """
 import sys, torch
+from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 import test_cpu
 from bpc_calib.backends.cpu import pipeline
 pipeline.make_ready(torch.bfloat16)
 pipeline.make_ready(torch.float32)
-query, projection, encoded = test_cpu.draw(1, 2, 5, 64), test_cpu.draw(2, 64, 64, seed=1), test_cpu.large(2, 5_003)
-for group in ("relative", "max", "sum"):
-    found, expected = test_cpu.both(query, projection, encoded, 99, group=group)
-    assert torch.equal(found, expected), group
+projection, encoded = test_cpu.draw(2, 64, 64, seed=1), test_cpu.large(2, 5_003)
+for heads in (4, 5):
+    for kept in (encoded, replace(encoded, gain=None)):
+        for group in ("relative", "max", "sum"):
+            found, expected = test_cpu.both(test_cpu.draw(1, 2, heads, 64), projection, kept, 99, group=group)
+            assert torch.equal(found, expected), (heads, group, kept.gain is None)
 """
 
 

@@ -68,8 +68,8 @@ def test_scores_and_selection_are_exact():
 
 def test_calibrates_on_the_gpu(text_folder):
     settings = {"corpora": [str(text_folder)], "samples": 4, "bits": 32}
-    here = calibrate(tiny.model(), tiny.tokenizer(), **settings)
-    there = calibrate(tiny.model().cuda(), tiny.tokenizer(), **settings)
+    here = tiny.calibrated(tiny.model(), tiny.tokenizer(), **settings)
+    there = tiny.calibrated(tiny.model().cuda(), tiny.tokenizer(), **settings)
     assert here.metadata["calibration"] == there.metadata["calibration"]
     for layer, held in here.layers.items():
         np.testing.assert_allclose(held.residual[:, -1], there.layers[layer].residual[:, -1], atol=0.02)

@@ -416,7 +416,9 @@ def test_settings_beside_the_shape_may_change():
     cache = BPCCache(model.config, **SMALL)
     model.config.pad_token_id = 3
     model.resize_token_embeddings(300)
-    generate(model, past_key_values=cache)
+    tokens, logits = generate(model, past_key_values=cache)
+    assert logits.shape[-1] == 300
+    assert torch.equal(tokens, generate(model, past_key_values=BPCCache(model.config, **SMALL))[0])
 
 
 def test_attentions_of_like_names_are_told_apart():

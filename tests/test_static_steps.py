@@ -8,6 +8,7 @@ import weakref
 import pytest
 import tiny
 import torch
+from drawn import EXACT
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
@@ -96,15 +97,15 @@ def test_the_kernels(rules, lengths, monkeypatch):
     assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=4)
 
 
-def test_in_bfloat16_and_float32():
-    for dtype in (torch.float32, torch.bfloat16):
-        model = tiny.model().to(dtype)
-        enable(model)
-        caches = [BPCCache(model.config, tiny.artifact(model.config), **ALL_SPARSE, safeguard=0.2) for _ in range(2)]
-        inputs = prompt(41)
-        plain = generate(model, caches[0], inputs, new=4)
-        static = generate(model, caches[1], inputs, new=4, custom_generate=static_decoding)
-        torch.testing.assert_close(static.logits, plain.logits, rtol=0.05, atol=0.05)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_in_the_dtypes_of_models(dtype):
+    model = tiny.model().to(dtype)
+    enable(model)
+    caches = [BPCCache(model.config, tiny.artifact(model.config), **ALL_SPARSE, safeguard=0.2) for _ in range(2)]
+    inputs = prompt(41)
+    plain = generate(model, caches[0], inputs, new=4)
+    static = generate(model, caches[1], inputs, new=4, custom_generate=static_decoding)
+    torch.testing.assert_close(static.logits, plain.logits, rtol=EXACT[dtype], atol=EXACT[dtype])
 
 
 class NoDigit(LogitsProcessor):

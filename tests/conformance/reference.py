@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask
 from bpc_calib.method.fitting import fit
 
 NAME = "masked_reference"
+NUDGE = 16  # units in the last place of a number as large as its vector: what the layers before it may have rounded
 
 _cache: ContextVar["ReferenceCache"] = ContextVar("reference")
 
@@ -27,8 +28,12 @@ _cache: ContextVar["ReferenceCache"] = ContextVar("reference")
 class ReferenceCache(DynamicCache):
     """transformers' own cache, and beside it what decides the set."""
 
-    def __init__(self, config: Any, artifact: Any, sparse_layers: list[int], **rules: Any) -> None:
+    def __init__(
+        self, config: Any, artifact: Any, sparse_layers: list[int], *, nudge: int | None = None, **rules: Any
+    ) -> None:
+        """With `nudge`, a seed, queries and keys are off by what another order of sums could have rounded."""
         super().__init__(config=config)
+        self.nudge = None if nudge is None else torch.Generator().manual_seed(nudge)
         self.rules = rules
         self.sparse_layers = sparse_layers
         self.calibrated = {} if artifact is None else artifact.layers
@@ -39,6 +44,12 @@ class ReferenceCache(DynamicCache):
         if layer in self.calibrated:
             return of_head(self.calibrated[layer], head)
         return self.online[layer][row, head], None, None
+
+    def nudged(self, tensor: Tensor) -> Tensor:
+        if self.nudge is None:
+            return tensor
+        size = NUDGE * torch.finfo(tensor.dtype).eps * tensor.square().mean(-1, keepdim=True).sqrt()
+        return tensor + size * torch.randn(tensor.shape, generator=self.nudge, dtype=tensor.dtype)
 
     def reset(self) -> None:
         for layer in self.layers:  # 5.17 keeps the length
@@ -87,13 +98,15 @@ def _remember_cache(model: Any, args: Any, kwargs: Any) -> None:
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **arguments):
+    cache, layer = _cache.get(), module.layer_idx
+    if isinstance(cache, ReferenceCache):
+        query, key = cache.nudged(query), cache.nudged(key)
     group = query.shape[1] // key.shape[1]
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     logits = query.double() @ key.repeat_interleave(group, 1).double().mT * scale
     if attention_mask is not None:
         # Finite: a row of padding may see nothing, and its output goes nowhere.
         logits = logits.masked_fill(attention_mask[..., : key.shape[2]] != 0, -1e30)
-    cache, layer = _cache.get(), module.layer_idx
     if isinstance(cache, ReferenceCache) and layer in cache.sparse_layers:
         if query.shape[2] > 1:
             cache.guarded[layer] = key.shape[2]
