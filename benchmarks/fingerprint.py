@@ -56,7 +56,10 @@ def hash_choices(method: str, artifact: Any) -> None:
         show(f"{method} layer {index} codes", encoded.codes)
         show(f"{method} layer {index} gain", encoded.gain)
         show(f"{method} layer {index} error", encoded.error)
-        show(f"{method} layer {index} scores", hash_scores(quantize_query(query, projection), encoded.codes, encoded.gain))
+        show(
+            f"{method} layer {index} scores",
+            hash_scores(quantize_query(query, projection), encoded.codes, encoded.gain),
+        )
         for group in ("relative", "max", "sum"):
             choice = Choice(dim**-0.5, group, recent=3, sink=2)
             chosen = choose(query, projection.bfloat16(), Cached(encoded.codes, encoded.gain), 40, choice)

@@ -10,7 +10,6 @@ from test_decomposition import random_keys
 
 from bpc_calib import (
     BPCCache,
-    calibrate,
     decompose,
     enable,
     encode,
