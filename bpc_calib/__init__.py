@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.calibrate import calibrate
     from bpc_calib.calibration.plan import Plan, make_plan
     from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
+    from bpc_calib.method.choosing import Cached, Choice
     from bpc_calib.method.decomposition import Decomposition, decompose
     from bpc_calib.method.encoding import Encoded, encode
     from bpc_calib.method.fitting import Fit, fit
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BPCCache",
     "BPCError",
+    "Cached",
+    "Choice",
     "CorpusError",
     "Decomposition",
     "Encoded",
@@ -61,6 +64,7 @@ _MODULES = {
     "bpc_calib.calibration.calibrate": ("calibrate",),
     "bpc_calib.calibration.plan": ("Plan", "make_plan"),
     "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError"),
+    "bpc_calib.method.choosing": ("Cached", "Choice"),
     "bpc_calib.method.decomposition": ("Decomposition", "decompose"),
     "bpc_calib.method.encoding": ("Encoded", "encode"),
     "bpc_calib.method.fitting": ("Fit", "fit"),
