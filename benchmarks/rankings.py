@@ -16,7 +16,7 @@ from bpc_calib.method.encoding import Encoded, Encoder, encode_with, gain_byte
 from bpc_calib.method.scoring import hash_scores, quantize_query
 from bpc_calib.method.selection import sortable
 from bpc_calib.runtime.hashed_layer import BPCLayer
-from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.layers import RankingLayer
 
 # The mean [heads, D], the directions [heads, H, D], and the vectors that their bits stand for [heads, H, D].
 Linear = tuple[Tensor, Tensor, Tensor]
@@ -149,10 +149,9 @@ def _encoded(encoder: Encoder, scores: Tensor, signs: Tensor, squared_norm: Tens
     return Encoded(pack_codes(signs > 0), error.clamp(min=0).sqrt(), gain_byte(squared_norm, dot))
 
 
-class ErrorBoundLayer(BPCLayer):
+class ErrorBoundLayer(RankingLayer, BPCLayer):
     """The score plus a share of the stored error times the length of the query: a kind of upper bound."""
 
-    choose = SparseLayer.choose  # by rank
     SHARE = 0.1  # of the error; errors are stored only with a safeguard above 0
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
