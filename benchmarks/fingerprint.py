@@ -5,6 +5,7 @@
 Run it before and after a change on one machine with the same versions: the lines must be equal.
 """
 
+import argparse
 import hashlib
 import tempfile
 from pathlib import Path
@@ -25,24 +26,28 @@ TOKENS = 1500
 
 def main() -> None:
     """Print a name and a hash per line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="check the script in seconds, with other hashes")
+    tiny = parser.parse_args().tiny
+    samples, length, count = (1, 128, 150) if tiny else (6, 1024, TOKENS)
     torch.set_num_threads(1)
     model, tokenizer = load_model("demo"), load_tokenizer("demo")
     for method in ("score-aware", "paper"):
-        plan = make_plan(describe(model.config), samples=6, sequence_length=1024, method=method)
+        plan = make_plan(describe(model.config), samples=samples, sequence_length=length, method=method)
         artifact = calibrate(model, tokenizer, ["demo"], plan)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "artifact.safetensors")
             save(artifact, path)
             show(f"{method} artifact", path.read_bytes())
-        hash_choices(method, artifact)
+        hash_choices(method, artifact, count)
         enable(model)
-        ids = torch.arange(TOKENS).unsqueeze(0) * 7919 % model.config.vocab_size
+        ids = torch.arange(count).unsqueeze(0) * 7919 % model.config.vocab_size
         cache = BPCCache(model.config, artifact, dense_layers=(), min_tokens=1)
         tokens = model.generate(ids, past_key_values=cache, max_new_tokens=16, min_new_tokens=16, do_sample=False)
         show(f"{method} generated tokens", tokens)
 
 
-def hash_choices(method: str, artifact: Any) -> None:
+def hash_choices(method: str, artifact: Any, count: int) -> None:
     """Codes, scores and chosen tokens of random keys and queries under every layer's projection."""
     generator = torch.Generator().manual_seed(0)
     for index, layer in artifact.layers.items():
@@ -50,7 +55,7 @@ def hash_choices(method: str, artifact: Any) -> None:
             None if array is None else torch.from_numpy(array) for array in (layer.projection, layer.metric, layer.mean)
         )
         heads, _, dim = projection.shape
-        keys = torch.randn(1, heads, TOKENS, dim, generator=generator).bfloat16()
+        keys = torch.randn(1, heads, count, dim, generator=generator).bfloat16()
         query = torch.randn(1, heads, 2, dim, generator=generator).bfloat16()
         encoded = encode_with(make_encoder(projection, keys.dtype, metric=metric, mean=mean), keys)
         show(f"{method} layer {index} codes", encoded.codes)

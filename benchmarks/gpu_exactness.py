@@ -1,4 +1,4 @@
-"""Is every kernel exact at full size? Indices, codes and gains bit for bit from the same integers and products."""
+"""Is every kernel exact at full size? From the same integers and products, all indices, codes and gains must match."""
 
 import functools
 from collections.abc import Callable
@@ -20,8 +20,8 @@ __all__ = ["exactness"]
 DIM, KV_HEADS = 128, 8
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # of the norm of the result
 
-# What is ranked: tokens as a share of the full size, group, gain, bits, query heads; then what else is asked.
-# Every value of every switch at least twice, the defaults first.
+# What is ranked: multiple of the full size, group, gain, bits, query heads; then special conditions.
+# Every value of every switch appears at least twice, the defaults first.
 CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (1, "relative", True, 64, 4, ""),
     (4, "relative", True, 64, 4, ""),
@@ -41,15 +41,15 @@ CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (1, "sum", True, 128, 5, "ragged"),
     (4, "sum", True, 128, 8, ""),
 ]
-FIRST = 7  # of them come before codes and attention, the others after
+FIRST = 7  # this many run before codes and attention, the others after
 
 
 def exactness(emit: Callable[[dict[str, Any]], None], *, tiny: bool) -> None:
-    """Emits a row a check; `exact` is False where one failed."""
+    """Emit one row per check; `exact` is False if it failed."""
     tokens = 200 if tiny else 1 << 17
     generator = torch.Generator(device()).manual_seed(0)
     checks: list[tuple[str, Callable[[], dict[str, Any]]]] = []
-    later: list[tuple[str, Callable[[], dict[str, Any]]]] = []  # what no default needs, should the time not suffice
+    later: list[tuple[str, Callable[[], dict[str, Any]]]] = []  # not needed by any default, in case time runs out
     for place, (times, group, gain, bits, heads, more) in enumerate(CHOICES):
         switches = f"group {group}, gain {'on' if gain else 'off'}, {bits} bits, {heads} query heads"
         what = f"choose, {tokens * times:,} keys, {switches}" + (f", {more}" if more else "")
@@ -87,7 +87,7 @@ def random_codes(*shape: int, bits: int, generator: torch.Generator) -> Tensor:
 def choice(
     tokens: int, group: str, gain: bool, bits: int, heads: int, more: str, generator: torch.Generator
 ) -> dict[str, Any]:
-    """The kernels' list against that of the oracle, from the int8 queries of the kernels."""
+    """Compare the kernels' choice with that of plain torch from the same int8 queries."""
     where = device()
     batch = 3 if "ragged" in more or "padded" in more else 1
     tokens -= 37 if "odd" in more else 0
@@ -119,7 +119,7 @@ def choice(
     asked = pipeline.quantized(ranking, batch)
     expected = choose_asked(asked, codes, given, k, scaling=scaling, group=group, worst=worst, width=width, **rules)
     differing = 0
-    for _ in range(2):  # and the same again: no order of atomics shows
+    for _ in range(2):  # twice: the order of atomics must not show
         found = pipeline.choose(
             query, projection, codes, given, k, scaling=scaling, group=group, worst=worst, width=width, **rules
         )
@@ -128,7 +128,7 @@ def choice(
 
 
 def gram(tokens: int, bits: int, generator: torch.Generator) -> dict[str, Any]:
-    """Codes, errors and gains from the same products."""
+    """Compare codes, errors and gains from the same products."""
     scores = torch.randn(KV_HEADS, tokens, bits, generator=generator, device=device())
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=device()) / DIM**0.5
     norm = 8 * torch.rand(KV_HEADS, tokens, generator=generator, device=device())
@@ -141,7 +141,7 @@ def gram(tokens: int, bits: int, generator: torch.Generator) -> dict[str, Any]:
 
 
 def encode(tokens: int, form: str, generator: torch.Generator) -> dict[str, Any]:
-    """Codes across a matrix product, which rounds its own way: at most one in a thousand may differ."""
+    """Compare codes across a matrix product, which rounds differently: at most one in a thousand may differ."""
     keys = torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, device=device()).bfloat16()
     projection = 0.3 * torch.randn(KV_HEADS, 64, DIM, generator=generator, device=device())
     metric = mean = None
@@ -157,7 +157,7 @@ def encode(tokens: int, form: str, generator: torch.Generator) -> dict[str, Any]
 
 
 def attention(tokens: int, dtype: torch.dtype, form: str, generator: torch.Generator) -> dict[str, Any]:
-    """Attention against the same in float64; beside it the error of torch's own in the same dtype."""
+    """Compare attention with float64; also report the error of torch's own attention in the same dtype."""
     where, batch = device(), 2
     query = torch.randn(batch, KV_HEADS, 4, DIM, generator=generator, device=where).to(dtype)
     keys, values = (
@@ -175,7 +175,7 @@ def attention(tokens: int, dtype: torch.dtype, form: str, generator: torch.Gener
             listed[1, :, k // 2 :] = -1
         found = pipeline.sparse_attention(query, keys, values, listed)
     exact = torch.empty(found.shape, dtype=torch.float64, device=where)
-    for b in range(batch):  # one at a time: float64 takes much room
+    for b in range(batch):  # one at a time: float64 takes much memory
         one = slice(b, b + 1)
         exact[one] = sparse_attention(query[one].double(), keys[one].double(), values[one].double(), listed[one])
     ours, torchs = (

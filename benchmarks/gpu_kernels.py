@@ -1,4 +1,4 @@
-"""What a decoding step of a layer takes on a GPU, by stage: beside its floor, dense attention, the paper's pipeline."""
+"""Times of a layer's decoding step on a GPU, by stage, beside the floor, dense attention and the paper's pipeline."""
 
 import functools
 import statistics
@@ -25,7 +25,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 
 def bandwidth_row(*, tiny: bool) -> tuple[float, dict[str, Any]]:
-    """Bytes a second of a copy within the memory, and the row that says so."""
+    """Bytes per second of a copy within the memory, and the row that reports it."""
     megabytes = 4 if tiny else 4096
     rates = [each / 1e9 for each in bandwidth(megabytes)]
     row = {"what": f"copy of {megabytes:,} MiB, GB/s, bytes read and written", **summary(rates)}
@@ -33,7 +33,7 @@ def bandwidth_row(*, tiny: bool) -> tuple[float, dict[str, Any]]:
 
 
 def steps(emit: Emit, *, tiny: bool) -> None:
-    """A step at every length: ours by stage, the paper's pipeline, every dense decode there is."""
+    """A step at every length: BPC by stage, the paper's pipeline, and every form of dense attention."""
     rate, row = bandwidth_row(tiny=tiny)
     emit(row)
     for tokens in (200,) if tiny else (1 << 17, 1 << 19, 1 << 15, 1 << 13):
@@ -46,7 +46,7 @@ def steps(emit: Emit, *, tiny: bool) -> None:
 def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
     k, where = attended(tokens, BUDGET), device()
     sets, dense_sets = _sets(tokens)
-    yield {"what": "working sets in turn, so that none stays in L2", "median": sets}
+    yield {"what": "working sets used in turn, so that none stays in L2", "median": sets}
     generator = torch.Generator(where).manual_seed(0)
     query = torch.randn(1, KV_HEADS, GROUP, DIM, generator=generator, device=where).bfloat16()
     projection = torch.randn(KV_HEADS, 64, DIM, generator=generator, device=where)
@@ -55,7 +55,7 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
     gains = torch.randint(32, 97, shape, generator=generator, device=where, dtype=torch.uint8)
     keys, values = (torch.randn(*shape, DIM, generator=generator, device=where, dtype=torch.bfloat16) for _ in range(2))
 
-    # Bytes that cannot but move: what a stage reads once and what it leaves for the next.
+    # The bytes that must move: what a stage reads once and what it writes for the next.
     kept, listed, ranked = KV_HEADS * k * DIM * 4, KV_HEADS * k * 8, KV_HEADS * tokens * 4
     floors: dict[str, int] = {}
     forms: dict[str, list[Callable[[], Any]]] = {}
@@ -102,7 +102,7 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
 
     replayed = timed(forms, repeats, graphs=True)
     eager = timed({name: calls[:32] for name, calls in forms.items()}, -(-repeats // 2), graphs=False)
-    for name, _, _ in FORMS:  # stages that cannot run alone: by the difference to what comes before them
+    for name, _, _ in FORMS:  # some stages cannot run alone: their times are differences
         for kind in (replayed, eager):
             before, scored, chosen = (kind.pop(f"{name}: {stage}") for stage in ("prep", "prep to score", "choose"))
             kind |= {f"{name}: prep": before, f"{name}: score": _less(scored, before)}
@@ -112,7 +112,7 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def _sets(tokens: int) -> tuple[int, int]:
-    """How many working sets let none stay cached: those of the codes, and those of all keys and values."""
+    """How many working sets are too many for the caches: of the codes, and of all keys and values."""
     if not torch.cuda.is_available():
         return 2, 1
     cache = 4 * torch.cuda.get_device_properties(0).L2_cache_size
@@ -123,7 +123,7 @@ def _sets(tokens: int) -> tuple[int, int]:
 
 
 def _stages(query: Tensor, projection: Tensor, k: int, group: str, gain: bool) -> dict[str, Callable[..., Any]]:
-    """What takes codes `[1, H_KV, N, 1]`, gains, keys and values, and goes further each time."""
+    """Functions of codes `[1, H_KV, N, 1]`, gains, keys and values; each runs one stage more than the last."""
     rules: dict[str, Any] = {"scaling": DIM**-0.5, "group": group}
 
     def prep(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> pipeline.Ranking:
@@ -136,7 +136,7 @@ def _stages(query: Tensor, projection: Tensor, k: int, group: str, gain: bool) -
         return pipeline.choose(query, projection, codes, gains, k, **rules)
 
     def whole(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
-        # As the cache calls it: eager times have the cost of the operators too.
+        # As the cache calls it, so that eager times include the cost of the operators.
         return dispatch.sparse_attention(
             query, keys, values, dispatch.choose(query, projection, codes, gains, k, **rules)
         )
@@ -153,7 +153,7 @@ def _less(samples: list[float] | str, before: list[float] | str) -> list[float] 
 def _rows(
     replayed: dict[str, Any], eager: dict[str, Any], floors: dict[str, int], notes: dict[str, str], rate: float
 ) -> Iterator[dict[str, Any]]:
-    """A row a form, the stages of ours in the order in which they run."""
+    """One row per form; the stages of BPC in the order in which they run."""
     order = ("prep", "score", "select", "attend", "whole")
     names = [f"{name}: {stage}" for name, _, _ in FORMS for stage in order]
     for name in [*names, *(each for each in floors if each not in names)]:
@@ -173,7 +173,7 @@ def _rows(
 
 
 def _ratios(replayed: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """How many times as long the others take as a whole step of ours."""
+    """The speedup of a whole step of BPC over the others."""
     medians = {name: statistics.median(s) for name, s in replayed.items() if isinstance(s, list)}
     bests = []
     for kind in ("paper, ", "dense: "):

@@ -37,7 +37,7 @@ LLAMA_8B = SHAPES["llama-3.1-8b"]
 
 
 def hashing(emit: Emit, *, tiny: bool) -> None:
-    """Hashing the keys of a prompt in one layer, and what share that is of the prefill of this layer."""
+    """Time hashing the keys of a prompt in one layer, and its share of the prefill of this layer."""
     rate, row = bandwidth_row(tiny=tiny)
     emit(row)
     tokens, repeats = (100, 1) if tiny else (1 << 17, 5)
@@ -52,7 +52,7 @@ def hashing(emit: Emit, *, tiny: bool) -> None:
         encoder = make_encoder(projection, keys.dtype, metric=parts[0], mean=parts[1])
         for where, function in (("Triton", pipeline.encode_with), ("plain torch", encoding.encode_with)):
             samples = _milliseconds(functools.partial(function, encoder, keys), repeats)
-            what = f"hash {tokens:,} keys a KV head, {form}, {where}"
+            what = f"hash {tokens:,} keys per KV head, {form}, {where}"
             emit({"what": what, "unit": "ms", **summary(samples, 3), "floor": round(floor, 3)})
             medians[f"{form}, {where}"] = statistics.median(samples)
     del root, keys
@@ -82,7 +82,7 @@ def _milliseconds(run: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def _prefill(tokens: int, backend: SDPBackend, hidden: int, intermediate: int) -> Callable[[], Tensor]:
-    """The matrix products and the attention of a layer; norms and positions are left out, which makes it no slower."""
+    """The matrix products and the attention of a layer; norms and positions are left out, which makes it faster."""
     generator = torch.Generator(device()).manual_seed(1)
 
     def random(*shape: int) -> Tensor:
@@ -99,7 +99,7 @@ def _prefill(tokens: int, backend: SDPBackend, hidden: int, intermediate: int) -
         with sdpa_kernel(backend):
             mixed = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
         result = state + linear(mixed.squeeze(0).transpose(0, 1).flatten(1), out)
-        for part in result.split(1 << 14):  # as many as fit any card
+        for part in result.split(1 << 14):  # so that it fits the memory of any GPU
             part += linear(silu(linear(part, gate)) * linear(part, up), down)
         return result
 
@@ -108,7 +108,7 @@ def _prefill(tokens: int, backend: SDPBackend, hidden: int, intermediate: int) -
 
 @torch.inference_mode()
 def decoding(emit: Emit, *, tiny: bool) -> None:
-    """A step through transformers, as it is (dense layers by SDPA) and as a CUDA graph, beside what the bytes allow."""
+    """Time a step through transformers, eager (dense layers use SDPA) and as a CUDA graph, beside its floor."""
     rate, row = bandwidth_row(tiny=tiny)
     emit(row)
     model = _model(tiny)
@@ -118,7 +118,7 @@ def decoding(emit: Emit, *, tiny: bool) -> None:
     weights = sum(each.nbytes for each in model.parameters()) - model.get_input_embeddings().weight.nbytes
     token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize  # bytes a layer
     layers, dense_layers = config.num_hidden_layers, (0,) if tiny else (0, 1)
-    emit({"what": "read the weights once, but for the embedding", "unit": "ms", "floor": _floor(weights, rate)})
+    emit({"what": "read all weights once, except the embedding", "unit": "ms", "floor": _floor(weights, rate)})
     for tokens in (150,) if tiny else (1 << 17, 1 << 19):
         k = attended(tokens, 0.02)
         code = config.num_key_value_heads * 9 * tokens
@@ -129,13 +129,13 @@ def decoding(emit: Emit, *, tiny: bool) -> None:
         emit(
             {
                 "tokens": tokens,
-                "what": "most that BPC can gain, by bytes",
+                "what": "largest speedup of BPC, by bytes",
                 "unit": "times",
                 "median": round(full / least, 2),
             }
         )
         emit({
-            "tokens": tokens, "what": "most that a free sparse attention could", "unit": "times",
+            "tokens": tokens, "what": "largest speedup of any sparse attention, by bytes", "unit": "times",
             "median": round(full / (weights + len(dense_layers) * tokens * token), 2),
         })  # fmt: skip
         for name, budget in (
@@ -174,7 +174,7 @@ def _model(tiny: bool) -> Any:
 def _decode(
     model: Any, artifact: Any, tokens: int, budget: float | None, dense_layers: tuple[int, ...], repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Milliseconds of a step behind `tokens` random keys and values; without a budget in a `DynamicCache`."""
+    """Milliseconds of a step after `tokens` random keys and values; a budget of None means a `DynamicCache`."""
     from transformers import DynamicCache
 
     config = model.config
@@ -186,7 +186,7 @@ def _decode(
     for layer in cache.layers:
         keys, values = (torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         layer.update(keys, values)
-        layer.served = True  # no attention of this step's is to come
+        layer.served = True  # this update has no attention
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     step = functools.partial(model, ids, past_key_values=cache)
     began = time.perf_counter()
@@ -205,20 +205,20 @@ def _decode(
 
 
 def _graph(model: Any, cache: Any, step: Callable[[], Any], ids: Tensor, repeats: int) -> list[float]:
-    """Milliseconds of steps that are replayed."""
+    """Milliseconds of replayed steps."""
     if not isinstance(cache, BPCCache):
-        # Written to the same place again and again: the time is that of a step at this length.
+        # Every replay writes to the same place: the time is that of a step at this length.
         run = captured([step])
         run()
         return [1e3 * clock(run) for _ in range(repeats)]
     with static_steps(model, cache, repeats + 3) as static:
-        for _ in range(3):  # an ordinary one, the capture, a replay
+        for _ in range(3):  # an ordinary step, the capture, a replay
             static(ids)
         return [1e3 * clock(functools.partial(static, ids)) for _ in range(repeats)]
 
 
 def calibration(emit: Emit, *, tiny: bool) -> None:
-    """Finding the projections of a layer: 65,536 keys a KV head."""
+    """Time finding the projections of a layer from 65,536 keys per KV head."""
     tokens, repeats = (300, 1) if tiny else (1 << 16, 3)
     generator = torch.Generator(device()).manual_seed(0)
     keys = torch.randn(KV_HEADS, tokens, DIM, generator=generator, device=device())
@@ -230,8 +230,8 @@ def calibration(emit: Emit, *, tiny: bool) -> None:
         fit, keys, 64, iterations=method.iterations, rounds=method.rounds, metric=metric, centred=method.centred
     )
     for what, run in (
-        ("decompose, 8 steps a bit", functools.partial(decompose, keys, 64)),
-        ("decompose, 1 step a bit (the paper's)", functools.partial(decompose, keys, 64, iterations=1)),
+        ("decompose, 8 steps per bit", functools.partial(decompose, keys, 64)),
+        ("decompose, 1 step per bit (the paper's)", functools.partial(decompose, keys, 64, iterations=1)),
         (f"fit as calibration does by default ({method.name})", default),
     ):
         run()

@@ -1,10 +1,10 @@
-"""Everything worth doing on a GPU, most valuable first: the tests, exactness at full size, times beside their floors.
+"""Everything worth running on a GPU, most valuable first: tests, exactness at full size, times beside their floors.
 
     python benchmarks/gpu_suite.py
 
-Each part runs in a process of its own, so that no fault of one reaches another, and the results are written again
-after each. Without an NVIDIA GPU nothing is measured. `--tiny` checks the script itself, without one: every part on
-a few keys, by Triton's interpreter; its times mean nothing.
+Each part runs in its own process, so that a failure in one does not reach another, and the results are written again
+after each part. Without an NVIDIA GPU nothing is measured. `--tiny` checks the script without a GPU: every part runs on
+a few keys in Triton's interpreter, and the times mean nothing.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
 
-# The parts, and the share of the time that each gets; what one leaves goes to those behind it.
+# The parts and their shares of the time; the later parts get the time that an earlier one leaves.
 PARTS = {"tests": 4, "exactness": 5, "kernels": 7, "encode": 2, "decode": 4, "calibrate": 1}
 TITLES = {
     "tests": "The tests that need a GPU",
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
     parser.add_argument("--output", "-o", type=Path, help="default: benchmarks/results/gpu_suite.json")
     parser.add_argument("--tiny", action="store_true", help="check the script itself, without a GPU")
-    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # what a process of its own is told
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # for the process of a part
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def link_packages(folder: Path) -> None:
-    """What is measured is this checkout, installed or not, under the names that an installation gives its folders."""
+    """Measure this checkout, installed or not: link its folders under the names that they have when installed."""
     for name, source in (("bpc_calib", "bpc_calib"), ("bpc_artifacts", "artifacts"), ("bpc_cli", "cli")):
         (folder / name).symlink_to(ROOT / source)
     found = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -73,7 +73,7 @@ def link_packages(folder: Path) -> None:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Run the parts; 1 if one failed."""
+    """Run the parts; return 1 if one failed."""
     import torch
 
     gpu = torch.cuda.is_available() and torch.version.hip is None
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Command, machine and settings: once, before the results make the working tree another."""
+    """Command, machine and settings; read once, before the results change the state of the checkout."""
     import report
     import torch
 
@@ -120,7 +120,7 @@ def driver() -> str | None:
 
 
 def part(name: str, rows: Path, seconds: float, *, tiny: bool) -> dict[str, Any]:
-    """A part in a process of its own: what it measured, also where it failed or its time was up."""
+    """Run a part in its own process; return what it measured, even if it failed or ran out of time."""
     words = [sys.executable, __file__, "--part", name, "--rows", str(rows), *(["--tiny"] if tiny else [])]
     print(f"{TITLES[name]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
     began = time.monotonic()
@@ -132,7 +132,7 @@ def part(name: str, rows: Path, seconds: float, *, tiny: bool) -> dict[str, Any]
             fault = f"exit {code}: {last_line(log.read_text())}" if code else None
             status = "failed" if code else "measured"
         except subprocess.TimeoutExpired:
-            status, fault = "stopped", f"its {seconds:.0f} s were up"
+            status, fault = "stopped", f"ran out of its {seconds:.0f} s"
         finally:
             end(process)
     measured = json.loads(rows.read_text()) if rows.exists() else []
@@ -145,7 +145,7 @@ def part(name: str, rows: Path, seconds: float, *, tiny: bool) -> dict[str, Any]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started, which are a group of their own."""
+    """End a process and those that it started: they form a process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -157,12 +157,12 @@ def last_line(text: str) -> str:
 
 
 def measure(name: str, rows: Path, *, tiny: bool) -> None:
-    """What the process of a part does: a file of rows, written anew with each row."""
+    """Run a part in this process and write its rows to a file, again after each row."""
     held: list[dict[str, Any]] = []
 
     def emit(row: dict[str, Any]) -> None:
         if held and held[-1]["what"] == row["what"] and "tokens" not in row:
-            held.pop()  # a count that went on
+            held.pop()  # a newer count replaces it
         held.append(row)
         replace(rows, json.dumps(held))
 
@@ -181,7 +181,7 @@ def measure(name: str, rows: Path, *, tiny: bool) -> None:
 
 
 def run_tests(emit: Emit, *, tiny: bool) -> None:
-    """`pytest -m gpu`: how many passed, so far also where its time is up, and the names of those that did not."""
+    """Run `pytest -m gpu`: emit the counts so far and the names of the tests that did not pass."""
     if importlib.util.find_spec("pytest") is None:
         emit({"what": "pytest -m gpu", "note": "not measured: pytest is not installed"})
         return
@@ -208,7 +208,7 @@ def run_tests(emit: Emit, *, tiny: bool) -> None:
 
 
 def show(name: str, made: dict[str, Any]) -> None:
-    """The part as a table on stdout."""
+    """Print the part as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -245,7 +245,7 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file at once or not at all."""
+    """Write the whole file or nothing."""
     beside = path.with_name(path.name + ".new")
     beside.write_text(text)
     os.replace(beside, path)

@@ -1,4 +1,4 @@
-"""`bpc_calib.bench.timing` on the GPU, or without one on the CPU, for `gpu_suite.py`."""
+"""`bpc_calib.bench.timing` on the GPU, or on the CPU without a GPU, for `gpu_suite.py`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,10 +25,10 @@ def captured(calls: Sequence[Call]) -> Call:
 
 
 def timed(forms: Mapping[str, Sequence[Call]], repeats: int, *, graphs: bool) -> dict[str, list[float] | str]:
-    """Microseconds a call of each form."""
+    """Microseconds per call of each form."""
     return timing.timed(forms, repeats, device(), graphs=graphs)
 
 
 def bandwidth(megabytes: int, repeats: int = 11) -> list[float]:
-    """Bytes a second of copies within the device's memory, those read and those written counted both."""
+    """Bytes per second of copies within the device's memory, counting bytes read and bytes written."""
     return timing.copies(megabytes << 20, device(), repeats)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 import subprocess
 import sys
@@ -16,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_time demo_model evaluation gpu_suite hashing_time needles outlier_needle pictures position_shift "
-    "projections steady_decode tables".split()
+    "calibration_time demo_model evaluation fingerprint gpu_suite hashing_time needles outlier_needle pictures "
+    "position_shift projections steady_decode tables".split()
 )
 
 
@@ -111,6 +112,17 @@ def test_projections(benchmark_result):
     assert found["headline: exact"]["recall"]["value"] == 1 > found["headline: score-aware"]["recall"]["value"]
     assert {name.split(":")[0] for name in found} > {"others", "groups", "searches", "ranks", "shares", "top-p"}
     assert all("needle" in row and 0 < row["read"] <= 1 for row in rows)
+
+
+def test_fingerprint(run, capsys):
+    threads = torch.get_num_threads()
+    run("benchmarks/fingerprint.py", "--tiny")
+    torch.set_num_threads(threads)
+    lines = [line.split("  ", 1) for line in capsys.readouterr().out.splitlines()]
+    found = {name: digits for digits, name in lines}
+    assert all(re.fullmatch("[0-9a-f]{24}", digits) for digits in found.values())
+    assert len(found) == len(lines) == 2 * (2 + 4 * 7)  # per method: artifact and tokens, and seven hashes per layer
+    assert found["score-aware layer 0 codes"] != found["paper layer 0 codes"]
 
 
 def test_the_demo_model_trains(run, tmp_path):
