@@ -51,9 +51,8 @@ def hash_choices(method: str, artifact: Any, count: int) -> None:
     """Codes, scores and chosen tokens of random keys and queries under every layer's projection."""
     generator = torch.Generator().manual_seed(0)
     for index, layer in artifact.layers.items():
-        projection, metric, mean = (
-            None if array is None else torch.from_numpy(array) for array in (layer.projection, layer.metric, layer.mean)
-        )
+        projection = torch.from_numpy(layer.projection)
+        metric, mean = (None if array is None else torch.from_numpy(array) for array in (layer.metric, layer.mean))
         heads, _, dim = projection.shape
         keys = torch.randn(1, heads, count, dim, generator=generator).bfloat16()
         query = torch.randn(1, heads, 2, dim, generator=generator).bfloat16()
