@@ -143,7 +143,7 @@ def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
 
 def test_a_step_of_ours_that_is_wrong_stops_the_run(monkeypatch):
     monkeypatch.setattr("bpc_calib.bench.layer.step", lambda *all_given: all_given[2])
-    with pytest.raises(BPCError, match="is off by .*: nothing was timed"):
+    with pytest.raises(BPCError, match=r"is off by .*: nothing was timed"):
         layer_rows(SMALL, [0.5], 1e9, 1, CPU)
 
 
