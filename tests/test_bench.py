@@ -11,6 +11,7 @@ import tiny
 import torch
 
 from bpc_calib import BPCError, InputError, hash_scores, quantize_query
+from bpc_calib.backends import dispatch
 from bpc_calib.backends.dispatch import backend
 from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
 from bpc_calib.bench import dense as dense_forms
@@ -143,21 +144,22 @@ def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
 
 def test_a_step_of_ours_that_is_wrong_stops_the_run(monkeypatch):
     monkeypatch.setattr("bpc_calib.bench.layer.step", lambda *all_given: all_given[2])
-    with pytest.raises(BPCError, match="is off by .*: nothing was timed"):
+    with pytest.raises(BPCError, match=r"is off by .*: nothing was timed"):
         layer_rows(SMALL, [0.5], 1e9, 1, CPU)
 
 
-@pytest.mark.parametrize("name", ["torch", "numba", "triton"])
-def test_stages_end_in_what_a_cache_chooses(name):
-    from bpc_calib.bench.stages import cumulative
-
+@pytest.mark.parametrize("name", dispatch.BACKENDS)
+def test_stages_end_in_what_a_cache_chooses(name, monkeypatch):
     if name == "triton" and (sys.platform != "linux" or torch.cuda.is_available()):
         pytest.skip("Triton is for Linux, and compiled kernels take no tensors on the CPU")
+    monkeypatch.setenv("BPC_BACKEND", name)
     given = make(SMALL, ONE, CPU)
     codes, gains, _, _ = set_of(given, 0)
-    expected = choosing.choose(given.query, given.projection, codes, gains, 30, scaling=0.25)
-    found = cumulative(name, given.query, given.projection, 30)["project to select"](codes, gains)
-    assert torch.equal(found, expected)
+    choice = choosing.Choice(scaling=0.25)
+    expected = choosing.choose(given.query, given.projection, choosing.Cached(codes, gains), 30, choice)
+    stages = dispatch.find(CPU).stages(given.query, given.projection, 30, choice)
+    assert list(stages) == ["project", "score", "select"]
+    assert torch.equal(stages["select"](codes, gains), expected)
 
 
 def test_times_are_microseconds_of_a_call_and_faults_are_told():

@@ -265,7 +265,7 @@ def test_strings_from_a_file_are_shown_as_they_are(bpc, tmp_path):
     assert json.loads(shown.out)["metadata"]["model"]["id"] == hostile
     (tmp_path / "\x1b[31mred").write_bytes(b"x")
     refused = bpc("inspect", tmp_path / "\x1b[31mred")
-    assert_one_error(refused, "[31mred", "not a BPC artifact")
+    assert_one_error(refused, "[31mred: not a safetensors file")
     assert "\x1b" not in refused.err
 
 

@@ -42,7 +42,7 @@ class Trace:
     logits: list[Tensor]
 
 
-class HangsOnRounding(AssertionError):
+class RoundingError(AssertionError):
     """A cache left the reference at the very step where the reference, nudged by rounding, leaves itself."""
 
 
@@ -60,7 +60,7 @@ def check(
 ) -> None:
     """Raise `AssertionError` where a cache of `make_cache(config, artifact, **settings)` leaves the reference.
 
-    It is `HangsOnRounding` where one of so many `nudges` moves the reference itself at that step.
+    It is `RoundingError` where one of so many `nudges` moves the reference itself at that step.
     """
     settings = DEFAULTS | settings
     artifact = None if online else tiny.artifact(model.config, settings["bits"], metric=metric, centred=centred)
@@ -84,7 +84,7 @@ def check(
     for seed in range(nudges):
         moved = first_step_apart(reference_trace(seed), expected, tolerance)
         if moved is not None and moved[0] == step:
-            raise HangsOnRounding(f"step {step} hangs on rounding: {fault}")
+            raise RoundingError(f"step {step} hangs on rounding: {fault}")
     raise AssertionError(f"step {step}: {fault}")
 
 
