@@ -1,11 +1,23 @@
 # TORCH names the torch to install, for example TORCH=torch==2.13.0+cpu; a plain torch may bring several GB.
 TORCH ?= torch
 PYTHON ?= python3
-SOURCES := $(wildcard artifacts/*.py bpc_calib/*.py bpc_calib/bench/*.py bpc_calib/backends/cpu/*.py bpc_calib/evaluation/*.py bpc_calib/backends/triton/*.py bpc_calib/demo/* cli/*.py)
-# Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
-INSTALL := install -q --config-settings editable_mode=strict -e '.[dev]'
+# The oldest of everything that pyproject.toml allows, in one environment. From https://download.pytorch.org/whl/cpu a
+# torch without CUDA is FLOOR_TORCH=torch==2.8.0+cpu; that of PyPI brings 3 GB beside it.
+FLOOR_TORCH ?= torch==2.8.0
+FLOOR_PYTHON ?= python3.10
+FLOORS := numpy==1.26.0 transformers==5.17.0 datasets==4.0.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 numba==0.61.2 \
+  lm_eval==0.4.9 matplotlib==3.8.0
+SOURCES := $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache__/*')
+# Tests side by side, one thread in each: the tensors are tiny, and threads that share a core wait for each other.
+WORKERS ?= 2
+PYTEST_OPTIONS := -n $(WORKERS) --dist worksteal
+test test-all test-floor: export OMP_NUM_THREADS = 1
+# What new versions of dependencies can break: models, caches, files, the Hub, the command line, compiled kernels.
+FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_cli.py \
+  test_corpora.py test_decomposition.py test_dispatch.py test_encoding.py test_families.py test_generate.py \
+  test_harness.py test_hub.py test_package.py test_runtime.py test_selection.py)
 
-.PHONY: demo demo-model test test-floor gpu clean
+.PHONY: demo demo-model lint test test-all test-floor gpu clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -16,30 +28,40 @@ demo-model: .venv/ready
 	cp build/demo-model/config.json build/demo-model/generation_config.json build/demo-model/model.safetensors \
 	  build/demo-model/tokenizer.json build/demo-model/tokenizer_config.json bpc_calib/demo/
 
-test: .venv/ready
+lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/pytest
 
-# The oldest versions that pyproject.toml allows, but for torch.
+# What every push must pass.
+test: lint
+	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'not slow'
+
+# Every test there is, and the floors.
+test-all: lint
+	.venv/bin/pytest $(PYTEST_OPTIONS)
+	$(MAKE) test-floor
+
 test-floor: .venv-floor/ready
-	.venv-floor/bin/pytest
+	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' $(FLOOR_TESTS)
 
 # Everything worth measuring on an NVIDIA GPU, in 8 minutes; without one nothing. TORCH= must be a torch with CUDA.
 gpu: .venv/ready
 	.venv/bin/python benchmarks/gpu_suite.py
 
+# Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
 .venv/ready: pyproject.toml $(SOURCES)
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/pip install -q '$(TORCH)'
-	.venv/bin/pip $(INSTALL)
+	.venv/bin/pip install -q --config-settings editable_mode=strict -e '.[dev]'
 	touch $@
 
-.venv-floor/ready: pyproject.toml $(SOURCES)
-	test -x .venv-floor/bin/python || $(PYTHON) -m venv .venv-floor
-	.venv-floor/bin/pip install -q '$(TORCH)'
-	.venv-floor/bin/pip $(INSTALL) transformers==5.17.0 datasets==4.0.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 triton==3.6.0 numba==0.61.2
+# Triton last: torch 2.8 with CUDA asks for 3.4 exactly, which pip would otherwise hold to; it warns.
+.venv-floor/ready: pyproject.toml Makefile
+	test -x .venv-floor/bin/python || $(FLOOR_PYTHON) -m venv .venv-floor
+	.venv-floor/bin/pip install -q '$(FLOOR_TORCH)' $(filter numpy==%,$(FLOORS))
+	.venv-floor/bin/pip install -q -e '.[test]' $(FLOORS)
+	.venv-floor/bin/pip install -q triton==3.6.0
 	touch $@
 
 clean:
