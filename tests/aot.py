@@ -105,7 +105,7 @@ def everything(arch):
     yield compiled(fine_kernel, arch, {"BLOCK": pipeline.COUNTED})
     for blocks in (1, 256, 2048):
         yield compiled(compact_kernel, arch, {"BLOCKS_UP": blocks, "BLOCK": pipeline.COUNTED})
-    yield compiled(guard_kernel, arch, {"COARSE": pipeline.COARSE, "BLOCK": pipeline.GUARDED})
+    yield compiled(guard_kernel, arch, {"BLOCK": pipeline.GUARDED})
 
 
 def of_the_model(arch, typed, dim, *, full):
@@ -127,7 +127,7 @@ def of_the_model(arch, typed, dim, *, full):
         shapes.append((16, 128, ()))  # the widest
     for heads, bits, missing in shapes:
         constants = {"H_KV": 8, "G": heads, "G_UP": heads, "H": bits, "D": dim, "D_UP": up, "GROUP": "relative"}
-        constants |= {"GAIN": True, "COARSE": pipeline.COARSE, "FINE": 256} | dict.fromkeys(missing)
+        constants |= {"GAIN": True} | dict.fromkeys(missing)
         constants |= {"MIDDLE": pipeline.middle_bins("relative", heads, bits, True)}
         types = typed | {"values": "*i8", "scale": "*fp32"}
         warps = pipeline.prep_warps(bits, dim)
@@ -143,9 +143,9 @@ def of_the_codes(arch, heads, bits, group, gain):
     for missing in ({"valid": None}, {}):
         if group == "relative":
             yield compiled(best_kernel, arch, constants | missing)
-        yield compiled(score_kernel, arch, constants | missing | {"GROUP": group, "COARSE": pipeline.COARSE})
+        yield compiled(score_kernel, arch, constants | missing | {"GROUP": group})
     bins = pipeline.middle_bins(group, heads, bits, gain)
-    sizes = {"COARSE": pipeline.COARSE, "MIDDLE": bins}
+    sizes = {"MIDDLE": bins}
     if bins > 1:
         yield compiled(middle_kernel, arch, sizes | {"BLOCK": pipeline.COUNTED})
     yield compiled(upper_kernel, arch, sizes, num_warps=8)

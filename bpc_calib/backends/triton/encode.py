@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
 from bpc_calib.backends.triton.language import divide, dot, round_even
 
 __all__ = ["encode_kernel", "greedy_kernel"]
@@ -47,10 +48,10 @@ def finish(words, squared_error, product, squared_norm, codes, error, gain, at, 
     root = tl.sqrt(squared_error) if squared_error.dtype == tl.float64 else tl.sqrt_rn(squared_error)
     tl.store(error + at, root.to(tl.float32), mask=inside)
     positive = product > 0
-    share = divide(64 * squared_norm, tl.where(positive, product, 1.0)) - 32
-    byte = round_even(tl.minimum(tl.maximum(share, 0.0), 255.0))  # within bounds first: rounding keeps them
-    byte = tl.where(positive, byte, 255.0)
-    byte = tl.where(squared_norm > 0, byte, 32.0)
+    share = divide(GAIN_UNIT * squared_norm, tl.where(positive, product, 1.0)) - GAIN_OFFSET
+    byte = round_even(tl.minimum(tl.maximum(share, 0.0), GAIN_MAX))  # within bounds first: rounding keeps them
+    byte = tl.where(positive, byte, GAIN_MAX)
+    byte = tl.where(squared_norm > 0, byte, GAIN_ONE)
     tl.store(gain + at, byte.to(tl.int32).to(tl.uint8), mask=inside)
 
 

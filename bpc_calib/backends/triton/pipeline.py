@@ -6,16 +6,18 @@ import torch
 import triton
 from torch import Tensor
 
+from bpc_calib.backends.triton import constants
 from bpc_calib.backends.triton.attend import attend_kernel, reduce_kernel
 from bpc_calib.backends.triton.compact import compact_kernel
 from bpc_calib.backends.triton.encode import encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.narrow import fine_kernel, middle_kernel, upper_kernel
-from bpc_calib.backends.triton.prep import PLAN, prep_kernel
+from bpc_calib.backends.triton.plan import PLAN_SIZE
+from bpc_calib.backends.triton.prep import prep_kernel
 from bpc_calib.backends.triton.score import best_kernel, score_kernel
 from bpc_calib.method.choosing import Cached, Choice, within
-from bpc_calib.method.encoding import Encoded, Encoder
-from bpc_calib.method.scoring import QuantizedQuery
+from bpc_calib.method.encoding import GAIN_MAX, GAIN_OFFSET, Encoded, Encoder
+from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 
 __all__ = [
@@ -36,11 +38,12 @@ __all__ = [
 SCORED = 1024  # keys a program scores, see `scored`
 COUNTED = 2048  # keys a program counts and lists
 GUARDED = 256  # tokens of the safeguard's list read at once
-COARSE = 128  # bins of the first histogram
 PROGRAMS = 512  # that share the list of an attention
 LISTED = 64  # tokens attended at once, in 16 bits
 HASHED = 64  # keys a program hashes
 PART = 32  # of their dimensions at a time
+
+COARSE, FINE = constants.COARSE.value, constants.FINE.value
 
 no_contraction = {"enable_fp_fusion": False}  # a * b + c rounded twice, as torch does
 
@@ -52,24 +55,24 @@ class Ranking:
     values: Tensor  # int8 [rows, G, H]
     totals: Tensor  # int32 [rows, G], sums of the values
     scale: Tensor  # float32 [rows]
-    plan: Tensor  # int32 [rows, 8], see `PLAN`
+    plan: Tensor  # int32 [rows, PLAN_SIZE], see `plan`
     best: Tensor  # int32 [rows, G_UP], largest score of each head
     ranked: Tensor  # int32 [rows, N and a few more]
     coarse: Tensor  # int32 [rows, COARSE]
     middle: Tensor  # int32 [rows, 2^...]
     threshold: Tensor  # int32 [rows, 2]
-    fine: Tensor  # int32 [rows, 256]
+    fine: Tensor  # int32 [rows, FINE]
 
 
 def middle_bins(group: str, heads: int, bits: int, gain: bool) -> int:
     """How many bins the second histogram needs, whatever the scores: those that the others leave of their span."""
-    reach = 127 * bits * (287 if gain else 1)
+    reach = LARGEST_QUERY * bits * (GAIN_MAX + GAIN_OFFSET if gain else 1)
     span = 2 * reach
     if group == "relative":
         span = 5 * heads * min(2 * reach, ((1 << 31) - 1) // (5 * heads))
     elif group == "sum":
         span *= heads
-    return int(1 << max(0, span.bit_length() - (8 + COARSE.bit_length() - 1)))
+    return int(1 << max(0, span.bit_length() - (FINE.bit_length() - 1) - (COARSE.bit_length() - 1)))
 
 
 def packed(heads: int, bits: int) -> int:
@@ -101,13 +104,13 @@ def prepare(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, 
         values=empty(heads, bits, dtype=torch.int8),
         totals=empty(heads),
         scale=empty(dtype=torch.float32),
-        plan=empty(len(PLAN)),
+        plan=empty(PLAN_SIZE.value),
         best=empty(triton.next_power_of_2(heads)),
         ranked=empty(triton.cdiv(tokens, 16) * 16),  # rows begin at multiples of 64 bytes
         coarse=empty(COARSE),
         middle=empty(middle_bins(choice.group, heads, bits, gain)),
         threshold=empty(2),
-        fine=empty(256),
+        fine=empty(FINE),
     )
     ks = bounds = None
     if isinstance(k, Tensor):
@@ -125,7 +128,7 @@ def prepare(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, 
         made.fine, lengths, ks, bounds, tokens, k, choice.recent, choice.sink, share.numerator, share.denominator,
         choice.scaling, *query.stride()[:3], *projection.stride()[:3],
         H_KV=kv_heads, G=heads, G_UP=made.best.shape[1], H=bits, D=dim, D_UP=triton.next_power_of_2(dim),
-        GROUP=choice.group, GAIN=gain, COARSE=COARSE, MIDDLE=made.middle.shape[1], FINE=256,
+        GROUP=choice.group, GAIN=gain, MIDDLE=made.middle.shape[1],
         num_warps=prep_warps(bits, dim), **no_contraction,
     )  # fmt: skip
     return made
@@ -182,14 +185,14 @@ def rank(ranking: Ranking, cached: Cached, choice: Choice) -> None:
     if choice.group == "relative":
         best_kernel[grid](*common, *strides, **shape, num_warps=4)
     score_kernel[grid](
-        *common, ranking.ranked, ranking.coarse, *strides, ranking.ranked.stride(0), GROUP=choice.group, COARSE=COARSE,
+        *common, ranking.ranked, ranking.coarse, *strides, ranking.ranked.stride(0), GROUP=choice.group,
         **shape, num_warps=4,
     )  # fmt: skip
     if worst is not None:
         worst = _tight(worst).flatten(0, 1)
         guard_kernel[(rows,)](
             worst, ranking.plan, ranking.ranked, ranking.coarse, worst.shape[-1], worst.stride(-2),
-            ranking.ranked.stride(0), COARSE=COARSE, BLOCK=GUARDED, num_warps=4,
+            ranking.ranked.stride(0), BLOCK=GUARDED, num_warps=4,
         )  # fmt: skip
 
 
@@ -203,15 +206,15 @@ def take(ranking: Ranking, width: int, *, ragged: bool) -> Tensor:
     """Steps 4 and 5: int64 `[rows, width]`, -1 behind the last token of a row."""
     rows, tokens = ranking.ranked.shape
     blocks = triton.cdiv(tokens, COUNTED)
-    above = torch.empty(rows, blocks, 257, dtype=torch.int32, device=ranking.ranked.device)
+    above = torch.empty(rows, blocks, FINE + 1, dtype=torch.int32, device=ranking.ranked.device)
     indices = torch.empty(rows, width, dtype=torch.int64, device=above.device)
     if ragged:
         indices.fill_(-1)
-    bins, stride = {"COARSE": COARSE, "MIDDLE": ranking.middle.shape[1]}, ranking.ranked.stride(0)
+    bins, stride = ranking.middle.shape[1], ranking.ranked.stride(0)
     counts = (ranking.plan, ranking.coarse, ranking.middle)
-    if ranking.middle.shape[1] > 1:
-        middle_kernel[(blocks, rows)](ranking.ranked, *counts, stride, **bins, BLOCK=COUNTED, num_warps=4)
-    upper_kernel[(rows,)](ranking.coarse, ranking.middle, ranking.plan, ranking.threshold, **bins, num_warps=8)
+    if bins > 1:
+        middle_kernel[(blocks, rows)](ranking.ranked, *counts, stride, MIDDLE=bins, BLOCK=COUNTED, num_warps=4)
+    upper_kernel[(rows,)](ranking.coarse, ranking.middle, ranking.plan, ranking.threshold, MIDDLE=bins, num_warps=8)
     last = (ranking.ranked, ranking.plan, ranking.threshold, ranking.fine, above)
     fine_kernel[(blocks, rows)](*last, stride, blocks, BLOCK=COUNTED, num_warps=4)
     compact_kernel[(blocks, rows)](
@@ -249,9 +252,7 @@ def sparse_attention(
     return _attention(query, keys, values, scale, indices=indices.contiguous(), lengths=None)
 
 
-def dense_attention(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None = None
-) -> Tensor:
+def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None = None) -> Tensor:
     """`bpc_calib.method.dense_attention.dense_attention`, of sequences without padding."""
     return _attention(query, keys, values, scale, indices=None, lengths=lengths.contiguous())
 

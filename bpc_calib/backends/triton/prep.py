@@ -3,12 +3,32 @@
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.constants import (
+    COARSE,
+    FINE,
+    FINE_BITS,
+    GAIN_UNIT,
+    INT32_MAX,
+    INT32_MIN,
+    LARGEST_FACTOR,
+    LARGEST_LIMIT,
+    LARGEST_QUERY,
+    RELATIVE_LIMIT,
+)
 from bpc_calib.backends.triton.language import divide, round_even
+from bpc_calib.backends.triton.plan import (
+    PLAN_FIRST_TO,
+    PLAN_LENGTH,
+    PLAN_LIMIT,
+    PLAN_LOW,
+    PLAN_NEWEST_FROM,
+    PLAN_PLACES,
+    PLAN_SHIFT,
+    PLAN_SIZE,
+    PLAN_WANTED,
+)
 
-__all__ = ["PLAN", "prep_kernel"]
-
-# What is known of a row (a KV head of a sequence), int32 each; the kernels use the places in this order.
-PLAN = ("length", "newest_from", "first_to", "places", "wanted", "low", "shift", "limit")
+__all__ = ["prep_kernel"]
 
 
 @triton.jit(do_not_specialize=["length", "k", "recent", "sink", "share_up", "share_down"])
@@ -47,9 +67,7 @@ def prep_kernel(
     D_UP: tl.constexpr,
     GROUP: tl.constexpr,
     GAIN: tl.constexpr,
-    COARSE: tl.constexpr,
     MIDDLE: tl.constexpr,
-    FINE: tl.constexpr,
 ):
     """One program a row. `lengths [B]`, `ks [rows]` and `bounds [rows, 3]` stand above `length` and `k` if given."""
     row = tl.program_id(0)
@@ -70,36 +88,38 @@ def prep_kernel(
     for head in range(G):
         q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
         largest = tl.maximum(largest, tl.max(tl.abs(tl.sum(P * q[None, :], 1)), 0))
-    # As torch rounds 127 / largest; a query too small for its inverse goes to the ends of the range.
-    inverse = tl.where(largest > 0, divide(tl.full([], 1, P.dtype), tl.where(largest > 0, largest, 1)) * 127, 0)
+    # As torch rounds LARGEST_QUERY / largest; a query too small for its inverse goes to the ends of the range.
+    inverse = tl.where(
+        largest > 0, divide(tl.full([], 1, P.dtype), tl.where(largest > 0, largest, 1)) * LARGEST_QUERY, 0
+    )
     most = tl.full([], 0, tl.int32)
     for head in range(G):
         q = tl.load(query + b * query_b + h * query_h + head * query_g + d, mask=d < D, other=0).to(P.dtype)
         exact = tl.sum(P * q[None, :], 1) * inverse
-        rounded = round_even(tl.minimum(tl.maximum(exact, -127.0), 127.0)).to(tl.int32)
+        rounded = round_even(tl.minimum(tl.maximum(exact, -LARGEST_QUERY), LARGEST_QUERY)).to(tl.int32)
         tl.store(values + (row * G + head) * H + bit, rounded.to(tl.int8))
         tl.store(totals + row * G + head, tl.sum(rounded, 0))
         reach = tl.sum(tl.abs(rounded), 0)
         most = most + reach if GROUP == "sum" else tl.maximum(most, reach)
-    unit = divide(largest, tl.full([], 127, P.dtype)).to(tl.float32)
+    unit = divide(largest, tl.full([], LARGEST_QUERY, P.dtype)).to(tl.float32)
     tl.store(scale + row, unit)
 
     # Scores lie in [low, low + span]; of their distance from low, `shift` bits are left to the later histograms.
-    most = most * (287 if GAIN else 1)
+    most = most * (LARGEST_FACTOR if GAIN else 1)
     if GROUP == "relative":
-        span = 5 * G * tl.minimum(2 * most, ((1 << 31) - 1) // (5 * G))
+        span = 5 * G * tl.minimum(2 * most, INT32_MAX // (5 * G))
         low = -span
     else:
         span = 2 * most
         low = -most
-    shift = 8
-    for each in tl.static_range(8, 31):
+    shift = FINE_BITS
+    for each in tl.static_range(FINE_BITS, 31):
         shift += ((span >> each) >= COARSE).to(tl.int32)
     product = unit * scaling
-    logit = tl.div_rn(tl.full([], 64.0 if GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
-    limit = tl.where(product > 0, tl.minimum(16.0 * logit, 16777216.0), 16777216.0).to(tl.int32)
+    logit = tl.div_rn(tl.full([], GAIN_UNIT if GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
+    limit = tl.where(product > 0, tl.minimum(RELATIVE_LIMIT * logit, LARGEST_LIMIT), LARGEST_LIMIT).to(tl.int32)
 
-    # Who is forced: the newest, then the first, and never more than k of them.
+    # Which tokens are forced: the newest, then the first, and never more than k of them.
     if lengths is not None:
         length = tl.maximum(tl.minimum(tl.load(lengths + b).to(tl.int32), length), 0)
     if ks is not None:
@@ -116,17 +136,17 @@ def prep_kernel(
         first_to = first
     wanted = k - newest - first
     places = tl.minimum((k.to(tl.int64) * share_up // share_down).to(tl.int32), wanted)
-    at = plan + row * 8
-    tl.store(at, length)
-    tl.store(at + 1, newest_from)
-    tl.store(at + 2, first_to)
-    tl.store(at + 3, places)
-    tl.store(at + 4, wanted)
-    tl.store(at + 5, low)
-    tl.store(at + 6, shift)
-    tl.store(at + 7, limit)
+    at = plan + row * PLAN_SIZE
+    tl.store(at + PLAN_LENGTH, length)
+    tl.store(at + PLAN_NEWEST_FROM, newest_from)
+    tl.store(at + PLAN_FIRST_TO, first_to)
+    tl.store(at + PLAN_PLACES, places)
+    tl.store(at + PLAN_WANTED, wanted)
+    tl.store(at + PLAN_LOW, low)
+    tl.store(at + PLAN_SHIFT, shift)
+    tl.store(at + PLAN_LIMIT, limit)
 
-    tl.store(best + row * G_UP + g, tl.full([G_UP], -(1 << 31), tl.int32))
+    tl.store(best + row * G_UP + g, tl.full([G_UP], INT32_MIN, tl.int32))
     tl.store(coarse + row * COARSE + tl.arange(0, COARSE), tl.zeros([COARSE], tl.int32))
     tl.store(middle + row * MIDDLE + tl.arange(0, MIDDLE), tl.zeros([MIDDLE], tl.int32))
     tl.store(fine + row * FINE + tl.arange(0, FINE), tl.zeros([FINE], tl.int32))

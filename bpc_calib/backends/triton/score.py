@@ -8,12 +8,19 @@ bit of every byte at a time, as a byte of 0 or 1: `c = 2 p . b - sum(p)`.
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.constants import COARSE, FORCED, GAIN_OFFSET, NEVER
 from bpc_calib.backends.triton.language import ASM
+from bpc_calib.backends.triton.plan import (
+    PLAN_FIRST_TO,
+    PLAN_LENGTH,
+    PLAN_LIMIT,
+    PLAN_LOW,
+    PLAN_NEWEST_FROM,
+    PLAN_SHIFT,
+    planned,
+)
 
-__all__ = ["FORCED", "NEVER", "best_kernel", "score_kernel"]
-
-FORCED = tl.constexpr((1 << 31) - 1)  # in place of a score: attended whatever comes
-NEVER = tl.constexpr(-(1 << 31))  # padding
+__all__ = ["best_kernel", "score_kernel"]
 
 
 @triton.jit
@@ -85,7 +92,7 @@ def head_scores(
     if gain is not None:
         at = first + r[:, None] * PACK + tl.arange(0, PACK)[None, :]
         byte_of = tl.load(gain + at.to(tl.int64) * gain_n, mask=at < length, other=0).to(tl.int32)
-        scores = scores * (byte_of + 32)[:, :, None]
+        scores = scores * (byte_of + GAIN_OFFSET)[:, :, None]
     return scores
 
 
@@ -127,7 +134,7 @@ def best_kernel(
     b = (row // H_KV).to(tl.int64)
     h = (row % H_KV).to(tl.int64)
     first = tl.program_id(0) * BLOCK
-    length = tl.load(plan + row * 8)
+    length = planned(plan, row, PLAN_LENGTH)
     if first < length:
         if gain is not None:
             gain += b * gain_b + h * gain_h
@@ -165,7 +172,6 @@ def score_kernel(
     G_UP: tl.constexpr,
     H: tl.constexpr,
     GROUP: tl.constexpr,
-    COARSE: tl.constexpr,
     TIGHT: tl.constexpr,
     PACK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -175,7 +181,7 @@ def score_kernel(
     b = (row // H_KV).to(tl.int64)
     h = (row % H_KV).to(tl.int64)
     first = tl.program_id(0) * BLOCK
-    length = tl.load(plan + row * 8)
+    length = planned(plan, row, PLAN_LENGTH)
     if first < length:
         if gain is not None:
             gain += b * gain_b + h * gain_h
@@ -188,7 +194,7 @@ def score_kernel(
             below = scores - tl.load(best + row * G_UP + g)  # the clamp of `group_scores` is out of reach of 16 heads
             if valid is not None:
                 below = tl.minimum(below, 0)  # padding, which is no head's best
-            limit = tl.load(plan + row * 8 + 7)
+            limit = planned(plan, row, PLAN_LIMIT)
             nearest = below if G == G_UP else tl.where(g < G, below, NEVER)
             within = tl.maximum(below, -limit)
             within = within if G == G_UP else tl.where(g < G, within, 0)
@@ -199,9 +205,9 @@ def score_kernel(
             score = tl.max(scores if G == G_UP else tl.where(g < G, scores, NEVER), 2)
         at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
         real = counted(valid, b, at, length, valid_b)
-        forced = real & ((at >= tl.load(plan + row * 8 + 1)) | (at < tl.load(plan + row * 8 + 2)))
+        forced = real & ((at >= planned(plan, row, PLAN_NEWEST_FROM)) | (at < planned(plan, row, PLAN_FIRST_TO)))
         stored = tl.where(real, tl.where(forced, FORCED, score), NEVER)
         tl.store(ranked + row.to(tl.int64) * ranked_r + at, stored, mask=at < length)
-        digit = (score - tl.load(plan + row * 8 + 5)) >> tl.load(plan + row * 8 + 6)
+        digit = (score - planned(plan, row, PLAN_LOW)) >> planned(plan, row, PLAN_SHIFT)
         counts = tl.histogram(tl.reshape(digit, [BLOCK]), COARSE, mask=tl.reshape(real & ~forced, [BLOCK]))
         tl.atomic_add(coarse + row * COARSE + tl.arange(0, COARSE), counts, mask=counts > 0, sem="relaxed")
