@@ -7,14 +7,15 @@ import triton
 from torch import Tensor
 
 from bpc_calib.backends.triton import constants
-from bpc_calib.backends.triton.attend import attend_kernel, reduce_kernel
+from bpc_calib.backends.triton.arguments import strided
+from bpc_calib.backends.triton.attend import AttendShape, attend_kernel, reduce_kernel
 from bpc_calib.backends.triton.compact import compact_kernel
-from bpc_calib.backends.triton.encode import encode_kernel, greedy_kernel
+from bpc_calib.backends.triton.encode import Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.narrow import fine_kernel, middle_kernel, upper_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE
-from bpc_calib.backends.triton.prep import prep_kernel
-from bpc_calib.backends.triton.score import best_kernel, score_kernel
+from bpc_calib.backends.triton.prep import Given, Prepared, PrepShape, prep_kernel
+from bpc_calib.backends.triton.score import ScoreShape, best_kernel, score_kernel
 from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoding import GAIN_MAX, GAIN_OFFSET, Encoded, Encoder
 from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
@@ -123,12 +124,16 @@ def prepare(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, 
     if lengths is not None:
         lengths = lengths.contiguous()
     share = as_fraction(choice.safeguard)
-    prep_kernel[(rows,)](
-        query, projection, made.values, made.totals, made.scale, made.plan, made.best, made.coarse, made.middle,
-        made.fine, lengths, ks, bounds, tokens, k, choice.recent, choice.sink, share.numerator, share.denominator,
-        choice.scaling, *query.stride()[:3], *projection.stride()[:3],
+    prepared = Prepared(
+        made.values, made.totals, made.scale, made.plan, made.best, made.coarse, made.middle, made.fine
+    )
+    shape = PrepShape(
         H_KV=kv_heads, G=heads, G_UP=made.best.shape[1], H=bits, D=dim, D_UP=triton.next_power_of_2(dim),
         GROUP=choice.group, GAIN=gain, MIDDLE=made.middle.shape[1],
+    )  # fmt: skip
+    prep_kernel[(rows,)](
+        strided(query), strided(projection), prepared, Given(lengths, ks, bounds),
+        tokens, k, choice.recent, choice.sink, share.numerator, share.denominator, choice.scaling, shape,
         num_warps=prep_warps(bits, dim), **no_contraction,
     )  # fmt: skip
     return made
@@ -171,23 +176,18 @@ def rank(ranking: Ranking, cached: Cached, choice: Choice) -> None:
     rows = len(ranking.plan)
     codes, gain, worst = cached.codes.view(torch.int8), cached.gain, _guarding(cached, choice)
     valid = None if cached.valid is None else _tight(cached.valid)
-    strides = (
-        *codes.stride()[:3],
-        *((0, 0, 0) if gain is None else gain.stride()),
-        0 if valid is None else valid.stride(0),
-    )
-    shape = {
-        "H_KV": kv_heads, "G": heads, "G_UP": triton.next_power_of_2(heads), "H": bits,
-        "TIGHT": codes.stride(2) == bits // 8, "PACK": packed(heads, bits), "BLOCK": scored(heads),
-    }  # fmt: skip
-    grid = (triton.cdiv(tokens, scored(heads)), rows)
-    common = (ranking.values, ranking.totals, codes, gain, valid, ranking.plan, ranking.best)
-    if choice.group == "relative":
-        best_kernel[grid](*common, *strides, **shape, num_warps=4)
-    score_kernel[grid](
-        *common, ranking.ranked, ranking.coarse, *strides, ranking.ranked.stride(0), GROUP=choice.group,
-        **shape, num_warps=4,
+    shape = ScoreShape(
+        H_KV=kv_heads, G=heads, G_UP=triton.next_power_of_2(heads), H=bits, GROUP=choice.group,
+        TIGHT=codes.stride(2) == bits // 8, PACK=packed(heads, bits), BLOCK=scored(heads),
     )  # fmt: skip
+    grid = (triton.cdiv(tokens, shape.BLOCK), rows)
+    common = (
+        ranking.values, ranking.totals, strided(codes), strided(gain), valid, 0 if valid is None else valid.stride(0),
+        ranking.plan, ranking.best,
+    )  # fmt: skip
+    if choice.group == "relative":
+        best_kernel[grid](*common, shape, num_warps=4)
+    score_kernel[grid](*common, ranking.ranked, ranking.ranked.stride(0), ranking.coarse, shape, num_warps=4)
     if worst is not None:
         worst = _tight(worst).flatten(0, 1)
         guard_kernel[(rows,)](
@@ -282,9 +282,9 @@ def _attention(
     largest = torch.empty_like(weight)
     out = torch.empty(batch, kv_heads, heads, dim, dtype=query.dtype, device=query.device)
     attend_kernel[(splits, rows)](
-        query, keys, values, indices, lengths, part, weight, largest, dim**-0.5 if scale is None else scale, count,
-        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-        H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block,
+        strided(query), strided(keys), strided(values), indices, lengths, part, weight, largest,
+        dim**-0.5 if scale is None else scale, count,
+        AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block),
         num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
@@ -306,8 +306,8 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
         for each, rank in ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1))
     )
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
-        keys, matrix, gram, metric, mean, encoded.codes.view(torch.int32), encoded.error, encoded.gain, tokens,
-        *keys.stride()[:3], kv_heads if own else 0,
+        strided(keys), Hashing(matrix, gram, metric, mean, kv_heads if own else 0),
+        encoded.codes.view(torch.int32), encoded.error, encoded.gain, tokens,
         H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, num_warps=8, **no_contraction,
     )  # fmt: skip
     return encoded
