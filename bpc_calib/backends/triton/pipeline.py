@@ -124,9 +124,7 @@ def prepare(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, 
     if lengths is not None:
         lengths = lengths.contiguous()
     share = as_fraction(choice.safeguard)
-    prepared = Prepared(
-        made.values, made.totals, made.scale, made.plan, made.best, made.coarse, made.middle, made.fine
-    )
+    prepared = Prepared(made.values, made.totals, made.scale, made.plan, made.best, made.coarse, made.middle, made.fine)
     shape = PrepShape(
         H_KV=kv_heads, G=heads, G_UP=made.best.shape[1], H=bits, D=dim, D_UP=triton.next_power_of_2(dim),
         GROUP=choice.group, GAIN=gain, MIDDLE=made.middle.shape[1],
