@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
 from bpc_calib.method import encoding
-from bpc_calib.method.choosing import choose_asked
+from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.selection import attended, worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
@@ -98,31 +98,25 @@ def choice(
     if "ties" in more:  # eight codes and two gains in all
         codes, gains = codes[:, :, torch.arange(tokens, device=where) % 8], gains % 2
     k: int | Tensor = attended(tokens, 0.02)
-    rules: dict[str, Any] = {"valid": None, "lengths": None, "recent": 0, "sink": 0, "safeguard": 0.0}
-    worst = None
+    cached: dict[str, Tensor | None] = {"gain": gains if gain else None}
+    forced: dict[str, Any] = {}
     if "padded" in more:
-        rules |= {"recent": 3, "sink": 2}
-        rules["valid"] = torch.rand(batch, tokens, generator=generator, device=where) > 0.2
+        forced |= {"recent": 3, "sink": 2}
+        cached["valid"] = torch.rand(batch, tokens, generator=generator, device=where) > 0.2
     if "ragged" in more:
-        rules["lengths"] = torch.tensor([tokens, tokens * 2 // 3, tokens // 2 + 1], device=where)
-        k = torch.tensor([[attended(int(n), 0.02)] for n in rules["lengths"] // 2], device=where)
+        lengths = torch.tensor([tokens, tokens * 2 // 3, tokens // 2 + 1], device=where)
+        cached["lengths"] = lengths
+        k = torch.tensor([[attended(int(n), 0.02)] for n in lengths // 2], device=where)
     if "safeguard" in more:
-        rules |= {"recent": 1, "sink": 4, "safeguard": 0.1}
-        worst = worst_first(torch.rand(batch, KV_HEADS, tokens, generator=generator, device=where))
-    width = k if isinstance(k, int) else int(k.max())
+        forced |= {"recent": 1, "sink": 4, "safeguard": 0.1}
+        cached["worst"] = worst_first(torch.rand(batch, KV_HEADS, tokens, generator=generator, device=where))
 
-    scaling, given = DIM**-0.5, gains if gain else None
-    ranking = pipeline.prepare(
-        query, projection, k, tokens, group=group, gain=gain, scaling=scaling, valid=rules["valid"],
-        lengths=rules["lengths"], recent=rules["recent"], sink=rules["sink"], safeguard=rules["safeguard"],
-    )  # fmt: skip
-    asked = pipeline.quantized(ranking, batch)
-    expected = choose_asked(asked, codes, given, k, scaling=scaling, group=group, worst=worst, width=width, **rules)
+    given = (Cached(codes, **cached), k, Choice(DIM**-0.5, group, **forced))
+    rounded = pipeline.quantized(pipeline.prepare(query, projection, *given), batch)
+    expected = choose_quantized(rounded, *given)
     differing = 0
-    for _ in range(2):  # twice: the order of atomics must not show
-        found = pipeline.choose(
-            query, projection, codes, given, k, scaling=scaling, group=group, worst=worst, width=width, **rules
-        )
+    for _ in range(2):  # and the same again: no order of atomics shows
+        found = pipeline.choose(query, projection, *given)
         differing = max(differing, int((found != expected).sum()))
     return {"exact": differing == 0, "differing": differing, "of": expected.numel()}
 
@@ -165,7 +159,7 @@ def attention(tokens: int, dtype: torch.dtype, form: str, generator: torch.Gener
     )
     if form == "dense":
         lengths = torch.tensor([tokens, tokens * 2 // 3 + 1], device=where)
-        found = pipeline.sparse_attention(query, keys, values, None, lengths=lengths)
+        found = pipeline.dense_attention(query, keys, values, lengths)
         listed = torch.arange(tokens, device=where).expand(batch, KV_HEADS, -1)
         listed = listed.masked_fill(listed >= lengths[:, None, None], -1)
     else:

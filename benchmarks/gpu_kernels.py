@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.triton import paper, pipeline
 from bpc_calib.bench import dense
+from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.selection import attended
 
 __all__ = ["DIM", "GROUP", "KV_HEADS", "bandwidth_row", "steps"]
@@ -66,14 +67,13 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
             f"{name}: whole": held + kept,
         }  # fmt: skip
         given = [(codes[i], gains[i] if gain else None, keys[i], values[i]) for i in range(sets)]
-        for stage, run in _stages(query, projection, k, group, gain).items():
+        for stage, run in _stages(query, projection, k, Choice(DIM**-0.5, group)).items():
             forms[f"{name}: {stage}"] = [functools.partial(run, *each) for each in given]
-        lists = [pipeline.choose(query, projection, *each[:2], k, scaling=DIM**-0.5, group=group) for each in given]
+        lists = [pipeline.choose(query, projection, Cached(*each[:2]), k, Choice(DIM**-0.5, group)) for each in given]
         forms[f"{name}: attend"] = [
             functools.partial(pipeline.sparse_attention, query, keys[i], values[i], lists[i]) for i in range(sets)
         ]
-    asked = pipeline.prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0)
-    rounded = asked.values.unflatten(0, (1, KV_HEADS))
+    rounded = pipeline.quantize_query(query, projection).values
     floors["paper: score"] = KV_HEADS * tokens * 12
     forms["paper: score"] = [functools.partial(paper.popcount_scores, rounded, codes[i]) for i in range(sets)]
     for name, attention in (("SDPA", scaled_dot_product_attention), ("split-KV (ours)", dense.split())):
@@ -122,24 +122,22 @@ def _sets(tokens: int) -> tuple[int, int]:
     return sets, min(sets, max(2, -(-cache // (KV_HEADS * tokens * DIM * 4))))
 
 
-def _stages(query: Tensor, projection: Tensor, k: int, group: str, gain: bool) -> dict[str, Callable[..., Any]]:
-    """Functions of codes `[1, H_KV, N, 1]`, gains, keys and values; each runs one stage more than the last."""
-    rules: dict[str, Any] = {"scaling": DIM**-0.5, "group": group}
+def _stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Callable[..., Any]]:
+    """Functions of codes `[1, H_KV, N, 1]`, gains, keys and values, each with the stages before it."""
 
     def prep(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> pipeline.Ranking:
-        return pipeline.prepare(query, projection, k, codes.shape[2], gain=gain, **rules)
+        return pipeline.prepare(query, projection, Cached(codes, gains), k, choice)
 
     def scored(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        pipeline.rank(prep(codes, gains, keys, values), codes, gains, group=group, valid=None, worst=None)
+        pipeline.rank(prep(codes, gains, keys, values), Cached(codes, gains), choice)
 
     def chosen(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
-        return pipeline.choose(query, projection, codes, gains, k, **rules)
+        return pipeline.choose(query, projection, Cached(codes, gains), k, choice)
 
     def whole(codes: Tensor, gains: Tensor | None, keys: Tensor, values: Tensor) -> Tensor:
-        # As the cache calls it, so that eager times include the cost of the operators.
-        return dispatch.sparse_attention(
-            query, keys, values, dispatch.choose(query, projection, codes, gains, k, **rules)
-        )
+        # As the cache calls it: eager times have the cost of the operators too.
+        chosen = dispatch.choose(query, projection, Cached(codes, gains), k, choice)
+        return dispatch.sparse_attention(query, keys, values, chosen)
 
     return {"prep": prep, "prep to score": scored, "choose": chosen, "whole": whole}
 

@@ -12,6 +12,7 @@ from drawn import DEVICE, cache, draw
 from bpc_calib import InputError, enable, sparse_attention
 from bpc_calib.backends import dispatch
 from bpc_calib.method import choosing, encoding
+from bpc_calib.method.choosing import Cached, Choice
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -21,10 +22,10 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("BPC_BACKEND", raising=False)
-    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_numba):
+    for cached in (dispatch._warn_once, dispatch._not_installed):
         cached.cache_clear()
     yield
-    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_numba):
+    for cached in (dispatch._warn_once, dispatch._not_installed):
         cached.cache_clear()
 
 
@@ -115,7 +116,7 @@ def no_kernels(monkeypatch):
     import bpc_calib.backends.triton.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
-    for name in ("choose", "sparse_attention", "encode_with"):  # the dense one is the sparse one without a list
+    for name in ("choose", "sparse_attention", "dense_attention", "encode_with"):
         monkeypatch.setattr(f"bpc_calib.backends.triton.pipeline.{name}", None)
 
 
@@ -128,16 +129,16 @@ def written_out(query, keys, listed):
 @pytest.mark.usefixtures("no_kernels")
 def test_what_the_kernels_do_not_serve_falls_back(warned):
     query, projection, encoded = arguments(heads=17)
-    rules = {"scaling": 0.1, "recent": 1}
+    given = (query, projection, Cached(encoded.codes, encoded.gain), 9, Choice(0.1, recent=1))
     for _ in range(2):
-        found = dispatch.choose(query, projection, encoded.codes, encoded.gain, 9, **rules)
-    assert torch.equal(found, choosing.choose(query, projection, encoded.codes, encoded.gain, 9, **rules))
+        found = dispatch.choose(*given)
+    assert torch.equal(found, choosing.choose(*given))
     for tokens in (60, 17):  # as many tokens as heads are no other case
         keys, listed = draw(1, 2, tokens, 64, seed=2), found.clamp(max=tokens - 1)
         attended = dispatch.sparse_attention(query, keys, keys, listed)
         torch.testing.assert_close(attended, written_out(query, keys, listed))
     assert warned() == [
-        "the triton kernels do not serve 17 query heads on a KV head, more than 16; plain torch does, slowly"
+        "the triton kernels do not serve 17 query heads per KV head, more than 16; plain torch does, slowly"
     ]
 
 
@@ -160,7 +161,7 @@ def test_padding_is_attended_around_in_plain_torch():
         (lambda keys: keys.expand(1, 1, 2, 60, 64), "5 dimensions instead of 4"),
         (lambda keys: torch.zeros(1, 2, 60, 320, device=DEVICE), "head_dim 320, above 256"),
         (lambda keys: keys.mT.contiguous().mT, "a last dimension that is not contiguous"),
-        (lambda keys: keys[:, :1, :1, :].expand(1, 70000, 1, 64), "beyond 65535 rows"),
+        (lambda keys: keys[:, :1, :1, :].expand(1, 70000, 1, 64), "a cache [1, 70000, 1], beyond 65535 rows"),
     ],
     ids=["dimensions", "head_dim", "strides", "rows"],
 )
@@ -179,12 +180,12 @@ def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
     """Bit for bit what torch gives in float64, where no product rounds a query another way."""
     projection, encoded = cache(2, 2, 60, 64, 64)
     query, keys = draw(2, 2, 4, 64, seed=3, dtype=torch.float64), draw(2, 2, 60, 64, seed=2, dtype=torch.float64)
-    rules = {"scaling": 0.1, "recent": 1}
+    cached, choice = Cached(encoded.codes, encoded.gain), Choice(0.1, recent=1)
     for k in (9, torch.tensor([[9], [5]], device=DEVICE)):
         monkeypatch.setenv("BPC_BACKEND", "torch")
-        plain = dispatch.choose(query, projection, encoded.codes, encoded.gain, k, **rules)
+        plain = dispatch.choose(query, projection, cached, k, choice)
         monkeypatch.setenv("BPC_BACKEND", "triton")
-        launched = dispatch.choose(query, projection, encoded.codes, encoded.gain, k, **rules)
+        launched = dispatch.choose(query, projection, cached, k, choice)
         assert torch.equal(plain, launched)
         attended = dispatch.sparse_attention(query, keys, keys, launched)
         monkeypatch.setenv("BPC_BACKEND", "torch")
@@ -234,7 +235,8 @@ def test_a_step_compiles_to_one_graph(monkeypatch):
 
     def step(query, lengths):
         codes = dispatch.encode_with(encoding.make_encoder(projection, keys.dtype), keys).codes
-        indices = dispatch.choose(query, projection, codes, encoded.gain, 9, scaling=0.1, lengths=lengths, recent=1)
+        cached = Cached(codes, encoded.gain, lengths=lengths)
+        indices = dispatch.choose(query, projection, cached, 9, Choice(0.1, recent=1))
         return dispatch.sparse_attention(query * 1.0, keys, keys, indices)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -261,5 +263,6 @@ def test_a_wrong_shape_is_refused_before_a_kernel_sees_it(monkeypatch):
         {"group": "mean"},
     ):
         given = {"query": query, "projection": projection, "codes": encoded.codes, "gain": encoded.gain, "k": 9} | wrong
+        cached, choice = Cached(given["codes"], given["gain"]), Choice(0.1, given.get("group", "relative"))
         with pytest.raises(InputError):
-            dispatch.choose(**given, scaling=0.1)
+            dispatch.choose(given["query"], given["projection"], cached, given["k"], choice)

@@ -5,10 +5,10 @@ import torch
 from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
 from bpc_calib import hash_scores, quantize_query, select
-from bpc_calib.backends.triton import ops, pipeline
+from bpc_calib.backends.triton import backend, ops, pipeline
 from bpc_calib.method import choosing
+from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import GAIN_MAX, make_encoder
-from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
@@ -26,13 +26,14 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
     codes[..., 50, :] = 0xAAAAAAAAAAAAAAAA - 2**64  # bits 1, 3, ...: the query itself
     codes[..., 60, :] = 0x5555555555555555
     gain = torch.full((1, 1, 200), GAIN_MAX, dtype=torch.uint8, device=DEVICE)
-    made = pipeline.prepare(query, projection, 9, 200, group=group, gain=True, scaling=0.1)
+    cached, choice = Cached(codes, gain), Choice(0.1, group)
+    made = pipeline.prepare(query, projection, cached, 9, choice)
     assert made.values.abs().eq(127).all()
-    pipeline.rank(made, codes, gain, group=group, valid=None, worst=None)
-    asked = pipeline.quantized(made, 1)
-    scores = hash_scores(asked, codes, gain)
+    pipeline.rank(made, cached, choice)
+    rounded = pipeline.quantized(made, 1)
+    scores = hash_scores(rounded, codes, gain)
     assert scores.max() == 127 * bits * 287
-    ranked = choosing.rank(scores, asked.scale, group=group, gain=True, scaling=0.1)
+    ranked = choosing.rank(scores, rounded.scale, group=group, gain=True, scaling=0.1)
     assert torch.equal(made.ranked[:, :200], ranked[0])
     assert torch.equal(pipeline.take(made, 9, ragged=False), select(ranked, 9)[0])
 
@@ -40,10 +41,10 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
 def test_queries_in_int8(dtype):
     """Across a product that rounds in its own order: few entries differ, by one."""
-    projection, _ = cache(3, 2, 8, 128, 64)
+    projection, encoded = cache(3, 2, 8, 128, 64)
     query = draw(3, 2, 4, 128, seed=3, dtype=dtype)
     query[1, 0] = 0
-    made = pipeline.prepare(query, projection, 2, 8, group="relative", gain=True, scaling=0.1)
+    made = pipeline.prepare(query, projection, Cached(encoded.codes, encoded.gain), 2, Choice(0.1))
     found, expected = pipeline.quantized(made, 3), quantize_query(query, projection)
     apart = (found.values.int() - expected.values.int()).abs()
     assert apart.max() <= 1
@@ -55,12 +56,13 @@ def test_queries_in_int8(dtype):
 def test_scores_and_their_histogram():
     projection, encoded = cache(2, 2, 1500, 64, 64, zero_keys=True)
     query = draw(2, 2, 4, 64, seed=3)
-    made = pipeline.prepare(query, projection, 50, 1500, group="relative", gain=True, scaling=0.1, recent=2, sink=1)
-    pipeline.rank(made, encoded.codes, encoded.gain, group="relative", valid=None, worst=None)
-    asked: QuantizedQuery = pipeline.quantized(made, 2)
-    scores = hash_scores(asked, encoded.codes, encoded.gain)
+    cached, choice = Cached(encoded.codes, encoded.gain), Choice(0.1, recent=2, sink=1)
+    made = pipeline.prepare(query, projection, cached, 50, choice)
+    pipeline.rank(made, cached, choice)
+    rounded = pipeline.quantized(made, 2)
+    scores = hash_scores(rounded, encoded.codes, encoded.gain)
     assert torch.equal(made.best.unflatten(0, (2, 2)), scores.amax(-1))
-    ranked = choosing.rank(scores, asked.scale, group="relative", gain=True, scaling=0.1).flatten(0, 1)
+    ranked = choosing.rank(scores, rounded.scale, group="relative", gain=True, scaling=0.1).flatten(0, 1)
     assert torch.equal(made.ranked[:, 1:1498], ranked[:, 1:1498])
     assert (made.ranked[:, [0, 1498, 1499]] == 2**31 - 1).all()
     low, shift = made.plan[:, 5:6], made.plan[:, 6:7]
@@ -71,7 +73,7 @@ def test_scores_and_their_histogram():
 def test_attention_over_everything():
     query, keys, values = draw(2, 2, 4, 64), draw(2, 2, 150, 64, seed=1), draw(2, 2, 150, 64, seed=2)
     lengths = torch.tensor([150, 70], device=DEVICE)
-    found = pipeline.sparse_attention(query, keys, values, None, lengths=lengths)
+    found = pipeline.dense_attention(query, keys, values, lengths)
     for row, length in enumerate(lengths.tolist()):
         everything = torch.arange(length, device=DEVICE).expand(2, -1)
         expected = sparse_attention(query[row], keys[row, :, :length], values[row, :, :length], everything)
@@ -84,37 +86,22 @@ def test_the_same_every_time():
     query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 1500, 64, seed=2)
     made = []
     for _ in range(3):
-        indices = pipeline.choose(query, projection, encoded.codes, encoded.gain, 300, scaling=0.1)
+        indices = pipeline.choose(query, projection, Cached(encoded.codes, encoded.gain), 300, Choice(0.1))
         made.append((indices, pipeline.sparse_attention(query, keys, keys, indices)))
     assert all(torch.equal(one, other) for again in made[1:] for one, other in zip(made[0], again, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_step_in_a_cuda_graph():
-    """Captured once, then asked again with another query and another length."""
+    """Captured once, then replayed with other queries and other lengths."""
     projection, encoded = cache(1, 2, 2100, 64, 64)
     query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 2100, 64, seed=2)
     lengths = torch.tensor([2100], device=DEVICE)
+    cached, choice = Cached(encoded.codes, encoded.gain, lengths=lengths), Choice(0.1, recent=1)
 
     def step():
-        indices = ops.choose(
-            query,
-            projection,
-            encoded.codes,
-            encoded.gain,
-            60,
-            None,
-            0.1,
-            "relative",
-            None,
-            lengths,
-            1,
-            0,
-            None,
-            0.0,
-            60,
-        )
-        return indices, ops.sparse_attention(query, keys, keys, indices, 0.1)
+        indices = backend.choose(query, projection, cached, 60, choice)
+        return indices, backend.sparse_attention(query, keys, keys, indices, 0.1)
 
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -153,6 +140,6 @@ def test_dense_attention_beyond_the_buffer():
     query, lengths = draw(1, 2, 4, 64, seed=3), torch.tensor([75], device=DEVICE)
     keys = draw(1, 2, 60, 64, seed=2)
     everything = torch.arange(60, device=DEVICE).expand(1, 2, -1)
-    dense = pipeline.sparse_attention(query, keys, keys, None, lengths=lengths)
+    dense = pipeline.dense_attention(query, keys, keys, lengths)
     expected = sparse_attention(query, keys, keys, everything)
     torch.testing.assert_close(dense, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])

@@ -5,8 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib import hash_scores, quantize_query
-from bpc_calib.backends.triton import paper
-from bpc_calib.bench.dense import split
+from bpc_calib.backends.triton import paper, pipeline
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.sparse_attention import sparse_attention
 
@@ -46,7 +45,12 @@ def test_other_lengths_of_codes_are_refused():
         paper.popcount_scores(torch.zeros(1, 1, 1, 32, dtype=torch.int8), torch.zeros(1, 1, 5, 1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("attention", [scaled_dot_product_attention, split()], ids=["sdpa", "split"])
+def split(query, keys, values):
+    """The package's own dense attention, over all keys."""
+    return pipeline.dense_attention(query, keys, values, torch.full((len(keys),), keys.shape[2], device=keys.device))
+
+
+@pytest.mark.parametrize("attention", [scaled_dot_product_attention, split], ids=["sdpa", "split"])
 @pytest.mark.parametrize(("heads", "k"), [(1, 20), (4, 37)])
 def test_a_step_is_attention_over_the_best_scores(heads, k, attention):
     generator = torch.Generator().manual_seed(k)

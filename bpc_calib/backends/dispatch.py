@@ -4,7 +4,6 @@ Every function here has the signature of its plain torch function and returns wh
 """
 
 import functools
-import importlib
 import logging
 import os
 from typing import cast
@@ -23,11 +22,7 @@ __all__ = ["BACKENDS", "backend", "choose", "dense_attention", "encode_with", "f
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = {
-    "torch": "bpc_calib.backends.plain",
-    "triton": "bpc_calib.backends.triton.backend",
-    "numba": "bpc_calib.backends.cpu.backend",
-}
+BACKENDS = ("torch", "triton", "numba")
 OLDEST = {"triton": Version("3.6"), "numba": Version("0.61")}
 INSTALL = {"triton": "pip install triton", "numba": "pip install 'bpc-calib[cpu]'"}
 
@@ -136,19 +131,33 @@ def _serving(request: Request) -> Backend:
 
 @functools.cache
 def _load(name: str) -> Backend:
-    return cast(Backend, importlib.import_module(BACKENDS[name]))
+    # By import statements, here and below: torch.compile cannot trace `importlib`.
+    if name == "triton":
+        from bpc_calib.backends.triton import backend as in_triton
+
+        return cast(Backend, in_triton)
+    if name == "numba":
+        from bpc_calib.backends.cpu import backend as in_numba
+
+        return cast(Backend, in_numba)
+    from bpc_calib.backends import plain
+
+    return cast(Backend, plain)
 
 
 @functools.cache
 def _not_installed(package: str) -> str | None:
     """What is missing for a package; None: nothing."""
     try:
-        found = importlib.import_module(package)
+        if package == "triton":
+            from triton import __version__ as found
+        else:
+            from numba import __version__ as found
     except ImportError:
         return f"{package.replace('triton', 'Triton')} is not installed ({INSTALL[package]})"
-    if Version(found.__version__) >= OLDEST[package]:
+    if Version(found) >= OLDEST[package]:
         return None
-    return f"{package.replace('triton', 'Triton')} {found.__version__} is older than {OLDEST[package]}"
+    return f"{package.replace('triton', 'Triton')} {found} is older than {OLDEST[package]}"
 
 
 @functools.cache

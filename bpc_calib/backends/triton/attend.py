@@ -1,18 +1,32 @@
 """Steps 6 and 7: exact attention over the listed tokens, split over the list, and the splits combined."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.language import dot
 
-__all__ = ["attend_kernel", "reduce_kernel"]
+__all__ = ["AttendShape", "attend_kernel", "reduce_kernel"]
+
+
+class AttendShape(NamedTuple):
+    """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
+
+    H_KV: int
+    G: int
+    D: int
+    D_UP: int
+    CHUNK: int
+    BLOCK: int
 
 
 @triton.jit(do_not_specialize=["count"])
 def attend_kernel(
-    query,
-    keys,
-    values,
+    query: Strided,
+    keys: Strided,
+    values: Strided,
     indices,
     lengths,
     part,
@@ -20,41 +34,32 @@ def attend_kernel(
     largest,
     scale,
     count,
-    query_b,
-    query_h,
-    query_g,
-    keys_b,
-    keys_h,
-    keys_n,
-    values_b,
-    values_h,
-    values_n,
-    H_KV: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    D_UP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """Attention over one chunk of `indices [rows, count]`; without them, over the first `lengths [B]` tokens.
 
     Grid (splits, rows). Leaves sums of values `part [rows, splits, G, D]` weighted by `exp(logit - largest)`, the
     sum of these weights and the largest logit, `[rows, splits, G]` each.
     """
+    G: tl.constexpr = shape.G
+    D: tl.constexpr = shape.D
+    D_UP: tl.constexpr = shape.D_UP
+    CHUNK: tl.constexpr = shape.CHUNK
+    BLOCK: tl.constexpr = shape.BLOCK
     split = tl.program_id(0)
     row = tl.program_id(1)
-    b = (row // H_KV).to(tl.int64)
-    h = (row % H_KV).to(tl.int64)
+    b = (row // shape.H_KV).to(tl.int64)
+    h = (row % shape.H_KV).to(tl.int64)
     g = tl.arange(0, 16)  # the least height of a matrix product
     d = tl.arange(0, D_UP)
     q = tl.load(
-        query + b * query_b + h * query_h + g[:, None] * query_g + d[None, :],
+        query.at + b * query.b + h * query.h + g[:, None] * query.n + d[None, :],
         mask=(g[:, None] < G) & (d[None, :] < D),
         other=0,
     )
-    keys += b * keys_b + h * keys_h
-    values += b * values_b + h * values_h
-    wide = tl.float64 if query.dtype.element_ty == tl.float64 else tl.float32
+    own_keys = keys.at + b * keys.b + h * keys.h
+    own_values = values.at + b * values.b + h * values.h
+    wide = tl.float64 if query.at.dtype.element_ty == tl.float64 else tl.float32
     top = tl.full([16], float("-inf"), wide)
     total = tl.zeros([16], wide)
     sums = tl.zeros([16, D_UP], wide)
@@ -67,8 +72,8 @@ def attend_kernel(
             token = tl.where(at < end, at, -1).to(tl.int64)
         listed = token >= 0
         mask = listed[:, None] & (d[None, :] < D)
-        k = tl.load(keys + token[:, None] * keys_n + d[None, :], mask=mask, other=0)
-        v = tl.load(values + token[:, None] * values_n + d[None, :], mask=mask, other=0)
+        k = tl.load(own_keys + token[:, None] * keys.n + d[None, :], mask=mask, other=0)
+        v = tl.load(own_values + token[:, None] * values.n + d[None, :], mask=mask, other=0)
         logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
         next_top = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token yet

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.constants import FINE, FINE_BITS
 from bpc_calib.backends.triton.narrow import distances, find
+from bpc_calib.backends.triton.plan import PLAN_LENGTH, planned
 
 __all__ = ["compact_kernel"]
 
@@ -30,14 +32,14 @@ def compact_kernel(
     row = tl.program_id(1)
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    length = tl.load(plan + row * 8)
+    length = planned(plan, row, PLAN_LENGTH)
     if block * BLOCK < length:
-        lowest, left = find(fine + row * 256, tl.load(threshold + row * 2 + 1), 256)
-        last = (tl.load(threshold + row * 2) << 8) + lowest
+        lowest, left = find(fine + row * FINE, tl.load(threshold + row * 2 + 1), FINE)
+        last = (tl.load(threshold + row * 2) << FINE_BITS) + lowest
         distance, forced, ranks = distances(ranked, plan, row, at, length, ranked_r)
 
         before = tl.arange(0, BLOCKS_UP)
-        held = above + (row.to(tl.int64) * blocks + before) * 257 + lowest
+        held = above + (row.to(tl.int64) * blocks + before) * (FINE + 1) + lowest
         over = tl.sum(tl.load(held + 1, mask=before < block, other=0), 0)
         level = tl.sum(tl.load(held, mask=before < block, other=0), 0) - over
         free = tl.maximum(left - level, 0)  # places that earlier blocks leave to equal scores

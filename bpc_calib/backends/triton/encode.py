@@ -1,11 +1,25 @@
 """Hashing of keys: one matrix product, then the greedy pass of Algorithm 2 in Gram form, in registers."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.arguments import Strided
+from bpc_calib.backends.triton.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
 from bpc_calib.backends.triton.language import divide, dot, round_even
 
-__all__ = ["encode_kernel", "greedy_kernel"]
+__all__ = ["Hashing", "encode_kernel", "greedy_kernel"]
+
+
+class Hashing(NamedTuple):
+    """What keys are hashed with: the parts of an `Encoder`, contiguous, with the matrix transposed."""
+
+    matrix: Any  # [.., H, D]
+    gram: Any  # [.., H, H]
+    metric: Any  # [.., D, D] or None
+    mean: Any  # [.., D] or None
+    b: int  # 0 where all sequences share the projections, H_KV where each has its own
 
 
 @triton.jit
@@ -47,10 +61,10 @@ def finish(words, squared_error, product, squared_norm, codes, error, gain, at, 
     root = tl.sqrt(squared_error) if squared_error.dtype == tl.float64 else tl.sqrt_rn(squared_error)
     tl.store(error + at, root.to(tl.float32), mask=inside)
     positive = product > 0
-    share = divide(64 * squared_norm, tl.where(positive, product, 1.0)) - 32
-    byte = round_even(tl.minimum(tl.maximum(share, 0.0), 255.0))  # within bounds first: rounding keeps them
-    byte = tl.where(positive, byte, 255.0)
-    byte = tl.where(squared_norm > 0, byte, 32.0)
+    share = divide(squared_norm * GAIN_UNIT, tl.where(positive, product, 1.0)) - GAIN_OFFSET
+    byte = round_even(tl.minimum(tl.maximum(share, 0.0), GAIN_MAX))  # within bounds first: rounding keeps them
+    byte = tl.where(positive, byte, GAIN_MAX)
+    byte = tl.where(squared_norm > 0, byte, GAIN_ONE)
     tl.store(gain + at, byte.to(tl.int32).to(tl.uint8), mask=inside)
 
 
@@ -69,59 +83,51 @@ def part_of(keys, mean, at, n, first, keys_n, D: tl.constexpr, PART: tl.constexp
 
 @triton.jit(do_not_specialize=["n"])
 def encode_kernel(
-    keys,
-    matrix,
-    gram,
-    metric,
-    mean,
+    keys: Strided,
+    encoder: Hashing,
     codes,
     error,
     gain,
     n,
-    keys_b,
-    keys_h,
-    keys_n,
-    encoder_b,
     H_KV: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys `[B, H_KV, n, D]` under `matrix [.., H, D]`: grid (blocks of keys, rows).
+    """Codes of keys `[B, H_KV, n, D]`: grid (blocks of keys, rows).
 
-    `metric [.., D, D]` and `mean [.., D]` may be None; `encoder_b` is 0 where all sequences share the projections and
-    `H_KV` where each has its own. Products are taken `PART` dimensions at a time: all of them would not fit the
-    registers.
+    Products are taken `PART` dimensions at a time: all of them would not fit the registers.
     """
     row = tl.program_id(1)
     b = (row // H_KV).to(tl.int64)
     h = (row % H_KV).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, H)
-    keys += b * keys_b + h * keys_h
-    own = b * encoder_b + h
+    own_keys = keys.at + b * keys.b + h * keys.h
+    own = b * encoder.b + h
+    mean = encoder.mean
     if mean is not None:
         mean += own * D
-    wide = gram.dtype.element_ty
+    wide = encoder.gram.dtype.element_ty
     scores = tl.zeros([BLOCK, H], wide)
     shift = tl.zeros([H], wide)  # the mean projected
     squared_norm = tl.zeros([BLOCK], wide)
     for first in range(0, D, PART):
-        key, centred = part_of(keys, mean, at, n, first, keys_n, D, PART)
+        key, centred = part_of(own_keys, mean, at, n, first, keys.n, D, PART)
         d = first + tl.arange(0, PART)
-        P = tl.load(matrix + own * (D * H) + bit[None, :] * D + d[:, None], mask=d[:, None] < D, other=0)
+        P = tl.load(encoder.matrix + own * (D * H) + bit[None, :] * D + d[:, None], mask=d[:, None] < D, other=0)
         scores += dot(key, P.to(key.dtype))  # the matrix holds numbers of the keys' dtype: nothing is rounded here
         if mean is not None:
             shift += tl.sum(P * tl.load(mean + d, mask=d < D, other=0)[:, None], 0)
         along = centred
-        if metric is not None:
+        if encoder.metric is not None:
             along = tl.zeros([BLOCK, PART], wide)
             for second in range(0, D, PART):
-                _, other = part_of(keys, mean, at, n, second, keys_n, D, PART)
+                _, other = part_of(own_keys, mean, at, n, second, keys.n, D, PART)
                 e = second + tl.arange(0, PART)
                 M = tl.load(
-                    metric + own * (D * D) + e[:, None] * D + d[None, :],
+                    encoder.metric + own * (D * D) + e[:, None] * D + d[None, :],
                     mask=(e[:, None] < D) & (d[None, :] < D),
                     other=0,
                 )
@@ -129,7 +135,7 @@ def encode_kernel(
         squared_norm += tl.sum(centred * along, 1)
     if mean is not None:
         scores = scores - shift[None, :]
-    words, squared_error, product = greedy(scores, squared_norm, gram + own * (H * H), H, BLOCK)
+    words, squared_error, product = greedy(scores, squared_norm, encoder.gram + own * (H * H), H, BLOCK)
     to = row.to(tl.int64) * n
     W: tl.constexpr = (H + 63) // 64
     finish(words, squared_error, product, squared_norm, codes + to * (2 * W), error + to, gain + to, at, n, H)

@@ -3,13 +3,22 @@
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.score import FORCED, NEVER
+from bpc_calib.backends.triton.constants import COARSE, FORCED, NEVER
+from bpc_calib.backends.triton.plan import (
+    PLAN_LENGTH,
+    PLAN_LOW,
+    PLAN_PLACES,
+    PLAN_SHIFT,
+    PLAN_SIZE,
+    PLAN_WANTED,
+    planned,
+)
 
 __all__ = ["guard_kernel"]
 
 
 @triton.jit(do_not_specialize=["count", "worst_r"])
-def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, COARSE: tl.constexpr, BLOCK: tl.constexpr):
+def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, BLOCK: tl.constexpr):
     """One program a row: takes tokens of the list `worst [rows, count]` (-1: none) until its places are filled.
 
     No token stands in the list twice.
@@ -17,10 +26,10 @@ def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, COARSE: 
     A token taken leaves the histogram of the scores.
     """
     row = tl.program_id(0)
-    length = tl.load(plan + row * 8)
-    places = tl.load(plan + row * 8 + 3)
-    low = tl.load(plan + row * 8 + 5)
-    shift = tl.load(plan + row * 8 + 6)
+    length = planned(plan, row, PLAN_LENGTH)
+    places = planned(plan, row, PLAN_PLACES)
+    low = planned(plan, row, PLAN_LOW)
+    shift = planned(plan, row, PLAN_SHIFT)
     taken = 0
     first = 0
     while (taken < places) & (first < count):
@@ -35,5 +44,5 @@ def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, COARSE: 
         tl.atomic_add(coarse + row * COARSE + digit, tl.full([BLOCK], -1, tl.int32), mask=takes, sem="relaxed")
         taken += tl.sum(takes.to(tl.int32), 0)
         first += BLOCK
-    wanted = tl.load(plan + row * 8 + 4)
-    tl.store(plan + row * 8 + 4, wanted - taken)
+    wanted = planned(plan, row, PLAN_WANTED)
+    tl.store(plan + row * PLAN_SIZE + PLAN_WANTED, wanted - taken)

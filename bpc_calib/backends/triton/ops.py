@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
+from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder
 
 __all__ = ["choose", "dense_attention", "encode", "sparse_attention"]
@@ -27,12 +28,11 @@ def choose(
     safeguard: float,
     width: int,
 ) -> Tensor:
-    """`bpc_calib.method.choosing.choose`; `ks [B, 1]` stands above `k`."""
+    """`bpc_calib.method.choosing.choose`; `ks`, if given, replaces `k`."""
     with torch.cuda.device_of(query):
-        return pipeline.choose(
-            query, projection, codes, gain, k if ks is None else ks, scaling=scaling, group=group, valid=valid,
-            lengths=lengths, recent=recent, sink=sink, worst=worst, safeguard=safeguard, width=width,
-        )  # fmt: skip
+        cached = Cached(codes, gain, valid=valid, lengths=lengths, worst=worst)
+        choice = Choice(scaling, group, recent=recent, sink=sink, safeguard=safeguard)
+        return pipeline.choose(query, projection, cached, k if ks is None else ks, choice, width=width)
 
 
 @choose.register_fake
@@ -42,7 +42,7 @@ def _(query, projection, codes, gain, k, ks, scaling, group, valid, lengths, rec
 
 @torch.library.custom_op("bpc::sparse_attention", mutates_args=())
 def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float) -> Tensor:
-    """`bpc_calib.method.sparse_attention`."""
+    """`bpc_calib.method.sparse_attention.sparse_attention`."""
     with torch.cuda.device_of(query):
         return pipeline.sparse_attention(query, keys, values, indices, scale)
 
@@ -54,9 +54,9 @@ def _(query, keys, values, indices, scale):
 
 @torch.library.custom_op("bpc::dense_attention", mutates_args=())
 def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """`bpc_calib.method.dense_attention`, of sequences without padding."""
+    """`bpc_calib.method.dense_attention.dense_attention`, of sequences without padding."""
     with torch.cuda.device_of(query):
-        return pipeline.sparse_attention(query, keys, values, None, scale, lengths=lengths)
+        return pipeline.dense_attention(query, keys, values, lengths, scale)
 
 
 @dense_attention.register_fake

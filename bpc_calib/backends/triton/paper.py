@@ -107,8 +107,7 @@ def paper_step(
     top k stay unsorted, and the group is folded into the length of the query, so that `attention` reads the copy once
     for all.
     """
-    asked = pipeline.prepare(query, projection, 1, 1, group="max", gain=False, scaling=1.0)
-    scores = popcount_scores(asked.values.unflatten(0, query.shape[:2]), codes)
+    scores = popcount_scores(pipeline.quantize_query(query, projection).values, codes)
     indices = scores.topk(k, sorted=False).indices
     rows = indices.unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
     return attention(query, keys.gather(2, rows), values.gather(2, rows))

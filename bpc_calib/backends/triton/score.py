@@ -5,15 +5,38 @@ diagonal: so the result has a column for each of these keys and each head, and n
 bit of every byte at a time, as a byte of 0 or 1: `c = 2 p . b - sum(p)`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.arguments import Strided
+from bpc_calib.backends.triton.constants import COARSE, FORCED, GAIN_OFFSET, NEVER
 from bpc_calib.backends.triton.language import ASM
+from bpc_calib.backends.triton.plan import (
+    PLAN_FIRST_TO,
+    PLAN_LENGTH,
+    PLAN_LIMIT,
+    PLAN_LOW,
+    PLAN_NEWEST_FROM,
+    PLAN_SHIFT,
+    planned,
+)
 
-__all__ = ["FORCED", "NEVER", "best_kernel", "score_kernel"]
+__all__ = ["ScoreShape", "best_kernel", "score_kernel"]
 
-FORCED = tl.constexpr((1 << 31) - 1)  # in place of a score: attended whatever comes
-NEVER = tl.constexpr(-(1 << 31))  # padding
+
+class ScoreShape(NamedTuple):
+    """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
+
+    H_KV: int
+    G: int
+    G_UP: int
+    H: int
+    GROUP: str
+    TIGHT: bool  # the codes of a row lie one behind the other
+    PACK: int
+    BLOCK: int
 
 
 @triton.jit
@@ -37,37 +60,34 @@ def bit_of_bytes(x, s: tl.constexpr):
 def head_scores(
     values,
     totals,
-    codes,
-    gain,
+    codes: Strided,
+    gain: Strided,
     row,
     first,
     length,
-    codes_n,
-    gain_n,
-    G: tl.constexpr,
-    G_UP: tl.constexpr,
-    H: tl.constexpr,
-    TIGHT: tl.constexpr,
-    PACK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ):
-    """int32 `[BLOCK / PACK, PACK, G_UP]` of the keys from `first` on; `codes` and `gain` point at the row's.
-
-    `TIGHT`: the codes of a row lie one behind the other.
-    """
+    """int32 `[BLOCK / PACK, PACK, G_UP]` of the keys from `first` on."""
+    G: tl.constexpr = shape.G
+    G_UP: tl.constexpr = shape.G_UP
+    H: tl.constexpr = shape.H
+    PACK: tl.constexpr = shape.PACK
+    b = (row // shape.H_KV).to(tl.int64)
+    h = (row % shape.H_KV).to(tl.int64)
+    own_codes = codes.at + b * codes.b + h * codes.h
     BYTES: tl.constexpr = H // 8
-    ROWS: tl.constexpr = BLOCK // PACK
+    ROWS: tl.constexpr = shape.BLOCK // PACK
     r = tl.arange(0, ROWS)
     byte = tl.arange(0, PACK * BYTES)
     key = first + r[:, None] * PACK + byte[None, :] // BYTES
-    if TIGHT:  # the usual case, and one that the compiler sees to be contiguous
+    if shape.TIGHT:  # the usual case, and one that the compiler sees to be contiguous
         x = tl.load(
-            codes + first.to(tl.int64) * BYTES + r[:, None] * (PACK * BYTES) + byte[None, :],
+            own_codes + first.to(tl.int64) * BYTES + r[:, None] * (PACK * BYTES) + byte[None, :],
             mask=key < length,
             other=0,
         )
     else:
-        x = tl.load(codes + key.to(tl.int64) * codes_n + byte[None, :] % BYTES, mask=key < length, other=0)
+        x = tl.load(own_codes + key.to(tl.int64) * codes.n + byte[None, :] % BYTES, mask=key < length, other=0)
     column = tl.arange(0, PACK * G_UP)
     head = column % G_UP
     mine = (byte[:, None] // BYTES == column[None, :] // G_UP) & (head[None, :] < G)
@@ -82,15 +102,16 @@ def head_scores(
     g = tl.arange(0, G_UP)
     total = tl.load(totals + row * G + g, mask=g < G, other=0)
     scores = 2 * tl.reshape(product, [ROWS, PACK, G_UP]) - total[None, None, :]
-    if gain is not None:
+    if gain.at is not None:
         at = first + r[:, None] * PACK + tl.arange(0, PACK)[None, :]
-        byte_of = tl.load(gain + at.to(tl.int64) * gain_n, mask=at < length, other=0).to(tl.int32)
-        scores = scores * (byte_of + 32)[:, :, None]
+        own_gain = gain.at + b * gain.b + h * gain.h
+        gains = tl.load(own_gain + at.to(tl.int64) * gain.n, mask=at < length, other=0).to(tl.int32)
+        scores = scores * (gains + GAIN_OFFSET)[:, :, None]
     return scores
 
 
 @triton.jit
-def counted(valid, b, at, length, valid_b):
+def counted(valid, valid_b, b, at, length):
     """Which tokens are real."""
     inside = at < length
     if valid is not None:
@@ -102,41 +123,26 @@ def counted(valid, b, at, length, valid_b):
 def best_kernel(
     values,
     totals,
-    codes,
-    gain,
+    codes: Strided,
+    gain: Strided,
     valid,
+    valid_b,
     plan,
     best,
-    codes_b,
-    codes_h,
-    codes_n,
-    gain_b,
-    gain_h,
-    gain_n,
-    valid_b,
-    H_KV: tl.constexpr,
-    G: tl.constexpr,
-    G_UP: tl.constexpr,
-    H: tl.constexpr,
-    TIGHT: tl.constexpr,
-    PACK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """The largest score of each head: grid (blocks of keys, rows)."""
+    G_UP: tl.constexpr = shape.G_UP
+    PACK: tl.constexpr = shape.PACK
+    BLOCK: tl.constexpr = shape.BLOCK
     row = tl.program_id(1)
-    b = (row // H_KV).to(tl.int64)
-    h = (row % H_KV).to(tl.int64)
+    b = (row // shape.H_KV).to(tl.int64)
     first = tl.program_id(0) * BLOCK
-    length = tl.load(plan + row * 8)
+    length = planned(plan, row, PLAN_LENGTH)
     if first < length:
-        if gain is not None:
-            gain += b * gain_b + h * gain_h
-        scores = head_scores(
-            values, totals, codes + b * codes_b + h * codes_h, gain, row, first, length, codes_n, gain_n,
-            G, G_UP, H, TIGHT, PACK, BLOCK,
-        )  # fmt: skip
+        scores = head_scores(values, totals, codes, gain, row, first, length, shape)
         at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-        scores = tl.where(counted(valid, b, at, length, valid_b)[:, :, None], scores, NEVER)
+        scores = tl.where(counted(valid, valid_b, b, at, length)[:, :, None], scores, NEVER)
         g = tl.arange(0, G_UP)
         tl.atomic_max(best + row * G_UP + g, tl.max(tl.max(scores, 0), 0), sem="relaxed")
 
@@ -145,50 +151,35 @@ def best_kernel(
 def score_kernel(
     values,
     totals,
-    codes,
-    gain,
+    codes: Strided,
+    gain: Strided,
     valid,
+    valid_b,
     plan,
     best,
     ranked,
-    coarse,
-    codes_b,
-    codes_h,
-    codes_n,
-    gain_b,
-    gain_h,
-    gain_n,
-    valid_b,
     ranked_r,
-    H_KV: tl.constexpr,
-    G: tl.constexpr,
-    G_UP: tl.constexpr,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    COARSE: tl.constexpr,
-    TIGHT: tl.constexpr,
-    PACK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    coarse,
+    shape: tl.constexpr,
 ):
     """`ranked [rows, N]`, and `coarse [rows, COARSE]` of those neither forced nor padding: grid as above."""
+    G: tl.constexpr = shape.G
+    G_UP: tl.constexpr = shape.G_UP
+    GROUP: tl.constexpr = shape.GROUP
+    PACK: tl.constexpr = shape.PACK
+    BLOCK: tl.constexpr = shape.BLOCK
     row = tl.program_id(1)
-    b = (row // H_KV).to(tl.int64)
-    h = (row % H_KV).to(tl.int64)
+    b = (row // shape.H_KV).to(tl.int64)
     first = tl.program_id(0) * BLOCK
-    length = tl.load(plan + row * 8)
+    length = planned(plan, row, PLAN_LENGTH)
     if first < length:
-        if gain is not None:
-            gain += b * gain_b + h * gain_h
-        scores = head_scores(
-            values, totals, codes + b * codes_b + h * codes_h, gain, row, first, length, codes_n, gain_n,
-            G, G_UP, H, TIGHT, PACK, BLOCK,
-        )  # fmt: skip
+        scores = head_scores(values, totals, codes, gain, row, first, length, shape)
         g = tl.arange(0, G_UP)[None, None, :]
         if GROUP == "relative":
             below = scores - tl.load(best + row * G_UP + g)  # the clamp of `group_scores` is out of reach of 16 heads
             if valid is not None:
                 below = tl.minimum(below, 0)  # padding, which is no head's best
-            limit = tl.load(plan + row * 8 + 7)
+            limit = planned(plan, row, PLAN_LIMIT)
             nearest = below if G == G_UP else tl.where(g < G, below, NEVER)
             within = tl.maximum(below, -limit)
             within = within if G == G_UP else tl.where(g < G, within, 0)
@@ -198,10 +189,10 @@ def score_kernel(
         else:
             score = tl.max(scores if G == G_UP else tl.where(g < G, scores, NEVER), 2)
         at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-        real = counted(valid, b, at, length, valid_b)
-        forced = real & ((at >= tl.load(plan + row * 8 + 1)) | (at < tl.load(plan + row * 8 + 2)))
+        real = counted(valid, valid_b, b, at, length)
+        forced = real & ((at >= planned(plan, row, PLAN_NEWEST_FROM)) | (at < planned(plan, row, PLAN_FIRST_TO)))
         stored = tl.where(real, tl.where(forced, FORCED, score), NEVER)
         tl.store(ranked + row.to(tl.int64) * ranked_r + at, stored, mask=at < length)
-        digit = (score - tl.load(plan + row * 8 + 5)) >> tl.load(plan + row * 8 + 6)
+        digit = (score - planned(plan, row, PLAN_LOW)) >> planned(plan, row, PLAN_SHIFT)
         counts = tl.histogram(tl.reshape(digit, [BLOCK]), COARSE, mask=tl.reshape(real & ~forced, [BLOCK]))
         tl.atomic_add(coarse + row * COARSE + tl.arange(0, COARSE), counts, mask=counts > 0, sem="relaxed")

@@ -1,0 +1,28 @@
+"""Numbers of the method, as the kernels read them, and of ranked scores."""
+
+import triton.language as tl
+
+from bpc_calib.method import encoding, scoring
+
+__all__ = [
+    "COARSE", "FINE", "FINE_BITS", "FORCED", "GAIN_MAX", "GAIN_OFFSET", "GAIN_ONE", "GAIN_UNIT", "INT32_MAX",
+    "INT32_MIN", "LARGEST_FACTOR", "LARGEST_LIMIT", "LARGEST_QUERY", "NEVER", "RELATIVE_LIMIT",
+]  # fmt: skip
+
+GAIN_OFFSET = tl.constexpr(encoding.GAIN_OFFSET)
+GAIN_UNIT = tl.constexpr(float(encoding.GAIN_UNIT))
+GAIN_ONE = tl.constexpr(float(encoding.GAIN_ONE))
+GAIN_MAX = tl.constexpr(float(encoding.GAIN_MAX))
+LARGEST_FACTOR = tl.constexpr(encoding.GAIN_MAX + encoding.GAIN_OFFSET)  # of a score, by its gain
+LARGEST_QUERY = tl.constexpr(scoring.LARGEST_QUERY)
+RELATIVE_LIMIT = tl.constexpr(scoring.RELATIVE_LIMIT)
+LARGEST_LIMIT = tl.constexpr(float(scoring.LARGEST_LIMIT))
+
+INT32_MIN = tl.constexpr(-(1 << 31))
+INT32_MAX = tl.constexpr((1 << 31) - 1)
+FORCED = INT32_MAX  # in place of a score: attended whatever its rank
+NEVER = INT32_MIN  # in place of a score: padding
+
+COARSE = tl.constexpr(128)  # bins of the first histogram; a GPU is to confirm how many, it changes no result
+FINE_BITS = tl.constexpr(8)  # of a score, which the last histogram counts
+FINE = tl.constexpr(1 << 8)  # its bins
