@@ -12,15 +12,18 @@ import torch
 
 from bpc_calib import BPCError, InputError, hash_scores, quantize_query
 from bpc_calib.backends.dispatch import backend
-from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
 from bpc_calib.bench import dense as dense_forms
+from bpc_calib.bench import floors, inputs, timing
 from bpc_calib.bench import paper as paper_forms
 from bpc_calib.bench.crossover import compared, find_crossover
 from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
 from bpc_calib.bench.machine import cache_bytes, machine
-from bpc_calib.bench.shapes import random_artifact, random_model, shape_config
+from bpc_calib.bench.measure import check, run
+from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
+from bpc_calib.bench.settings import Settings
+from bpc_calib.bench.shapes import SHAPES
 from bpc_calib.method import choosing
 from bpc_calib.runtime.cache import BPCCache
 from bpc_cli.bench_tables import show

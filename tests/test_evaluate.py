@@ -8,7 +8,8 @@ import tiny
 
 from bpc_artifacts import save
 from bpc_calib import InputError, enable
-from bpc_calib.evaluation import HARD, METHODS, check, evaluate
+from bpc_calib.evaluation.evaluate import HARD, check, evaluate
+from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import TASKS
 from bpc_calib.text.corpora import open_corpus
 
