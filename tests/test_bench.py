@@ -26,7 +26,7 @@ from bpc_calib.bench.settings import Settings
 from bpc_calib.bench.shapes import SHAPES
 from bpc_calib.method import choosing
 from bpc_calib.runtime.cache import BPCCache
-from bpc_cli.bench_tables import show
+from bpc_cli.bench_tables import print_benchmark
 
 CPU = torch.device("cpu")
 MOST_BYTES = inputs.MOST_BYTES["cpu"]
@@ -414,7 +414,7 @@ def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path)
         "A whole step, beside the fastest dense form and the paper's pipeline",
         "Decoding with tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers none, batch 1",
         "Prefill with tiny-llama",
-        "Random projections: what is chosen means nothing",
+        "Random projections: which tokens are chosen means nothing",
         "200 tokens, 160 attended: BPC reaches",
     ):
         assert part in ran.out
@@ -454,11 +454,11 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
     told = {
         0: "BPC was faster at every length: min_context=0",
         512: "BPCCache(min_context=512), bpc generate --min-context 512",
-        None: "Dense was faster up to",
+        None: "Dense was still faster at",
     }
     for value, line in told.items():
         made["crossover"] = [found | {"min_context": value}]
-        show(made)
+        print_benchmark(made)
         assert line in capsys.readouterr().out
     assert bpc(*words, "--plot", tmp_path / "a.png").code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
