@@ -10,23 +10,23 @@ __all__ = ["print_benchmark"]
 
 def print_benchmark(result: dict[str, Any]) -> None:
     """Print every table of a result."""
-    _about(result)
+    _print_machine(result)
     if "layer" in result:
         for batch, group in dict.fromkeys((row["batch"], row["group"]) for row in result["layer"]):
             own = [row for row in result["layer"] if (row["batch"], row["group"]) == (batch, group)]
-            _stages(own, _shape(result, batch, group))
-            _steps(own, _shape(result, batch, group))
+            _print_stages(own, _shape(result, batch, group))
+            _print_steps(own, _shape(result, batch, group))
     if result.get("decode", {}).get("rows"):
-        _decode(result["decode"], result["settings"])
+        _print_decoding(result["decode"], result["settings"])
     if result.get("prefill", {}).get("rows"):
-        _prefill(result["prefill"])
+        _print_prefill(result["prefill"])
     for found in result.get("crossover", []):
-        _crossover(found, _shape(result, found["batch"], found["group"]))
+        _print_crossover(found, _shape(result, found["batch"], found["group"]))
     for left_out in result.get("left_out", []):
         print(f"{left_out['what']}: {printable(left_out['note'])}")
 
 
-def _about(result: dict[str, Any]) -> None:
+def _print_machine(result: dict[str, Any]) -> None:
     machine, memory = result["machine"], result["memory_bandwidth"]
     where = machine["gpu"] if result["device"].startswith("cuda") else f"{machine['cpu']}, {machine['threads']} threads"
     print(f"{printable(where)}, backend {result['backend']}")
@@ -42,7 +42,7 @@ def _shape(result: dict[str, Any], batch: int, group: int) -> str:
     return f"{made['kv_heads']} KV heads, {group} queries each, D={made['head_dim']}, {made['dtype']}, batch {batch}"
 
 
-def _stages(rows: list[dict[str, Any]], shape: str) -> None:
+def _print_stages(rows: list[dict[str, Any]], shape: str) -> None:
     stages = ("encode", "project", "score", "select", "attend", "step")
     table = _table("tokens", "attended", *stages)
     ours = [row for row in rows if row["method"] == "BPC"]
@@ -52,7 +52,7 @@ def _stages(rows: list[dict[str, Any]], shape: str) -> None:
     print_table(f"BPC by stage, us: {shape}", table)
 
 
-def _steps(rows: list[dict[str, Any]], shape: str) -> None:
+def _print_steps(rows: list[dict[str, Any]], shape: str) -> None:
     table = _table("tokens", "attended", "", "us", "spread", "of floor", "/ BPC")
     for ours in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step"):
         here = [row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")]
@@ -81,7 +81,7 @@ def _print_warm(rows: list[dict[str, Any]]) -> None:
         print(f"At {', '.join(lengths)} tokens {what}: more working sets would take too much memory")
 
 
-def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
+def _print_decoding(found: dict[str, Any], settings: dict[str, Any]) -> None:
     dense = ",".join(map(str, settings["dense_layers"])) or "none"
     for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["batch"] == batch]
@@ -101,6 +101,11 @@ def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
             for name, side in (*row["dense_forms"].items(), ("BPC", row["bpc"]), ("limit", row["free"])):
                 if not side["milliseconds"]:
                     print(f"{kept}, {name}: {printable(side['note'])}")
+    _explain_decoding(found, dense)
+
+
+def _explain_decoding(found: dict[str, Any], dense: str) -> None:
+    """What the columns mean, and what to keep in mind."""
     print("*: the fastest form of full attention")
     print("/ BPC: time per token, divided by that of BPC")
     print("limit: what BPC could reach if attention took no time in the sparse layers (Amdahl's law)")
@@ -134,7 +139,7 @@ def _side(side: dict[str, Any], ours: float | None, *, peak: bool) -> tuple[str,
     )
 
 
-def _prefill(found: dict[str, Any]) -> None:
+def _print_prefill(found: dict[str, Any]) -> None:
     table = _table("", "tokens", "full, s", "BPC, s", "hashing, s", "share")
     for row in found["rows"]:
         seconds = [f"{row[name]['median']:.3f}" if name in row else "" for name in ("full", "bpc", "hashing")]
@@ -143,7 +148,7 @@ def _prefill(found: dict[str, Any]) -> None:
     print_table(f"Prefill with {_model(found)}", table)
 
 
-def _crossover(found: dict[str, Any], shape: str) -> None:
+def _print_crossover(found: dict[str, Any], shape: str) -> None:
     table = _table("tokens", "attended", "BPC, us", "dense, us", "dense / BPC", "faster")
     for row in found["rows"]:
         faster = "BPC" if row["sparse_wins"] else "dense"
