@@ -19,7 +19,8 @@ import torch
 
 from bpc_calib import describe
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
-from bpc_calib.text.corpora import expand, open_corpus
+from bpc_calib.text.corpora import open_corpus
+from bpc_calib.text.known_corpora import expand
 from bpc_calib.text.samples import draw_samples
 
 

@@ -10,9 +10,10 @@ import calibrated
 import report
 
 from bpc_calib import enable
-from bpc_calib.evaluation import HARD, evaluate
+from bpc_calib.evaluation.evaluate import HARD, evaluate
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
-from bpc_calib.text.corpora import expand, open_corpus
+from bpc_calib.text.corpora import open_corpus
+from bpc_calib.text.known_corpora import expand
 
 
 def main() -> None:

@@ -19,8 +19,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from bpc_calib import BPCCache, decompose, enable, static_steps
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.bench.shapes import SHAPES, random_artifact, random_model, shape_config
-from bpc_calib.calibration.plan import PROJECTION_METHODS
+from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
+from bpc_calib.bench.shapes import SHAPES
+from bpc_calib.calibration.projection_method import PROJECTION_METHODS
 from bpc_calib.method import encoding
 from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.fitting import fit

@@ -20,7 +20,8 @@ from bpc_calib import decompose, describe, encode, hash_scores, quantize_query
 from bpc_calib.calibration.keys import collect_keys, shift_offsets, spread_positions
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 from bpc_calib.models.observation import observing
-from bpc_calib.text.corpora import expand, open_corpus
+from bpc_calib.text.corpora import open_corpus
+from bpc_calib.text.known_corpora import expand
 from bpc_calib.text.samples import draw_samples
 
 QUERIES = 64  # the queries of the last positions rank the keys of all positions before them

@@ -21,10 +21,10 @@ import torch
 
 from bpc_calib import describe, disable, enable
 from bpc_calib.calibration.calibrate import Collected, collect, project
-from bpc_calib.calibration.plan import PROJECTION_METHODS, ProjectionMethod, make_plan
-from bpc_calib.evaluation import HARD
+from bpc_calib.calibration.plan import make_plan
+from bpc_calib.calibration.projection_method import PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
-from bpc_calib.evaluation.evaluate import FORCED, OTHER_TEXT, ask, draw_prompts
+from bpc_calib.evaluation.evaluate import FORCED, HARD, OTHER_TEXT, ask, draw_prompts
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import fork, log_likelihoods, prefill
 from bpc_calib.evaluation.statistics import mean, share
@@ -32,7 +32,8 @@ from bpc_calib.models.loading import load_model, load_tokenizer
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.rules import ranking_defaults
-from bpc_calib.text.corpora import expand, open_corpus
+from bpc_calib.text.corpora import open_corpus
+from bpc_calib.text.known_corpora import expand
 from bpc_calib.text.samples import draw_samples
 
 BEST = PROJECTION_METHODS["score-aware"]

@@ -1,1 +1,1 @@
-"""The `bpc` command: one file a command; each parses, calls `bpc_calib` or `bpc_artifacts`, and prints."""
+"""The `bpc` command: a file per command, which parses options, calls `bpc_calib` or `bpc_artifacts`, and prints."""

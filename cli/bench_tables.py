@@ -3,36 +3,38 @@
 from typing import Any
 
 from bpc_cli.console import print_table, printable
+from bpc_cli.quantities import budget_text
 
-__all__ = ["show"]
+__all__ = ["print_benchmark"]
 
 
-def show(result: dict[str, Any]) -> None:
+def print_benchmark(result: dict[str, Any]) -> None:
     """Print every table of a result."""
-    _about(result)
+    _print_machine(result)
     if "layer" in result:
         for batch, group in dict.fromkeys((row["batch"], row["group"]) for row in result["layer"]):
             own = [row for row in result["layer"] if (row["batch"], row["group"]) == (batch, group)]
-            _stages(own, _shape(result, batch, group))
-            _steps(own, _shape(result, batch, group))
+            _print_stages(own, _shape(result, batch, group))
+            _print_steps(own, _shape(result, batch, group))
     if result.get("decode", {}).get("rows"):
-        _decode(result["decode"], result["settings"])
+        _print_decoding(result["decode"], result["settings"])
     if result.get("prefill", {}).get("rows"):
-        _prefill(result["prefill"])
+        _print_prefill(result["prefill"])
     for found in result.get("crossover", []):
-        _crossover(found, _shape(result, found["batch"], found["group"]))
+        _print_crossover(found, _shape(result, found["batch"], found["group"]))
     for left_out in result.get("left_out", []):
         print(f"{left_out['what']}: {printable(left_out['note'])}")
 
 
-def _about(result: dict[str, Any]) -> None:
+def _print_machine(result: dict[str, Any]) -> None:
     machine, memory = result["machine"], result["memory_bandwidth"]
     where = machine["gpu"] if result["device"].startswith("cuda") else f"{machine['cpu']}, {machine['threads']} threads"
     print(f"{printable(where)}, backend {result['backend']}")
     rate = f"{memory['bytes_per_second'] / 1e9:.1f} GB/s"
     print(f"Memory bandwidth {rate} ({memory['by']}, {memory['working_set_bytes'] >> 20:,} MiB)")
     if "compile_seconds" in result:
-        print(f"First step {result['compile_seconds']} s longer (compiled or loaded once), in no figure below")
+        seconds = result["compile_seconds"]
+        print(f"The first step took {seconds} s longer, to compile or load kernels; no figure includes that")
 
 
 def _shape(result: dict[str, Any], batch: int, group: int) -> str:
@@ -40,7 +42,7 @@ def _shape(result: dict[str, Any], batch: int, group: int) -> str:
     return f"{made['kv_heads']} KV heads, {group} queries each, D={made['head_dim']}, {made['dtype']}, batch {batch}"
 
 
-def _stages(rows: list[dict[str, Any]], shape: str) -> None:
+def _print_stages(rows: list[dict[str, Any]], shape: str) -> None:
     stages = ("encode", "project", "score", "select", "attend", "step")
     table = _table("tokens", "attended", *stages)
     ours = [row for row in rows if row["method"] == "BPC"]
@@ -50,7 +52,7 @@ def _stages(rows: list[dict[str, Any]], shape: str) -> None:
     print_table(f"BPC by stage, us: {shape}", table)
 
 
-def _steps(rows: list[dict[str, Any]], shape: str) -> None:
+def _print_steps(rows: list[dict[str, Any]], shape: str) -> None:
     table = _table("tokens", "attended", "", "us", "spread", "of floor", "/ BPC")
     for ours in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step"):
         here = [row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")]
@@ -66,19 +68,20 @@ def _steps(rows: list[dict[str, Any]], shape: str) -> None:
                 table.add_row(*lead, name, _number(row["median"]), _spread(row["median"], row), share, _ratio(times))
             lead = ("", "")
     print_table(f"A whole step, beside the fastest dense form and the paper's pipeline: {shape}", table)
-    _say_warm(rows)
+    _print_warm(rows)
     for row in rows:
         if row["median"] is None:
             what = f"{row['method']}, {row['tokens']:,} tokens, {row.get('form', row['stage'])}"
             print(f"{what}: {printable(row['note'])}")
 
 
-def _say_warm(rows: list[dict[str, Any]]) -> None:
+def _print_warm(rows: list[dict[str, Any]]) -> None:
     if lengths := [f"{tokens:,}" for tokens in dict.fromkeys(row["tokens"] for row in rows if not row["cold"])]:
-        print(f"At {', '.join(lengths)} tokens the caches may hold some of it: more working sets take too much memory")
+        what = "part of the data may stay in the processor's caches"
+        print(f"At {', '.join(lengths)} tokens {what}: more working sets would take too much memory")
 
 
-def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
+def _print_decoding(found: dict[str, Any], settings: dict[str, Any]) -> None:
     dense = ",".join(map(str, settings["dense_layers"])) or "none"
     for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["batch"] == batch]
@@ -98,20 +101,25 @@ def _decode(found: dict[str, Any], settings: dict[str, Any]) -> None:
             for name, side in (*row["dense_forms"].items(), ("BPC", row["bpc"]), ("limit", row["free"])):
                 if not side["milliseconds"]:
                     print(f"{kept}, {name}: {printable(side['note'])}")
+    _explain_decoding(found, dense)
+
+
+def _explain_decoding(found: dict[str, Any], dense: str) -> None:
+    """What the columns mean, and what to keep in mind."""
     print("*: the fastest form of full attention")
-    print("/ BPC: how many times as long a token takes")
-    print("limit: the sparse layers' attention takes no time (Amdahl)")
+    print("/ BPC: time per token, divided by that of BPC")
+    print("limit: what BPC could reach if attention took no time in the sparse layers (Amdahl's law)")
     if dense == "none":
-        print("A BPCCache by default has dense layers 0 and 1: --dense-layers 0,1")
-    print(f"GB: peak, {found['peak_memory']}")
+        print("By default, layers 0 and 1 of a BPCCache are dense: --dense-layers 0,1 measures that")
+    print(f"GB: peak memory, {found['peak_memory']}")
     if found["mlp_narrower"]:
-        print("A narrower MLP: gains are larger than in the whole model")
+        print("The MLP is narrower than the shape's: gains are larger than in the whole model")
     if found["experts"]:
-        print("No floor: a step reads some of the experts only")
+        print("No floor: a step reads only the experts that it needs")
     if found["projections"] == "random":
-        print("Random projections: what is chosen means nothing, the time does not depend on it")
+        print("Random projections: which tokens are chosen means nothing, and the time does not depend on it")
     if found["positions_beyond_limit"]:
-        print("Positions go beyond the model's limit, which changes no time")
+        print("Positions exceed the model's limit, which changes no time")
 
 
 def _short(form: str) -> str:
@@ -131,7 +139,7 @@ def _side(side: dict[str, Any], ours: float | None, *, peak: bool) -> tuple[str,
     )
 
 
-def _prefill(found: dict[str, Any]) -> None:
+def _print_prefill(found: dict[str, Any]) -> None:
     table = _table("", "tokens", "full, s", "BPC, s", "hashing, s", "share")
     for row in found["rows"]:
         seconds = [f"{row[name]['median']:.3f}" if name in row else "" for name in ("full", "bpc", "hashing")]
@@ -140,17 +148,18 @@ def _prefill(found: dict[str, Any]) -> None:
     print_table(f"Prefill with {_model(found)}", table)
 
 
-def _crossover(found: dict[str, Any], shape: str) -> None:
+def _print_crossover(found: dict[str, Any], shape: str) -> None:
     table = _table("tokens", "attended", "BPC, us", "dense, us", "dense / BPC", "faster")
     for row in found["rows"]:
         faster = "BPC" if row["sparse_wins"] else "dense"
         times = (_number(row["sparse"]["median"]), _number(row["dense"]["median"]))
         table.add_row(f"{row['tokens']:,}", f"{row['attended']:,}", *times, _ratio(row["times_dense"]), faster)
-    print_table(f"Where sparse begins to win, {_say(found['budget'])}: {shape}", table)
-    _say_warm(found["rows"])
+    print_table(f"From which length BPC is faster, {budget_text(found['budget'])}: {shape}", table)
+    _print_warm(found["rows"])
     value = found["min_context"]
     if value is None:
-        print(f"Dense was faster up to {found['rows'][-1]['tokens']:,} tokens: BPC gains no time in this layer here")
+        longest = found["rows"][-1]["tokens"]
+        print(f"Dense was still faster at {longest:,} tokens: BPC saves no time in this layer on this machine")
     elif value == 0:
         print("BPC was faster at every length: min_context=0, the default")
     else:
@@ -172,7 +181,7 @@ def _table(*columns: str) -> Any:
 
 
 def _spread(median: float, row: dict[str, Any]) -> str:
-    """The least and the most, from the median."""
+    """The fastest and the slowest time, relative to the median."""
     low, high = (100 * (each / median - 1) for each in row["spread"])
     return f"{low:.0f} +{high:.0f} %"
 
@@ -185,7 +194,3 @@ def _number(value: float | None) -> str:
 
 def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
-
-
-def _say(budget: float | int) -> str:
-    return f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"

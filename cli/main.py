@@ -29,7 +29,7 @@ app.command("eval")(eval_)
 app.command()(bench)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
@@ -40,7 +40,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -49,7 +49,7 @@ def _root(
 def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a table is better with ? than not at all
+        if isinstance(stream, io.TextIOWrapper):  # print ? where the terminal lacks a character
             stream.reconfigure(errors="replace")
     try:
         app()

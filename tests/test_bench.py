@@ -13,18 +13,21 @@ import torch
 from bpc_calib import BPCError, InputError, hash_scores, quantize_query
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.dispatch import backend
-from bpc_calib.bench import SHAPES, Settings, check, floors, inputs, run, timing
 from bpc_calib.bench import dense as dense_forms
+from bpc_calib.bench import floors, inputs, timing
 from bpc_calib.bench import paper as paper_forms
 from bpc_calib.bench.crossover import compared, find_crossover
 from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
 from bpc_calib.bench.machine import cache_bytes, machine
-from bpc_calib.bench.shapes import random_artifact, random_model, shape_config
+from bpc_calib.bench.measure import check, run
+from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
+from bpc_calib.bench.settings import Settings
+from bpc_calib.bench.shapes import SHAPES
 from bpc_calib.method import choosing
 from bpc_calib.runtime.cache import BPCCache
-from bpc_cli.bench_tables import show
+from bpc_cli.bench_tables import print_benchmark
 
 CPU = torch.device("cpu")
 MOST_BYTES = inputs.MOST_BYTES["cpu"]
@@ -413,7 +416,7 @@ def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path)
         "A whole step, beside the fastest dense form and the paper's pipeline",
         "Decoding with tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers none, batch 1",
         "Prefill with tiny-llama",
-        "Random projections: what is chosen means nothing",
+        "Random projections: which tokens are chosen means nothing",
         "200 tokens, 160 attended: BPC reaches",
     ):
         assert part in ran.out
@@ -453,11 +456,11 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
     told = {
         0: "BPC was faster at every length: min_context=0",
         512: "BPCCache(min_context=512), bpc generate --min-context 512",
-        None: "Dense was faster up to",
+        None: "Dense was still faster at",
     }
     for value, line in told.items():
         made["crossover"] = [found | {"min_context": value}]
-        show(made)
+        print_benchmark(made)
         assert line in capsys.readouterr().out
     assert bpc(*words, "--plot", tmp_path / "a.png").code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

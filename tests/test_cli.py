@@ -1,20 +1,27 @@
 """The command line: results on stdout, one line on stderr for an error, exit statuses, nothing half-written."""
 
+import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import test_artifact
 import tiny
+import typer
+from typer.testing import CliRunner
 
 from bpc_artifacts import load, save
+from bpc_cli.command import command
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +60,7 @@ def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
     ran = calibrate()
     assert ran.code == 0
     assert "Wrote tiny-llama-bpc32.safetensors" in ran.out
-    assert "512 tokens, 512 keys a KV head" in ran.out
+    assert "512 tokens, 512 keys per KV head" in ran.out
     assert ran.err == ""
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama-bpc32.safetensors"]
     shown = bpc("inspect", "tiny-llama-bpc32.safetensors", "--model", model_folder)
@@ -63,7 +70,7 @@ def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
         "tiny-llama (llama)",
         "3 of 3",
         "2 KV heads of 8",
-        "score-aware, 8 steps a bit",
+        "score-aware, 8 steps per bit",
         "notes",
         "head 1",
         "Fits",
@@ -308,7 +315,13 @@ def test_a_plot_of_many_layers_and_heads(bpc, tmp_path):
 
 
 def test_usage_errors_exit_2(bpc):
-    for words in (["calibrate"], ["inspect"], ["calibrate", "-m", "x", "--samples", "many"], ["nonsense"]):
+    for words in (
+        ["calibrate"],
+        ["inspect"],
+        ["calibrate", "-m", "x", "--samples", "many"],
+        ["calibrate", "-m", "x", "--method", "best"],
+        ["nonsense"],
+    ):
         ran = bpc(*words)
         assert ran.code == 2
         assert ran.out == ""
@@ -324,7 +337,7 @@ def test_version_and_help(bpc):
         assert "Usage" in ran.out
 
 
-@pytest.mark.parametrize("command", ["demo", "calibrate", "generate", "eval", "bench"])
+@pytest.mark.parametrize("command", ["demo", "calibrate", "inspect", "generate", "eval", "bench"])
 def test_help_imports_nothing_heavy(command):
     script = (
         "import sys\nfrom bpc_cli.main import app\n"
@@ -333,6 +346,54 @@ def test_help_imports_nothing_heavy(command):
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_group_of_options_is_its_fields():
+    @dataclass(frozen=True)
+    class Pair:
+        first: Annotated[int, typer.Option(help="One.")]
+        second: Annotated[str, typer.Option(help="Two.")] = "b"
+
+    seen = []
+
+    @command
+    def run(*, before: int = 0, pair: Pair, after: bool = False) -> None:
+        seen.append((before, pair, after))
+
+    app = typer.Typer(add_completion=False)
+    app.command()(run)
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert [shown.index(name) for name in ("--before", "--first", "--second", "--after")] == sorted(
+        shown.index(name) for name in ("--after", "--before", "--first", "--second")
+    )
+    assert CliRunner().invoke(app, ["--second", "x"]).exit_code == 2  # --first is required
+    assert CliRunner().invoke(app, ["--first", "3", "--after"]).exit_code == 0
+    assert seen == [(0, Pair(3, "b"), True)]
+
+
+def test_options_default_to_what_the_library_does():
+    from bpc_calib import make_plan
+    from bpc_calib.bench.settings import Settings
+    from bpc_cli.bench_settings import MeasureOptions
+    from bpc_cli.calibrate import PlanOptions
+
+    defaults = {name: each.default for name, each in inspect.signature(make_plan).parameters.items() if name != "model"}
+    assert asdict(PlanOptions()) == defaults
+    assert MeasureOptions().settings() == Settings()
+
+
+def test_help_lists_every_name(bpc):
+    from bpc_calib.bench.settings import PARTS
+    from bpc_calib.bench.shapes import SHAPES
+    from bpc_calib.calibration.projection_method import PROJECTION_METHODS
+    from bpc_calib.evaluation.methods import METHODS
+    from bpc_calib.evaluation.tasks import TASKS
+    from bpc_calib.text.known_corpora import HUB_CORPORA
+
+    names = {"calibrate": [*PROJECTION_METHODS, *HUB_CORPORA], "eval": [*METHODS, *TASKS], "bench": [*PARTS, *SHAPES]}
+    for name, expected in names.items():
+        shown = set(re.findall(r"[\w.-]*\w", bpc(name, "--help").out))
+        assert set(expected) <= shown
 
 
 def test_inspect_needs_no_torch(made):

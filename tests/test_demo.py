@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from bpc_calib import enable
 from bpc_calib.demo import DEMO_MODEL
-from bpc_calib.evaluation import HARD, evaluate
+from bpc_calib.evaluation.evaluate import HARD, evaluate
 from bpc_calib.models.description import describe
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
@@ -125,7 +125,8 @@ def test_its_card_says_what_it_is():
 def test_made_corpora_repeat_themselves_by_seed(tokenizer):
     import random
 
-    from bpc_calib.text.corpora import DEMO_CORPORA, documents, expand
+    from bpc_calib.text.corpora import documents
+    from bpc_calib.text.known_corpora import DEMO_CORPORA, expand
 
     assert expand(["demo", "notes", "demo-code"]) == [*DEMO_CORPORA, "notes"]
     for corpus in DEMO_CORPORA.values():

@@ -8,7 +8,8 @@ import tiny
 
 from bpc_artifacts import save
 from bpc_calib import InputError, enable
-from bpc_calib.evaluation import HARD, METHODS, check, evaluate
+from bpc_calib.evaluation.evaluate import HARD, check, evaluate
+from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import TASKS
 from bpc_calib.text.corpora import open_corpus
 
@@ -134,8 +135,8 @@ SMALL = ("--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "f
 def test_the_command_prints_a_table(bpc, folder, artifact):
     ran = bpc("eval", "-m", folder, "-a", artifact[0], "--tasks", "text,single", *SMALL)
     assert ran.code == 0, ran.err
-    assert "tiny-llama, 8 tokens of 700 tokens: right answers, %, and 95 % interval" in ran.out
-    assert "tiny-llama, 8 tokens of 700 tokens: text, of full attention, and 95 % interval" in ran.out
+    assert "tiny-llama, 8 of 700 tokens: right answers in %, and 95 % interval" in ran.out
+    assert "tiny-llama, 8 of 700 tokens: text compared with full attention, and 95 % interval" in ran.out
     for word in ("full attention", "BPC", "random keys", "KV read", "single", "recall", "cosine"):
         assert word in ran.out
     assert ran.err == ""
@@ -223,7 +224,7 @@ def test_pictures_of_several_lengths_in_any_order(rows, tmp_path):
 
 
 def test_ruler_is_every_task_but_text_and_needle():
-    from bpc_cli.eval import _tasks
+    from bpc_cli.eval import expand_tasks
 
-    assert set(_tasks("ruler")) == set(TASKS) - {"needle"}
-    assert _tasks("needle,ruler,single")[:2] == ["needle", "single"]
+    assert set(expand_tasks("ruler")) == set(TASKS) - {"needle"}
+    assert expand_tasks("needle,ruler,single")[:2] == ["needle", "single"]

@@ -8,9 +8,10 @@ import tiny
 import torch
 
 from bpc_calib import BPCCache, enable
+from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.fidelity import METRICS, measure, probe
 from bpc_calib.evaluation.forcing import force, fork, prefill
-from bpc_calib.evaluation.methods import METHODS, make_cache
+from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.statistics import mean, share
 
 

@@ -6,8 +6,9 @@ import torch
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.baselines import SnapKVLayer
+from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.forcing import complete, force, fork, log_likelihoods, prefill
-from bpc_calib.evaluation.methods import METHODS, make_cache
+from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.runtime.layers import RankingLayer
 
 IDS = torch.randint(0, 250, (2, 80), generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bpc_artifacts import save
 from bpc_calib import BPCCache, enable
-from bpc_cli.generate import _run
+from bpc_cli.decoding import decode, make_decoder
 
 PROMPT = "the old stone bridge over the river saw a small lantern"
 ALL_SPARSE = ("--dense-layers", "none", "--min-tokens", "1")
@@ -46,7 +46,7 @@ def as_json(ran):
     return json.loads(ran.out)
 
 
-def test_decodes_with_what_it_was_told(bpc, model_folder, artifact, expected):
+def test_decodes_with_its_options(bpc, model_folder, artifact, expected):
     from bpc_artifacts import load
 
     words = ("-m", model_folder, "-a", artifact, "-p", PROMPT, "--budget", "8", *ALL_SPARSE)
@@ -126,7 +126,7 @@ def test_static_steps_print_the_same(bpc, model_folder, artifact, monkeypatch, s
     words = ("generate", *words, "--budget", "3", *ALL_SPARSE)
     plain, shown = as_json(bpc(*words, "--json")), bpc(*words).out
     used = []
-    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: used.append(device) or True)
+    monkeypatch.setattr("bpc_cli.decoding.captures", lambda device: used.append(str(device)) or True)
     static, shown_static = as_json(bpc(*words, "--json")), bpc(*words).out
     assert used == ["cpu", "cpu"]
     for one, other in ((plain, static), (plain["full_attention"], static["full_attention"])):
@@ -140,7 +140,7 @@ def test_a_model_without_static_steps_is_decoded_without(bpc, tmp_path, monkeypa
     folder = tiny.save(tmp_path / "gemma", "gemma3_text")
     words = ("generate", "-m", folder, "-p", PROMPT, "--max-new-tokens", "6", "--compare")
     plain = as_json(bpc(*words, "--json"))
-    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: True)
+    monkeypatch.setattr("bpc_cli.decoding.captures", lambda device: True)
     ran = bpc(*words, "--json")
     assert as_json(ran)["tokens"] == plain["tokens"]
     assert ran.err.count("Decoding without CUDA graphs: ") == 1
@@ -158,7 +158,7 @@ def test_a_model_that_tells_itself_more_than_tokens_is_decoded_without_static_st
     monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", more)
     words = ("generate", "-m", model_folder, "-p", PROMPT, "--max-new-tokens", "6", "--json")
     plain = as_json(bpc(*words))
-    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: True)
+    monkeypatch.setattr("bpc_cli.decoding.captures", lambda device: True)
     ran = bpc(*words)
     assert as_json(ran)["tokens"] == plain["tokens"]
     assert "Decoding without CUDA graphs: " in ran.err
@@ -175,13 +175,13 @@ def test_what_is_tried_out(bpc, tmp_path, monkeypatch, expected, new, compare):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     made = []
 
-    def recorded(model, tokenizer, ids, show, **settings):
-        run = _run(model, tokenizer, ids, show, **settings)
+    def recorded(decoder, ids, *arguments, **more):
+        run = decode(decoder, ids, *arguments, **more)
         made.append((ids.shape[1], len(run["tokens"])))
         return run
 
-    monkeypatch.setattr("bpc_cli.generate._run", recorded)
-    monkeypatch.setattr("bpc_cli.generate._captures", lambda device: True)
+    monkeypatch.setattr("bpc_cli.decoding.decode", recorded)
+    monkeypatch.setattr("bpc_cli.decoding.captures", lambda device: True)
     words = ("-m", folder, "-p", prompt, "--max-new-tokens", new, *(["--compare"] * compare))
     assert bpc("generate", *words).code == 0
     count, steps = len(prompt) + 1, min(4, new)
@@ -225,10 +225,10 @@ def test_streams(model_folder):
     model.register_forward_hook(lambda *_: events.append(None))
     ids = tokenizer("the old stone bridge", return_tensors="pt")["input_ids"]
     words = set(tokenizer("ab ", add_special_tokens=False)["input_ids"])  # a word is printed when it is whole
-    arguments = {"do_sample": True, "suppress_tokens": [i for i in range(tiny.VOCAB) if i not in words]}
-    torch.manual_seed(0)
+    others = [i for i in range(tiny.VOCAB) if i not in words]
+    decoder = make_decoder(model, tokenizer, temperature=1.0, seed=0)
     with contextlib.redirect_stdout(Recorder()):
-        made = _run(model, tokenizer, ids, True, max_new_tokens=60, **arguments)
+        made = decode(decoder, ids, None, 60, show=True, suppress_tokens=others)
     steps = [i for i, event in enumerate(events) if event is None]
     assert len(steps) == len(made["tokens"])
     assert any(event for event in events[: steps[-1]] if event)

@@ -7,8 +7,8 @@ import tiny
 import torch
 
 from bpc_calib import BPCCache, InputError, enable
-from bpc_calib.evaluation import HARD
-from bpc_calib.evaluation.methods import make_cache
+from bpc_calib.evaluation.compared_cache import make_cache
+from bpc_calib.evaluation.evaluate import HARD
 
 pytest.importorskip("lm_eval")
 

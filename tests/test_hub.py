@@ -176,7 +176,7 @@ def test_inspect_an_artifact_on_the_hub(bpc_process, bpc, tmp_path):
         assert len(shown["commit"]) == 40
         # Nothing but the artifact was fetched.
         assert {r.rsplit("/", 1)[1] for r in server.requests if "/resolve/" in r} == {"bpc.safetensors"}
-        assert "64 bits a key" in bpc_process("inspect", "org/two/b64.safetensors", **seen).out
+        assert "64 bits per key" in bpc_process("inspect", "org/two/b64.safetensors", **seen).out
         error = one_error(bpc_process("inspect", "org/two", **seen))
         assert (
             "expected one safetensors file, found b32.safetensors, b64.safetensors: name one as org/two/FILE" in error

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_decoding, static_steps
-from bpc_calib.evaluation.methods import make_cache
+from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.runtime.static_layer import StaticLayer
 from bpc_calib.runtime.static_steps import _captured, warm_up
 

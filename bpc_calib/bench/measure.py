@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from bpc_calib.bench.crossover import SHORTEST, compared, find_crossover
 from bpc_calib.bench.inputs import LayerShape, working_sets
 from bpc_calib.bench.layer import compile_seconds, layer_rows
 from bpc_calib.bench.machine import machine
-from bpc_calib.bench.shapes import SHAPES, random_artifact
+from bpc_calib.bench.random_models import random_artifact
+from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, Settings
+from bpc_calib.bench.shapes import SHAPES
 from bpc_calib.bench.timing import bandwidth, reason
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.method.selection import attended
@@ -23,35 +25,14 @@ from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.rules import ranking_defaults
 
-__all__ = ["PARTS", "Settings", "check", "run"]
+__all__ = ["check", "run"]
 
-PARTS = ("layer", "decode", "prefill")
-LENGTHS = (2048, 8192, 32768, 131072)  # of the layer part; the crossover walks to the last
-DECODE_LENGTHS = {"cpu": (32768,), "cuda": (32768, 131072)}
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
 PROMPT = 32768  # tokens, of hashing alone
 FEWEST, MOST = 16, limits.MOST_TOKENS  # tokens
 
 Progress = Callable[[float, str], None]
 Load = Callable[[], Any]
 Keep = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is compared; None leaves it to the model or the machine."""
-
-    parts: tuple[str, ...] = PARTS
-    crossover: bool = False  # instead of the parts
-    lengths: tuple[int, ...] | None = None
-    batch_sizes: tuple[int, ...] = (1,)
-    budgets: tuple[float | int, ...] = (0.02,)
-    group_sizes: tuple[int, ...] | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    dense_layers: tuple[int, ...] = ()
-    prefill_tokens: int | None = None
-    repeats: int = 7
 
 
 def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) -> None:

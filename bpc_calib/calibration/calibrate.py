@@ -19,7 +19,8 @@ from bpc_calib.method.fitting import fit
 from bpc_calib.method.metric import query_metric
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
-from bpc_calib.text.corpora import DEFAULT_CORPORA, Corpus, expand, open_corpus
+from bpc_calib.text.corpora import open_corpus
+from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus, expand
 from bpc_calib.text.samples import draw_samples
 
 __all__ = ["Collected", "calibrate", "collect", "project"]

@@ -2,35 +2,15 @@
 
 from dataclasses import dataclass
 
+from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits
 from bpc_calib.models.description import ModelDescription
 
-__all__ = ["PROJECTION_METHODS", "Plan", "ProjectionMethod", "make_plan"]
+__all__ = ["Plan", "make_plan"]
 
 KEYS_PER_HEAD = 65_536
 SEQUENCE_LENGTH = 8192
-
-
-@dataclass(frozen=True)
-class ProjectionMethod:
-    """How projections are found; why so: docs/projections.md."""
-
-    name: str
-    iterations: int  # steps a bit
-    rounds: int  # of least squares
-    power: float | None  # of the query metric; None: no metric
-    centred: bool
-    shift: bool  # of positions, by default
-
-
-PROJECTION_METHODS = {
-    method.name: method
-    for method in (
-        ProjectionMethod("score-aware", iterations=8, rounds=6, power=0.25, centred=True, shift=True),
-        ProjectionMethod("paper", iterations=1, rounds=0, power=None, centred=False, shift=False),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -70,7 +50,7 @@ def make_plan(
     samples: int = 180,
     sequence_length: int | None = None,
     bits: int = 64,
-    method: str = "score-aware",
+    method: str = DEFAULT_METHOD,
     position_shift: bool | None = None,
     keys_per_head: int = KEYS_PER_HEAD,
     seed: int = 0,

@@ -11,22 +11,22 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
+from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
-from bpc_calib.evaluation.methods import METHODS, make_cache, variants
+from bpc_calib.evaluation.methods import METHODS, variants
 from bpc_calib.evaluation.prompts import Prompt, count_answer, hide
 from bpc_calib.evaluation.statistics import mean, share
-from bpc_calib.evaluation.tasks import TASKS, Problem, score
+from bpc_calib.evaluation.tasks import TASKS, TEXT, Problem, score
 from bpc_calib.method.selection import attended
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.rules import ranking_defaults
-from bpc_calib.text.corpora import Corpus
+from bpc_calib.text.known_corpora import Corpus
 from bpc_calib.text.samples import draw_samples
 
-__all__ = ["DEPTHS", "HARD", "TEXT", "Answers", "ask", "check", "draw_prompts", "evaluate", "hide_all"]
+__all__ = ["DEPTHS", "HARD", "Answers", "ask", "check", "draw_prompts", "evaluate", "hide_all"]
 
-TEXT = "text"  # the task that is no question: plain text
 FORCED = 64  # tokens of each text that are decoded one at a time
 DEPTHS = 10  # needles stand in the middle of each tenth
 BATCH_TOKENS = 1 << 16

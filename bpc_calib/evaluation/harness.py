@@ -13,8 +13,9 @@ import torch
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
+from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
-from bpc_calib.evaluation.methods import make_cache, variants
+from bpc_calib.evaluation.methods import variants
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 

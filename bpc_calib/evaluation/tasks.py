@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from bpc_calib.text import made_text
 from bpc_calib.text.made_text import ATTRIBUTES, fact, question
 
-__all__ = ["TASKS", "Problem", "score"]
+__all__ = ["RULER", "TASKS", "TEXT", "Problem", "score"]
+
+TEXT = "text"  # the task that asks no question: plain text
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ TASKS: dict[str, Callable[..., Problem]] = {
     "common-words": common_words,
     "frequent-words": frequent_words,
 }
+RULER = tuple(name for name in TASKS if name != "needle")
 
 
 def _names(rng: random.Random, count: int, held_out: bool) -> list[str]:

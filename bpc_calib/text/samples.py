@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bpc_calib.errors import CorpusError, ModelError
-from bpc_calib.text.corpora import Corpus, documents
+from bpc_calib.text.corpora import documents
+from bpc_calib.text.known_corpora import Corpus
 
 __all__ = ["beginning", "draw_samples", "pack", "pieces"]
 

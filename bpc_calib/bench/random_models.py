@@ -1,0 +1,67 @@
+"""Models of known shapes with random weights, and random projections: speed does not depend on what they hold."""
+
+from typing import Any
+
+import torch
+
+from bpc_artifacts import LayerProjection, ProjectionArtifact
+from bpc_calib.bench.shapes import SHAPES
+from bpc_calib.errors import InputError
+from bpc_calib.models.description import describe
+
+__all__ = ["random_artifact", "random_model", "shape_config"]
+
+
+def shape_config(name: str, layers: int | None = None, mlp: int | None = None) -> Any:
+    """The config of a shape, with fewer layers or a narrower MLP to fit a machine.
+
+    With fewer layers the vocabulary is smaller in the same ratio, so that the output weighs against the layers what
+    it does in the whole model.
+
+    Raises:
+        InputError: a name that is no shape; sizes out of range.
+    """
+    from transformers import AutoConfig
+
+    if name not in SHAPES:
+        raise InputError(f"unknown shape {name!r}: the shapes are {', '.join(SHAPES)}")
+    settings = dict(SHAPES[name])
+    whole = settings["num_hidden_layers"]
+    if layers is not None:
+        if not 1 <= layers <= whole:
+            raise InputError(f"--layers must be 1 to {whole} for {name}, not {layers}")
+        settings |= {"num_hidden_layers": layers, "vocab_size": -(-settings["vocab_size"] * layers // whole)}
+    if mlp is not None:
+        if mlp < 1:
+            raise InputError(f"--mlp must be at least 1, not {mlp}")
+        settings["intermediate_size"] = mlp
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, bos_token_id=0, eos_token_id=0)
+    config._name_or_path = name
+    return config
+
+
+def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A causal language model of this config with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def random_artifact(config: Any) -> ProjectionArtifact:
+    """Random projections with a metric and a mean, as calibration makes them: what they choose means nothing."""
+    model = describe(config)
+    generator = torch.Generator().manual_seed(0)
+    heads, dim = model.kv_heads, model.head_dim
+    layers = {}
+    for layer in model.full_layers:
+        root = torch.randn(heads, 2 * dim, dim, generator=generator)
+        layers[layer] = LayerProjection(
+            (0.3 * torch.randn(heads, 64, dim, generator=generator)).numpy(),
+            torch.zeros(heads, 65).numpy(),
+            metric=(root.mT @ root / (2 * dim)).numpy(),
+            mean=(0.1 * torch.randn(heads, dim, generator=generator)).numpy(),
+        )
+    made_by = {"name": "score-aware", "bits": 64, "metric": True, "centred": True}
+    return ProjectionArtifact(layers, {"model": model.metadata(), "algorithm": made_by})

@@ -1,0 +1,44 @@
+"""The ways to find projections, by name. Importing this file is cheap, so the command line lists them in its help."""
+
+from dataclasses import dataclass
+
+__all__ = ["DEFAULT_METHOD", "PROJECTION_METHODS", "ProjectionMethod"]
+
+
+@dataclass(frozen=True)
+class ProjectionMethod:
+    """One way to find projections; docs/projections.md says why these settings."""
+
+    name: str
+    summary: str
+    iterations: int  # steps per bit
+    rounds: int  # of least squares
+    power: float | None  # of the query metric; None: no metric
+    centred: bool
+    shift: bool  # of positions, by default
+
+
+DEFAULT_METHOD = "score-aware"
+PROJECTION_METHODS = {
+    method.name: method
+    for method in (
+        ProjectionMethod(
+            DEFAULT_METHOD,
+            "makes the error of the attention scores small",
+            iterations=8,
+            rounds=6,
+            power=0.25,
+            centred=True,
+            shift=True,
+        ),
+        ProjectionMethod(
+            "paper",
+            "follows the paper's Algorithm 1 as printed",
+            iterations=1,
+            rounds=0,
+            power=None,
+            centred=False,
+            shift=False,
+        ),
+    )
+}

@@ -1,0 +1,86 @@
+"""The corpora that have a name. Importing this file is cheap, so the command line lists them in its help."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpc_calib.text import made_text
+
+__all__ = ["DEFAULT_CORPORA", "DEMO", "DEMO_CORPORA", "HUB_CORPORA", "Corpus", "expand"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where text comes from. `repo` is set for the Hub, `files` for local text, `style` for made text."""
+
+    name: str
+    path: str  # what the artifact records: a Hub path, or the base name of a local one
+    field: str  # of JSON and parquet; plain text has none
+    repo: str | None = None
+    revision: str | None = None
+    split: str | None = None
+    data_file: str | None = None
+    files: tuple[Path, ...] = ()
+    style: str | None = None
+
+
+_AUTHORS = "namespace-Pt/long-llm-data"  # the sets of the paper's authors
+
+HUB_CORPORA = {
+    corpus.name: corpus
+    for corpus in (
+        Corpus("pg19", "emozilla/pg19", "text", repo="emozilla/pg19", split="train"),
+        Corpus(
+            "proofpile",
+            "hoskinson-center/proof-pile/test/proofpile_test.jsonl.gz",
+            "text",
+            repo="hoskinson-center/proof-pile",
+            revision="490b980249446f2f3bd2df3a8cf085d0f2de240a",
+            split="train",
+            data_file="test/proofpile_test.jsonl.gz",
+        ),
+        Corpus(
+            "codeparrot",
+            "codeparrot/codeparrot-clean-valid",
+            "content",
+            repo="codeparrot/codeparrot-clean-valid",
+            split="train",
+        ),
+        Corpus(
+            "proofpile-parquet",
+            "emozilla/proofpile-test-tokenized-mistral",
+            "text",
+            repo="emozilla/proofpile-test-tokenized-mistral",
+            split="train",
+        ),
+        *(
+            Corpus(
+                f"authors-{name}",
+                f"{_AUTHORS}/lm/{file}",
+                "text",
+                repo=_AUTHORS,
+                revision="48e96d937d87395c9223caf467ad30ae8e525191",
+                split="train",
+                data_file=f"lm/{file}",
+            )
+            for name, file in (
+                ("pg19", "pg19.json"),
+                ("proofpile", "proof-pile.json"),
+                ("codeparrot", "codeparrot.json"),
+            )
+        ),
+    )
+}
+DEMO = "demo"  # stands for all of DEMO_CORPORA
+DEFAULT_CORPORA = ("pg19", "proofpile", "codeparrot")
+# Made text of the kinds that the three hold, with facts and questions; what the demo model was trained on.
+DEMO_CORPORA = {
+    corpus.name: corpus
+    for corpus in (Corpus(f"demo-{style}", f"demo/{style}", "text", style=style) for style in made_text.STYLES)
+}
+
+
+def expand(specs: Iterable[Any]) -> list[Any]:
+    """The same corpora, each once, with `demo` written as the three that it stands for."""
+    return list(dict.fromkeys(name for spec in specs for name in (DEMO_CORPORA if spec == DEMO else (spec,))))

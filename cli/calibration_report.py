@@ -1,0 +1,74 @@
+"""The result of `bpc calibrate`: residuals, time and memory."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bpc_cli.console import print_table, printable
+from bpc_cli.quantities import duration_text, size_text
+from bpc_cli.residual import residual_title
+
+if TYPE_CHECKING:
+    from bpc_artifacts import ProjectionArtifact
+
+__all__ = ["STAGES", "print_report", "report"]
+
+STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
+
+
+def report(
+    artifact: "ProjectionArtifact", target: Path, device: str, seconds: float, by_stage: dict[str, float]
+) -> dict[str, Any]:
+    """What --json prints."""
+    import torch
+
+    metadata = artifact.metadata
+    on_gpu = torch.device(device).type == "cuda"
+    return {
+        "output": str(target),
+        "model": metadata["model"]["id"],
+        "algorithm": metadata["algorithm"],
+        "device": device,
+        "tokens": metadata["calibration"]["tokens"],
+        "keys_per_head": metadata["calibration"]["keys_per_head"],
+        "residual": metadata["metrics"]["residual"],
+        "residual_by_layer": metadata["metrics"]["residual_by_layer"],
+        "seconds": round(seconds, 1),
+        "seconds_by_stage": {stage: round(spent, 1) for stage, spent in by_stage.items()},
+        "peak_memory_bytes": _peak_memory(),
+        "peak_gpu_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+    }
+
+
+def print_report(result: dict[str, Any]) -> None:
+    """Print a report as a table and three lines."""
+    from rich.table import Table
+
+    table = Table("layer", "residual")
+    for layer, value in result["residual_by_layer"].items():
+        table.add_row(layer, f"{value:.4f}")
+    table.add_section()
+    table.add_row("all", f"{result['residual']:.4f}")
+    print_table(f"{residual_title(result['algorithm'])}, mean over KV heads", table)
+    peak = result["peak_memory_bytes"]
+    memory = "unknown on this system" if peak is None else size_text(peak)
+    if result["peak_gpu_memory_bytes"]:
+        memory += f" and {size_text(result['peak_gpu_memory_bytes'])} on the GPU"
+    stages = ", ".join(
+        f"{STAGES[stage].lower()} {duration_text(spent)}" for stage, spent in result["seconds_by_stage"].items()
+    )
+    print(f"{result['tokens']:,} tokens, {result['keys_per_head']:,} keys per KV head")
+    print(f"{duration_text(result['seconds'])} ({stages}), peak memory {memory}")
+    print(f"Wrote {printable(result['output'])}")
+
+
+def _peak_memory() -> int | None:
+    """Peak memory of this process. On Linux `getrusage` would include the process that started it."""
+    if sys.platform == "linux":
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None

@@ -1,0 +1,111 @@
+"""Opening a model: its config first, so that mistakes are found before the weights are loaded."""
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bpc_cli.console import fail, note
+from bpc_cli.progress import shows_progress
+
+if TYPE_CHECKING:
+    from bpc_calib.models.description import ModelDescription
+
+__all__ = [
+    "Device",
+    "Dtype",
+    "LoadOptions",
+    "OpenedModel",
+    "open_model",
+    "open_tokenizer",
+    "open_weights",
+    "pick_device",
+]
+
+
+class Dtype(str, enum.Enum):
+    """Data type of the weights."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Device = Annotated[
+    str, typer.Option(help="Device that runs the model: cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")
+]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which version of a model to load, and how."""
+
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")] = None
+    dtype: Annotated[Dtype, typer.Option(help="Data type of the model's weights; auto uses the model's own.")] = (
+        Dtype.auto
+    )
+    device: Device = "auto"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose config was read and checked; its weights are not loaded yet."""
+
+    name: str
+    config: Any
+    description: "ModelDescription"
+    device: str
+    options: LoadOptions
+
+
+def open_model(name: str, options: LoadOptions) -> OpenedModel:
+    """Pick the device, then read the config of a folder or a Hub id."""
+    from bpc_calib.models.description import describe
+    from bpc_calib.models.loading import load_config
+
+    device = pick_device(options.device)
+    config, commit = load_config(name, revision=options.revision, trust_remote_code=options.trust_remote_code)
+    return OpenedModel(name, config, describe(config, revision=commit), device, options)
+
+
+def open_tokenizer(opened: OpenedModel) -> Any:
+    """The tokenizer, of the same commit as the config."""
+    from bpc_calib.models.loading import load_tokenizer
+
+    return load_tokenizer(
+        opened.name, revision=opened.description.revision, trust_remote_code=opened.options.trust_remote_code
+    )
+
+
+def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> Any:
+    """The model with its weights on the device; `dtype` overrides the option."""
+    from bpc_calib.models.loading import load_model
+
+    if shows_progress(quiet):
+        note(f"Loading {opened.description.id} on {opened.device} ...")
+    return load_model(
+        opened.name,
+        revision=opened.description.revision,
+        dtype=dtype or opened.options.dtype.value,
+        device=opened.device,
+        trust_remote_code=opened.options.trust_remote_code,
+    )
+
+
+def pick_device(name: str) -> str:
+    """A device that works here; `auto` is a GPU if there is one, else the CPU."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        float(torch.zeros(1, device=name))
+    except Exception as fault:
+        reason = str(fault).strip().splitlines()[0]
+        fail(f"device {name} cannot be used: {reason}")
+    return name

@@ -1,0 +1,24 @@
+"""Sizes, times and budgets as text."""
+
+__all__ = ["budget_text", "duration_text", "size_text"]
+
+
+def size_text(count: float) -> str:
+    """Bytes, like 5.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def duration_text(seconds: float) -> str:
+    """A time, like 3 min 20 s."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def budget_text(budget: float | int) -> str:
+    """A budget, like 2 % or 64 tokens."""
+    return f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"

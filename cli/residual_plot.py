@@ -1,0 +1,48 @@
+"""The picture of `bpc inspect --plot`: residuals by bits, and by layer and head."""
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bpc_cli.console import fail, printable
+
+if TYPE_CHECKING:
+    from bpc_artifacts import ProjectionArtifact
+
+__all__ = ["draw_residuals"]
+
+
+def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:
+    """Draw the residual against bits, one line per layer, and the last residual of every layer and head."""
+    try:
+        import matplotlib
+    except ImportError:
+        fail("--plot needs matplotlib: pip install matplotlib")
+    matplotlib.use("agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    from bpc_artifacts.file import replacing
+
+    known = (".png", ".svg", ".pdf")
+    if path.suffix.lower() not in known:
+        fail(f"{path}: pictures are {', '.join(known)}")
+    layers = list(artifact.layers)
+    residual = np.stack([layer.residual for layer in artifact.layers.values()])  # [layers, heads, bits + 1]
+    figure, (curves, heatmap) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    colors = pyplot.get_cmap("viridis")(np.linspace(0, 1, len(layers)))
+    for values, layer, color in zip(residual.mean(axis=1), layers, colors, strict=True):
+        curves.plot(values, color=color, label=f"layer {layer}")
+    curves.set(xlabel="bits", ylabel="|K - UP| / |K|, mean over KV heads", ylim=(0, 1))
+    curves.set_title("Residual by bits", parse_math=False)
+    curves.legend(fontsize="small", ncols=1 + len(layers) // 12)
+    picture = heatmap.imshow(residual[:, :, -1], aspect="auto", cmap="viridis", interpolation="nearest")
+    heatmap.set(xlabel="KV head", ylabel="layer")
+    heatmap.set_title(f"Residual after {residual.shape[2] - 1} bits", parse_math=False)
+    heatmap.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize="small")
+    heatmap.set_xticks(range(residual.shape[1]))
+    figure.colorbar(picture, ax=heatmap)
+    figure.suptitle(printable(artifact.metadata["model"]["id"]), parse_math=False)
+    with replacing(path, force) as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the font may lack letters of a name
+        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
