@@ -189,9 +189,9 @@ def test_keys_are_left_alone_and_draws_follow_the_generator():
     [
         (torch.ones(4, 8), {"bits": 48}, "bits must be 32, 64 or 128, not 48"),
         (torch.ones(4, 8), {"iterations": 0}, "iterations must be at least 1"),
-        (torch.ones(8), {}, "keys must be a floating"),
-        (torch.ones(0, 8), {}, "keys must be a floating"),
-        (torch.ones(4, 8, dtype=torch.int64), {}, "keys must be a floating"),
+        (torch.ones(8), {}, "keys must be floating"),
+        (torch.ones(0, 8), {}, "keys must be floating"),
+        (torch.ones(4, 8, dtype=torch.int64), {}, "keys must be floating"),
         (torch.full((4, 8), torch.inf), {}, "NaN or infinity"),
         (torch.ones(4, 8), {"weights": torch.ones(3)}, "weights must be 0 or 1"),
         (torch.ones(4, 8), {"weights": torch.full((4,), 0.5)}, "weights must be 0 or 1"),

@@ -117,7 +117,7 @@ def test_a_round_that_loses_is_not_kept():
 
 def test_refuses_keys_and_weights_that_do_not_fit():
     for centred in (False, True):
-        with pytest.raises(InputError, match="keys must be a floating"):
+        with pytest.raises(InputError, match="keys must be floating"):
             fit(torch.randn(8), centred=centred)
         with pytest.raises(InputError, match="weights must be 0 or 1"):
             fit(torch.randn(20, 8), 32, weights=torch.ones(19), centred=centred)

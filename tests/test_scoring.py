@@ -182,7 +182,7 @@ def test_refuses_an_unknown_group():
 
 def test_refuses_what_does_not_fit():
     query = quantized(torch.ones(2, 64))
-    with pytest.raises(InputError, match=r"codes of 64 bits are int64 \[..., N, 1\]"):
+    with pytest.raises(InputError, match=r"codes of 64 bits must be int64 \[..., N, 1\]"):
         hash_scores(query, torch.zeros(5, 2, dtype=torch.int64))
     with pytest.raises(InputError, match="gain must be uint8"):
         hash_scores(query, torch.zeros(5, 1, dtype=torch.int64), torch.ones(4, dtype=torch.uint8))
