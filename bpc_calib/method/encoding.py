@@ -156,7 +156,7 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
         dot += part
     return Encoded(
         codes=pack_codes(signs.mT > 0),
-        error=squared_error.clamp(min=0).double().sqrt().float(),  # torch rounds a float32 root on CPU wrongly
+        error=squared_error.clamp(min=0).double().sqrt().float(),  # torch misrounds float32 roots on CPU
         gain=gain_byte(squared_norm, dot),
     )
 
