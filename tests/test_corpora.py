@@ -234,7 +234,7 @@ def test_an_unreadable_file_is_an_error(tmp_path):
         read(link)
 
 
-def test_only_one_file_is_open_at_a_time(tmp_path):
+def test_few_files_are_open_at_a_time(tmp_path):
     """A folder may have more files than a process may open."""
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text("x")
