@@ -1,4 +1,4 @@
-"""The projection artifact of BPC: what is in the file, reading, writing and checking it."""
+"""The projection artifact of BPC: its format, and functions to load, save and check it."""
 
 from bpc_artifacts.errors import ArtifactError, BPCError
 from bpc_artifacts.file import check_writable, load, save

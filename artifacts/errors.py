@@ -1,11 +1,11 @@
-"""The exceptions of BPC. Each message is one line: what was wrong, where, and what to do."""
+"""The exceptions of BPC. Each message is one line and says what was wrong, where, and what to do."""
 
 __all__ = ["ArtifactError", "BPCError"]
 
 
 class BPCError(Exception):
-    """Anything BPC refuses or cannot do."""
+    """BPC refuses a request or cannot complete it."""
 
 
 class ArtifactError(BPCError):
-    """A projection file that cannot be read, written or used with a model."""
+    """A projection file cannot be read, written or used with a model."""

@@ -1,4 +1,4 @@
-"""Reading and writing the artifact: one safetensors file, checked whole before use, written atomically."""
+"""Load and save the artifact: one safetensors file, completely checked before use and written atomically."""
 
 import errno
 import hashlib
@@ -24,7 +24,7 @@ from bpc_artifacts.schema import FORMAT_VERSION, LayerProjection, ProjectionArti
 __all__ = ["check_writable", "load", "replacing", "save"]
 
 MAX_HEADER = 1 << 20  # bytes
-MAX_FILE = 4 << 30  # bytes; an artifact of the largest open model has some 0.1 GB
+MAX_FILE = 4 << 30  # bytes; the artifact of the largest open model has about 0.1 GB
 
 _TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean)")
 
@@ -33,8 +33,8 @@ def load(path: str | os.PathLike[str]) -> ProjectionArtifact:
     """Read and check an artifact of format version 1.
 
     Raises:
-        ArtifactError: the file is missing, damaged, newer, or holds a value the format does not allow;
-            the message names the file, the place, what was found and what was expected.
+        ArtifactError: the file is missing, is damaged, has a newer format, or holds a value that the format does not
+            allow; the message has the file, the place, the value and the expected value.
     """
     path = Path(path)
     try:
@@ -46,14 +46,13 @@ def load(path: str | os.PathLike[str]) -> ProjectionArtifact:
 
 
 def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Check an artifact and write it: the same artifact gives the same bytes.
+    """Check an artifact and write it. The same artifact always produces the same bytes.
 
-    Written to a temporary file beside the target, then put in its place in one step; a failure leaves
-    the folder as it was. The keys `format_version`, `key_space`, `layers` and the two checksums are
-    filled in.
+    Writes a temporary file in the target's folder, then replaces the target in one step; a failure does not
+    change the folder. Sets the metadata keys `format_version`, `key_space`, `layers` and the two checksums.
 
     Raises:
-        ArtifactError: the artifact is not valid, the file exists and `overwrite` is false, or it
+        ArtifactError: the artifact is not valid, the file exists and `overwrite` is false, or the file
             cannot be written.
     """
     metadata = dict(artifact.metadata) | {
@@ -81,7 +80,7 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
 
 
 def check_writable(path: str | os.PathLike[str], size: int, *, overwrite: bool = False) -> None:
-    """Raise the `ArtifactError` that `save` would raise for `size` bytes now; leaves nothing behind."""
+    """Raise the `ArtifactError` that `save` would now raise for `size` bytes. Does not change the folder."""
     path = Path(path)
     with replacing(path, overwrite, trial=True) as temporary:
         temporary.touch()
@@ -91,18 +90,18 @@ def check_writable(path: str | os.PathLike[str], size: int, *, overwrite: bool =
 
 @contextmanager
 def replacing(path: Path, overwrite: bool, *, trial: bool = False) -> Iterator[Path]:
-    """A name for a new file beside `path`, which takes its place at the end unless this is a trial."""
-    target = Path(os.path.realpath(path))  # through a link, not over it
+    """Yield a temporary path in the folder of `path`. At the end, that file replaces `path`, unless this is a trial."""
+    target = Path(os.path.realpath(path))  # replaces the target of a link, not the link
     temporary = target.with_name(f".bpc-{secrets.token_hex(8)}.tmp")
     try:
         if not target.parent.is_dir():
             raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
         if target.is_dir():
-            raise ArtifactError(f"{path}: is a folder: name a file")
+            raise ArtifactError(f"{path}: is a folder: give the path of a file")
         if target.exists() and not overwrite:
             raise FileExistsError
         if target.exists() and not target.is_file():
-            raise ArtifactError(f"{path}: is no regular file")
+            raise ArtifactError(f"{path}: is not a regular file")
         yield temporary
         if trial:
             pass
@@ -122,7 +121,7 @@ def replacing(path: Path, overwrite: bool, *, trial: bool = False) -> Iterator[P
 
 def _rename_to_new(temporary: Path, target: Path) -> None:
     try:
-        os.link(temporary, target)  # unlike a rename, fails where another run was faster
+        os.link(temporary, target)  # unlike a rename, fails if another process has created the file
     except FileExistsError:
         raise
     except OSError:  # a file system without hard links
@@ -132,11 +131,11 @@ def _rename_to_new(temporary: Path, target: Path) -> None:
 
 
 def _read(path: Path) -> bytes:
-    """The bytes of a file whose size agrees with its own header."""
+    """Return the bytes of a file after a check of its type, its size and the size of its header."""
     if path.is_dir():
-        raise ArtifactError("is a folder: name a file")
-    if path.exists() and not path.is_file():  # a pipe would wait for ever
-        raise ArtifactError("is no regular file")
+        raise ArtifactError("is a folder: give the path of a file")
+    if path.exists() and not path.is_file():  # a read from a pipe would never end
+        raise ArtifactError("is not a regular file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         head = file.read(8)
@@ -203,13 +202,13 @@ def _canonical(metadata: Mapping[str, Any]) -> str:
 
 
 def _metadata_sha256(metadata: Mapping[str, Any]) -> str:
-    """Over everything but itself, so that a flipped byte in the header is noticed too."""
+    """Return the hash of all metadata except this hash, which detects a flipped byte in the header too."""
     rest = {key: value for key, value in metadata.items() if key != "metadata_sha256"}
     return hashlib.sha256(_canonical(rest).encode()).hexdigest()
 
 
 def _json(what: str, text: bytes) -> dict[str, Any]:
-    """Strict JSON: one object, no key twice, no NaN."""
+    """Parse strict JSON: one object without duplicate keys or NaN."""
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -218,7 +217,7 @@ def _json(what: str, text: bytes) -> dict[str, Any]:
         return table
 
     def no_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not a number of JSON")
+        raise ValueError(f"{name} is not a JSON number")
 
     def finite(digits: str) -> float:
         number = float(digits)

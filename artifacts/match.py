@@ -1,4 +1,4 @@
-"""Whether an artifact belongs to a model."""
+"""Check that an artifact belongs to a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ __all__ = ["check_model"]
 
 
 def check_model(artifact: ProjectionArtifact, model: Mapping[str, Any]) -> list[str]:
-    """Compare with a model described as in the metadata's `model` (see `bpc_calib.describe`).
+    """Compare an artifact with a model; `model` has the form of the metadata's `model` (see `bpc_calib.describe`).
 
     Returns:
-        Warnings, one line each: the model may be another one, although every shape fits.
+        Warnings, one line each: every shape fits, but the model may be a different one.
 
     Raises:
-        ArtifactError: layers, KV heads, head_dim or RoPE differ; names each difference.
+        ArtifactError: the layers, heads, head_dim, RoPE or layer types differ; the message lists each difference.
     """
     made_for = artifact.metadata["model"]
     names = {
@@ -35,7 +35,7 @@ def check_model(artifact: ProjectionArtifact, model: Mapping[str, Any]) -> list[
     if differences:
         raise ArtifactError(f"made for {made_for['id']}, does not fit {model['id']}: {'; '.join(differences)}")
     return [
-        f"{name} differs from the one it was calibrated on: "
+        f"{name} differs from that of the calibrated model: "
         f"the artifact has {_short(made_for[key])}, the model {_short(model[key])}"
         for key, name in {
             "revision": "revision",

@@ -1,4 +1,4 @@
-"""What a projection artifact holds, and the check of every value before it is used (format version 1)."""
+"""The contents of a projection artifact, and the check of every value before its use (format version 1)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -29,13 +29,13 @@ class LayerProjection:
 
 @dataclass(frozen=True, eq=False)
 class ProjectionArtifact:
-    """Projections by true layer index, and the metadata of docs/artifact-format.md."""
+    """Projections by the model's layer index, and the metadata of docs/artifact-format.md."""
 
     layers: Mapping[int, LayerProjection]
     metadata: Mapping[str, Any]
 
     def tensors(self) -> dict[str, Array]:
-        """All arrays by their name in the file."""
+        """Return all arrays by their names in the file."""
         return {
             f"layers.{index}.{field.name}": array
             for index, layer in self.layers.items()
@@ -44,8 +44,8 @@ class ProjectionArtifact:
         }
 
 
-# A type, a tuple of types, a constant, a nested table, or a list of one of these. More keys are allowed:
-# a later writer of the same format version may say more.
+# Each value is a type, a tuple of types, a constant, a nested table, or a list of one of these. Additional keys are
+# allowed, because a later writer of the same format version may add some.
 _TEXT_OR_NONE = (str, type(None))
 _METADATA: dict[str, Any] = {
     "format_version": FORMAT_VERSION,
@@ -104,7 +104,9 @@ def check(artifact: ProjectionArtifact) -> None:
     metadata = artifact.metadata
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
-        raise ArtifactError(f"format_version is {version}, this bpc reads up to {FORMAT_VERSION}: upgrade bpc-calib")
+        raise ArtifactError(
+            f"format_version is {version}, but this bpc reads only up to {FORMAT_VERSION}: upgrade bpc-calib"
+        )
     _check_value("metadata", metadata, _METADATA)
     if list(artifact.layers) != metadata["layers"]:
         raise ArtifactError(
@@ -125,7 +127,7 @@ def check(artifact: ProjectionArtifact) -> None:
         ):
             if (array is not None) != flag:
                 found = "absent" if array is None else "present"
-                raise ArtifactError(f"{name}.{kind}: {found}, but metadata.algorithm says otherwise")
+                raise ArtifactError(f"{name}.{kind}: is {found}, but metadata.algorithm says the opposite")
         if layer.metric is not None:
             _check_array(f"{name}.metric", layer.metric, (kv_heads, head_dim, head_dim))
             _check_metric(f"{name}.metric", layer.metric)
@@ -147,7 +149,7 @@ def _check_value(where: str, found: Any, expected: Any) -> None:
     elif isinstance(expected, type | tuple):
         kinds = expected if isinstance(expected, tuple) else (expected,)
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-        # bool is an int in Python, not in this format
+        # bool is an int in Python, but not in this format
         _expect(where, found, names, isinstance(found, kinds) and (isinstance(found, bool) == (expected is bool)))
     else:
         _expect(where, found, repr(expected), found == expected and type(found) is type(expected))

@@ -1,7 +1,4 @@
-"""Every use of another library's private parts, with the versions it was checked at.
-
-Checked at transformers 5.17 (the oldest served) and 5.23.
-"""
+"""Every use of another library's private parts. Checked with transformers 5.17 (the oldest supported) and 5.23."""
 
 import functools
 import inspect
@@ -22,18 +19,18 @@ __all__ = [
 
 
 def attention_name(config: Any) -> str | None:
-    """The attention implementation set in a config: `config._attn_implementation` is its only reader."""
+    """Return the attention implementation of a config: only the private `config._attn_implementation` has it."""
     name = config._attn_implementation
     return None if name is None else str(name)
 
 
 def can_set_attention(model_class: Any) -> bool:
-    """Whether models of a class let their attention be set."""
+    """Return True if the attention implementation of models of this class can be changed."""
     return bool(model_class._can_set_attn_implementation())
 
 
 def eager_attention(module: Any) -> Any:
-    """The eager attention of an attention module: every modelling file has its own. None where there is none."""
+    """Return the eager attention function of an attention module's modelling file, or None if the file has none."""
     for kind in type(module).__mro__:
         if function := getattr(sys.modules[kind.__module__], "eager_attention_forward", None):
             return function
@@ -41,14 +38,14 @@ def eager_attention(module: Any) -> Any:
 
 
 def sampling_loop(model: Any) -> Any:
-    """transformers' loop of greedy decoding and sampling, as a function of the model."""
+    """Return transformers' loop of greedy decoding and sampling, as a function with the model as first argument."""
     return type(model)._sample
 
 
 def generate_arguments() -> dict[str, Any]:
-    """The local variables of the `generate` that is running; empty where none is.
+    """Return the local variables of the `generate` call on the stack, or an empty dict if there is none.
 
-    transformers passes neither its streamer nor `synced_gpus` to a function given as `custom_generate`.
+    transformers passes neither its streamer nor `synced_gpus` to the `custom_generate` function.
     """
     from transformers import GenerationMixin
 
@@ -60,10 +57,10 @@ def generate_arguments() -> dict[str, Any]:
 
 
 def drafts_by_model() -> bool:
-    """Whether drafts come from a model, asked in a cache's `activate_past_recording`.
+    """Return True if a model makes the drafts. Call it only in a cache's `activate_past_recording`.
 
-    transformers calls that method when a generation with drafts starts, and does not say what drafts. It stands in the
-    local variables of the caller: an assistant model, or a generation config that names no prompt lookup.
+    transformers calls that method at the start of a generation with drafts, but does not pass the source of the drafts.
+    The local variables of the caller show it: an assistant model, or a generation config without prompt lookup.
     """
     caller = sys._getframe(2).f_locals
     settings = caller.get("generation_config")
@@ -73,7 +70,7 @@ def drafts_by_model() -> bool:
 
 @functools.cache
 def continued_cache_restarts() -> bool:
-    """Whether `generate(prefill_chunk_size=...)` feeds a continued cache the whole text again: before 5.21 it does."""
+    """Return True if `generate(prefill_chunk_size=...)` passes a continued cache the whole text again (before 5.21)."""
     import transformers
 
     return Version(transformers.__version__) < Version("5.21")

@@ -1,4 +1,4 @@
-"""The exceptions of the method and of calibration; `BPCError` is the parent of them all."""
+"""The exceptions of this package. `BPCError` is their base class."""
 
 from bpc_artifacts.errors import BPCError
 
@@ -6,18 +6,18 @@ __all__ = ["BPCError", "CorpusError", "InputError", "ModelError", "first_line"]
 
 
 class InputError(BPCError, ValueError):
-    """An argument out of range, or tensors whose shapes or dtypes do not fit together."""
+    """An argument is out of range, or the shapes or dtypes of tensors do not fit together."""
 
 
 class ModelError(BPCError):
-    """A model that cannot be loaded or cannot be served."""
+    """A model cannot be loaded or is not supported."""
 
 
 class CorpusError(BPCError):
-    """Text that cannot be found, read or used."""
+    """A text cannot be found, read or used."""
 
 
 def first_line(fault: BaseException) -> str:
-    """The first line of an error's text, or its type."""
+    """Return the first line of an error's message, or the name of its type."""
     lines = str(fault).strip().splitlines() or [type(fault).__name__]
     return lines[0][:300]

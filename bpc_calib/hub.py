@@ -1,4 +1,4 @@
-"""Finding files on the Hugging Face Hub, and saying in one line why they cannot be had."""
+"""Fetch files from the Hugging Face Hub, and explain failures in one line."""
 
 import functools
 from pathlib import Path
@@ -12,19 +12,19 @@ MAX_DOWNLOAD = 1 << 30  # bytes
 
 
 def online() -> bool:
-    """Whether the Hub answers: its clients would retry for half a minute before they turn to their cache."""
+    """Return True if the Hub answers. Without this check, clients retry for half a minute before they use the cache."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     try:
         _ask_hub()
-    except Exception:  # the errors of whichever library carries its requests
+    except Exception:  # the type depends on the HTTP library of the client
         return False
     return True
 
 
-@functools.cache  # an answer is kept, a failure is not
+@functools.cache  # caches a success, but not a failure
 def _ask_hub() -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
@@ -33,7 +33,7 @@ def _ask_hub() -> None:
 
 
 def fetch(repo: str, filename: str, revision: str | None) -> tuple[Path, str]:
-    """One file of a model repository, and the commit it belongs to. Raises what huggingface_hub raises."""
+    """Fetch one file of a model repository; return its path and commit. Raises the errors of huggingface_hub."""
     from huggingface_hub import hf_hub_download
 
     path = Path(hf_hub_download(repo, filename, revision=revision, local_files_only=not online()))
@@ -42,12 +42,12 @@ def fetch(repo: str, filename: str, revision: str | None) -> tuple[Path, str]:
 
 
 def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
-    """The one safetensors file of a Hub repository `ORG/NAME`, or `ORG/NAME/FILE`, and its commit.
+    """Fetch `ORG/NAME/FILE`, or the only safetensors file of `ORG/NAME`; return its path and commit.
 
-    Only that file is downloaded, at a fixed commit, and only below a size limit.
+    Downloads only that file, at a fixed commit, and only below a size limit.
 
     Raises:
-        ArtifactError: there is no such file, it is too large, or the Hub cannot be reached.
+        ArtifactError: the file does not exist or is too large, or the Hub is not reachable.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -64,7 +64,7 @@ def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
         if len(found) != 1 or found[0] not in sizes:
             raise ArtifactError(
                 f"{name}: expected one safetensors file, found {', '.join(found[:5]) or 'none'}: "
-                f"name one as {repo}/FILE.safetensors"
+                f"choose one with {repo}/FILE.safetensors"
             )
         if sizes[found[0]] > MAX_DOWNLOAD:
             raise ArtifactError(f"{name}: {sizes[found[0]]:,} bytes, expected an artifact of at most {MAX_DOWNLOAD:,}")
@@ -76,17 +76,17 @@ def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
 
 
 def explain(fault: BaseException, what: str) -> str:
-    """One line for an error of huggingface_hub, datasets or transformers about `what`."""
+    """Return a one-line message for an error of huggingface_hub, datasets or transformers about `what`."""
     from huggingface_hub import constants, errors
 
     chain = []
-    step: BaseException | None = fault
-    while step is not None and step not in chain:
-        chain.append(step)
-        step = step.__cause__ or step.__context__
+    cause: BaseException | None = fault
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
 
     def any_is(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(each, kinds) for each in chain)
+        return any(isinstance(error, kinds) for error in chain)
 
     if any_is(errors.GatedRepoError):
         return f"{what} is gated: accept its terms on its page and set HF_TOKEN"

@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests: a tiny model folder, text, and the command line."""
+"""Shared fixtures: a tiny model folder, a text folder, and the command line."""
 
 import os
 import subprocess
@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# Read when the libraries are imported: no test of this process talks to the Hub, and the command line, which
-# here finds them imported, is as quiet as in a process of its own.
+# The libraries read these during their import. No test in this process talks to the Hub, and the command line is as
+# quiet here as in its own process, although the libraries are already imported.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 import torch
 
-# Without a GPU the kernels run in Triton's interpreter, which is chosen when they are defined.
+# Without a GPU the kernels run in Triton's interpreter; the definition of a kernel reads this variable.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 import pytest
@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 
 class Ran(NamedTuple):
-    """What a command did."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -45,7 +45,7 @@ def text_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bpc(monkeypatch):
-    """Run the command line in this process: `bpc("inspect", file)`; `stdin` is what is piped in."""
+    """Run the command line in this process: `bpc("inspect", file)`; `stdin` is the piped input."""
     monkeypatch.setenv("COLUMNS", "100")
 
     def run(*words: object, stdin: str | bytes = "") -> Ran:
@@ -59,7 +59,7 @@ def bpc(monkeypatch):
 
 @pytest.fixture
 def bpc_process(tmp_path):
-    """Run the command line in a process of its own, in an empty folder: `bpc_process("--version", HF_HOME=...)`."""
+    """Run the command line in a new process, in an empty folder: `bpc_process("--version", HF_HOME=...)`."""
 
     def run(*words: object, cwd: Path = tmp_path, **environment: str) -> Ran:
         done = subprocess.run(

@@ -6,7 +6,7 @@ from bpc_calib import encode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# From compute capability 10 on Triton's compiler breaks off at products of float64.
+# Triton's compiler fails on float64 products for compute capability 10 and higher.
 FLOAT64 = [] if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0) else [torch.float64]
 # What one product in a dtype, or a softmax over it, may round: some units in the last place of 24, 53, 8 or 11 bits.
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -17,7 +17,7 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 def cache(batch, kv_heads, tokens, dim, bits, *, zero_keys=False, dtype=torch.float32):
-    """Projections, and codes, gains and errors of keys under them."""
+    """Return random projections, and the codes, gains and errors of random keys with them."""
     projection = draw(kv_heads, bits, dim, seed=1) / (2 * dim**0.5)
     keys = draw(batch, kv_heads, tokens, dim, seed=2, dtype=dtype)
     if zero_keys:

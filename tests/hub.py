@@ -1,8 +1,8 @@
-"""A small local stand-in for the Hugging Face Hub, so that tests run the real client offline.
+"""A small local replacement of the Hugging Face Hub, so that tests run the real client offline.
 
-The client reads its settings when it is imported, so use it in a subprocess that starts with
+The client reads its settings during its import, so use it in a subprocess that starts with
 HF_ENDPOINT=<Served.url>, HF_HOME=<empty folder>, HF_HUB_DISABLE_XET=1 and
-HF_HUB_DISABLE_TELEMETRY=1. Files are read into memory once: keep the folders small.
+HF_HUB_DISABLE_TELEMETRY=1. The server keeps all files in memory: keep the folders small.
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-# A revision, or a path after "tree/", keeps its slashes as %2F: so these match the raw path.
+# Revisions and paths after "tree/" contain slashes as %2F, so these expressions match the raw path.
 _REPO = r"([^/]+(?:/[^/]+)??)"
 _API = re.compile(rf"/api/(models|datasets)/{_REPO}(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?")
 _RESOLVE = re.compile(rf"/(datasets/)?{_REPO}/resolve/([^/]+)/(.+)")
@@ -27,19 +27,19 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 @dataclass(frozen=True)
 class Served:
-    """A running stand-in: its address, and the requests so far, each as "METHOD path?query"."""
+    """A running server: its address, and the requests so far, each as "METHOD path?query"."""
 
     url: str
     requests: list[str]
 
 
 def _blob_id(data: bytes) -> str:
-    """A file's id, made from its content as git does."""
+    """Return a file's id, computed from its content as in git."""
     return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 class _Repo:
-    """The files of one repository, at its only commit."""
+    """The files of one repository at its only commit."""
 
     def __init__(self, repo_id: str, folder: Path, commit: str | None) -> None:
         self.id = repo_id
@@ -54,7 +54,7 @@ class _Repo:
         self.commit = commit or sha1(repr((repo_id, self.oids)).encode()).hexdigest()
 
     def info(self, blobs: bool) -> dict[str, Any]:
-        """What the API says about the repository, with its files' sizes if `blobs`."""
+        """Return the API's answer about the repository, with the sizes of its files if `blobs`."""
         siblings: list[dict[str, Any]] = []
         for path, data in self.files.items():
             details = {"size": len(data), "blobId": self.oids[path]} if blobs else {}
@@ -63,7 +63,7 @@ class _Repo:
         return {**about, "siblings": siblings}
 
     def entry(self, path: str) -> dict[str, Any]:
-        """What the API says about one file or folder."""
+        """Return the API's answer about one file or folder."""
         if path in self.files:
             size = len(self.files[path])
             return {"type": "file", "path": path, "size": size, "oid": self.oids[path]}
@@ -71,7 +71,7 @@ class _Repo:
         return {"type": "directory", "path": path, "size": 0, "oid": oid}
 
     def tree(self, path: str, recursive: bool) -> list[str]:
-        """The paths below a folder (or at its first level), or the file itself."""
+        """Return all paths below a folder, or only its first level, or the file itself."""
         if path in self.files:
             return [path]
         prefix = f"{path}/" if path else ""
@@ -89,15 +89,15 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"  # the client keeps connections alive
-    disable_nagle_algorithm = True  # or each body waits 40 ms for the headers' acknowledgement
+    disable_nagle_algorithm = True  # otherwise each body waits 40 ms for the acknowledgement of the headers
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # a client that streams may leave in mid-file
+        with suppress(ConnectionError):  # a streaming client may disconnect before the end of a file
             super().handle()
 
     def do_GET(self) -> None:
         self.server.requests.append(f"{self.command} {self.path}")
-        # The body must be read even if unused: the next request follows it on the connection.
+        # Always read the body, because the next request follows it on the connection.
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         url = urlsplit(self.path)
         if match := _API.fullmatch(url.path):
@@ -109,15 +109,15 @@ class _Handler(BaseHTTPRequestHandler):
             if repo := self._find("datasets" if dataset else "models", repo_id, revision):
                 self._resolve(repo, unquote(path))
         else:
-            self._error(HTTPStatus.NOT_FOUND, "", "Not served by this stand-in")
+            self._error(HTTPStatus.NOT_FOUND, "", "Not supported by this server")
 
-    do_HEAD = do_POST = do_GET  # noqa: N815 - the names that http.server looks for
+    do_HEAD = do_POST = do_GET  # noqa: N815 - http.server requires these names
 
     def _find(self, kind: str, repo_id: str, revision: str) -> _Repo | None:
-        """The repository if it has that revision; None once an error was sent."""
+        """Return the repository if it has that revision; otherwise send an error and return None."""
         repo = self.server.repos.get((kind, repo_id))
         if repo is None:
-            # 401, not 404: what the Hub says to a client that is not logged in.
+            # 401, not 404, is the Hub's answer to a client that is not logged in.
             self._error(HTTPStatus.UNAUTHORIZED, "RepoNotFound", "Repository not found")
         elif unquote(revision) not in ("main", repo.commit):
             self._error(HTTPStatus.NOT_FOUND, "RevisionNotFound", f"Invalid rev id: {revision}")
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, headers, json.dumps(answer).encode())
 
     def _resolve(self, repo: _Repo, path: str) -> None:
-        """Answer with a file, or with the range of it that was asked for."""
+        """Answer with a file, or with the requested range of it."""
         if path not in repo.files:
             self._error(HTTPStatus.NOT_FOUND, "EntryNotFound", "Entry not found", repo.commit)
             return
@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _error(self, status: HTTPStatus, code: str, message: str, commit: str = "") -> None:
         headers = {"X-Error-Code": code, "X-Error-Message": message}
-        if commit:  # with it, the client remembers that the file does not exist there
+        if commit:  # lets the client remember that the file does not exist at this commit
             headers["X-Repo-Commit"] = commit
         self._send(status, headers, b"")
 
@@ -183,10 +183,10 @@ def serve(
     datasets: Mapping[str, Path],
     revisions: Mapping[str, str] | None = None,
 ) -> Iterator[Served]:
-    """Serve folders as model and dataset repositories, named by their ids, on 127.0.0.1.
+    """Serve folders on 127.0.0.1 as model and dataset repositories; the keys are the repository ids.
 
-    A repository is found at "main" and at its one commit: the one that `revisions` gives for its
-    id, or else one made from its id and its files.
+    A repository has the revision "main" and one commit: the value of `revisions` for its id, or else a
+    hash of its id and its files.
     """
     commits = revisions or {}
     repos = {

@@ -1,16 +1,16 @@
-"""Algorithms 1 to 3 of the paper read line by line, in float64 and with plain loops: slow on purpose."""
+"""Algorithms 1 to 3 of the paper, implemented line by line in float64 with plain loops: slow on purpose."""
 
 import torch
 from torch import Tensor
 
 
 def sign(x: Tensor) -> Tensor:
-    """torch.sign with sign(0) = +1."""
+    """Return torch.sign with sign(0) = +1."""
     return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 def decompose(keys: Tensor, draws: Tensor, iterations: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 for keys `[N, D]` and draws `[H, D]`: `U [N, H]`, `P [H, D]`, `R`."""
+    """Run Algorithm 1 on keys `[N, D]` and draws `[H, D]`; return `U [N, H]`, `P [H, D]` and `R [N, D]`."""
     residual = keys.double().clone()
     codes, projection = [], []
     for draw in draws:
@@ -24,15 +24,16 @@ def decompose(keys: Tensor, draws: Tensor, iterations: int = 1) -> tuple[Tensor,
     return torch.stack(codes, dim=1), torch.stack(projection), residual
 
 
-def encode(keys: Tensor, projection: Tensor, towards: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: `U [N, H]`, the running values `r v^T [N, H]` that gave the signs, and the residual.
+def encode(keys: Tensor, projection: Tensor, in_metric: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Run Algorithm 2; return `U [N, H]`, the running values `r v^T [N, H]` before the sign, and the residual.
 
-    `towards` are the rows of `P M` where products are taken in a metric.
+    `in_metric` holds the rows of `P M`, for products in a metric.
     """
     residual = keys.double().clone()
     codes, running = [], []
-    for v, along in zip(projection.double(), (projection if towards is None else towards).double(), strict=True):
-        t = residual @ along
+    in_metric = projection if in_metric is None else in_metric
+    for v, v_in_metric in zip(projection.double(), in_metric.double(), strict=True):
+        t = residual @ v_in_metric
         u = sign(t)
         residual = residual - torch.outer(u, v)
         codes.append(u)
@@ -40,10 +41,10 @@ def encode(keys: Tensor, projection: Tensor, towards: Tensor | None = None) -> t
     return torch.stack(codes, dim=1), torch.stack(running, dim=1), residual
 
 
-def gain(key: Tensor, approximation: Tensor, along: Tensor | None = None) -> int:
-    """The gain byte of one key; `along` is `k M` in a metric."""
-    along = key if along is None else along
-    squared, dot = float(along @ key), float(along @ approximation)
+def gain(key: Tensor, approximation: Tensor, in_metric: Tensor | None = None) -> int:
+    """Return the gain byte of one key; `in_metric` is `k M`, for products in a metric."""
+    in_metric = key if in_metric is None else in_metric
+    squared, dot = float(in_metric @ key), float(in_metric @ approximation)
     if squared == 0:
         return 32
     if dot <= 0:
@@ -52,18 +53,18 @@ def gain(key: Tensor, approximation: Tensor, along: Tensor | None = None) -> int
 
 
 def group_scores(scores: list[list[float]], group: str, limit: float | None = None) -> list[float]:
-    """One score a key of those of each query head, all keys valid."""
+    """Return one score per key from the scores per query head; all keys are valid."""
     if group == "sum":
         return [sum(column) for column in zip(*scores, strict=True)]
     if group == "relative":
-        below = list(zip(*([each - max(head) for each in head] for head in scores), strict=True))
+        below = list(zip(*([score - max(head) for score in head] for head in scores), strict=True))
         least = -float("inf") if limit is None else -limit
-        return [4 * len(scores) * max(column) + sum(max(each, least) for each in column) for column in below]
+        return [4 * len(scores) * max(column) + sum(max(score, least) for score in column) for column in below]
     return [max(column) for column in zip(*scores, strict=True)]
 
 
 def bit_plane_score(query: list[int], code: list[int]) -> int:
-    """Algorithm 3 with XOR read as disagreement: `code` holds bits, 1 for +1; `query` int8 values."""
+    """Run Algorithm 3, with XOR as disagreement: `code` holds bits, 1 for +1; `query` holds int8 values."""
     sign_bits = [int(q >= 0) for q in query]
     score = 0
     for j in range(7):

@@ -1,4 +1,4 @@
-"""The artifact: round trips, same bytes, and the refusal of everything damaged."""
+"""The artifact: round trips, same bytes, and the refusal of damaged files."""
 
 import copy
 import errno
@@ -32,7 +32,7 @@ KV_HEADS, BITS, HEAD_DIM = 2, 32, 8
 
 
 def metadata(**changes) -> dict:
-    """Valid metadata; `changes` name a table and a key as `model__id`."""
+    """Return valid metadata with changes; the name of a change is a table and a key, such as `model__id`."""
     table = {
         "bpc_version": "0.1.0",
         "metrics": {"residual": 0.5},
@@ -113,7 +113,7 @@ def path(tmp_path) -> Path:
 
 
 def rewrite(path: Path, change) -> None:
-    """Let `change(header, metadata, payload)` alter a file, keeping the outer form valid."""
+    """Change a file with `change(header, metadata, payload)`; it stays a valid safetensors file."""
     blob = path.read_bytes()
     length = struct.unpack("<Q", blob[:8])[0]
     header, payload = json.loads(blob[8 : 8 + length]), bytearray(blob[8 + length :])
@@ -143,7 +143,7 @@ def test_round_trip_and_same_bytes(tmp_path, metric, mean):
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
 
 
-def test_is_a_plain_safetensors_file(path):
+def test_the_file_is_plain_safetensors(path):
     tensors = safetensors.numpy.load_file(path)
     assert sorted(tensors) == ["layers.0.projection", "layers.0.residual", "layers.2.projection", "layers.2.residual"]
     blob = path.read_bytes()
@@ -156,7 +156,7 @@ def test_is_a_plain_safetensors_file(path):
     assert (table["format_version"], table["key_space"], table["layers"]) == (1, "post_rope", [0, 2])
 
 
-def test_more_keys_from_a_later_writer_are_kept(tmp_path):
+def test_additional_keys_of_a_later_writer_are_kept(tmp_path):
     save(artifact(algorithm__temper=0.5), tmp_path / "a.safetensors")
     assert load(tmp_path / "a.safetensors").metadata["algorithm"]["temper"] == 0.5
 
@@ -205,7 +205,7 @@ def set_path(table, dotted, value):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("format_version", 2, "format_version is 2, this bpc reads up to 1: upgrade"),
+        ("format_version", 2, "format_version is 2, but this bpc reads only up to 1: upgrade"),
         ("format_version", 0, "metadata.format_version: expected 1, found 0"),
         ("format_version", True, "metadata.format_version: expected 1, found True"),
         ("format_version", KeyError, "metadata.format_version: missing"),
@@ -220,8 +220,8 @@ def set_path(table, dotted, value):
         ("algorithm.bits", 48, "metadata.algorithm.bits: expected 32, 64 or 128, found 48"),
         ("algorithm.bits", 64, r"layers.0.projection: expected shape \[2, 64, 8\], found \[2, 32, 8\]"),
         ("algorithm.iterations", 0, "metadata.algorithm.iterations: expected at least 1"),
-        ("algorithm.metric", True, "layers.0.metric: absent, but metadata.algorithm says otherwise"),
-        ("algorithm.centred", True, "layers.0.mean: absent"),
+        ("algorithm.metric", True, "layers.0.metric: is absent, but metadata.algorithm says the opposite"),
+        ("algorithm.centred", True, "layers.0.mean: is absent"),
         ("algorithm.centred", 0, "metadata.algorithm.centred: expected bool, found 0"),
         ("model.kv_heads", 4, r"layers.0.projection: expected shape \[4, 32, 8\]"),
         ("model.kv_heads", 3, "metadata.model.query_heads: expected a multiple of kv_heads 3"),
@@ -286,8 +286,8 @@ def test_tensors_are_checked(path, change, message):
     [
         ("{", "metadata: not valid JSON"),
         ("[]", "metadata: expected a JSON object, found list"),
-        ('{"a": NaN}', "metadata: not valid JSON: NaN is not a number of JSON"),
-        ('{"a": 1e999}', "metadata: not valid JSON: 1e999 is not a number of JSON"),
+        ('{"a": NaN}', "metadata: not valid JSON: NaN is not a JSON number"),
+        ('{"a": 1e999}', "metadata: not valid JSON: 1e999 is not a JSON number"),
         ('{"a": 1, "a": 2}', "metadata: not valid JSON: a key occurs twice"),
         ("[" * 100_000, "metadata: not valid JSON"),
     ],
@@ -320,7 +320,7 @@ def test_other_files_are_refused(tmp_path, content, message):
 
 def test_missing_files_and_folders_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ArtifactError, match="is no regular file"):
+    with pytest.raises(ArtifactError, match="is not a regular file"):
         load(tmp_path / "pipe")
     with pytest.raises(ArtifactError, match="No such file"):
         load(tmp_path / "no.safetensors")
@@ -366,7 +366,7 @@ def test_metadata_that_is_not_json_is_refused(tmp_path, value):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_as_long_as_the_file_system_allows(tmp_path):
+def test_file_names_of_the_largest_length(tmp_path):
     name = "長" * 80 + ".safetensors"
     save(artifact(), tmp_path / name)
     load(tmp_path / name)
@@ -374,13 +374,13 @@ def test_names_as_long_as_the_file_system_allows(tmp_path):
         save(artifact(), tmp_path / ("x" * 300))
 
 
-def test_what_is_no_regular_file_is_never_replaced(tmp_path):
+def test_only_a_regular_file_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ArtifactError, match="is no regular file"):
+    with pytest.raises(ArtifactError, match="is not a regular file"):
         save(artifact(), tmp_path / "pipe", overwrite=True)
 
 
-def test_existing_files_are_kept_unless_asked(path):
+def test_existing_files_are_kept_without_overwrite(path):
     before = path.read_bytes()
     other = artifact(algorithm__seed=1)
     for attempt in (lambda: save(other, path), lambda: check_writable(path, 0)):
@@ -398,14 +398,14 @@ def test_bad_targets_are_refused(tmp_path):
     for attempt in (lambda p: save(artifact(), p), lambda p: check_writable(p, 0)):
         with pytest.raises(ArtifactError, match="there is no folder"):
             attempt(tmp_path / "no" / "a.safetensors")
-        with pytest.raises(ArtifactError, match="is a folder: name a file"):
+        with pytest.raises(ArtifactError, match="is a folder: give the path of a file"):
             attempt(tmp_path)
     with pytest.raises(ArtifactError, match=r"cannot be written: 1,000,000,000,000,000,000 bytes are needed and"):
         check_writable(tmp_path / "a.safetensors", 10**18)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_writes_through_a_link_and_not_over_it(path):
+def test_save_replaces_the_target_of_a_link_and_not_the_link(path):
     link = path.with_name("link.safetensors")
     link.symlink_to(path)
     save(artifact(algorithm__seed=7), link, overwrite=True)
@@ -413,7 +413,7 @@ def test_writes_through_a_link_and_not_over_it(path):
     assert load(path).metadata["algorithm"]["seed"] == 7
 
 
-def test_the_umask_decides_who_may_read(tmp_path):
+def test_save_respects_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         save(artifact(), tmp_path / "a.safetensors")
@@ -422,7 +422,7 @@ def test_the_umask_decides_who_may_read(tmp_path):
     assert (tmp_path / "a.safetensors").stat().st_mode & 0o777 == 0o640
 
 
-def test_of_two_runs_at_once_one_wins_and_the_file_is_whole(tmp_path):
+def test_one_of_several_concurrent_saves_wins_and_the_file_is_complete(tmp_path):
     outcomes = []
 
     def run(seed):
@@ -440,8 +440,8 @@ def test_of_two_runs_at_once_one_wins_and_the_file_is_whole(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_other(path):
-    """A limit on the size of files fails the write in the middle, as a full disk does."""
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(path):
+    """A limit of the file size makes the write fail halfway, as on a full disk."""
     before = path.read_bytes()
     script = (
         "import resource, sys; sys.path.insert(0, sys.argv[2])\n"
@@ -460,7 +460,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(path):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_fits_its_model_and_no_other():
+def test_an_artifact_fits_only_its_model():
     made = artifact()
     model = made.metadata["model"]
     assert check_model(made, copy.deepcopy(model)) == []
@@ -476,7 +476,7 @@ def test_fits_its_model_and_no_other():
             check_model(made, model | {key: value, "id": "other"})
 
 
-def test_another_version_of_the_model_is_a_warning():
+def test_another_version_of_the_model_causes_a_warning():
     made = artifact(model__revision="a" * 40)
     model = made.metadata["model"]
     assert check_model(made, model | {"revision": None}) == []  # a local copy has no revision

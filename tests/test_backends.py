@@ -215,7 +215,7 @@ def test_projections_shared_by_heads_or_sequences(lead, pipeline):
     found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
     assert (found.codes != expected.codes).any(-1).sum() <= 2
     torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
-    with pytest.raises(InputError, match="do not fit projections to 64 dimensions"):
+    with pytest.raises(InputError, match="do not fit a projection of head_dim 64"):
         pipeline.encode_with(encoder, keys[..., :32])
 
 

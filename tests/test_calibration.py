@@ -1,4 +1,4 @@
-"""Calibration as a whole: which keys are kept, what the artifact says, and that it can be made again."""
+"""Calibration as a whole: the kept keys, the contents of the artifact, and its reproducibility."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def test_positions_are_spread_evenly(samples, length, keys, seed):
 
 @settings(max_examples=100, deadline=None)
 @given(samples=st.integers(1, 200), length=st.integers(1, 100), more=st.integers(0, 10_000), seed=st.integers(0, 9))
-def test_offsets_fill_the_room_and_lean_to_the_front(samples, length, more, seed):
+def test_offsets_cover_the_room_and_are_denser_at_the_front(samples, length, more, seed):
     offsets = shift_offsets(samples, length, length + more, random.Random(seed))
     assert len(offsets) == samples
     assert all(0 <= offset <= more for offset in offsets)
@@ -47,7 +47,7 @@ def test_offsets_fill_the_room_and_lean_to_the_front(samples, length, more, seed
     assert shift_offsets(samples, length, length, random.Random(seed)) == [0] * samples
 
 
-def test_memory_is_bounded_by_the_keys_kept():
+def test_memory_is_limited_by_the_number_of_kept_keys():
     model = tiny.model()
     description = describe(model.config)
     samples = torch.randint(0, 256, (6, 100), generator=torch.Generator().manual_seed(0))
@@ -55,14 +55,14 @@ def test_memory_is_bounded_by_the_keys_kept():
     assert nothing == {}
     positions = spread_positions(6, 100, 50, random.Random(0))
     kept, _ = collect_keys(model, description, samples, positions=positions, offsets=[0] * 6)
-    flat = [100 * i + p for i, own in enumerate(positions) for p in own]
+    flat = [100 * i + position for i, row in enumerate(positions) for position in row]
     for layer, keys in kept.items():
         assert keys.shape == (2, 50, 8)
         assert keys.untyped_storage().nbytes() == 2 * 50 * 8 * 4
         assert torch.equal(keys, everything[layer][:, flat])
 
 
-def test_moments_are_those_of_the_queries_at_the_places_kept():
+def test_moments_match_the_queries_at_the_kept_positions():
     model = tiny.model()
     samples = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
     positions = spread_positions(3, 40, 12, random.Random(0))
@@ -74,7 +74,7 @@ def test_moments_are_those_of_the_queries_at_the_places_kept():
     places: list[int] = []
 
     def add(module, query, key, value, arguments):
-        for head in range(4):  # two query heads a KV head
+        for head in range(4):  # two query heads per KV head
             for place in places:
                 q = query[0, head, place].double()
                 expected[module.layer_idx][head // 2] += torch.outer(q, q)
@@ -94,7 +94,7 @@ def made(text_folder):
     )
 
 
-def test_the_artifact_says_how_it_was_made(made, tmp_path):
+def test_the_artifact_records_its_settings(made, tmp_path):
     metadata = made.metadata
     assert metadata["algorithm"] == {
         "name": "score-aware",
@@ -123,7 +123,7 @@ def test_the_artifact_says_how_it_was_made(made, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["paper", "score-aware"])
-def test_projections_are_those_of_the_collected_keys(method, text_folder, tmp_path):
+def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
     from bpc_calib.text.corpora import open_corpus
     from bpc_calib.text.samples import draw_samples
 
@@ -165,7 +165,7 @@ def test_projections_are_those_of_the_collected_keys(method, text_folder, tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_seed_gives_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype):
+def test_the_same_seed_returns_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype):
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
@@ -180,14 +180,14 @@ def test_the_same_seed_gives_the_same_bytes_with_one_or_two_threads(text_folder,
     assert not np.array_equal(other.layers[0].projection, artifact.layers[0].projection)
 
 
-def test_the_papers_method_is_one_step_without_shift(text_folder):
+def test_the_papers_method_has_one_iteration_and_no_shift(text_folder):
     artifact = tiny.calibrated(tiny.model(), tiny.tokenizer(), corpora=[str(text_folder)], samples=2, method="paper")
     algorithm = artifact.metadata["algorithm"]
     assert (algorithm["name"], algorithm["iterations"], algorithm["position_shift"]) == ("paper", 1, False)
     assert (algorithm["metric"], algorithm["least_squares"], algorithm["centred"]) == (False, 0, False)
 
 
-def test_heads_are_decomposed_in_turns_where_memory_is_short(made, text_folder, monkeypatch):
+def test_heads_are_fitted_in_groups_if_memory_is_short(made, text_folder, monkeypatch):
     monkeypatch.setattr("bpc_calib.calibration.calibrate.FITTED_AT_ONCE", 1)
     again = tiny.calibrated(
         tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
@@ -196,7 +196,7 @@ def test_heads_are_decomposed_in_turns_where_memory_is_short(made, text_folder, 
         np.testing.assert_allclose(held.projection, again.layers[layer].projection, rtol=1e-6, atol=1e-9)
 
 
-def test_progress_counts_each_stage_to_its_end(text_folder):
+def test_progress_counts_every_step_of_each_stage(text_folder):
     seen = []
     tiny.calibrated(
         tiny.model(),
@@ -221,7 +221,7 @@ def test_keys_that_overflow_are_refused(text_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_dead_head_gets_a_zero_projection(text_folder, tmp_path):
+def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):
     model = tiny.model()
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[:8] = 0
@@ -270,7 +270,7 @@ def test_no_corpus_is_an_error():
             tiny.calibrated(tiny.model(), tiny.tokenizer(), corpora=corpora)
 
 
-def test_the_mode_of_the_model_and_autocast_change_nothing(text_folder):
+def test_training_mode_and_autocast_change_nothing(text_folder):
     model = tiny.model(attention_dropout=0.5)
     settings = {"corpora": [text_folder], "samples": 3, "bits": 32}
     plain = tiny.calibrated(model, tiny.tokenizer(), **settings)

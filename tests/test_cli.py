@@ -139,7 +139,7 @@ def test_an_existing_file_is_kept_without_force(calibrate, tmp_path):
         (("--device", "toaster"), ("device toaster cannot be used",)),
         (("--device", "meta"), ("device meta cannot be used",)),
         (("--seed", str(1 << 64)), ("seed must be at least 0 and below 2^63",)),
-        (("--revision", "main"), ("is a folder: a revision is for the Hub",)),
+        (("--revision", "main"), ("is a folder, and only models on the Hub have revisions: omit the revision",)),
         (("--dry-run", "--corpus", "nowhere"), ("unknown corpus 'nowhere'",)),
     ],
 )
@@ -171,7 +171,7 @@ def test_bad_models_are_one_line(calibrate, tmp_path, model_folder):
     for model, parts in {
         "./nowhere": ("./nowhere: no such model folder",),
         "/no/such/model": ("no such model folder",),
-        "empty": ("empty: the folder holds no config.json",),
+        "empty": ("empty: the folder has no config.json",),
         "org/unknown": ("model org/unknown (no folder here) is not in the cache and HF_HUB_OFFLINE is set",),
         "a b": ("model a b (no folder here) is neither a folder nor a Hub id",),
         "": ("(empty): no such model folder",),
@@ -220,7 +220,7 @@ def test_remote_code_is_not_run_unless_asked(calibrate, tmp_path):
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    assert_one_error(calibrate(model=folder), "remote comes with its own code: read it, then pass --trust-remote-code")
+    assert_one_error(calibrate(model=folder), "remote has its own code: read it, then pass --trust-remote-code")
     assert not (tmp_path / "ran").exists()
 
 
@@ -254,7 +254,7 @@ def test_inspect_says_whether_it_fits(bpc, made, tmp_path):
     similar = write_config(tmp_path / "similar", "llama", intermediate_size=64)
     ran = bpc("inspect", made, "--model", similar)
     assert ran.code == 0
-    assert ran.err.startswith("Warning: config differs from the one it was calibrated on")
+    assert ran.err.startswith("Warning: config differs from that of the calibrated model")
     assert "Fits" in ran.out
 
 

@@ -1,4 +1,4 @@
-"""Local text: what is read, in which order, and what is refused. Hub corpora are in test_hub.py."""
+"""Local text: which files are read, in which order, and which are refused. test_hub.py tests Hub corpora."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def lines(*rows) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_reads_every_kind_in_a_folder(tmp_path):
+def test_reads_every_kind_of_file_in_a_folder(tmp_path):
     (tmp_path / "sub" / ".hidden").mkdir(parents=True)
     (tmp_path / "a.txt").write_text("plain é")
     (tmp_path / "b.md").write_text("# marked")
@@ -59,10 +59,10 @@ def test_reads_every_kind_in_a_folder(tmp_path):
     assert any(read(tmp_path, seed=seed) != found for seed in range(1, 4))
 
 
-def test_a_file_named_by_itself_may_have_any_suffix(tmp_path):
+def test_a_single_file_may_have_any_suffix(tmp_path):
     (tmp_path / "a.log").write_text("text")
     assert read(tmp_path / "a.log") == ["text"]
-    with pytest.raises(CorpusError, match="holds no text"):
+    with pytest.raises(CorpusError, match="contains no text files"):
         open_corpus(str(tmp_path))
 
 
@@ -73,7 +73,7 @@ def test_names_and_fields(tmp_path):
     assert (corpus.name, corpus.path, corpus.revision) == ("mine", "a.json", None)
     assert open_corpus(str(file)).name == "a.json"
     assert read(file, text_field="content") == ["x"]
-    odd = tmp_path / "a=b.txt"  # a path that holds "=" is a path
+    odd = tmp_path / "a=b.txt"  # a path may contain "="
     odd.write_text("x")
     assert open_corpus(str(odd)).name == "a=b.txt"
 
@@ -81,13 +81,17 @@ def test_names_and_fields(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"body": "x"}\n', r"a.jsonl: line 1: no field 'text' \(there are 'body'\); name it with --text-f"),
+        (
+            "a.jsonl",
+            '{"body": "x"}\n',
+            r"a.jsonl: line 1: no field 'text' \(fields: 'body'\); choose one with --text-field",
+        ),
         ("a.jsonl", '{"text": 3}\n', "a.jsonl: line 1: field 'text' is int, not text"),
         ("a.jsonl", "not json\n", "a.jsonl: line 1 is not JSON"),
         ("a.jsonl", '["x"]\n', "a.jsonl: line 1: expected an object with a field 'text', found list"),
         ("a.jsonl", "[" * 100_000, "a.jsonl: line 1 is not JSON"),
         ("a.txt", b"\xff\xfe\x00", r"a.txt: not UTF-8 text \(byte 0\)"),
-        ("a.txt", b"abc\0def", r"a.txt: binary, not text \(it holds NUL\)"),
+        ("a.txt", b"abc\0def", r"a.txt: binary, not text \(it contains NUL\)"),
         ("a.jsonl", '{"text": "a\\u0000b"}\n', "binary, not text"),
         ("a.json.gz", b"not gzip", "a.json.gz: cannot be read: Not a gzipped file"),
         ("a.json.gz", gzip.compress(b'{"text": "x"}\n' * 999, mtime=0)[:40], "a.json.gz: cannot be read"),
@@ -104,7 +108,7 @@ def test_bad_files_are_one_clear_error(tmp_path, name, content, message):
 
 def test_a_missing_column_is_named(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "a.parquet")
-    with pytest.raises(CorpusError, match=r"no field 'text' \(there are 'body'\)"):
+    with pytest.raises(CorpusError, match=r"no field 'text' \(fields: 'body'\)"):
         read(tmp_path / "a.parquet")
 
 
@@ -113,22 +117,22 @@ def test_a_lone_surrogate_becomes_text(tmp_path):
     assert read(tmp_path / "a.jsonl") == ["a?b"]
 
 
-def test_unknown_names_and_empty_places(tmp_path):
+def test_unknown_names_and_places_without_text_are_refused(tmp_path):
     with pytest.raises(CorpusError, match="unknown corpus 'pg20': there is no such file or folder, and the names are"):
         open_corpus("pg20")
     for spec in ("", "name=", "name=/no/such/path", "x" * 5000, "~nobody-of-that-name/x"):
         with pytest.raises(CorpusError, match="unknown corpus"):
             open_corpus(spec)
-    with pytest.raises(CorpusError, match="holds no text"):
+    with pytest.raises(CorpusError, match="contains no text files"):
         open_corpus(str(tmp_path))
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(CorpusError, match="neither a file nor a folder"):
         open_corpus(str(tmp_path / "pipe.txt"))
-    with pytest.raises(CorpusError, match="holds no text"):  # a pipe in a folder would wait for ever
+    with pytest.raises(CorpusError, match="contains no text files"):  # a read from a pipe would never end
         open_corpus(str(tmp_path))
 
 
-def test_links_that_lead_nowhere_or_round_are_left_out(tmp_path):
+def test_broken_and_circular_links_are_skipped(tmp_path):
     (tmp_path / "a.txt").write_text("real")
     (tmp_path / "round").symlink_to(tmp_path)
     (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
@@ -137,16 +141,16 @@ def test_links_that_lead_nowhere_or_round_are_left_out(tmp_path):
     assert read(tmp_path) == ["real", "real"]
 
 
-def test_bad_files_among_good_ones_are_left_out_with_one_warning(tmp_path, caplog):
+def test_bad_files_among_good_ones_are_skipped_with_one_warning(tmp_path, caplog):
     (tmp_path / "good.txt").write_text("good")
     for i in range(3):
         (tmp_path / f"bad{i}.txt").write_bytes(b"\xff")
     assert read(tmp_path) == ["good"]
     (record,) = caplog.records
-    assert f"corpus {tmp_path.name}: left out 3 bad files or rows; the first: " in record.getMessage()
+    assert f"corpus {tmp_path.name}: skipped 3 bad files or rows; the first: " in record.getMessage()
 
 
-def test_bad_rows_after_a_good_one_are_left_out_with_one_warning(tmp_path, caplog):
+def test_bad_rows_after_a_good_one_are_skipped_with_one_warning(tmp_path, caplog):
     rows = [
         '{"text": "one"}',
         "not json",
@@ -158,16 +162,16 @@ def test_bad_rows_after_a_good_one_are_left_out_with_one_warning(tmp_path, caplo
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     assert read(tmp_path / "a.jsonl") == ["one", "two"]
     (record,) = caplog.records
-    assert "left out 4 bad files or rows; the first: " in record.getMessage()
-    assert record.getMessage().endswith("a.jsonl: line 2 is not JSON: expected one object a line")
+    assert "skipped 4 bad files or rows; the first: " in record.getMessage()
+    assert record.getMessage().endswith("a.jsonl: line 2 is not JSON: expected one object per line")
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
     assert read(tmp_path / "a.txt") == ["abc"]
 
 
-def test_a_path_is_no_pattern(tmp_path):
+def test_a_path_is_not_a_pattern(tmp_path):
     for name in ("a1", "a[1]", "b*", "x::y"):
         pyarrow.parquet.write_table(pyarrow.table({"text": [name]}), tmp_path / f"{name}.parquet")
     for name in ("a[1]", "b*", "x::y"):
@@ -178,7 +182,7 @@ def test_a_parquet_bomb_is_refused(tmp_path):
     table = pyarrow.table({"text": ["x" * (100 << 20)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
     assert (tmp_path / "a.parquet").stat().st_size < 100_000
-    with pytest.raises(CorpusError, match=r"a.parquet: unpacks to over 100 times its size"):
+    with pytest.raises(CorpusError, match=r"a.parquet: unpacks to more than 100 times its size"):
         read(tmp_path / "a.parquet")
 
 
@@ -187,14 +191,14 @@ def test_one_long_document_is_refused(tmp_path):
         file = tmp_path / name
         with open(file, "wb") as sparse:
             sparse.truncate(MAX_DOCUMENT + 10)
-        with pytest.raises(CorpusError, match=f"{name}.*67,108,8.. bytes and more in one document.*split it"):
+        with pytest.raises(CorpusError, match=f"{name}.*one document has at least 67,108,8.. bytes.*split it"):
             read(file)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("unit", [b"x", b'{"text": "x"}\n', b"\n"], ids=["one line", "many lines", "empty lines"])
 def test_a_gzip_bomb_stops_in_bounded_memory(tmp_path, unit):
-    """Unpacks to 128 MB; the reader stops long before."""
+    """The file unpacks to 128 MB, but the reader stops long before."""
     block = unit * ((1 << 20) // len(unit))
     with gzip.open(tmp_path / "bomb.json.gz", "wb", compresslevel=6) as file:
         for _ in range(128):
@@ -204,22 +208,22 @@ def test_a_gzip_bomb_stops_in_bounded_memory(tmp_path, unit):
         "from bpc_calib.text.corpora import documents, open_corpus\n"
         "try:\n    n = sum(1 for _ in documents(open_corpus(sys.argv[1]), random.Random(0)))\n"
         "except Exception as fault:\n    print(type(fault).__name__, fault)\n"
-        # not ru_maxrss, which a child inherits from the process that started it
+        # not ru_maxrss, which a child process inherits from its parent
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", script, tmp_path / "bomb.json.gz"], capture_output=True, text=True, check=True
     )
     message, peak = ran.stdout.splitlines()
-    expected = "unpacks to over 100 times its size: not text"
+    expected = "unpacks to more than 100 times its size: not text"
     assert message.startswith("CorpusError")
     assert expected in message
     assert int(peak) * 1024 < 500e6
 
 
-def test_an_unreadable_file_says_so(tmp_path):
+def test_an_unreadable_file_is_an_error(tmp_path):
     if os.geteuid() == 0:
-        file = Path("/proc/self/mem")  # readable by its mode, and not
+        file = Path("/proc/self/mem")  # its mode allows reading, but a read fails
         link = tmp_path / "mem.txt"
         link.symlink_to(file)
     else:
@@ -230,8 +234,8 @@ def test_an_unreadable_file_says_so(tmp_path):
         read(link)
 
 
-def test_no_more_files_are_opened_than_needed(tmp_path):
-    """A folder of thousands of files costs only those that are read."""
+def test_few_files_are_open_at_a_time(tmp_path):
+    """A folder may have more files than a process may open."""
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text("x")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""Algorithm 1: against its literal reading, its identities, and what a caller may rely on."""
+"""Algorithm 1: equality with a literal implementation, its identities, and its guaranteed properties."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ def random_keys(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) 
 
 
 def assert_same(one: Decomposition, other: Decomposition) -> None:
-    """Equal but for the rounding of sums, and for bits that have nothing left to describe but rounding."""
+    """Assert equality up to the rounding of sums. Ignore the codes of bits whose residual is only rounding error."""
     left = one.residual_norms[:-1] > 1e-9 * one.residual_norms[0]
     bits = len(left)
     differs = unpack_codes(one.codes, bits) != unpack_codes(other.codes, bits)
@@ -38,7 +38,7 @@ def draws(bits: int, dim: int) -> torch.Tensor:
 @pytest.mark.parametrize("iterations", [1, 8])
 @pytest.mark.parametrize("bits", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_equals_the_literal_algorithm(iterations, bits, dtype):
+def test_decompose_equals_the_literal_algorithm(iterations, bits, dtype):
     keys = random_keys(3000, 64, dtype=dtype)
     found = decompose(keys, bits, iterations=iterations)
     codes, projection, residual = literal.decompose(keys, draws(bits, 64), iterations)
@@ -47,7 +47,7 @@ def test_equals_the_literal_algorithm(iterations, bits, dtype):
     torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
 
 
-def test_in_a_metric_it_is_the_algorithm_on_turned_keys():
+def test_a_metric_equals_the_literal_algorithm_on_transformed_keys():
     keys, turn = random_keys(2000, 16), random_keys(16, 16, seed=1).double()
     metric = (turn @ turn.T).float()
     found = decompose(keys, 32, iterations=3, metric=metric)
@@ -56,12 +56,12 @@ def test_in_a_metric_it_is_the_algorithm_on_turned_keys():
     assert torch.equal(unpack_codes(found.codes, 32).double(), codes)
     torch.testing.assert_close(found.projection.double() @ root, projection, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
-    # The residual is that of the keys, measured in the metric.
+    # The residual norm is the norm of the keys' residual in the metric.
     left = keys.double() - codes @ found.projection.double()
     torch.testing.assert_close((left @ metric.double() * left).sum().sqrt(), residual.norm(), rtol=1e-6, atol=0)
 
 
-def test_the_identity_as_metric_changes_nothing():
+def test_the_identity_metric_changes_nothing():
     keys = random_keys(3, 700, 16)
     plain, other = decompose(keys, 32), decompose(keys, 32, metric=torch.eye(16).expand(3, 16, 16))
     assert torch.equal(plain.codes, other.codes)
@@ -78,7 +78,7 @@ def test_the_identity_as_metric_changes_nothing():
         (torch.eye(4) * torch.nan, "metric must be positive definite"),
     ],
 )
-def test_refuses_a_metric_that_is_none(metric, message):
+def test_refuses_a_bad_metric(metric, message):
     with pytest.raises(InputError, match=message):
         decompose(torch.ones(3, 10, 4), 32, metric=metric)
 
@@ -92,7 +92,7 @@ def test_many_blocks_equal_the_literal_algorithm():
     torch.testing.assert_close(found.residual_norms[-1], residual.norm(), rtol=1e-12, atol=0)
 
 
-def test_residual_norms_are_those_of_the_residual():
+def test_residual_norms_are_the_norms_of_the_residual():
     keys = random_keys(500, 32).double()
     found = decompose(keys, 32)
     codes = unpack_codes(found.codes, 32).double()
@@ -103,8 +103,8 @@ def test_residual_norms_are_those_of_the_residual():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_more_steps_never_raise_the_residual_of_a_bit(seed):
-    # From the same residual and draw: the first bit alone.
+def test_more_iterations_never_raise_the_residual_of_a_bit(seed):
+    # Only the first bit starts from the same residual and draw.
     keys = random_keys(400, 24, seed=seed)
     first_bit = [float(decompose(keys, 32, iterations=n).residual_norms[1]) for n in range(1, 9)]
     assert all(after <= before * (1 + 1e-14) for before, after in pairwise(first_bit))
@@ -112,7 +112,7 @@ def test_more_steps_never_raise_the_residual_of_a_bit(seed):
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), heads=st.integers(1, 3), count=sizes, dim=sizes)
-def test_a_batch_gives_what_its_members_give_alone(seed, heads, count, dim):
+def test_a_batch_equals_its_members(seed, heads, count, dim):
     keys = random_keys(2, heads, count, dim, seed=seed)
     batch = decompose(keys, 32, iterations=3)
     assert batch.projection.shape == (2, heads, 32, dim)
@@ -120,34 +120,34 @@ def test_a_batch_gives_what_its_members_give_alone(seed, heads, count, dim):
     assert batch.residual_norms.shape == (2, heads, 33)
     for i in range(2):
         for head in range(heads):
-            own = Decomposition(batch.projection[i, head], batch.codes[i, head], batch.residual_norms[i, head])
-            assert_same(decompose(keys[i, head], 32, iterations=3), own)
+            member = Decomposition(batch.projection[i, head], batch.codes[i, head], batch.residual_norms[i, head])
+            assert_same(decompose(keys[i, head], 32, iterations=3), member)
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), count=sizes, padding=sizes, dim=sizes, left=st.booleans())
-def test_padding_of_weight_zero_has_no_say(seed, count, padding, dim, left):
+def test_padding_of_weight_zero_is_ignored(seed, count, padding, dim, left):
     keys = random_keys(count, dim, seed=seed)
-    rubbish = torch.full((padding, dim), torch.nan)
+    garbage = torch.full((padding, dim), torch.nan)
     weights = torch.cat([torch.zeros(padding), torch.ones(count)])
-    padded = torch.cat([rubbish, keys])
+    padded = torch.cat([garbage, keys])
     real = slice(padding, None)
     if not left:
         padded, weights, real = padded.flip(0), weights.flip(0), slice(None, count)
         keys = keys.flip(0)
-    alone, among = decompose(keys, 32), decompose(padded, 32, weights=weights)
-    assert_same(alone, Decomposition(among.projection, among.codes[real], among.residual_norms))
+    plain, weighted = decompose(keys, 32), decompose(padded, 32, weights=weights)
+    assert_same(plain, Decomposition(weighted.projection, weighted.codes[real], weighted.residual_norms))
 
 
 def test_ragged_weights_over_several_blocks():
     keys = random_keys(2, BLOCK + 500, 8)
     weights = torch.ones(2, BLOCK + 500)
     weights[1, :700] = 0
-    among = decompose(keys, 32, weights=weights)
-    torch.testing.assert_close(among.projection[1], decompose(keys[1, 700:], 32).projection, rtol=1e-6, atol=1e-9)
+    weighted = decompose(keys, 32, weights=weights)
+    torch.testing.assert_close(weighted.projection[1], decompose(keys[1, 700:], 32).projection, rtol=1e-6, atol=1e-9)
 
 
-def test_all_padding_and_zero_keys_give_zeros():
+def test_only_padding_or_zero_keys_return_zeros():
     assert decompose(torch.ones(5, 8), 32, weights=torch.zeros(5)).projection.eq(0).all()
     zero = decompose(torch.zeros(5, 8), 32)
     assert zero.projection.eq(0).all()
@@ -173,7 +173,7 @@ def test_same_bytes_for_any_number_of_threads(iterations, heads):
         assert torch.equal(other.residual_norms, found[0].residual_norms)
 
 
-def test_keys_are_left_alone_and_draws_follow_the_generator():
+def test_keys_do_not_change_and_the_generator_decides_the_draws():
     keys = random_keys(50, 8).double()
     before = keys.clone()
     one = decompose(keys, 32, generator=torch.Generator().manual_seed(1))
@@ -189,14 +189,14 @@ def test_keys_are_left_alone_and_draws_follow_the_generator():
     [
         (torch.ones(4, 8), {"bits": 48}, "bits must be 32, 64 or 128, not 48"),
         (torch.ones(4, 8), {"iterations": 0}, "iterations must be at least 1"),
-        (torch.ones(8), {}, "keys must be a floating"),
-        (torch.ones(0, 8), {}, "keys must be a floating"),
-        (torch.ones(4, 8, dtype=torch.int64), {}, "keys must be a floating"),
+        (torch.ones(8), {}, "keys must be floating"),
+        (torch.ones(0, 8), {}, "keys must be floating"),
+        (torch.ones(4, 8, dtype=torch.int64), {}, "keys must be floating"),
         (torch.full((4, 8), torch.inf), {}, "NaN or infinity"),
         (torch.ones(4, 8), {"weights": torch.ones(3)}, "weights must be 0 or 1"),
         (torch.ones(4, 8), {"weights": torch.full((4,), 0.5)}, "weights must be 0 or 1"),
     ],
 )
-def test_refuses_what_it_cannot_do(keys, arguments, message):
+def test_refuses_bad_arguments(keys, arguments, message):
     with pytest.raises(InputError, match=message):
         decompose(keys, **arguments)

@@ -1,4 +1,4 @@
-"""Algorithm 2 in Gram form: codes, error and gain against the literal loop."""
+"""Algorithm 2 in Gram form: codes, error and gain, compared with the literal loop."""
 
 import literal
 import pytest
@@ -23,7 +23,7 @@ def test_codes_equal_the_literal_loop_in_float32(projection):
     differs = unpack_codes(encode(keys, projection).codes, 64).double() != codes
     rows = differs.any(-1)
     assert rows.sum() <= len(keys) // 10_000
-    # Where a row differs, its first different bit had a running value within rounding of 0.
+    # The first different bit of a row has a running value that is 0 up to rounding.
     first = differs[rows].to(torch.uint8).argmax(-1)
     limit = 64 * torch.finfo(torch.float32).eps * keys[rows].double().norm(dim=-1) * projection.norm(dim=-1).max()
     assert (running[rows].gather(-1, first[:, None])[:, 0].abs() <= limit).all()
@@ -39,7 +39,7 @@ def test_codes_equal_the_literal_loop_with_the_projection_rounded_once(dtype, bi
     assert differs.sum() <= (0 if dtype == torch.float64 else 1)
 
 
-def test_error_and_gain_are_those_of_the_approximation(projection):
+def test_error_and_gain_match_the_approximation(projection):
     keys = random_keys(5000, 64)
     codes, _, residual = literal.encode(keys, projection)
     encoded = encode(keys, projection)
@@ -47,7 +47,7 @@ def test_error_and_gain_are_those_of_the_approximation(projection):
     approximation = codes @ projection.double()
     expected = torch.tensor([literal.gain(*pair) for pair in zip(keys.double(), approximation, strict=True)])
     off = (encoded.gain.int() - expected).abs()
-    assert off.max() <= 1  # a value within rounding of one half
+    assert off.max() <= 1  # a value that is one half up to rounding
     assert (off > 0).sum() <= 5
 
 
@@ -67,9 +67,9 @@ def test_codes_in_a_metric_equal_the_literal_loop(dtype, with_mean, projection):
     metric = random_metric(64)
     keys, mean = random_keys(5000, 64).to(dtype), random_keys(64, seed=9) if with_mean else None
     rounded = projection.to(dtype).double()
-    towards = (rounded @ metric.double()).to(dtype)
+    in_metric = (rounded @ metric.double()).to(dtype)
     centred = keys.double() - (mean.double() if with_mean else 0)
-    codes, _, residual = literal.encode(centred, rounded, towards)
+    codes, _, residual = literal.encode(centred, rounded, in_metric)
     encoded = encode(keys, projection, metric=metric, mean=mean)
     rows = (unpack_codes(encoded.codes, 64).double() != codes).any(-1)
     assert rows.sum() <= (0 if dtype == torch.float64 else 3)
@@ -82,7 +82,7 @@ def test_codes_in_a_metric_equal_the_literal_loop(dtype, with_mean, projection):
     assert (off > 0).sum() <= GAINS_OFF[dtype]
 
 
-def test_the_error_in_the_metric_is_that_of_the_scores(projection):
+def test_the_error_in_the_metric_is_the_error_of_the_scores(projection):
     queries = random_keys(2000, 64, seed=5) @ random_keys(64, 64, seed=6)
     metric = (second_moment(queries) / len(queries)).float()  # E[q^T q] itself
     keys = random_keys(100, 64)
@@ -92,7 +92,7 @@ def test_the_error_in_the_metric_is_that_of_the_scores(projection):
     torch.testing.assert_close(encoded.error.double().square(), squared, rtol=1e-3, atol=1e-3)
 
 
-def test_the_identity_as_metric_and_a_zero_mean_change_nothing(projection):
+def test_the_identity_metric_and_a_zero_mean_change_nothing(projection):
     keys = random_keys(3000, 64)
     plain, other = encode(keys, projection), encode(keys, projection, metric=torch.eye(64), mean=torch.zeros(64))
     assert torch.equal(plain.codes, other.codes)
@@ -104,7 +104,7 @@ def test_gain_of_zero_opposed_and_tiny_keys():
     projection = torch.zeros(32, 4)
     projection[0] = torch.tensor([1.0, 0, 0, 0])
     keys = torch.tensor([[0.0, 0, 0, 0], [0, 1, 0, 0], [2, 0, 0, 0], [0.25, 0, 0, 0], [-1, 3, 0, 0]])
-    # zero key: 1; dot 0: the largest; 4 / 2 = 2; 1/16 / 1/4 = 1/4, clamped to 0.5; 10 / 1, clamped
+    # zero key: gain 1; dot 0: largest gain; 4 / 2 = 2; 1/16 / 1/4 = 1/4, clamped to 0.5; 10 / 1, clamped
     assert encode(keys, projection).gain.tolist() == [32, 255, 96, 0, 255]
 
 
@@ -116,7 +116,7 @@ def test_gain_rounds_half_to_even():
     assert encode(keys, projection).gain.tolist() == [32, 34]
 
 
-def test_a_zero_key_gets_codes_too(projection):
+def test_a_zero_key_has_a_code_and_gain_one(projection):
     encoded = encode(torch.zeros(3, 64), projection)
     codes, _, _ = literal.encode(torch.zeros(3, 64), projection)
     assert torch.equal(unpack_codes(encoded.codes, 64).double(), codes)
@@ -149,7 +149,7 @@ def test_shapes_and_batches(bits, heads, count, dim, seed):
 
 @settings(max_examples=40, deadline=None)
 @given(bits=st.sampled_from([32, 64, 128]), count=st.integers(0, 20), seed=st.integers(0, 1000))
-def test_bits_lie_where_the_format_says(bits, count, seed):
+def test_the_places_of_bits_in_the_words(bits, count, seed):
     positive = torch.rand(count, bits, generator=torch.Generator().manual_seed(seed)) < 0.5
     codes = pack_codes(positive)
     for row, words in zip(positive.tolist(), codes.tolist(), strict=True):
@@ -185,6 +185,6 @@ def test_leading_dimensions_broadcast_both_ways():
         (torch.ones(4, 8, dtype=torch.int8), torch.ones(64, 8), "keys must be floating"),
     ],
 )
-def test_refuses_what_does_not_fit(keys, projection, message):
+def test_refuses_bad_arguments(keys, projection, message):
     with pytest.raises(InputError, match=message):
         encode(keys, projection)

@@ -1,4 +1,4 @@
-"""Every supported family: what its config says, and that collected keys are the ones its cache would hold."""
+"""Every supported family: the description of its config, and its collected keys, which equal the keys of its cache."""
 
 import pytest
 import tiny
@@ -16,7 +16,7 @@ def tokens(samples: int = 3, length: int = 40) -> torch.Tensor:
 
 
 @families
-def test_collected_keys_are_the_cached_ones(family):
+def test_collected_keys_equal_the_cached_keys(family):
     model = tiny.model(family)
     description = describe(model.config)
     verify(model, description)
@@ -31,7 +31,7 @@ def test_collected_keys_are_the_cached_ones(family):
 
 
 @families
-def test_a_shift_turns_the_keys_and_keeps_the_function(family):
+def test_a_position_shift_rotates_the_keys_and_keeps_the_function(family):
     model = tiny.model(family)
     description = describe(model.config)
     assert description.can_shift
@@ -49,7 +49,7 @@ def test_a_shift_turns_the_keys_and_keeps_the_function(family):
 
 
 @families
-def test_calibrates(family, text_folder):
+def test_every_family_can_be_calibrated(family, text_folder):
     model = tiny.model(family)
     before = model.config._attn_implementation
     artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=32)
@@ -68,7 +68,7 @@ def test_calibrates(family, text_folder):
     assert model.config._attn_implementation == before
 
 
-def test_multimodal_gemma3_is_served_through_its_language_model(text_folder):
+def test_multimodal_gemma3_is_calibrated_through_its_language_model(text_folder):
     model = tiny.multimodal()
     before = (model.config._attn_implementation, model.config.vision_config._attn_implementation)
     artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2, bits=32)
@@ -86,15 +86,15 @@ def test_multimodal_gemma3_is_served_through_its_language_model(text_folder):
         ("vit", {}, "not a causal language model"),
         ("bert", {"architectures": ["BertForMaskedLM"]}, "not a causal language model"),
         ("mistral", {"sliding_window": 32}, "no layer attends to the whole context"),
-        ("llama", {"num_attention_heads": [4, 2, 4]}, "differ from layer to layer"),
-        ("llama", {"num_hidden_layers": 0}, "its config says layers: 0"),
+        ("llama", {"num_attention_heads": [4, 2, 4]}, "differ per layer"),
+        ("llama", {"num_hidden_layers": 0}, "its config has an invalid value for layers: 0"),
         ("llama", {"max_position_embeddings": -5}, "and -5 positions"),
-        ("llama", {"head_dim": "x"}, "its config says head_dim: x"),
+        ("llama", {"head_dim": "x"}, "its config has an invalid value for head_dim: x"),
         ("qwen2", {"layer_types": ["full_attention"]}, "3 layers, 1 layer types"),
-        ("llama", {"architectures": 5}, r"llama \(llama\) cannot be served"),
+        ("llama", {"architectures": 5}, r"llama \(llama\) is not supported"),
     ],
 )
-def test_refuses_what_it_cannot_serve_by_its_config(family, changes, message):
+def test_refuses_unsupported_configs(family, changes, message):
     made = tiny.config(family)
     for name, value in changes.items():
         object.__setattr__(made, name, value)
@@ -102,7 +102,7 @@ def test_refuses_what_it_cannot_serve_by_its_config(family, changes, message):
         describe(made)
 
 
-def test_refuses_what_only_the_attention_shows():
+def test_refuses_unsupported_attention_that_the_config_does_not_show():
     sinks = tiny.model("gpt_oss", head_dim=16, layer_types=["full_attention"] * 3, num_local_experts=2)
     with pytest.raises(ModelError, match="layer 0 has attention sinks"):
         verify(sinks, describe(sinks.config))
@@ -122,14 +122,14 @@ def test_notices_a_layer_that_bypasses_the_interface():
         collect_keys(model, description, tokens(), positions=[[0]] * 3, offsets=[0] * 3)
 
 
-def test_notices_heads_that_the_config_does_not_state():
+def test_notices_heads_that_differ_from_the_description():
     model = tiny.model()
     other = describe(tiny.config(num_key_value_heads=4))
     with pytest.raises(ModelError, match=r"has \(query heads, KV heads, head_dim\) \(4, 2, 8\)"):
         verify(model, other)
 
 
-def test_two_models_are_observed_apart():
+def test_only_the_given_model_is_observed():
     one, other = tiny.model(), tiny.model("qwen3")
     seen = []
     with observing(one, lambda module, *rest: seen.append(module.layer_idx)), torch.inference_mode():
@@ -147,18 +147,18 @@ def test_two_models_are_observed_apart():
         ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, False),
     ],
 )
-def test_no_shift_where_rope_depends_on_the_length(rope, can):
+def test_no_shift_if_rope_depends_on_the_length(rope, can):
     rope = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64} | rope
     assert describe(tiny.config(rope_parameters=rope)).can_shift is can
 
 
-def test_no_shift_where_queries_are_scaled_by_position():
+def test_no_shift_if_queries_are_scaled_by_position():
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "llama_4_scaling_beta": 0.5}
     assert not describe(tiny.config(rope_parameters=rope)).can_shift
     assert not describe(tiny.config(attn_temperature_tuning=True)).can_shift
 
 
-def test_a_composite_model_has_one_config_hash_however_it_is_loaded():
+def test_the_config_hash_of_a_composite_model_does_not_depend_on_the_dtype():
     text = tiny.config("gemma3_text").to_dict()
     hashes = {
         describe(tiny.config("gemma3", text_config=text | {"dtype": dtype})).config_sha256
@@ -171,7 +171,7 @@ def test_no_shift_without_rope():
     assert not describe(tiny.config("gpt2")).can_shift
 
 
-def test_a_local_model_is_named_by_its_folder_alone(model_folder):
+def test_the_id_of_a_local_model_is_the_base_name_of_its_folder(model_folder):
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model_folder)

@@ -1,4 +1,4 @@
-"""Centring, metric and least squares together; and the paper's algorithm where all are left out."""
+"""Centring, metric and least squares together, and the paper's algorithm without them."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ METRIC = query_metric(second_moment(random_keys(300, 16, seed=8)), 0.5)
 
 @pytest.mark.parametrize("bits", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_step_and_nothing_else_is_the_paper(bits, dtype):
+def test_one_iteration_and_nothing_else_is_the_paper(bits, dtype):
     keys = random_keys(3000, 64, dtype=dtype)
     found = fit(keys, bits, iterations=1)
     codes, projection, residual = literal.decompose(keys, draws(bits, 64))
@@ -29,7 +29,7 @@ def test_one_step_and_nothing_else_is_the_paper(bits, dtype):
     plain = decompose(keys, bits, iterations=1)
     assert torch.equal(plain.projection, found.projection)
     assert torch.equal(unpack_codes(plain.codes, bits).double(), codes)
-    # Algorithm 2 under that projection.
+    # Algorithm 2 with that projection.
     fresh = random_keys(2000, 64, seed=4).double()
     expected, _, _ = literal.encode(fresh, found.projection)
     assert torch.equal(unpack_codes(encode(fresh, found.projection).codes, bits).double(), expected)
@@ -37,7 +37,7 @@ def test_one_step_and_nothing_else_is_the_paper(bits, dtype):
 
 @pytest.mark.parametrize("metric", [None, METRIC])
 @pytest.mark.parametrize("centred", [False, True])
-def test_residuals_are_those_of_the_encoded_keys(metric, centred):
+def test_residual_norms_match_the_encoded_keys(metric, centred):
     keys = random_keys(3, 2 * BLOCK + 31, 16)
     metric = None if metric is None else metric.expand(3, 16, 16)
     found = fit(keys, 32, rounds=2, metric=metric, centred=centred)
@@ -71,7 +71,7 @@ def test_the_projection_of_a_round_is_the_least_squares_solution():
 
 
 @pytest.mark.parametrize("options", [{}, {"rounds": 2}, {"rounds": 1, "centred": True, "metric": METRIC}])
-def test_padding_has_no_say_and_a_batch_is_its_members(options):
+def test_padding_is_ignored_and_a_batch_equals_its_members(options):
     keys = random_keys(2, 300, 16)
     weights = torch.ones(2, 300)
     weights[0, :40] = 0
@@ -80,13 +80,13 @@ def test_padding_has_no_say_and_a_batch_is_its_members(options):
     if "metric" in options:
         options = options | {"metric": options["metric"].expand(2, 16, 16)}
     found = fit(padded, 32, weights=weights, **options)
-    for row, own in enumerate((keys[0, 40:], keys[1])):
-        alone = options | ({"metric": METRIC} if "metric" in options else {})
-        expected = fit(own, 32, **alone)
+    for row, member in enumerate((keys[0, 40:], keys[1])):
+        member_options = options | ({"metric": METRIC} if "metric" in options else {})
+        expected = fit(member, 32, **member_options)
         torch.testing.assert_close(found.projection[row], expected.projection, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(found.residual_norms[row], expected.residual_norms, rtol=1e-9, atol=1e-9)
         if found.mean is not None:
-            torch.testing.assert_close(found.mean[row], own.mean(0))
+            torch.testing.assert_close(found.mean[row], member.mean(0))
 
 
 def test_keys_far_from_zero_are_coded_better_when_centred():
@@ -95,29 +95,29 @@ def test_keys_far_from_zero_are_coded_better_when_centred():
     assert centred.residual_norms[-1] < 0.97 * plain.residual_norms[-1]
 
 
-def test_keys_that_are_all_zero():
+def test_zero_keys_have_no_residual():
     found = fit(torch.zeros(100, 8), 32, rounds=2, centred=True, metric=torch.eye(8))
     assert found.projection.isfinite().all()
     assert found.residual_norms.eq(0).all()
 
 
-def test_a_round_that_loses_is_not_kept():
-    lost = 0
+def test_a_round_that_raises_the_residual_is_discarded():
+    discarded = 0
     for seed in range(8):
         keys = random_keys(150, 16, seed=seed)
         good, norms = least_squares(keys, decompose(keys, 64, iterations=8).projection, 8)
         again, after = least_squares(keys, good, 1)
         if torch.equal(again, good):
-            lost += 1
+            discarded += 1
             assert torch.equal(after, norms)
         else:
             assert after[-1] < norms[-1]
-    assert lost
+    assert discarded
 
 
 def test_refuses_keys_and_weights_that_do_not_fit():
     for centred in (False, True):
-        with pytest.raises(InputError, match="keys must be a floating"):
+        with pytest.raises(InputError, match="keys must be floating"):
             fit(torch.randn(8), centred=centred)
         with pytest.raises(InputError, match="weights must be 0 or 1"):
             fit(torch.randn(20, 8), 32, weights=torch.ones(19), centred=centred)

@@ -1,4 +1,4 @@
-"""The Hub: real clients in a process of their own against a stand-in server with the real names."""
+"""The Hub: real clients, each in its own process, talk to a local server with the real repository names."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def json_lines(path: Path, field: str, texts: list[str]) -> None:
 
 
 def make_repositories(folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Small data in the files and formats of the real repositories."""
+    """Write a little data in the files and formats of the real repositories."""
     texts = [tiny.prose(1500, seed=i) for i in range(24)]
     sets = folder / "sets"
     parquet(sets / "pg19" / "data" / "train-00000-of-00002.parquet", texts[:6])
@@ -55,7 +55,7 @@ def make_repositories(folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:
 
 
 def environment(url: str, home: Path) -> dict[str, str]:
-    """What a client process needs to talk to the stand-in."""
+    """Return the environment variables of a client process that talks to the local server."""
     return {
         "HF_ENDPOINT": url,
         "HF_HOME": str(home),
@@ -76,7 +76,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def bpc(bpc_process, served):
-    """`bpc` in a process that sees the stand-in."""
+    """Run `bpc` in a process that talks to the local server."""
     return lambda *words, **more: bpc_process(*words, **(served[1] | more))
 
 
@@ -96,7 +96,7 @@ def test_the_default_corpora_from_the_hub(bpc, served, tmp_path):
     ]
     assert sources[1]["revision"] == PINNED["hoskinson-center/proof-pile"]
     assert all(len(source["revision"]) == 40 for source in sources)
-    # Everything was read at a fixed commit.
+    # Every file was read at a fixed commit.
     content = [path for _, path in map(str.split, served[0].requests) if "/resolve/" in path and "/datasets/" in path]
     assert content
     assert not any("/resolve/main/" in path for path in content)
@@ -119,7 +119,7 @@ def one_error(ran) -> str:
     return line
 
 
-def test_what_is_not_there(bpc, tmp_path):
+def test_missing_repositories_and_revisions_are_one_error(bpc, tmp_path):
     (tmp_path / "a.txt").write_text(tiny.prose())
     words = ("--samples", 2, "--corpus", "a.txt")
     assert "model org/none (no folder here) is not on the Hub (or private: set HF_TOKEN)" in one_error(
@@ -132,7 +132,7 @@ def test_what_is_not_there(bpc, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_no_network(bpc_process, tmp_path, model_folder):
+def test_without_a_network_the_error_says_what_to_do(bpc_process, tmp_path, model_folder):
     nowhere = environment("http://127.0.0.1:9", tmp_path / "home")
     message = "cannot be reached: check the network, or use local files (HF_HUB_OFFLINE=1 skips the attempt)"
     error = one_error(bpc_process("calibrate", "-m", MODEL, **nowhere))
@@ -174,12 +174,13 @@ def test_inspect_an_artifact_on_the_hub(bpc_process, bpc, tmp_path):
         shown = json.loads(bpc_process("inspect", "org/one", "--json", **seen).out)
         assert shown["metadata"]["algorithm"]["bits"] == 32
         assert len(shown["commit"]) == 40
-        # Nothing but the artifact was fetched.
+        # Only the artifact was fetched.
         assert {r.rsplit("/", 1)[1] for r in server.requests if "/resolve/" in r} == {"bpc.safetensors"}
         assert "64 bits per key" in bpc_process("inspect", "org/two/b64.safetensors", **seen).out
         error = one_error(bpc_process("inspect", "org/two", **seen))
         assert (
-            "expected one safetensors file, found b32.safetensors, b64.safetensors: name one as org/two/FILE" in error
+            "expected one safetensors file, found b32.safetensors, b64.safetensors: choose one with org/two/FILE"
+            in error
         )
         assert "expected an artifact of at most" in one_error(bpc_process("inspect", "org/large", **seen))
         assert "found no.safetensors" in one_error(bpc_process("inspect", "org/two/no.safetensors", **seen))

@@ -1,4 +1,4 @@
-"""The query metric: its definition, its tempering, and what a reader may rely on."""
+"""The query metric: its definition, its power, and its guaranteed properties."""
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ def test_the_second_moment_is_the_sum_of_products():
     torch.testing.assert_close(second_moment(queries), expected)
 
 
-def test_power_one_is_the_moment_and_zero_the_identity():
+def test_power_one_is_the_moment_and_power_zero_the_identity():
     moment = second_moment(random_keys(3, 400, 8))
     scale = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     torch.testing.assert_close(query_metric(moment, 1.0), (moment / scale).float(), rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(query_metric(moment, 0.0), torch.eye(8).expand(3, 8, 8), rtol=0, atol=1e-6)
 
 
-def test_a_power_of_one_half_squared_is_the_moment():
+def test_the_square_of_power_one_half_is_the_moment():
     moment = second_moment(random_keys(400, 8))
     half = query_metric(moment, 0.5).double()
     square = half @ half
@@ -38,20 +38,20 @@ def test_a_power_of_one_half_squared_is_the_moment():
     scale=st.sampled_from([1e-20, 1.0, 1e10]),
     seed=st.integers(0, 1000),
 )
-def test_it_is_symmetric_and_positive_definite_whatever_the_queries(count, dim, power, scale, seed):
+def test_the_metric_is_symmetric_and_positive_definite_for_any_queries(count, dim, power, scale, seed):
     metric = query_metric(second_moment(random_keys(count, dim, seed=seed) * scale), power)
     assert metric.dtype == torch.float32
     assert torch.equal(metric, metric.mT)
     values = torch.linalg.eigvalsh(metric.double())
     assert float(values.mean()) == pytest.approx(1, rel=1e-5)
-    # The floor is that of the mean before the power; the mean after it is at most the largest.
+    # FLOOR is a share of the mean before the power; the mean after the power is at most the largest eigenvalue.
     assert values.min() > FLOOR**power / dim / 2
 
 
-def test_refuses_what_is_no_moment():
-    with pytest.raises(InputError, match="finite moments"):
+def test_refuses_bad_moments_and_powers():
+    with pytest.raises(InputError, match="moments of queries must be finite"):
         query_metric(torch.full((2, 2), torch.nan), 0.5)
-    with pytest.raises(InputError, match="finite moments"):
+    with pytest.raises(InputError, match="moments of queries must be finite"):
         query_metric(torch.ones(2, 3), 0.5)
     for power in (-0.1, 1.1):
         with pytest.raises(InputError, match="power of a metric"):

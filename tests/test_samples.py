@@ -1,4 +1,4 @@
-"""From text to samples: full, without padding, from many documents, the same for the same seed."""
+"""Samples of text: full, without padding, from many documents, and the same for the same seed."""
 
 import random
 
@@ -40,7 +40,7 @@ def test_packing_keeps_every_token_in_order(texts, length, bos):
     assert BOS not in packed
 
 
-def test_text_that_spells_the_padding_token_gives_no_padding():
+def test_text_with_the_name_of_the_padding_token_adds_no_padding():
     (sample,) = pack(["ab<pad>cd<pad>"], tiny.tokenizer(bos=False), 4)
     assert PAD not in sample
     assert tiny.tokenizer().decode(sample) == "abcd"
@@ -59,7 +59,7 @@ def test_too_little_text_is_dropped_and_never_padded():
     mix=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_pieces_are_all_of_the_text_and_each_document_comes_once_first(texts, length, mix, seed):
+def test_pieces_cover_the_text_and_begin_with_one_of_each_document(texts, length, mix, seed):
     texts = [f"{i:02}{text}" for i, text in enumerate(texts)]
     found = list(pieces(texts, length + 2, random.Random(seed), mix=mix))
     assert all(len(piece) <= length + 2 for piece in found)
@@ -67,8 +67,8 @@ def test_pieces_are_all_of_the_text_and_each_document_comes_once_first(texts, le
     assert sorted(found) == sorted(cut)
     first = found[: len(texts)]
     for text in texts:
-        own = {text[i : i + length + 2] for i in range(0, len(text), length + 2)}
-        assert own & set(first)
+        pieces_of_text = {text[i : i + length + 2] for i in range(0, len(text), length + 2)}
+        assert pieces_of_text & set(first)
     assert found == list(pieces(texts, length + 2, random.Random(seed), mix=mix))
 
 
@@ -99,21 +99,21 @@ def test_samples_are_shared_evenly_and_recorded(text_folder):
     assert {s["sha256"] for s in sources}.isdisjoint(s["sha256"] for s in different)
 
 
-def test_fewer_samples_than_corpora_uses_the_first(text_folder):
+def test_fewer_samples_than_corpora_use_the_first_corpora(text_folder):
     tokens, sources = draw(text_folder, samples=2)
     assert tokens.shape == (2, 50)
     assert [source["name"] for source in sources] == ["part0", "part1"]
 
 
-def test_too_few_samples_is_an_error_that_counts(tmp_path):
+def test_too_little_text_is_an_error_with_the_number_of_samples(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 120)
     with pytest.raises(
         CorpusError,
-        match="part0 has text for 2 samples of 50 tokens, 3 are needed: ask for fewer",
+        match="part0 has text for 2 samples of 50 tokens, but needs 3: use fewer",
     ):
         draw(tmp_path)
 
 
 def test_a_tokenizer_of_another_model_is_refused(text_folder):
-    with pytest.raises(ModelError, match=r"the tokenizer gives token 258, the model knows 100"):
+    with pytest.raises(ModelError, match=r"the tokenizer returns token 258, but the model has only 100 tokens"):
         draw(text_folder, vocab=100)

@@ -1,4 +1,4 @@
-"""Algorithm 3: exact integers, the same in every form."""
+"""Algorithm 3: exact integers, equal for every formula of the score."""
 
 import literal
 import pytest
@@ -19,7 +19,7 @@ def quantized(values: torch.Tensor) -> QuantizedQuery:
 
 
 def score_all_ways(values: torch.Tensor, positive: torch.Tensor, gain: torch.Tensor) -> None:
-    """int8 values [G, H], bits [N, H], gain [N]: every form of the score must give the same integers."""
+    """Assert that every formula of the score returns the same integers, for values [G, H], bits [N, H], gain [N]."""
     found = hash_scores(quantized(values), pack_codes(positive))
     with_gain = hash_scores(quantized(values), pack_codes(positive), gain)
     assert found.dtype == with_gain.dtype == torch.int32
@@ -43,7 +43,7 @@ def score_all_ways(values: torch.Tensor, positive: torch.Tensor, gain: torch.Ten
     count=st.integers(0, 12),
     seed=st.integers(0, 10_000),
 )
-def test_every_form_gives_the_same_integers(bits, group, count, seed):
+def test_every_formula_returns_the_same_integers(bits, group, count, seed):
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-127, 128, (group, bits), generator=generator)
     positive = torch.rand(count, bits, generator=generator) < 0.5
@@ -51,7 +51,7 @@ def test_every_form_gives_the_same_integers(bits, group, count, seed):
 
 
 @pytest.mark.parametrize("bits", bit_lists)
-def test_extremes(bits):
+def test_extreme_values(bits):
     values = torch.stack([torch.full((bits,), v) for v in (127, -127, 0, 1)])
     positive = torch.stack([torch.full((bits,), v) for v in (True, False)])
     score_all_ways(values, positive, torch.tensor([255, 0], dtype=torch.uint8))
@@ -73,7 +73,7 @@ def test_leading_dimensions_broadcast():
 
 @settings(max_examples=50, deadline=None)
 @given(group=st.integers(1, 8), dim=st.integers(1, 64), seed=st.integers(0, 10_000))
-def test_query_is_rounded_half_to_even_on_one_scale_a_group(group, dim, seed):
+def test_query_is_rounded_with_one_scale_per_group(group, dim, seed):
     query = random_keys(2, 3, group, dim, seed=seed)
     projection = random_keys(3, 64, dim, seed=seed + 1)
     found = quantize_query(query, projection)
@@ -83,7 +83,7 @@ def test_query_is_rounded_half_to_even_on_one_scale_a_group(group, dim, seed):
     assert found.values.abs().amax((-2, -1)).eq(127).all()
     off = found.values.double() - projected / found.scale.double()[..., None, None]
     assert off.abs().max() <= 0.5 + 1e-4
-    # Ranking by codes is ranking by the projected query, up to this rounding.
+    # A ranking by codes is a ranking by the projected query, up to this rounding.
     torch.testing.assert_close(
         found.values * found.scale[..., None, None],
         projected.float(),
@@ -92,7 +92,7 @@ def test_query_is_rounded_half_to_even_on_one_scale_a_group(group, dim, seed):
     )
 
 
-def test_half_goes_to_even():
+def test_query_is_rounded_half_to_even():
     projection = torch.eye(64)[:, :64]
     query = torch.zeros(1, 64)
     query[0, :5] = torch.tensor([127.0, 0.5, 1.5, -0.5, -2.5])
@@ -120,7 +120,7 @@ def test_autocast_changes_nothing():
     limit=st.sampled_from([None, 3_000_000]),
     seed=st.integers(0, 1000),
 )
-def test_the_scores_of_a_group_become_one(group, heads, count, floating, limit, seed):
+def test_the_scores_of_a_group_are_combined_into_one(group, heads, count, floating, limit, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-(1 << 22), 1 << 22, (2, heads, count), generator=generator, dtype=torch.int32)
     valid = torch.rand(2, count, generator=generator) < 0.8
@@ -139,17 +139,17 @@ def test_the_scores_of_a_group_become_one(group, heads, count, floating, limit, 
         assert torch.equal(found, group_scores(scores, group, limit=limits))
 
 
-def test_heads_of_small_scores_have_their_say():
+def test_heads_with_small_scores_count():
     scores = torch.tensor([[1_000_000, 999_999, 999_998, 5], [1, 2, 3, 700]], dtype=torch.int32)
     assert group_scores(scores, "max").tolist() == [1_000_000, 999_999, 999_998, 700]
-    # 8 times the smaller distance and both: of keys 0 and 3 each is the best of a head.
+    # 8 times the smaller distance, plus both distances: key 0 is the best of head 0, and key 3 of head 1.
     assert group_scores(scores, "relative").tolist() == [-699, -707, -715, -999_995]
     assert group_scores(scores, "relative", limit=torch.tensor(500)).tolist() == [-500, -509, -518, -500]
     assert group_scores(scores[:1], "relative").tolist() == [0, -5, -10, -4_999_975]
 
 
 @pytest.mark.parametrize("heads", [8, 40, 71, 128])
-def test_the_scores_of_large_groups_fit(heads):
+def test_the_scores_of_large_groups_fit_int32(heads):
     largest = 127 * 128 * 287
     scores = torch.full((heads, 3), -largest, dtype=torch.int32)
     scores[:, 0] = largest
@@ -160,7 +160,7 @@ def test_the_scores_of_large_groups_fit(heads):
         assert found == literal.group_scores(scores.tolist(), "relative")
 
 
-def test_zero_query_scores_zero_everywhere():
+def test_a_zero_query_scores_every_key_zero():
     query = quantize_query(torch.zeros(2, 64), random_keys(64, 64))
     assert query.scale == 0
     assert query.values.eq(0).all()
@@ -180,9 +180,9 @@ def test_refuses_an_unknown_group():
         group_scores(torch.ones(2, 5, dtype=torch.int32), "mean")
 
 
-def test_refuses_what_does_not_fit():
+def test_refuses_bad_arguments():
     query = quantized(torch.ones(2, 64))
-    with pytest.raises(InputError, match=r"codes of 64 bits are int64 \[..., N, 1\]"):
+    with pytest.raises(InputError, match=r"codes of 64 bits must be int64 \[..., N, 1\]"):
         hash_scores(query, torch.zeros(5, 2, dtype=torch.int64))
     with pytest.raises(InputError, match="gain must be uint8"):
         hash_scores(query, torch.zeros(5, 1, dtype=torch.int64), torch.ones(4, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""The set attended: exactly k, in order of right, ties to the lower index."""
+"""The selected tokens: exactly k, chosen by the rules in order, with ties to the lower index."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from bpc_calib.method.selection import worst_first
 
 
 def literal_select(scores, k, valid, recent, sink, error, safeguard):
-    """One row, in Python: take each rule's tokens in its own order until k are in."""
+    """Select for one row, in plain Python: apply the rules one after another until k tokens are chosen."""
     real = [i for i, v in enumerate(valid) if v]
     forced = real[::-1][:recent]
     forced += [i for i in real[:sink] if i not in forced]
@@ -22,14 +22,14 @@ def literal_select(scores, k, valid, recent, sink, error, safeguard):
 
 
 def listed(error):
-    """The order of the safeguard, without those whose error is -inf."""
+    """Return the candidates of the safeguard, with -1 for tokens with an error of -inf."""
     worst = worst_first(error)
     return worst.masked_fill(error.gather(-1, worst.long()) == -float("inf"), -1)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), count=st.integers(0, 40), recent=st.integers(0, 5), sink=st.integers(0, 5))
-def test_equals_the_rules_read_one_by_one(data, count, recent, sink):
+def test_select_equals_the_rules_one_by_one(data, count, recent, sink):
     row = st.lists(st.integers(-3, 3), min_size=count, max_size=count)  # few values, so many ties
     scores, errors = data.draw(row), data.draw(row)
     error = [-float("inf") if e == -3 else float(e) for e in errors]
@@ -69,7 +69,7 @@ def test_batch_equals_single():
             assert torch.equal(found[b, h], select(scores[b, h], 15, worst=worst_first(error[b, h]), **rules))
 
 
-def test_forced_tokens_hold_the_budget():
+def test_forced_tokens_do_not_exceed_k():
     scores = torch.arange(10, dtype=torch.int32)
     assert select(scores, 3, recent=5, sink=5).tolist() == [7, 8, 9]
     assert select(scores, 3, recent=1, sink=5).tolist() == [0, 1, 9]
@@ -85,7 +85,7 @@ def test_scores_at_the_ends_of_int32_do_not_outweigh_a_rule(extreme):
     assert select(scores, 3, recent=1, sink=1).tolist() == sorted({5, 0, best})
 
 
-def test_sizes_of_the_set():
+def test_the_number_of_attended_tokens():
     assert attended(1000, 0.02, 1) == 20
     assert attended(1000, 0.02) == 128
     assert attended(100, 0.02) == 100
@@ -115,7 +115,7 @@ def test_refuses_budgets_out_of_range(budget):
         ({"k": 1, "safeguard": 1.5}, "safeguard in"),
     ],
 )
-def test_refuses_what_cannot_be_selected(arguments, message):
+def test_refuses_bad_arguments(arguments, message):
     with pytest.raises(InputError, match=message):
         select(torch.arange(4), **arguments)
 

@@ -1,4 +1,4 @@
-"""Problems, and hiding them in text."""
+"""Problems, and prompts that hide them in text."""
 
 import random
 import re
@@ -13,13 +13,13 @@ from bpc_calib.evaluation.tasks import TASKS, needle, score
 from bpc_calib.text import made_text
 
 
-def each(task, count=50):
+def problems(task, count=50):
     return [TASKS[task](random.Random(f"{task}/{i}")) for i in range(count)]
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_answer_holds_what_is_wanted_and_the_statements_give_it(task):
-    for problem in each(task):
+def test_the_statements_and_the_answer_contain_the_wanted_parts(task):
+    for problem in problems(task):
         assert score(problem, problem.answer) == 1.0
         assert score(problem, "") == 0.0
         text = "".join(problem.statements)
@@ -27,16 +27,16 @@ def test_the_answer_holds_what_is_wanted_and_the_statements_give_it(task):
         if task not in ("tracking", "common-words", "frequent-words"):
             assert not any(part in problem.question for part in problem.wanted)
     assert TASKS[task](random.Random(7)) == TASKS[task](random.Random(7))
-    assert len({problem.answer for problem in each(task)}) > 40
+    assert len({problem.answer for problem in problems(task)}) > 40
 
 
-def test_half_of_what_is_wanted_is_half_right():
-    problem = each("multi-value")[0]
+def test_half_of_the_wanted_parts_score_one_half():
+    problem = problems("multi-value")[0]
     assert score(problem, " ".join(problem.wanted[:2])) == 0.5
 
 
-def test_a_needle_is_asked_for_by_its_name_and_attribute():
-    for problem in each("needle"):
+def test_the_question_about_a_needle_has_its_name_and_attribute():
+    for problem in problems("needle"):
         assert len(problem.statements) == 8
         key = problem.question.partition("? ")[2]
         answers = [s for s in problem.statements if s.strip().startswith(key)]
@@ -44,73 +44,73 @@ def test_a_needle_is_asked_for_by_its_name_and_attribute():
         assert problem.statements[0].endswith(f"{problem.wanted[0]}.")
 
 
-def test_the_names_of_questions_are_in_no_text():
-    asked = {
-        name for problem in each("needle") for name in re.findall(r" of (\w+ \w+) is", "".join(problem.statements))
+def test_generated_text_never_contains_a_name_of_a_problem():
+    held_out = {
+        name for problem in problems("needle") for name in re.findall(r" of (\w+ \w+) is", "".join(problem.statements))
     }
-    assert asked
-    assert all(map(made_text.is_held_out, asked))
+    assert held_out
+    assert all(map(made_text.is_held_out, held_out))
     rng = random.Random(0)
     text = "".join(made_text.document(rng, style) for style in made_text.STYLES for _ in range(20))
-    told = set(re.findall(r" of (\w+ \w+) is", text))
-    assert len(told) > 100
-    assert not any(map(made_text.is_held_out, told))
+    in_text = set(re.findall(r" of (\w+ \w+) is", text))
+    assert len(in_text) > 100
+    assert not any(map(made_text.is_held_out, in_text))
     share = sum(made_text.is_held_out(f"{a} {b}") for a in made_text.FIRST for b in made_text.SECOND) / 48**2
     assert 0.09 < share < 0.16
 
 
-def test_keys_that_share_their_words():
-    for problem in each("multi-key"):
+def test_the_names_of_multi_key_share_words():
+    for problem in problems("multi-key"):
         names = re.findall(r" of (\w+) (\w+) is", "".join(problem.statements))
         assert len(set(names)) == 16
         assert max(Counter(first for first, _ in names).values()) > 1
 
 
 def test_a_chain_of_variables_leads_to_the_value():
-    for problem in each("tracking"):
-        given = dict(re.findall(r" VAR (\w+) = (?:VAR )?(\w+)\.", "".join(problem.statements)))
+    for problem in problems("tracking"):
+        values = dict(re.findall(r" VAR (\w+) = (?:VAR )?(\w+)\.", "".join(problem.statements)))
         value = re.search(r"\d{6}", problem.question)[0]
 
-        def follow(name, given=given):
-            return follow(given[name]) if name in given else name
+        def follow(name, values=values):
+            return follow(values[name]) if name in values else name
 
-        assert {name for name in given if follow(name) == value} == set(problem.wanted)
+        assert {name for name in values if follow(name) == value} == set(problem.wanted)
         seen = set()
-        for statement in problem.statements:  # every variable is given before it is used
+        for statement in problem.statements:  # every variable has a value before its use
             name, source = re.match(r" VAR (\w+) = (?:VAR )?(\w+)\.", statement).groups()
             assert source in seen or source.isdecimal()
             seen.add(name)
 
 
 @pytest.mark.parametrize(("task", "count"), [("common-words", 5), ("frequent-words", 3)])
-def test_the_words_asked_for_are_the_most_common(task, count):
-    for problem in each(task):
+def test_the_wanted_words_are_the_most_common(task, count):
+    for problem in problems(task):
         words = Counter(re.findall(r"\w+", "".join(problem.statements).replace("Words", "")))
         ranked = words.most_common()
         assert {word for word, _ in ranked[:count]} == set(problem.wanted)
         assert ranked[count - 1][1] > ranked[count][1]
 
 
-def test_made_sums_are_right():
+def test_generated_sums_are_correct():
     rng = random.Random(0)
     for _ in range(300):
         for a, b, c in re.findall(r"(\d+) \+ (\d+) = (\d+)", made_text.proof(rng)):
             assert int(a) + int(b) == int(c)
 
 
-def test_documents_ask_for_what_they_have_said():
+def test_documents_ask_only_about_earlier_facts():
     for style in made_text.STYLES:
         text = made_text.document(random.Random(1), style)
         assert text == made_text.document(random.Random(1), style)
-        asked = re.findall(r"\? (The [\w ]+ is \d{6})\.", text)
-        assert asked
-        for sentence in asked:
+        answers = re.findall(r"\? (The [\w ]+ is \d{6})\.", text)
+        assert answers
+        for sentence in answers:
             assert text.index(sentence) < text.index(f"? {sentence}")
 
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("bos", [True, False])
-def test_a_prompt_has_exactly_its_tokens_and_all_statements(task, bos):
+def test_a_prompt_has_the_exact_length_and_all_statements(task, bos):
     tokenizer = tiny.tokenizer(bos=bos)
     problem = TASKS[task](random.Random(1))
     for length in (4096, 4097):
@@ -124,8 +124,8 @@ def test_a_prompt_has_exactly_its_tokens_and_all_statements(task, bos):
         assert tokenizer.decode(prompt.ids[-prompt.question :]) == problem.question
 
 
-def test_a_tokenizer_that_joins_sentences_gets_its_length_too():
-    """Real tokenizers merge the ends of sentences: the parts of a text have more tokens than the whole."""
+def test_a_prompt_has_the_exact_length_if_tokens_span_sentences():
+    """Real tokenizers merge across sentences: the parts of a text have more tokens than the whole text."""
     tokenizer = tiny.merging_tokenizer()
     parts = ["\nif x:\n", "\nfor y:\n"]
     assert len(tokenizer("".join(parts))["input_ids"]) < sum(len(tokenizer(part)["input_ids"]) for part in parts)
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_joins_sentences_gets_its_length_too():
         assert text.endswith(problem.question)
 
 
-def test_depth_is_where_the_needle_stands():
+def test_depth_is_the_place_of_the_needle():
     problem = needle(random.Random(1))
     for depth in (0.0, 0.25, 0.5, 1.0):
         prompt = hide(problem, tiny.tokenizer(), 8000, random.Random(2), depth)
@@ -146,6 +146,6 @@ def test_depth_is_where_the_needle_stands():
         assert text.index(problem.statements[0]) / len(text) == pytest.approx(depth, abs=0.03)
 
 
-def test_too_little_room_for_the_question():
+def test_refuses_a_length_below_that_of_the_question():
     with pytest.raises(InputError, match=r"^100 tokens are too few: the question and what it asks for take \d+$"):
         hide(needle(random.Random(1)), tiny.tokenizer(), 100, random.Random(2))

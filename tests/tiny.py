@@ -1,7 +1,7 @@
-"""Tiny random models and a byte tokenizer: real transformers objects, made in milliseconds.
+"""Tiny random models and a byte tokenizer: real transformers objects, created in milliseconds.
 
-python tests/tiny.py FOLDER writes there `tiny-llama`, a small random model, `notes`, text to calibrate it on, and
-`prompt.txt`.
+`python tests/tiny.py FOLDER` writes into FOLDER: `tiny-llama`, a small random model; `notes`, text for its
+calibration; and `prompt.txt`.
 """
 
 import sys
@@ -30,13 +30,13 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 258,
 }
 
-# Every family that must work, each with what makes it itself.
+# Every supported family, with its special settings.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None, "head_dim": 16},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
-    "phi3": {"sliding_window": 128},  # a window no smaller than the context is full attention
+    "phi3": {"sliding_window": 128},  # a window that covers the whole context is full attention
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 16,
@@ -53,12 +53,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def config(family: str = "llama", **changes: Any) -> Any:
-    """A tiny config of a family."""
+    """Return a tiny config of a family."""
     return transformers.AutoConfig.for_model(family, **(_COMMON | FAMILIES.get(family, {}) | changes))
 
 
 def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
-    """A tiny model with random weights, larger than usual so that attention is not flat."""
+    """Return a tiny model with random weights, which are larger than usual so that the attention is not uniform."""
     torch.manual_seed(seed)
     made = transformers.AutoModelForCausalLM.from_config(config(family, **changes)).eval()
     with torch.no_grad():
@@ -69,13 +69,13 @@ def model(family: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
 
 
 def multimodal() -> Any:
-    """A model that sees and reads: gemma3, whose language model is a part of it."""
+    """Return a tiny model for images and text: gemma3, which contains a language model."""
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return model("gemma3", text_config=config("gemma3_text").to_dict(), vision_config=vision)
 
 
 def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
-    """Random projections that fit the model's shape and nothing else: every selection is as good as any other here."""
+    """Return random projections with the model's shapes, for tests that do not depend on good selections."""
     from bpc_artifacts import LayerProjection, ProjectionArtifact
     from bpc_calib import describe
 
@@ -84,7 +84,7 @@ def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
     shape = (described.kv_heads, bits, described.head_dim)
     layers = {}
     for layer in described.full_layers:
-        # Rows that shrink, as those of a decomposition do.
+        # The rows shrink as in a decomposition.
         projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, bits).unsqueeze(-1) * 0.3
         root = torch.randn(described.kv_heads, 2 * described.head_dim, described.head_dim, generator=generator)
         mean = torch.randn(described.kv_heads, described.head_dim, generator=generator)
@@ -99,7 +99,7 @@ def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
 
 
 def tokenizer(*, bos: bool = True) -> Any:
-    """One token a byte; prepends BOS as Llama's does."""
+    """Return a tokenizer with one token per byte; with `bos` it prepends BOS, as Llama's tokenizer does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -113,9 +113,9 @@ def tokenizer(*, bos: bool = True) -> Any:
 
 
 def merging_tokenizer() -> Any:
-    """As above, but two new lines in a row are one token, as in many vocabularies."""
+    """Return a byte tokenizer with one token for two newlines in a row, as in many vocabularies."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    newline = "\u010a"  # as the byte level spells it
+    newline = "\u010a"  # the byte level's character for a newline
     vocabulary = {c: i for i, c in enumerate([*alphabet, 2 * newline])}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[(newline, newline)]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -124,21 +124,21 @@ def merging_tokenizer() -> Any:
 
 
 def save(folder: Path, family: str = "llama", **changes: Any) -> Path:
-    """A model folder as `save_pretrained` writes it."""
+    """Write a model folder with `save_pretrained` and return it."""
     model(family, **changes).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
 
 def prose(words: int = 3000, seed: int = 0) -> str:
-    """Text that is not one line repeated."""
+    """Return random text with varied lines."""
     names = "the a small old bright river stone lantern garden and over under carried opened saw 12 345 x y".split()
     picks = torch.randint(len(names), (words,), generator=torch.Generator().manual_seed(seed)).tolist()
     return " ".join(names[i] + (".\n" if n % 12 == 11 else "") for n, i in enumerate(picks))
 
 
 def write_playground(folder: Path) -> None:
-    """A model folder, a text folder and a prompt, to try the commands on."""
+    """Write a model folder, a text folder and a prompt to try the commands."""
     save(
         folder / "tiny-llama",
         hidden_size=256,
@@ -149,7 +149,7 @@ def write_playground(folder: Path) -> None:
     (folder / "notes").mkdir(exist_ok=True)
     for i in range(8):
         (folder / "notes" / f"{i}.txt").write_text(prose(2000, seed=i))
-    (folder / "prompt.txt").write_text(prose(2000)[:900])  # the model takes 1,024 tokens, which are bytes
+    (folder / "prompt.txt").write_text(prose(2000)[:900])  # the model's limit is 1,024 tokens, one per byte
     print(f"Wrote {folder / 'tiny-llama'}, {folder / 'notes'} and {folder / 'prompt.txt'}")
 
 
@@ -160,6 +160,6 @@ if __name__ == "__main__":
 def calibrated(
     model: Any, tokenizer: Any, corpora: list[str], *, progress: Any = lambda *step: None, **settings: Any
 ) -> ProjectionArtifact:
-    """`calibrate` by a plan of these settings."""
+    """Run `calibrate` with a plan from these settings."""
     plan = make_plan(describe(model.config), **settings)
     return calibrate(model, tokenizer, corpora, plan, progress=progress)

@@ -1,4 +1,4 @@
-"""Calibration: text, keys, decomposition, artifact."""
+"""Calibration: from text to keys, to their decomposition, to the artifact."""
 
 import os
 import random
@@ -27,7 +27,7 @@ __all__ = ["Collected", "calibrate", "collect", "project"]
 
 Progress = Callable[[str, int, int], None]
 
-FITTED_AT_ONCE = 1 << 28  # bytes of float64 keys, of which a fit holds up to four copies
+FITTED_AT_ONCE = 1 << 28  # bytes of float64 keys; a fit needs up to four copies of them
 
 
 def calibrate(
@@ -40,25 +40,25 @@ def calibrate(
 ) -> ProjectionArtifact:
     """Find the projections of a causal language model from text (the paper's OPC).
 
-    The same plan, model, text and software give the same artifact, byte for byte.
+    The same plan, model, text and software produce the same artifact, byte for byte.
 
     Args:
-        model: a transformers causal language model, on the device that is to do the work.
-        tokenizer: its tokenizer.
-        corpora: names of `HUB_CORPORA`, `demo`, paths, `NAME=PATH`, or results of `open_corpus`; each gives an equal
-            share of the samples.
-        plan: what to do (`make_plan`); None is the default plan for this model.
-        progress: called with a stage ("text", "keys", "decompose"), how much is done, and of how much.
+        model: a transformers causal language model, on the device for the computation.
+        tokenizer: the model's tokenizer.
+        corpora: names of `HUB_CORPORA`, `demo`, paths, `NAME=PATH`, or results of `open_corpus`; each corpus gets an
+            equal share of the samples.
+        plan: the settings (`make_plan`); None is the default plan for this model.
+        progress: is called with a stage ("text", "keys", "decompose"), the number of finished steps and their total.
 
     Raises:
-        ModelError: a model that cannot be served, or keys that are not finite.
-        CorpusError: text that cannot be read, or too little of it.
-        InputError: a plan for another model, or no corpus.
+        ModelError: the model is not supported, or a key is not finite.
+        CorpusError: a text cannot be read, or a corpus is too short.
+        InputError: the plan is for another model, or there is no corpus.
     """
     description = describe(model.config)
     plan = plan or make_plan(description)
     if plan.model.config_sha256 != description.config_sha256:
-        raise InputError(f"the plan is for {plan.model.id}, and the model is {description.id}: plan for this model")
+        raise InputError(f"the plan is for {plan.model.id}, but the model is {description.id}: make a plan for it")
     if not corpora or isinstance(corpora, str):
         raise InputError(f"corpora must be a list of at least one corpus, not {corpora!r}")
     opened = [spec if isinstance(spec, Corpus) else open_corpus(os.fspath(spec)) for spec in expand(corpora)]
@@ -67,7 +67,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Collected:
-    """What a pass over the text gives: see `collect_keys`."""
+    """The results of one pass over the text: see `collect_keys`."""
 
     keys: dict[int, Tensor]
     moments: dict[int, Tensor]
@@ -76,7 +76,7 @@ class Collected:
 
 
 def collect(model: Any, tokenizer: Any, plan: Plan, corpora: Sequence[Corpus], progress: Progress) -> Collected:
-    """Read the text and run it through the model."""
+    """Draw samples from the text and collect their keys from the model."""
     verify(model, plan.model)
     tokens, sources = draw_samples(
         list(corpora),
@@ -105,7 +105,7 @@ def collect(model: Any, tokenizer: Any, plan: Plan, corpora: Sequence[Corpus], p
 
 
 def project(collected: Collected, plan: Plan, device: torch.device, progress: Progress) -> ProjectionArtifact:
-    """Fit every layer; its keys are let go."""
+    """Fit every layer and free its keys."""
     layers = {}
     for done, layer in enumerate(list(collected.keys), start=1):
         keys, moment = collected.keys.pop(layer), collected.moments.get(layer)
@@ -118,14 +118,14 @@ def project(collected: Collected, plan: Plan, device: torch.device, progress: Pr
 
 
 def _project(keys: Tensor, moment: Tensor | None, plan: Plan, device: torch.device) -> LayerProjection:
-    """Fit `[kv_heads, N, D]`, as many heads at once as fit a fixed memory."""
+    """Fit the keys `[kv_heads, N, D]` of one layer, in groups of heads that fit a fixed amount of memory."""
     method = plan.method
     heads = max(1, FITTED_AT_ONCE // (keys[0].numel() * 8))
     metric = None if moment is None or method.power is None else query_metric(moment, method.power)
-    found = []
+    fits = []
     for first in range(0, len(keys), heads):
         part = slice(first, first + heads)
-        found.append(
+        fits.append(
             fit(
                 keys[part].to(device),
                 plan.bits,
@@ -136,12 +136,12 @@ def _project(keys: Tensor, moment: Tensor | None, plan: Plan, device: torch.devi
                 generator=torch.Generator().manual_seed(plan.seed),
             )
         )
-    means = [each.mean.cpu() for each in found if each.mean is not None]
-    norms = torch.cat([each.residual_norms.cpu() for each in found])
-    # A head whose keys are all zero has nothing left from the start.
+    means = [fitted.mean.cpu() for fitted in fits if fitted.mean is not None]
+    norms = torch.cat([fitted.residual_norms.cpu() for fitted in fits])
+    # The clamp avoids 0 / 0 for a head whose keys are all zero.
     residual = norms / norms[:, :1].clamp(min=torch.finfo(torch.float64).tiny)
     return LayerProjection(
-        projection=torch.cat([each.projection.cpu() for each in found]).numpy(),
+        projection=torch.cat([fitted.projection.cpu() for fitted in fits]).numpy(),
         residual=residual.float().numpy(),
         metric=None if metric is None else metric.numpy(),
         mean=torch.cat(means).numpy() if means else None,

@@ -1,4 +1,4 @@
-"""Collecting keys and what queries ask of them: one forward pass a sample, a share of its positions kept."""
+"""Collect keys and second moments of queries: one forward pass per sample, at some of its positions."""
 
 import random
 from collections.abc import Callable
@@ -26,23 +26,24 @@ def collect_keys(
     moments: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """Post-RoPE keys of every full-attention layer, on the CPU, in the model's dtype, and moments of its queries.
+    """Collect the post-RoPE keys of every full-attention layer, and second moments of the queries.
 
-    One sample a forward pass, since the size of a batch changes the bits of keys. Only the wanted keys
-    are kept, so memory is bounded by their number, not by the text.
+    Runs one sample per forward pass, because the batch size changes the bits of the keys. Keeps only the keys at
+    `positions`, so their number limits the memory, not the length of the text.
 
     Args:
         samples: int64 `[samples, T]`, without padding.
-        positions: for each sample, the places in it whose keys are kept (see `spread_positions`).
+        positions: for each sample, the indices of the tokens whose keys to keep (see `spread_positions`).
         offsets: for each sample, the position of its first token (see `shift_offsets`).
-        moments: whether to sum `q^T q` over the queries at those positions too.
+        moments: also sum `q^T q` over the queries at those positions.
 
     Returns:
-        Keys `[kv_heads, N, head_dim]` by layer index, `N` the number of all wanted positions, and `second_moment`
-        of the queries of each group, float64 `[kv_heads, head_dim, head_dim]`; empty unless asked for.
+        Keys `[kv_heads, N, head_dim]` by layer index, on the CPU, in the model's dtype, `N` the number of all kept
+        positions; and the `second_moment` of the queries of each group by layer index, float64
+        `[kv_heads, head_dim, head_dim]`, an empty dict without `moments`.
 
     Raises:
-        ModelError: a layer was not seen by the attention interface, or seen twice.
+        ModelError: the attention interface did not see a layer, or saw it twice.
     """
     count, length = samples.shape
     total = sum(map(len, positions))
@@ -50,7 +51,7 @@ def collect_keys(
     kept = {layer: torch.empty(shape, dtype=model.dtype) for layer in description.full_layers}
     filled = dict.fromkeys(kept, 0)
     summed: dict[int, Tensor] = {}
-    wanted = torch.empty(0, dtype=torch.int64)  # the positions of the sample under way
+    wanted = torch.empty(0, dtype=torch.int64)  # the positions of the current sample
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
         if (layer := module.layer_idx) in kept:
@@ -79,22 +80,22 @@ def collect_keys(
 
 
 def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> list[int]:
-    """For each sample of `length` tokens a first position, from 0 to `limit - length`, denser towards 0.
+    """Draw the first position of each sample of `length` tokens, from 0 to `limit - length`, denser towards 0.
 
-    Shifted samples show the rotations of RoPE that long contexts use. A token early in the context is
-    part of short and long contexts alike, so early positions count more: the offset is `room * u^2` with
-    one `u` from each of equal stretches of [0, 1). Compared in benchmarks/results/position_shift_*.json.
+    Shifted samples have the RoPE rotations of long contexts. Short and long contexts both contain the early
+    positions, so these count more: the offset is `room * u^2` with one `u` from each of `samples` equal parts
+    of [0, 1). benchmarks/results/position_shift_*.json compares this choice with others.
     """
     room = limit - length
-    stretches = list(range(samples))
-    rng.shuffle(stretches)
-    return [int((room + 1) * ((stretch + rng.random()) / samples) ** 2) for stretch in stretches]
+    parts = list(range(samples))
+    rng.shuffle(parts)
+    return [int((room + 1) * ((part + rng.random()) / samples) ** 2) for part in parts]
 
 
 def spread_positions(samples: int, length: int, keys: int, rng: random.Random) -> list[list[int]]:
-    """For each sample ascending positions in `[0, length)`: one drawn from each of equal stretches.
+    """Draw ascending positions in `[0, length)` for each sample: one from each of several equal parts.
 
-    Together at most `keys`, and evenly: no sample has more than one position more than another.
+    All samples together have at most `keys` positions, and the counts of two samples differ by at most one.
     """
     if keys >= samples * length:
         return [list(range(length))] * samples

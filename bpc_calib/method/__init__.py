@@ -1,1 +1,1 @@
-"""The method as pure functions of tensors in plain torch: what every backend must equal. No input, no output."""
+"""The method: pure functions of tensors in plain torch, without I/O. Every backend must return the same results."""

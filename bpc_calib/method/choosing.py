@@ -1,4 +1,4 @@
-"""From queries and codes to the tokens that are attended, in plain torch: every backend must equal this."""
+"""Choose the tokens to attend to from queries and codes. Every backend must return the same indices as this file."""
 
 from dataclasses import dataclass
 
@@ -25,24 +25,24 @@ __all__ = ["Cached", "Choice", "check", "choose", "choose_quantized", "rank", "w
 
 @dataclass(frozen=True)
 class Choice:
-    """How a step ranks tokens, and which tokens it attends to whatever their rank."""
+    """How a decoding step ranks tokens, and which tokens it attends to whatever their rank."""
 
-    scaling: float  # of the products of query and key, as attention takes it: it defines one logit
+    scaling: float  # attention's factor for the dot product of query and key: it defines the size of one logit
     group: str = GROUPS[0]  # as in `group_scores`
     recent: int = 0  # newest tokens, always attended
     sink: int = 0  # first tokens, always attended
-    safeguard: float = 0.0  # share of k that the tokens of `Cached.worst` may take
+    safeguard: float = 0.0  # largest share of k for the tokens of `Cached.worst`
 
 
 @dataclass(frozen=True)
 class Cached:
-    """What a cache holds for each of its N tokens, beside keys and values."""
+    """What a cache holds for its N tokens in addition to keys and values."""
 
     codes: Tensor  # int64 [B, H_KV, N, W]
     gain: Tensor | None = None  # uint8 [B, H_KV, N]; None ranks without the gain
     valid: Tensor | None = None  # bool [B, N], False for padding; None: no padding
     lengths: Tensor | None = None  # integers [B], tokens in use; None: all N
-    worst: Tensor | None = None  # integers [B, H_KV, L], what the safeguard draws from, each once (`worst_first`)
+    worst: Tensor | None = None  # integers [B, H_KV, L], candidates of the safeguard, no duplicates (`worst_first`)
 
 
 def choose(
@@ -54,30 +54,30 @@ def choose(
     *,
     width: int | None = None,
 ) -> Tensor:
-    """Choose the `k` tokens that the newest one attends to, by the codes of their keys.
+    """Choose the `k` tokens that the newest token attends to, by the codes of their keys.
 
-    `quantize_query`, `hash_scores`, `group_scores` and `select` in one.
+    Runs `quantize_query`, `hash_scores`, `group_scores` and `select`.
 
     Args:
         query: `[B, H_KV, G, D]`.
         projection: `[H_KV, H, D]`, or `[B, H_KV, H, D]`.
         cached: codes and gains of the cached keys.
-        k: how many tokens, at most the number of real ones; or integers `[B, 1]` or `[B, H_KV]`.
-        choice: how to rank, and what to attend to always.
-        width: of the result, at least every `k`; None: the largest `k`.
+        k: number of tokens, at most the number of valid tokens; or integers `[B, 1]` or `[B, H_KV]`.
+        choice: how to rank, and which tokens to always attend to.
+        width: size of the last dimension of the result, at least the largest `k`; None: the largest `k`.
 
     Returns:
-        int64 `[B, H_KV, width]`, ascending, -1 behind the last.
+        int64 `[B, H_KV, width]`, ascending, with -1 after the last index.
 
     Raises:
-        InputError: shapes, dtypes or values that do not fit.
+        InputError: the shapes, dtypes or values do not fit.
     """
     check(query, projection, cached, k, choice)
     return choose_quantized(quantize_query(query, projection), cached, k, choice, width=width)
 
 
 def check(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> None:
-    """Raise `InputError` unless `choose` takes these, as far as that shows without waiting for a device."""
+    """Raise `InputError` unless `choose` accepts the arguments. Reads no tensor values, not to wait for a device."""
     codes = cached.codes
     if query.dim() != 4 or not query.dtype.is_floating_point:
         raise InputError(f"query must be floating [B, H_KV, G, D], not {query.dtype} {list(query.shape)}")
@@ -108,14 +108,14 @@ def check(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
     check_forced(choice.recent, choice.sink, choice.safeguard)
 
 
-def _same(found: int, wanted: int) -> bool:
+def _same(found: int, wanted: int) -> bool:  # -1 allows any size
     return wanted in (-1, found)
 
 
 def choose_quantized(
     query: QuantizedQuery, cached: Cached, k: int | Tensor, choice: Choice, *, width: int | None = None
 ) -> Tensor:
-    """`choose` for queries that are rounded already."""
+    """Do the same as `choose` for queries that are already quantized."""
     codes, valid = cached.codes, cached.valid
     if cached.lengths is not None:
         valid = within(cached.lengths, codes.shape[2], valid)
@@ -132,15 +132,15 @@ def choose_quantized(
 
 
 def within(lengths: Tensor, tokens: int, valid: Tensor | None) -> Tensor:
-    """bool `[B, tokens]`: what lies within the lengths `[B]`, and is valid."""
-    held = torch.arange(tokens, device=lengths.device) < lengths.unsqueeze(-1)
-    return held if valid is None else valid & held
+    """Return bool `[B, tokens]`: True for valid tokens within the lengths `[B]`."""
+    in_use = torch.arange(tokens, device=lengths.device) < lengths.unsqueeze(-1)
+    return in_use if valid is None else valid & in_use
 
 
 def rank(
     scores: Tensor, scale: Tensor, *, group: str, gain: bool, scaling: float, valid: Tensor | None = None
 ) -> Tensor:
-    """`group_scores` of scores `[..., G, N]` of queries with this `scale [...]`, with the limit that is theirs."""
-    logit = (GAIN_UNIT if gain else 1) / (scale * scaling)  # one logit in the unit of the scores
+    """Call `group_scores` for scores `[..., G, N]`, with the limit that fits their queries' `scale [...]`."""
+    logit = (GAIN_UNIT if gain else 1) / (scale * scaling)  # one logit, in the unit of the scores
     limit = (RELATIVE_LIMIT * logit).clamp(max=LARGEST_LIMIT).to(scores.dtype)
     return group_scores(scores, group, valid=valid, limit=limit)

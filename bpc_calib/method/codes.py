@@ -1,4 +1,4 @@
-"""Packing of binary codes: bit `i` is bit `i % 64` of word `i // 64`, 1 for +1; unused upper bits are 0."""
+"""Packing of binary codes: bit `i` is bit `i % 64` of word `i // 64`, 1 means +1, and unused upper bits are 0."""
 
 import torch
 from torch import Tensor
@@ -16,26 +16,26 @@ def check_bits(bits: int) -> None:
 
 
 def pack_codes(positive: Tensor) -> Tensor:
-    """bool `[..., N, H]`, True for +1 -> int64 `[..., N, W]`, `W = ceil(H / 64)`."""
+    """Pack bool `[..., N, H]`, True for +1, into int64 `[..., N, W]`, `W = ceil(H / 64)`."""
     words = []
     for word in positive.split(64, dim=-1):
-        # A shift by 63 wraps to the sign bit, and a sum of distinct powers of two is their union.
+        # A shift by 63 sets the sign bit, and the sum of distinct powers of two is their bitwise OR.
         shifts = torch.arange(word.shape[-1], device=word.device)
         words.append((word.to(torch.int64) << shifts).sum(-1))
     return torch.stack(words, dim=-1)
 
 
 def check_codes(codes: Tensor, bits: int) -> None:
-    """Raise `InputError` unless `codes` are int64 `[..., N, W]` of a supported length."""
+    """Raise `InputError` unless `codes` are int64 `[..., N, W]` and `bits` is a supported code length."""
     check_bits(bits)
     if codes.dtype != torch.int64 or codes.shape[-1] != -(-bits // 64):
         raise InputError(
-            f"codes of {bits} bits are int64 [..., N, {-(-bits // 64)}], not {codes.dtype} {list(codes.shape)}"
+            f"codes of {bits} bits must be int64 [..., N, {-(-bits // 64)}], not {codes.dtype} {list(codes.shape)}"
         )
 
 
 def unpack_codes(codes: Tensor, bits: int) -> Tensor:
-    """int64 `[..., N, W]` -> float32 `[..., N, bits]` of -1 and +1."""
+    """Unpack int64 `[..., N, W]` into float32 `[..., N, bits]` of -1 and +1."""
     check_codes(codes, bits)
     shifts = torch.arange(min(bits, 64), device=codes.device)
     ones = (codes.unsqueeze(-1) >> shifts) & 1

@@ -11,17 +11,17 @@ from bpc_calib.method.codes import check_bits, pack_codes
 
 __all__ = ["Decomposition", "decompose"]
 
-# Keys are summed in blocks of this many, in order: it decides the rounding, so it is part of the method.
+# Keys per block. Blocks are summed in order: the block size decides the rounding, so it is part of the method.
 BLOCK = 4096
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """`K ~ U P`: see `decompose`."""
+    """The result of `decompose`: `K ~ U P`."""
 
     projection: Tensor  # float32 [..., H, D], the rows of P
     codes: Tensor  # int64 [..., N, W], the rows of U; all bits 0 for a key of weight 0
-    residual_norms: Tensor  # float64 [..., H + 1], |R|_F after 0..H bits, in the metric
+    residual_norms: Tensor  # float64 [..., H + 1], |R|_F after 0..H bits, measured in the metric
 
 
 def decompose(
@@ -33,28 +33,28 @@ def decompose(
     weights: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Decomposition:
-    """Find `P` that makes `|K - U P|_F` small with codes `U` in {-1, +1}, one bit after another.
+    """Find a `P` that makes `|K - U P|_F` small with codes `U` in {-1, +1}, one bit after another.
 
     For each bit: draw `v ~ N(0, I)`, then `iterations` times `u = sign(R v)`, `v = u R / N`; subtract
     `u^T v` from the residual `R`, which starts as `K`. `iterations=1` is Algorithm 1 of "Training-Free
-    Hashing-Based Attention via Binary Principal Components" as printed; more steps never raise the
-    residual of a bit (docs/algorithm.md). With a metric, `<a, b> = a M b^T` takes the place of the dot
-    product of keys, in the residual too.
+    Hashing-Based Attention via Binary Principal Components" as printed; more iterations never raise the
+    residual of a bit (docs/algorithm.md). With a metric, `<a, b> = a M b^T` replaces the dot product of
+    keys, in the residual too.
 
     Everything is computed in float64 and `v` is summed over fixed blocks of keys in order, so the
-    result does not depend on the number of threads. The draws are made on the CPU, once a bit, and
-    shared by the leading dimensions: a batch gives what its members give alone.
+    result does not depend on the number of threads. The CPU draws once per bit and all leading dimensions
+    share the draw: a batch returns the same as its members one by one.
 
     Args:
         keys: `[..., N, D]`, any floating dtype, any device with float64.
         bits: code length `H`: 32, 64 or 128.
-        iterations: steps a bit, at least 1.
-        metric: symmetric positive definite `[..., D, D]` (`query_metric`); None is the identity, and the paper.
-        weights: `[..., N]` of 0 and 1; a key of weight 0 (padding) has no say, whatever it holds.
-        generator: a CPU generator for the draws; None seeds one with 0.
+        iterations: iterations per bit, at least 1.
+        metric: symmetric positive definite `[..., D, D]` (`query_metric`); None is the identity, as in the paper.
+        weights: `[..., N]` of 0 and 1; a key of weight 0 (padding) is ignored, whatever its values.
+        generator: a CPU generator for the draws; None uses a new one with seed 0.
 
     Raises:
-        InputError: shapes, dtypes or values that do not fit; keys that are not finite.
+        InputError: the shapes, dtypes or values do not fit, or a key is not finite.
     """
     check_bits(bits)
     check_keys(keys, weights)
@@ -70,7 +70,7 @@ def decompose(
         raise InputError("keys hold NaN or infinity")
     root = None if metric is None else cholesky(metric, keys)
     if root is not None:
-        residual = residual @ root  # M = L L^T: the dot product of rows of K L is the metric's of K
+        residual = residual @ root  # M = L L^T: the dot product of rows of K L is the metric product of rows of K
     kept = weights.sum(-1).clamp(min=1)
 
     if generator is None:
@@ -106,18 +106,18 @@ def decompose(
 
 
 def check_keys(keys: Tensor, weights: Tensor | None) -> None:
-    """Raise `InputError` unless keys are a floating `[..., N, D]` and weights 0 or 1 for each."""
+    """Raise `InputError` unless keys are floating `[..., N, D]` and the weights are 0 or 1, one per key."""
     if keys.dim() < 2 or not keys.dtype.is_floating_point or 0 in keys.shape:
-        raise InputError(f"keys must be a floating [..., N, D], not {keys.dtype} {list(keys.shape)}")
+        raise InputError(f"keys must be floating [..., N, D], not {keys.dtype} {list(keys.shape)}")
     if weights is not None and (weights.shape != keys.shape[:-1] or not ((weights == 0) | (weights == 1)).all()):
         raise InputError(f"weights must be 0 or 1, of shape {list(keys.shape[:-1])}")
 
 
 def cholesky(metric: Tensor, keys: Tensor) -> Tensor:
-    """`L` with `M = L L^T` in float64, on the device of the keys `[..., N, D]` that it is for.
+    """Return `L` with `M = L L^T` in float64, on the device of the keys `[..., N, D]`.
 
     Raises:
-        InputError: a metric that does not fit the keys, or is not positive definite.
+        InputError: the metric does not fit the keys, or is not positive definite.
     """
     dim = keys.shape[-1]
     if metric.shape[-2:] != (dim, dim) or metric.shape[:-2] not in ((), keys.shape[:-2]):
@@ -129,15 +129,15 @@ def cholesky(metric: Tensor, keys: Tensor) -> Tensor:
 
 
 def _sign_and_sum(blocks: Tensor, weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`u = sign(R v)` as float64 `[..., blocks, BLOCK]`, 0 at weight 0, and `u R` as float64 `[..., D]`."""
-    along = (blocks @ v[..., None, :, None]).squeeze(-1)
-    signs = torch.where(along >= 0, 1.0, -1.0) * weights
+    """Return `u = sign(R v)`, float64 `[..., blocks, BLOCK]`, 0 at weight 0, and `u R`, float64 `[..., D]`."""
+    product = (blocks @ v[..., None, :, None]).squeeze(-1)
+    signs = torch.where(product >= 0, 1.0, -1.0) * weights
     parts = (signs.unsqueeze(-2) @ blocks).squeeze(-2)  # [..., blocks, D]
     return signs, _in_order(parts)
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """Sum over dimension -2, first to last: the same rounding wherever it runs."""
+    """Sum over dimension -2, first to last, so that the rounding is the same on every device."""
     total = parts[..., 0, :]
     for part in parts.unbind(-2)[1:]:
         total = total + part

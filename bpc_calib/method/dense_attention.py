@@ -1,4 +1,4 @@
-"""Exact attention of one new token over all tokens of a buffer that has room for more."""
+"""Exact attention of one new token over all tokens in use of a buffer with spare room."""
 
 import torch
 from torch import Tensor
@@ -18,20 +18,21 @@ def dense_attention(
     *,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of the `G` queries of each KV head over the tokens in use.
+    """Compute softmax attention of the `G` queries of each KV head over the tokens in use.
 
     Args:
         query: `[B, H_KV, G, D]`.
-        keys: `[B, H_KV, N, D]`, and values of the same shape; finite also where nothing is in use.
-        lengths: integers `[B]`; what lies behind so many tokens is no token.
-        scale: of the logits; None is `D ** -0.5`.
-        valid: bool `[B, N]`; False is padding. None: none is.
+        keys: `[B, H_KV, N, D]`; finite in the unused part too.
+        values: the same shape as the keys; finite in the unused part too.
+        lengths: integers `[B]`, the number of tokens in use; later entries are ignored.
+        scale: factor of the logits; None is `D ** -0.5`.
+        valid: bool `[B, N]`; False is padding. None: no padding.
 
     Returns:
         `[B, H_KV, G, D]` in the query's dtype.
 
     Raises:
-        InputError: shapes or dtypes that do not fit.
+        InputError: the shapes or dtypes do not fit.
     """
     check(query, keys, values, lengths, valid)
     seen = within(lengths, keys.shape[2], valid)[:, None, None]
@@ -39,14 +40,14 @@ def dense_attention(
 
 
 def check(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, valid: Tensor | None) -> None:
-    """Raise `InputError` unless these are what `dense_attention` takes."""
+    """Raise `InputError` unless `dense_attention` accepts the arguments."""
     fit = query.dim() == keys.dim() == 4 and keys.shape == values.shape and query.dtype == keys.dtype
     if not fit or query.shape[:2] != keys.shape[:2] or query.shape[-1] != keys.shape[-1]:
         raise InputError(
-            "query [B, H_KV, G, D], keys and values [B, H_KV, N, D] do not fit: "
+            "query [B, H_KV, G, D] and keys and values [B, H_KV, N, D] do not fit: "
             f"{list(query.shape)} {query.dtype}, {list(keys.shape)} {keys.dtype} and {list(values.shape)}"
         )
     if lengths.shape != keys.shape[:1] or lengths.dtype.is_floating_point:
         raise InputError(f"lengths {lengths.dtype} {list(lengths.shape)} do not fit keys {list(keys.shape)}")
     if valid is not None and (valid.shape != (keys.shape[0], keys.shape[2]) or valid.dtype != torch.bool):
-        raise InputError(f"valid {valid.dtype} {list(valid.shape)} do not fit keys {list(keys.shape)}")
+        raise InputError(f"valid {valid.dtype} {list(valid.shape)} does not fit keys {list(keys.shape)}")

@@ -1,4 +1,4 @@
-"""Hashing of keys under a fixed projection: Algorithm 2 of the paper in Gram form, with error and gain."""
+"""Hashing of keys with a fixed projection: Algorithm 2 of the paper in Gram form, with error and gain."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = [
     "make_encoder",
 ]
 
-# A gain byte b stands for the gain (b + GAIN_OFFSET) / GAIN_UNIT, so 0.5 to 4.48.
+# A gain byte b means the gain (b + GAIN_OFFSET) / GAIN_UNIT, from 0.5 to 4.48.
 GAIN_OFFSET = 32
 GAIN_UNIT = 64
 GAIN_ONE = GAIN_UNIT - GAIN_OFFSET  # the byte of gain 1
@@ -35,26 +35,29 @@ class Encoded:
     """Keys as codes: `k ~ u P`, or `k - mean ~ u P`."""
 
     codes: Tensor  # int64 [..., N, W]
-    error: Tensor  # float32 [..., N], |k - u P|, in the metric
-    gain: Tensor  # uint8 [..., N], (gain + GAIN_OFFSET) / GAIN_UNIT ~ |k|^2 / <k, u P>, in the metric
+    error: Tensor  # float32 [..., N], |k - u P|, measured in the metric
+    gain: Tensor  # uint8 [..., N], (gain + GAIN_OFFSET) / GAIN_UNIT ~ |k|^2 / <k, u P>, measured in the metric
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What hashing needs of a projection, computed once for keys of one dtype: see `make_encoder`."""
+    """What hashing needs from a projection, computed once for keys of one dtype: see `make_encoder`.
 
-    matrix: Tensor  # [..., D, H], (P M)^T; all in float32, or float64 for float64 keys
+    All tensors are float32, or float64 for float64 keys.
+    """
+
+    matrix: Tensor  # [..., D, H], (P M)^T
     gram: Tensor  # [..., H, H], P M P^T
     metric: Tensor | None  # [..., D, D]
     mean: Tensor | None  # [..., D]
 
     def check(self, keys: Tensor) -> None:
-        """Raise `InputError` unless it hashes keys `[..., N, D]`."""
+        """Raise `InputError` unless this encoder can hash the keys `[..., N, D]`."""
         if self.matrix.shape[-2] != keys.shape[-1]:
-            raise InputError(f"keys {list(keys.shape)} do not fit projections to {self.matrix.shape[-2]} dimensions")
+            raise InputError(f"keys {list(keys.shape)} do not fit a projection of head_dim {self.matrix.shape[-2]}")
 
     def centre(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys less the mean, and those times the metric."""
+        """Return the keys minus the mean, and the same times the metric."""
         self.check(keys)
         wide = keys.to(self.matrix.dtype)
         if self.mean is not None:
@@ -62,7 +65,7 @@ class Encoder:
         return wide, wide if self.metric is None else wide @ self.metric
 
     def change(self, how: Callable[[Tensor], Tensor]) -> "Encoder":
-        """The same, with all tensors changed alike."""
+        """Return a copy with `how` applied to every tensor."""
         metric, mean = (None if tensor is None else how(tensor) for tensor in (self.metric, self.mean))
         return Encoder(how(self.matrix), how(self.gram), metric, mean)
 
@@ -70,13 +73,13 @@ class Encoder:
 def make_encoder(
     projection: Tensor, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
 ) -> Encoder:
-    """Make a projection `[..., H, D]` ready for keys of a dtype.
+    """Prepare a projection `[..., H, D]` for keys of one dtype.
 
-    `P` is rounded once to that dtype, and so is `P M`; the rounded ones serve every product, and the projected
-    query too, so that codes in 16 bits follow the greedy loop as exactly as in float64.
+    `P` and `P M` are rounded to that dtype once. Every product uses the rounded matrices, and so does the
+    projected query, so that codes of 16-bit keys follow the greedy loop as exactly as in float64.
 
     Raises:
-        InputError: shapes or dtypes that do not fit.
+        InputError: the shapes or dtypes do not fit.
     """
     check_bits(projection.shape[-2])
     dim = projection.shape[-1]
@@ -89,31 +92,31 @@ def make_encoder(
     exact = torch.promote_types(dtype, torch.float32)
     with torch.autocast(projection.device.type, enabled=False):
         rounded = projection.to(dtype).to(torch.float64)
-        towards = rounded if metric is None else (rounded @ metric.to(torch.float64)).to(dtype).to(torch.float64)
+        in_metric = rounded if metric is None else (rounded @ metric.to(torch.float64)).to(dtype).to(torch.float64)
         return Encoder(
-            matrix=towards.mT.to(exact),
-            gram=(rounded @ towards.mT).to(exact),
+            matrix=in_metric.mT.to(exact),
+            gram=(rounded @ in_metric.mT).to(exact),
             metric=None if metric is None else metric.to(exact),
             mean=None if mean is None else mean.to(exact),
         )
 
 
 def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None) -> Encoded:
-    """Hash keys `[..., N, D]` under a projection `[..., H, D]`; leading dimensions broadcast.
+    """Hash keys `[..., N, D]` with a projection `[..., H, D]`; leading dimensions broadcast.
 
     The greedy loop of Algorithm 2 (`u = sign(r v)`, `r -= u v` for each row `v` of `P`, from `r = k`)
     needs only the inner products `S = K P^T` and `T = P P^T` (docs/algorithm.md); with a metric, `S = K (P M)^T` and
-    `T = P M P^T`. Products are taken in float32 (float64 for float64 keys). On CUDA, TF32 is harmless for 16-bit keys
-    without mean and metric only.
+    `T = P M P^T`. Products are computed in float32 (float64 for float64 keys). On CUDA, TF32 is harmless only for
+    16-bit keys without mean and metric.
 
     Args:
         keys: any floating dtype.
-        projection: rounded to the dtype of the keys first.
-        metric: `[..., D, D]`, the one that the projection was found with; None is the identity.
-        mean: `[..., D]`, subtracted from the keys first; None is 0.
+        projection: is first rounded to the dtype of the keys.
+        metric: `[..., D, D]`, the metric of the calibration of the projection; None is the identity.
+        mean: `[..., D]`, is first subtracted from the keys; None is 0.
 
     Raises:
-        InputError: shapes or dtypes that do not fit.
+        InputError: the shapes or dtypes do not fit.
     """
     if keys.dim() < 2 or projection.dim() < 2 or keys.shape[-1] != projection.shape[-1]:
         raise InputError(
@@ -123,17 +126,17 @@ def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, me
 
 
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
-    """`encode` for keys of the dtype that the encoder was made for."""
+    """Do the same as `encode` with a prepared encoder, for keys of its dtype."""
     with torch.autocast(keys.device.type, enabled=False):
-        wide, along = encoder.centre(keys)
-        return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
+        wide, in_metric = encoder.centre(keys)
+        return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * in_metric).sum(-1))
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
-    """The greedy pass over `S [..., N, H]`, `T [..., H, H]` and the squared norms of the keys `[..., N]`.
+    """Run the greedy pass over `S [..., N, H]`, `T [..., H, H]` and the squared norms of the keys `[..., N]`.
 
-    Every sum is taken in the order of the bits, so another implementation that does the same in the
-    same dtype gets the same codes from the same `S` and `T`, bit for bit.
+    Every sum runs in the order of the bits, so another implementation with the same order and dtype
+    returns the same codes from the same `S` and `T`, bit for bit.
     """
     bits = scores.shape[-1]
     original = scores.mT
@@ -153,13 +156,13 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
         dot += part
     return Encoded(
         codes=pack_codes(signs.mT > 0),
-        error=squared_error.clamp(min=0).double().sqrt().float(),  # the float32 root of torch's CPU is not rounded well
+        error=squared_error.clamp(min=0).double().sqrt().float(),  # torch misrounds float32 roots on CPU
         gain=gain_byte(squared_norm, dot),
     )
 
 
 def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
-    """uint8, of keys with these squared norms and products `<k, u P>`."""
+    """Return the gain bytes, uint8, of keys with these squared norms and products `dot = <k, u P>`."""
     byte = (GAIN_UNIT * squared_norm / dot - GAIN_OFFSET).round().clamp(0, GAIN_MAX)  # round() is half to even
     byte = torch.where(dot > 0, byte, GAIN_MAX)
     return torch.where(squared_norm > 0, byte, GAIN_ONE).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""A projection for a set of keys: centring, binary principal components in a metric, rounds of least squares."""
+"""Fit a projection to keys: centring, binary principal components in a metric, rounds of least squares."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from bpc_calib.method.encoding import encode_with, make_encoder
 
 __all__ = ["Fit", "fit", "least_squares"]
 
-RIDGE = 1e-6  # of the number of keys: bits that are always equal leave the equations singular
+RIDGE = 1e-6  # share of the number of keys, because bits that are always equal make the equations singular
 
 
 @dataclass(frozen=True)
 class Fit:
-    """`K - mean ~ U P` in a metric: see `fit`."""
+    """The result of `fit`: `K - mean ~ U P` in a metric."""
 
     projection: Tensor  # float32 [..., H, D]
-    residual_norms: Tensor  # float64 [..., H + 1], of K - mean - U P after 0..H bits, in the metric
-    metric: Tensor | None  # float32 [..., D, D], as given
+    residual_norms: Tensor  # float64 [..., H + 1], |K - mean - U P|_F after 0..H bits, measured in the metric
+    metric: Tensor | None  # float32 [..., D, D], the argument of `fit`
     mean: Tensor | None  # float32 [..., D]
 
 
@@ -36,22 +36,22 @@ def fit(
     weights: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
-    """Find the projection that codes of these keys are made with.
+    """Find the projection for the codes of these keys.
 
-    With `iterations=1` and all else left as it is, this is Algorithm 1 of the paper.
+    With `iterations=1` and every other default, this is Algorithm 1 of the paper.
 
     Args:
         keys: `[..., N, D]`, any floating dtype.
         bits: code length `H`: 32, 64 or 128.
-        iterations: steps a bit, see `decompose`.
-        rounds: of least squares, see `least_squares`.
+        iterations: iterations per bit, see `decompose`.
+        rounds: rounds of least squares, see `least_squares`.
         metric: `[..., D, D]`, see `query_metric`; None is the identity.
         centred: subtract the mean key first.
-        weights: `[..., N]` of 0 and 1; a key of weight 0 has no say.
-        generator: of the draws of `decompose`.
+        weights: `[..., N]` of 0 and 1; a key of weight 0 is ignored.
+        generator: generator for the draws of `decompose`.
 
     Raises:
-        InputError: shapes, dtypes or values that do not fit.
+        InputError: the shapes, dtypes or values do not fit.
     """
     check_keys(keys, weights)
     metric = None if metric is None else metric.to(keys.device)
@@ -69,15 +69,15 @@ def fit(
 def least_squares(
     keys: Tensor, projection: Tensor, rounds: int, *, metric: Tensor | None = None, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Alternate `U = encode(K; P)` and `P = argmin |K - U P|`, and keep the best `P` that was met.
+    """Alternate `U = encode(K; P)` and `P = argmin |K - U P|`, and return the best `P` of all rounds.
 
-    The least-squares `P` is the same in every metric. The greedy `encode` may do worse with it than with the one
-    before, so a round may lose; the result never does.
+    The least-squares `P` is the same in every metric. The greedy `encode` may do worse with the new `P` than with
+    the previous one, so a round may raise the residual; the result is never worse than the first `P`.
 
     Args:
         keys: `[..., N, D]`.
-        projection: float32 `[..., H, D]`, where to begin.
-        rounds: how often `P` is found anew.
+        projection: float32 `[..., H, D]`, the first `P`.
+        rounds: number of rounds.
         metric, weights: as in `fit`.
 
     Returns:
@@ -99,17 +99,17 @@ def least_squares(
 def _products(
     keys: Tensor, projection: Tensor, metric: Tensor | None, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`U^T U [..., H, H]`, `U^T K [..., H, D]` and the residual norms, summed over blocks of keys in order."""
+    """Return `U^T U [..., H, H]`, `U^T K [..., H, D]` and the residual norms, summed over blocks of keys in order."""
     encoder = make_encoder(projection, torch.float64, metric=metric)
     squares = cross = norm = torch.zeros((), dtype=torch.float64, device=keys.device)
-    for some, weight in _blocks(keys, weights):
-        codes = unpack_codes(encode_with(encoder, some).codes, projection.shape[-2]).to(torch.float64)
+    for block, weight in _blocks(keys, weights):
+        codes = unpack_codes(encode_with(encoder, block).codes, projection.shape[-2]).to(torch.float64)
         if weight is not None:
             codes = codes * weight
-        along = some if encoder.metric is None else some @ encoder.metric
-        squares, cross = squares + codes.mT @ codes, cross + codes.mT @ some
-        norm = norm + (some * along).sum(-2).sum(-1)  # a sum to one number would depend on the threads
-    # |K - U P|^2 after 0..H bits, from these products alone.
+        in_metric = block if encoder.metric is None else block @ encoder.metric
+        squares, cross = squares + codes.mT @ codes, cross + codes.mT @ block
+        norm = norm + (block * in_metric).sum(-2).sum(-1)  # one sum over both dimensions would depend on the threads
+    # |K - U P|^2 after 0..H bits, from these products only.
     gained = (cross * encoder.matrix.mT).sum(-1).cumsum(-1)
     spent = (squares * encoder.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
     norm = norm.unsqueeze(-1)
@@ -117,20 +117,20 @@ def _products(
 
 
 def _mean(keys: Tensor, weights: Tensor | None) -> Tensor:
-    """float32 `[..., D]`, of the keys of weight 1."""
+    """Return the mean of the keys of weight 1, float32 `[..., D]`."""
     total = torch.zeros((), dtype=torch.float64, device=keys.device)
-    for some, _ in _blocks(keys, weights):
-        total = total + some.sum(-2)
+    for block, _ in _blocks(keys, weights):
+        total = total + block.sum(-2)
     count = keys.shape[-2] if weights is None else weights.to(torch.float64).sum(-1, keepdim=True).clamp(min=1)
     return (total / count).float()
 
 
 def _blocks(keys: Tensor, weights: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Keys in float64, 0 where their weight is, and weights `[..., n, 1]`: a fixed number at a time."""
-    for place in range(0, keys.shape[-2], BLOCK):
-        some = keys[..., place : place + BLOCK, :].to(torch.float64)
+    """Yield blocks of keys in float64, 0 where their weight is 0, and their weights `[..., n, 1]`."""
+    for start in range(0, keys.shape[-2], BLOCK):
+        block = keys[..., start : start + BLOCK, :].to(torch.float64)
         if weights is None:
-            yield some, None
+            yield block, None
         else:
-            weight = weights[..., place : place + BLOCK, None].to(torch.float64)
-            yield torch.where(weight > 0, some, 0.0), weight
+            weight = weights[..., start : start + BLOCK, None].to(torch.float64)
+            yield torch.where(weight > 0, block, 0.0), weight

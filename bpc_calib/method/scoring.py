@@ -1,4 +1,4 @@
-"""Scores of cached keys from their codes alone: Algorithm 3 of the paper, with the gain."""
+"""Score cached keys from their codes and gains only: Algorithm 3 of the paper, with the gain."""
 
 import math
 from dataclasses import dataclass
@@ -22,30 +22,30 @@ __all__ = [
     "quantize_query",
 ]
 
-# How the scores of the query heads of a KV head become one.
+# Rules to combine the scores of the query heads of one KV head: see `group_scores`.
 GROUPS = ("relative", "max", "sum")
-RELATIVE_LIMIT = 16.0  # logits: a key so far below the best has e^-16 of its weight
-LARGEST_LIMIT = 1 << 24  # the same in the unit of scores, which lie below 2^23 on either side
-LARGEST_QUERY = 127  # of the absolute int8 values of a rounded query
+RELATIVE_LIMIT = 16.0  # logits: a key that far below the best key has e^-16 of its weight
+LARGEST_LIMIT = 1 << 24  # largest limit in the unit of scores, whose absolute values are below 2^23
+LARGEST_QUERY = 127  # largest absolute int8 value of a quantized query
 
 
 @dataclass(frozen=True)
 class QuantizedQuery:
-    """`q P^T ~ values * scale`: see `quantize_query`."""
+    """The result of `quantize_query`: `q P^T ~ values * scale`."""
 
     values: Tensor  # int8 [..., G, H], in [-127, 127]
     scale: Tensor  # float32 [...]
 
 
 def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
-    """Project the `G` queries that share a KV head, `[..., G, D]`, on `[..., H, D]` and round to int8.
+    """Project the `G` queries of a KV head, `[..., G, D]`, with `[..., H, D]` and round to int8.
 
-    Symmetric, rounded half to even, with one scale for the whole group so that its scores compare.
-    As in `encode`, the projection is rounded to the query's dtype first. A zero query gives zeros and
+    Rounding is symmetric and half to even. The whole group has one scale, so that its scores are comparable.
+    As in `encode`, the projection is first rounded to the query's dtype. A zero query returns zeros and
     scale 0.
 
     Raises:
-        InputError: shapes or dtypes that do not fit.
+        InputError: the shapes or dtypes do not fit.
     """
     if query.dim() < 2 or projection.dim() < 2 or query.shape[-1] != projection.shape[-1]:
         raise InputError(
@@ -67,16 +67,16 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
 def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None) -> Tensor:
     """Score every key for every query: int32 `[..., G, N]`, `c = p . u`, or `c * (gain + 32)`.
 
-    The integers are exact: `|c| <= 127 * 128`, and with the gain `|score| < 2^23`. The printed formula
-    of the paper takes XOR as agreement and so flips the sign of every score (docs/algorithm.md).
+    The integers are exact: `|c| <= 127 * 128`, and with the gain `|score| < 2^23`. The paper's printed
+    formula counts XOR as agreement and so flips the sign of every score (docs/algorithm.md).
 
     Args:
         query: int8 values `[..., G, H]`.
         codes: int64 `[..., N, W]`.
-        gain: uint8 `[..., N]`; None ranks as the paper does.
+        gain: uint8 `[..., N]`; None scores without the gain, as in the paper.
 
     Raises:
-        InputError: shapes or dtypes that do not fit.
+        InputError: the shapes or dtypes do not fit.
     """
     check_codes(codes, query.values.shape[-1])
     if gain is not None and (gain.dtype != torch.uint8 or gain.shape != codes.shape[:-1]):
@@ -91,24 +91,24 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
 def group_scores(
     scores: Tensor, group: str, *, valid: Tensor | None = None, limit: Tensor | float | None = None
 ) -> Tensor:
-    """One score a key for the `G` query heads that share a KV head: `[..., G, N]` -> `[..., N]`, same dtype.
+    """Combine the scores of the `G` query heads of a KV head: `[..., G, N]` -> `[..., N]`, same dtype.
 
-    - "relative": how far a key is below the best key of each head: four times the smallest of these distances and
-      their mean, as `4 G max + sum` of `s - max s`. So no head has a say because its scores are large as a whole,
-      which its softmax ignores, the best keys of all heads come first, and among keys equally good for one head
-      those that the others like, too;
+    - "relative": `4 G max + sum` over the heads of `s - max s`, the distance of a key below the best key of a
+      head; that is `G` times the sum of their mean and four times the smallest distance. A head whose scores are all
+      large gets no extra weight, just as its softmax ignores a constant. The best keys of every head rank first. Among
+      keys that are equally good for one head, the keys that suit the other heads rank first;
     - "max": the largest score, as in the paper's release;
     - "sum": the sum.
 
     Args:
         scores: int32 with absolute values below 2^23 (`hash_scores`), or floats.
         group: one of `GROUPS`.
-        valid: bool `[..., N]`; a key that is not is no head's best.
-        limit: for "relative", the distance from which on a key is nothing to a head, as its softmax has it:
-            `RELATIVE_LIMIT` in the unit of the scores, of their dtype, `[...]`; None: none.
+        valid: bool `[..., N]`; an invalid key is not the best key of any head.
+        limit: for "relative", `[...]`, in the unit and dtype of the scores: a larger distance counts as this one,
+            because the softmax gives such a key no weight (`RELATIVE_LIMIT`). None: no limit.
 
     Raises:
-        InputError: an unknown group.
+        InputError: the group is unknown.
     """
     check_group(group)
     if group == "max":
@@ -119,7 +119,7 @@ def group_scores(
     counted = scores
     if valid is not None:
         counted = scores.masked_fill(~valid.unsqueeze(-2), -(1 << 23) if exact else -math.inf)
-    # So that the result fits int32; 40 heads and fewer never come there.
+    # Keeps the result within int32; up to 40 heads never reach this bound.
     least = -(((1 << 31) - 1) // (5 * heads)) if exact else -math.inf
     below = (scores - counted.amax(-1, keepdim=True)).clamp_(least, 0)
     best = below.amax(-2)
@@ -143,22 +143,21 @@ def _check_lead(what: str, one: Tensor, other: Tensor) -> None:
 
 
 def _dot(values: Tensor, codes: Tensor) -> Tensor:
-    """`c = p . u` of int8 `[..., G, H]` and int64 `[..., N, W]`, by the bytes of the codes.
+    """Compute `c = p . u` of int8 `[..., G, H]` and int64 `[..., N, W]`, byte by byte of the codes.
 
-    A byte of a code can be 256 things, so for each byte a table holds what its 8 bits add to the score, and a
-    key costs one look-up a byte.
+    For each byte of a code, a table holds what its 256 values add to the score, so a key costs one look-up per byte.
     """
     group, bits = values.shape[-2:]
     parts = bits // 8
     lead = torch.broadcast_shapes(values.shape[:-2], codes.shape[:-2])
     values, codes = values.expand(*lead, group, bits), codes.expand(*lead, *codes.shape[-2:])
     byte = torch.arange(256, device=values.device).unsqueeze(-1) >> torch.arange(8, device=values.device)
-    # Exact in float32, in TF32 and in any order: integers of at most 8 bits whose sums stay below 2^24.
+    # Exact in float32 and TF32, in any order: integers of at most 8 bits with sums below 2^24.
     signs = (byte & 1).float() * 2 - 1
     with torch.autocast(values.device.type, enabled=False):
         table = values.float().unflatten(-1, (parts, 8)) @ signs.mT  # [..., G, parts, 256]
-    table = table.movedim(-3, -1).reshape(-1, group)  # a row for each KV head, part and byte
-    # Byte i of a word holds its bits 8i to 8i + 7, on machines with the low byte first.
+    table = table.movedim(-3, -1).reshape(-1, group)  # one row per KV head, part and byte value
+    # Byte i of a word holds its bits 8i to 8i + 7 on little-endian machines.
     index = codes.contiguous().view(torch.uint8)[..., :parts].to(torch.int32)
     first = torch.arange(lead.numel() * parts, device=values.device, dtype=torch.int32) * 256
     index = (index + first.view(*lead, 1, parts)).reshape(-1, parts)

@@ -1,4 +1,4 @@
-"""Exact attention of one new token over chosen tokens of the cache."""
+"""Exact attention of one new token over the chosen tokens of the cache."""
 
 import torch
 from torch import Tensor
@@ -11,19 +11,20 @@ __all__ = ["check", "sparse_attention"]
 def sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention of the `G` queries of each KV head over the tokens `indices` alone.
+    """Compute softmax attention of the `G` queries of each KV head over the tokens in `indices` only.
 
     Args:
         query: `[..., G, D]`.
-        keys: `[..., N, D]`, and values of the same shape.
-        indices: int64 `[..., k]`, one list a KV head, as `select` gives it; -1 is no token.
-        scale: of the logits; None is `D ** -0.5`.
+        keys: `[..., N, D]`.
+        values: the same shape as the keys.
+        indices: int64 `[..., k]`, one list per KV head, as `select` returns it; -1 is no token.
+        scale: factor of the logits; None is `D ** -0.5`.
 
     Returns:
         `[..., G, D]` in the query's dtype.
 
     Raises:
-        InputError: shapes or dtypes that do not fit.
+        InputError: the shapes or dtypes do not fit.
     """
     check(query, keys, values, indices)
     rows = indices.clamp(min=0).unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
@@ -35,7 +36,7 @@ def sparse_attention(
 
 
 def check(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
-    """Raise `InputError` unless these are what `sparse_attention` takes."""
+    """Raise `InputError` unless `sparse_attention` accepts the arguments."""
     fit = keys.shape == values.shape and query.shape[-1:] == keys.shape[-1:] and query.dtype == keys.dtype
     if not fit or not query.shape[:-2] == keys.shape[:-2] == indices.shape[:-1]:
         raise InputError(

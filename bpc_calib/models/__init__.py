@@ -1,1 +1,1 @@
-"""Models: what they are (`description`), loading them (`loading`), watching their attention (`observation`)."""
+"""Models: describe them (`description`), load them (`loading`), observe their attention (`observation`)."""

@@ -1,4 +1,4 @@
-"""What a model is (`describe`), and whether BPC can serve it."""
+"""Describe a model (`describe`) and refuse models that BPC does not support."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from bpc_calib.errors import InputError, ModelError, first_line
 
 __all__ = ["ModelDescription", "describe"]
 
-# These frequencies depend on the length of the context, so shifted positions are another function.
+# Their frequencies depend on the length of the context, so a shift of the positions changes the model's function.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 VOLATILE_CONFIG = {
@@ -28,7 +28,7 @@ PER_POSITION = ("attn_temperature_tuning", "llama_4_scaling_beta")  # scale quer
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The facts about a model that a projection depends on; `metadata()` is what the artifact keeps."""
+    """The facts about a model that a projection depends on; the artifact stores `metadata()`."""
 
     id: str
     revision: str | None
@@ -39,35 +39,35 @@ class ModelDescription:
     query_heads: int
     head_dim: int
     rope: dict[str, Any] | None  # rope_parameters; None without RoPE
-    layer_types: list[str]  # one a layer; a sliding window no smaller than the context is full attention
+    layer_types: list[str]  # one per layer; a sliding window that covers the whole context is full attention
     context_limit: int | None  # max_position_embeddings
     vocab_size: int
-    scales_by_position: bool  # the attention depends on absolute positions beside RoPE
+    scales_by_position: bool  # the attention depends on absolute positions in addition to RoPE
 
     @property
     def full_layers(self) -> list[int]:
-        """The layers to calibrate: those that attend to the whole context."""
+        """The layers to calibrate: the layers that attend to the whole context."""
         return [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
 
     @property
     def rope_follows_length(self) -> bool:
-        """Whether the frequencies of RoPE change with the length of the context."""
+        """True if the frequencies of RoPE change with the length of the context."""
         return any(table.get("rope_type") in LENGTH_DEPENDENT_ROPE for table in _rope_tables(self.rope or {}))
 
     @property
     def can_shift(self) -> bool:
-        """Whether shifting all positions leaves the model's function as it is."""
+        """True if a shift of all positions does not change the model's function."""
         return self.rope is not None and not self.scales_by_position and not self.rope_follows_length
 
     def fits(self, text_config: Any) -> bool:
-        """Whether a text model's config has the same kind, layers, heads and RoPE."""
+        """Return True if a text model's config has the same model type, layers, heads and RoPE."""
         other = _describe(text_config, self.id, self.revision)
         return self == replace(
             other, config_sha256=self.config_sha256, vocab_size=self.vocab_size, context_limit=self.context_limit
         )
 
     def metadata(self) -> dict[str, Any]:
-        """The `model` table of the artifact."""
+        """Return the `model` table of the artifact."""
         table = asdict(self)
         del table["context_limit"], table["vocab_size"], table["scales_by_position"]
         return table
@@ -77,12 +77,12 @@ def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
     """Describe a causal language model from its transformers config.
 
     Args:
-        config: of the whole model; `model.config`.
-        revision: the Hub commit it comes from.
+        config: the config of the whole model, `model.config`.
+        revision: the Hub commit of the model.
 
     Raises:
-        InputError: something else than a config.
-        ModelError: not a causal model, or one that BPC cannot serve; says which and why.
+        InputError: the argument is not a config.
+        ModelError: the model is not causal, or BPC does not support it; the message says why.
     """
     if not hasattr(config, "get_text_config"):
         raise InputError(f"expected a model's config (model.config), not {type(config).__name__}")
@@ -93,8 +93,8 @@ def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
         return _describe(text, name, revision)
     except ModelError:
         raise
-    except Exception as fault:  # a config may say anything: an attribute for each layer, a text for a number
-        raise ModelError(f"{name} ({config.model_type}) cannot be served: {first_line(fault)}") from fault
+    except Exception as fault:  # a config may hold anything: a list instead of a number, a string instead of a number
+        raise ModelError(f"{name} ({config.model_type}) is not supported: {first_line(fault)}") from fault
 
 
 def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
@@ -104,7 +104,7 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
     limit = getattr(text, "max_position_embeddings", None)
     window = getattr(text, "sliding_window", None)
     types = list(getattr(text, "layer_types", None) or [])
-    if not types:  # mistral, phi3 and starcoder2: one window for all layers
+    if not types:  # mistral, phi3 and starcoder2 have one window for all layers
         types = ["sliding_attention" if window else "full_attention"] * layers
     if window and limit and window >= limit:
         types = ["full_attention" if kind == "sliding_attention" else kind for kind in types]
@@ -116,13 +116,13 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
         (head_dim, "head_dim"),
     ):
         if isinstance(value, list | tuple):
-            raise ModelError(f"{name}: {what} differ from layer to layer ({str(value)[:60]}), which BPC does not serve")
+            raise ModelError(f"{name}: {what} differ per layer ({str(value)[:60]}), which BPC does not support")
         if not isinstance(value, int) or value < 1:
-            raise ModelError(f"{name}: its config says {what}: {str(value)[:60]}")
+            raise ModelError(f"{name}: its config has an invalid value for {what}: {str(value)[:60]}")
     if len(types) != layers or (limit is not None and limit < 1):
-        raise ModelError(f"{name}: its config says {layers} layers, {len(types)} layer types and {limit} positions")
+        raise ModelError(f"{name}: its config has {layers} layers, {len(types)} layer types and {limit} positions")
     if "full_attention" not in types:
-        raise ModelError(f"{name}: no layer attends to the whole context ({types[0]}), nothing for BPC to do")
+        raise ModelError(f"{name}: no layer attends to the whole context ({types[0]}), so BPC has nothing to do")
     canonical = json.dumps(_stable(text.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
     return ModelDescription(
         id=name,
@@ -144,7 +144,7 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
 
 
 def _display_name(config: Any) -> str:
-    """The Hub id, or the base name of a local folder: a full path would leak a user's name."""
+    """Return the Hub id, or only the base name of a local folder: a full path would leak a user's name."""
     name = getattr(config, "_name_or_path", "") or config.model_type
     path = Path(os.path.expanduser(name))
     return path.resolve().name if path.is_dir() or path.is_absolute() or name.startswith(".") else name
@@ -162,32 +162,32 @@ def _refuse_unserved(config: Any, text: Any, name: str) -> None:
         or not (known or remote)
         or (architectures and not any(a.endswith(CAUSAL_ENDINGS) for a in architectures))
     ):
-        raise ModelError(f"{kind} is not a causal language model: BPC serves decoders only")
+        raise ModelError(f"{kind} is not a causal language model: BPC supports only decoders")
     if getattr(text, "kv_lora_rank", None):
-        raise ModelError(f"{kind} uses multi-head latent attention (MLA), which BPC does not serve")
+        raise ModelError(f"{kind} uses multi-head latent attention (MLA), which BPC does not support")
     if getattr(text, "attn_logit_softcapping", None):
-        raise ModelError(f"{kind} caps its attention logits (soft-capping), which BPC does not serve")
+        raise ModelError(f"{kind} caps its attention logits (soft-capping), which BPC does not support")
     if known:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model_class = model_class[0] if isinstance(model_class, tuple) else model_class
         if not can_set_attention(model_class):
-            raise ModelError(f"{kind} does not use transformers' attention interface, so BPC cannot serve it")
+            raise ModelError(f"{kind} does not use transformers' attention interface, so BPC does not support it")
 
 
 def _rope_tables(rope: dict[str, Any]) -> list[dict[str, Any]]:
-    """One, or one for each layer type (gemma3)."""
+    """Return the one table of RoPE parameters, or one table per layer type (gemma3)."""
     return [v for v in rope.values() if isinstance(v, dict)] or [rope]
 
 
 def _stable(value: Any) -> Any:
-    """A config without what differs between versions of transformers or ways of loading it."""
+    """Drop the config entries that depend on the version of transformers or on how the model was loaded."""
     if isinstance(value, dict):
         return {k: _stable(v) for k, v in value.items() if k not in VOLATILE_CONFIG}
     return value
 
 
 def _plain(value: Any) -> Any:
-    """JSON's own types, without the entries that are None, which come and go between versions."""
+    """Convert to JSON types and drop entries that are None, which differ between versions of transformers."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""Loading a model's config, tokenizer and weights from a folder or the Hub."""
+"""Load a model's config, tokenizer and weights from a folder or the Hub."""
 
 import os
 from pathlib import Path
@@ -12,10 +12,10 @@ __all__ = ["load_config", "load_model", "load_tokenizer"]
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:
-    """The config of a local folder or a Hub id, and the Hub commit (None for a folder).
+    """Load the config of a local folder or a Hub id; return it with the Hub commit (None for a folder).
 
     Raises:
-        ModelError: there is no such model, or its config cannot be read.
+        ModelError: the model does not exist, or its config cannot be read.
     """
     from transformers import AutoConfig
 
@@ -24,9 +24,9 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
         raise ModelError("(empty): no such model folder")
     if folder is not None:
         if revision is not None:
-            raise ModelError(f"{model} is a folder: a revision is for the Hub")
+            raise ModelError(f"{model} is a folder, and only models on the Hub have revisions: omit the revision")
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{model}: the folder holds no config.json, so it is not a transformers model")
+            raise ModelError(f"{model}: the folder has no config.json, so it is not a transformers model")
     elif os.path.exists(os.path.expanduser(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such model folder")
     else:
@@ -42,7 +42,7 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
 
 
 def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder or of a Hub id at a commit. Raises `ModelError`."""
+    """Load the tokenizer of a folder, or of a Hub id at a commit. Raises `ModelError`."""
     from transformers import AutoTokenizer
 
     try:
@@ -59,7 +59,7 @@ def load_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> Any:
-    """A model in evaluation mode on `device`, from safetensors weights only. Raises `ModelError`."""
+    """Load a model from safetensors weights only, in evaluation mode, on `device`. Raises `ModelError`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -67,29 +67,29 @@ def load_model(
         loaded, report = AutoModelForCausalLM.from_pretrained(
             **_source(model, revision, trust_remote_code),
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            use_safetensors=True,  # never a pickle
+            use_safetensors=True,  # a pickle could run code
             output_loading_info=True,
         )
-        # transformers gives a tensor that it does not find random values, with no more than a warning.
+        # transformers fills missing tensors with random values and only warns.
         if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
             raise ModelError(f"the weights of {model} lack {len(lacking)} tensors of the model, such as {lacking[0]}")
         return loaded.eval().to(device)
     except ModelError:
         raise
     except torch.OutOfMemoryError as fault:
-        raise ModelError(f"model {model} does not fit the memory of {device}: try --device cpu") from fault
+        raise ModelError(f"model {model} does not fit into the memory of {device}: try --device cpu") from fault
     except Exception as fault:
         raise _fault(fault, "model", model) from fault
 
 
 def _folder(model: str) -> Path | None:
-    """The folder that a model's name means here; None if there is none, and it may be a Hub id."""
+    """Return the local folder with this name; None if there is none, so that the name may be a Hub id."""
     path = DEMO_MODEL if model == "demo" else Path(os.path.expanduser(model))
     return path if model and os.path.isdir(path) else None
 
 
 def _source(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """Where `from_pretrained` is to look: a folder, or the Hub at a commit, its cache where there is no network."""
+    """Return the source arguments of `from_pretrained`: a folder, or the Hub at a commit (its cache when offline)."""
     folder = _folder(model)
     return {
         "pretrained_model_name_or_path": str(folder or model),
@@ -100,9 +100,9 @@ def _source(model: str, revision: str | None, trust_remote_code: bool) -> dict[s
 
 
 def _fault(fault: Exception, what: str, model: str) -> ModelError:
-    """The cause in one line: of the Hub only where it is the Hub that was asked."""
+    """Return a one-line `ModelError` with the cause; it mentions the Hub only for a model that is not a folder."""
     if "trust_remote_code" in str(fault):
-        return ModelError(f"{model} comes with its own code: read it, then pass --trust-remote-code to run it")
+        return ModelError(f"{model} has its own code: read it, then pass --trust-remote-code to run it")
     if _folder(model) is not None:
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))

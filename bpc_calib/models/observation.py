@@ -1,4 +1,4 @@
-"""Watching queries and keys as a model's attention sees them: after RoPE, before the dot product."""
+"""Observe the queries and keys of a model's attention: after RoPE, before the dot product."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ __all__ = ["observing", "verify"]
 
 NAME = "bpc_observe"
 
-# module, query [batch, query_heads, T, D], key and value [batch, kv_heads, T, D], the other arguments
+# Arguments: module, query [batch, query_heads, T, D], key and value [batch, kv_heads, T, D], the other arguments.
 Observer = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], None]
 
 _observer: ContextVar[Observer | None] = ContextVar("bpc_observer", default=None)
@@ -34,10 +34,10 @@ def _observed_attention(
 
 @contextmanager
 def observing(model: Any, observer: Observer) -> Iterator[None]:
-    """Call `observer` in every attention layer of every forward pass made inside the `with` block.
+    """Call `observer` in every attention layer of every forward pass inside the `with` block.
 
-    The passes run on SDPA, in evaluation mode and without autocast; the model gets its own attention and
-    mode back at the end.
+    The passes use SDPA, evaluation mode and no autocast. At the end, the model has its previous attention and
+    mode again.
 
     Raises:
         ModelError: the model does not use transformers' attention interface.
@@ -59,7 +59,7 @@ def observing(model: Any, observer: Observer) -> Iterator[None]:
         model.set_attn_implementation(NAME)
         if attention_name(model.config.get_text_config(decoder=True)) != NAME:
             raise ModelError(
-                f"{type(model).__name__} does not use transformers' attention interface, so BPC cannot serve it"
+                f"{type(model).__name__} does not use transformers' attention interface, so BPC does not support it"
             )
         model.eval()
         with torch.autocast(model.device.type, enabled=False):
@@ -72,11 +72,11 @@ def observing(model: Any, observer: Observer) -> Iterator[None]:
 
 
 def verify(model: Any, description: ModelDescription) -> None:
-    """Run a few tokens through the model and check that its attention is what the config promised.
+    """Run a few tokens through the model and check that its attention matches the description.
 
     Raises:
-        ModelError: a layer that bypasses the attention interface, is not causal, caps its logits, has
-            attention sinks, or whose shapes are not those of the description.
+        ModelError: a layer bypasses the attention interface, is not causal, caps its logits, has
+            attention sinks, or has other shapes than the description.
     """
     seen: list[int] = []
 
@@ -91,15 +91,15 @@ def verify(model: Any, description: ModelDescription) -> None:
         if arguments.get("is_causal", getattr(module, "is_causal", True)) is False:
             fault = "attends in both directions, so this is not a causal language model"
         elif arguments.get("softcap") is not None:
-            fault = "caps its attention logits (soft-capping), which BPC does not serve"
+            fault = "caps its attention logits (soft-capping), which BPC does not support"
         elif arguments.get("s_aux") is not None:
-            fault = "has attention sinks, which BPC does not serve"
+            fault = "has attention sinks, which BPC does not support"
         elif window and description.context_limit and window < description.context_limit:
-            fault = f"has a sliding window of {window} that its config does not state"
+            fault = f"has a sliding window of {window}, which its config does not mention"
         elif heads != expected or value.shape[1:] != key.shape[1:]:
             fault = (
                 f"has (query heads, KV heads, head_dim) {heads} and values {list(value.shape[1:])}, "
-                f"where the config promises {expected}"
+                f"but its config says {expected}"
             )
         if fault:
             raise ModelError(f"{description.id} ({description.model_type}): layer {layer} {fault}")
@@ -113,5 +113,5 @@ def verify(model: Any, description: ModelDescription) -> None:
         fault = "bypass transformers' attention interface" if missing else "attend more than once"
         layers = missing or sorted({layer for layer in seen if seen.count(layer) > 1})
         raise ModelError(
-            f"{description.id} ({description.model_type}): layers {layers} {fault}, so BPC cannot serve it"
+            f"{description.id} ({description.model_type}): layers {layers} {fault}, so BPC does not support it"
         )

@@ -1,1 +1,1 @@
-"""Text: corpora, samples of a fixed number of tokens, and text made from a seed."""
+"""Text: corpora, samples of a fixed number of tokens, and text generated from a seed."""

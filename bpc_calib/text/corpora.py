@@ -1,4 +1,4 @@
-"""Reading calibration text: corpora of the Hub, local files and folders, and text made here."""
+"""Reading calibration text: corpora of the Hub, local files and folders, and generated text."""
 
 import gzip
 import json
@@ -20,9 +20,9 @@ __all__ = ["documents", "open_corpus"]
 
 log = logging.getLogger(__name__)
 
-MAX_DOCUMENT = 64 << 20  # bytes of one text file or one line of JSON: more is no document
-MAX_RATIO = 100  # text packs some 3 to 10 times, a gzip bomb 1,000 times
-GRACE = 4 << 20  # bytes unpacked before the ratio counts
+MAX_DOCUMENT = 64 << 20  # bytes of one text file or one line of JSON: a larger one is not a document
+MAX_RATIO = 100  # the compression ratio of text is about 3 to 10, the ratio of a gzip bomb is 1,000
+GRACE = 4 << 20  # bytes to unpack before the ratio counts
 
 TEXT_SUFFIXES = frozenset(
     """
@@ -34,20 +34,20 @@ JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 
 
 def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
-    """A corpus from a name of `HUB_CORPORA` or `DEMO_CORPORA`, `PATH` or `NAME=PATH`; finds the files or the commit.
+    """Open a corpus: a name of `HUB_CORPORA` or `DEMO_CORPORA`, `PATH` or `NAME=PATH`. Find its files or its commit.
 
     Raises:
-        CorpusError: an unknown name, a path without text, a Hub that cannot be reached.
+        CorpusError: the name is unknown, the path holds no text, or the Hub is not reachable.
     """
     if spec in HUB_CORPORA:
         return _pin(HUB_CORPORA[spec])
     if spec in DEMO_CORPORA:
         return DEMO_CORPORA[spec]
-    name, separator, given = spec.partition("=")
+    name, separator, location = spec.partition("=")
     if not separator or not name or os.path.exists(spec):
-        name, given = "", spec
-    path = Path(os.path.expanduser(given))
-    if not given or not os.path.exists(path):
+        name, location = "", spec
+    path = Path(os.path.expanduser(location))
+    if not location or not os.path.exists(path):
         names = ", ".join([*HUB_CORPORA, DEMO])
         raise CorpusError(f"unknown corpus {spec!r}: there is no such file or folder, and the names are {names}")
     files = _find_files(path)
@@ -56,12 +56,13 @@ def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
 
 
 def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
-    """The texts of a corpus, files or shards in seeded order, never empty, never binary; made text has no end.
+    """Yield the texts of a corpus, with files or shards in seeded order. Generated text never ends.
 
-    A bad file among others of a folder is left out, and a bad row after a good one; a warning counts them.
+    No text is empty or binary. Bad files of a folder and bad rows after the first row are skipped; one warning
+    counts them.
 
     Raises:
-        CorpusError: the only file, or the first row of a corpus of the Hub, cannot be used.
+        CorpusError: the only file, or the first row of a Hub corpus, is bad.
     """
     if corpus.style:
         while True:
@@ -80,16 +81,16 @@ def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
                 if len(places) == 1:
                     raise
                 left_out.add(fault)
-    finally:  # also where the reader has had enough
+    finally:  # also when the reader stops early
         if left_out.count:
             log.warning(
-                "corpus %s: left out %d bad files or rows; the first: %s", corpus.name, left_out.count, left_out.first
+                "corpus %s: skipped %d bad files or rows; the first: %s", corpus.name, left_out.count, left_out.first
             )
 
 
 @dataclass
 class _LeftOut:
-    """How much could not be used, and the first of it: there may be millions."""
+    """The number of bad files and rows, and the first of them: there may be millions."""
 
     count: int = 0
     first: CorpusError | None = None
@@ -100,14 +101,14 @@ class _LeftOut:
 
 
 def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -> Iterator[str]:
-    """The good rows of one place; where the first is bad, so are the others, and it is raised."""
+    """Yield the good rows of one file. Raise a bad first row, because then the other rows are bad too."""
     try:
         for number, row in enumerate(rows):
             if isinstance(row, str) and "\0" in row:
-                row = CorpusError("binary, not text (it holds NUL)")
+                row = CorpusError("binary, not text (it contains NUL)")
             if isinstance(row, str):
                 if row and not row.isspace():
-                    # A lone surrogate, which JSON can spell, has no UTF-8 form and no token.
+                    # JSON can contain a lone surrogate, which has no UTF-8 encoding and no token.
                     yield row.encode("utf-8", "replace").decode("utf-8")
             elif number == 0:
                 raise row
@@ -118,7 +119,7 @@ def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -
 
 
 def _pin(corpus: Corpus) -> Corpus:
-    """The same corpus at the Hub's present commit, so that what is recorded is what was read."""
+    """Return the corpus at the Hub's current commit, so that the artifact records the text that is read."""
     from huggingface_hub import HfApi
 
     try:
@@ -144,7 +145,7 @@ def _hub_rows(corpus: Corpus, seed: int) -> Iterator[str | CorpusError]:
             rows = datasets.load_dataset("json", data_files=url, split=corpus.split, streaming=True)
         else:
             rows = datasets.load_dataset(corpus.repo, split=corpus.split, streaming=True, revision=corpus.revision)
-        # Shards in seeded order; documents are mixed later, when they are cut to size.
+        # Shuffles only the shards: documents are mixed later, when they are cut into pieces.
         for number, row in enumerate(rows.shuffle(seed=seed, buffer_size=1), start=1):
             yield _field(row, corpus.field, f"row {number}")
     except Exception as fault:
@@ -153,25 +154,25 @@ def _hub_rows(corpus: Corpus, seed: int) -> Iterator[str | CorpusError]:
 
 def _find_files(path: Path) -> list[Path]:
     if os.path.isfile(path):
-        return [path]  # whatever its suffix: what is not UTF-8 text is found out when it is read
+        return [path]  # any suffix: the reader refuses a file that is not UTF-8 text
     if not os.path.isdir(path):
         raise CorpusError(f"{path}: neither a file nor a folder")
     found = []
     for folder, subfolders, names in os.walk(path):  # does not follow links to folders, so no loops
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in sorted(names):
-            # a .json among other files is seldom a corpus; named by itself it is read as JSON Lines
+            # a .json file in a folder is seldom a corpus; given by its own path it is read as JSON Lines
             if not name.startswith(".") and not name.endswith(".json") and _is_text(name):
                 file = Path(folder, name)
-                if os.path.isfile(file):  # False for a link to nowhere or to itself
+                if os.path.isfile(file):  # False for a broken link or a link to itself
                     found.append(file)
     if not found:
-        raise CorpusError(f"{path}: holds no text (.txt, .md, code files, .jsonl, .json.gz, .parquet)")
+        raise CorpusError(f"{path}: contains no text files (.txt, .md, code files, .jsonl, .json.gz, .parquet)")
     return found
 
 
 def _is_text(name: str) -> bool:
-    """By its suffix; LICENSE and GPL-3.0 have none."""
+    """Return True if the suffix of a file is that of text. LICENSE and GPL-3.0 have no suffix and count as text."""
     name = name.lower()
     suffix = Path(name).suffix
     return name.endswith((*JSON_SUFFIXES, ".parquet")) or suffix in TEXT_SUFFIXES or suffix.strip(".0123456789") == ""
@@ -198,10 +199,10 @@ def _json_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
     total = 0
     with open(file, "rb") as raw, gzip.open(raw) if compressed else raw as lines:
         for number in range(1, 1 << 62):
-            line = lines.readline(MAX_DOCUMENT + 1)  # bounded: a bomb or a line of a gigabyte stops here
+            line = lines.readline(MAX_DOCUMENT + 1)  # limits the memory for a bomb or a line of a gigabyte
             total += len(line)
             if compressed and total > GRACE and total > MAX_RATIO * raw.tell():
-                raise CorpusError(f"unpacks to over {MAX_RATIO} times its size: not text")
+                raise CorpusError(f"unpacks to more than {MAX_RATIO} times its size: not text")
             if len(line) > MAX_DOCUMENT:
                 raise CorpusError(f"line {number}: {_too_long(len(line))}")
             if not line:
@@ -211,13 +212,13 @@ def _json_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
-                yield CorpusError(f"line {number} is not JSON: expected one object a line")
+                yield CorpusError(f"line {number} is not JSON: expected one object per line")
             else:
                 yield _field(row, field, f"line {number}")
 
 
 def _parquet_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
-    # Not through `datasets`, which takes a path for a pattern and reads whatever a file unpacks to.
+    # Does not use `datasets`, which treats a path as a pattern and has no limit for the unpacked size.
     import pyarrow
     import pyarrow.parquet
 
@@ -229,7 +230,7 @@ def _parquet_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
             for group in map(table.metadata.row_group, range(table.num_row_groups)):
                 packed = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
                 if group.total_byte_size > GRACE and group.total_byte_size > MAX_RATIO * packed:
-                    raise CorpusError(f"unpacks to over {MAX_RATIO} times its size: not text")
+                    raise CorpusError(f"unpacks to more than {MAX_RATIO} times its size: not text")
             row = 0
             for batch in table.iter_batches(batch_size=16, columns=[field]):
                 for value in batch.column(0):
@@ -240,7 +241,7 @@ def _parquet_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
 
 
 def _field(row: Any, field: str, where: str) -> str | CorpusError:
-    """The text of a row, or what is wrong with it."""
+    """Return the text of a row, or the error."""
     if not isinstance(row, dict):
         return CorpusError(f"{where}: expected an object with a field {field!r}, found {type(row).__name__}")
     if field not in row:
@@ -252,8 +253,8 @@ def _field(row: Any, field: str, where: str) -> str | CorpusError:
 
 
 def _no_field(field: str, names: list[str]) -> str:
-    return f"no field {field!r} (there are {', '.join(map(repr, names[:8])) or 'none'}); name it with --text-field"
+    return f"no field {field!r} (fields: {', '.join(map(repr, names[:8])) or 'none'}); choose one with --text-field"
 
 
 def _too_long(size: int) -> str:
-    return f"{size:,} bytes and more in one document, expected at most {MAX_DOCUMENT:,}: split it"
+    return f"one document has at least {size:,} bytes, expected at most {MAX_DOCUMENT:,}: split it"

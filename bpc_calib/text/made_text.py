@@ -1,6 +1,6 @@
-"""Text without end from a seed: prose, proofs and code, for machines that have no other text.
+"""Generate endless text from a seed: prose, proofs and code, for use without other text.
 
-Every function takes a `random.Random` and nothing else that could change, so the same seed gives the same text.
+All randomness comes from a `random.Random` argument, so the same seed generates the same text.
 """
 
 import random
@@ -40,7 +40,7 @@ PROPERTIES = "finite bounded closed open compact even odd positive continuous li
 FUNCTIONS = "read write check count merge split find sort load update".split()
 FIELDS = "item node value index total buffer path line key size".split()
 
-# Names are pairs of these; they appear nowhere else.
+# A name is a pair of these words, which no other text contains.
 FIRST = """amber coral silver golden crimson violet scarlet ivory copper marble velvet crystal cobalt onyx topaz jade
     ruby pearl misty frosty sunny stormy rusty dusty silent lonely wild royal lucky swift steady nimble arctic tropical
     northern southern eastern western polar lunar solar hollow polished ragged striped spotted woven curly""".split()
@@ -54,7 +54,7 @@ ATTRIBUTES = ("pass key", "door code", "badge number", "account number", "magic 
 
 
 def prose(rng: random.Random) -> str:
-    """One sentence, as every style begins with a blank or a new line."""
+    """Return one sentence. As in every style, it begins with a space or a newline."""
     person, thing, place = rng.choice(PEOPLE), rng.choice(THINGS), rng.choice(PLACES)
     adjective, other, verb, where = rng.choice(ADJECTIVES), rng.choice(ADJECTIVES), rng.choice(VERBS), rng.choice(WHERE)
     kind = rng.randrange(5)
@@ -70,7 +70,7 @@ def prose(rng: random.Random) -> str:
 
 
 def proof(rng: random.Random) -> str:
-    """One step of something like a proof; its sums are right."""
+    """Return one step of something like a proof; its sums are correct."""
     a, b, (x, y) = rng.randrange(1, 100), rng.randrange(1, 100), rng.sample(LETTERS, 2)
     thing, other = rng.choice(OBJECTS), rng.choice(PROPERTIES)
     kind = rng.randrange(5)
@@ -86,7 +86,7 @@ def proof(rng: random.Random) -> str:
 
 
 def code(rng: random.Random) -> str:
-    """One statement or short function of something like Python."""
+    """Return one statement or short function of something like Python."""
     a, b, (x, y) = rng.randrange(1, 100), rng.randrange(1, 100), rng.sample(LETTERS, 2)
     function, field, other = rng.choice(FUNCTIONS), rng.choice(FIELDS), rng.choice(FIELDS)
     kind = rng.randrange(4)
@@ -103,41 +103,41 @@ STYLES: dict[str, Callable[[random.Random], str]] = {"prose": prose, "proofs": p
 
 
 def filler(rng: random.Random, style: str | None = None) -> Iterator[str]:
-    """Sentences without end of one style, or of all of them, which change every few sentences."""
+    """Yield endless sentences of one style, or of all styles, with a new style every few sentences."""
     while True:
-        say = STYLES[style or rng.choice(list(STYLES))]
+        sentence = STYLES[style or rng.choice(list(STYLES))]
         for _ in range(rng.randrange(4, 24)):
-            yield say(rng)
+            yield sentence(rng)
 
 
 def document(rng: random.Random, style: str, sentences: int = 400) -> str:
-    """One text of a style, with a fact now and then, and later a question about it with its answer."""
-    known: list[tuple[str, str, str]] = []
-    said: list[str] = []
+    """Return one text of a style, with facts here and there, and later a question and its answer about them."""
+    open_facts: list[tuple[str, str, str]] = []
+    parts: list[str] = []
     for sentence, _ in zip(filler(rng, style), range(sentences), strict=False):
-        said.append(sentence)
+        parts.append(sentence)
         kind = rng.random()
         if kind < 0.06:
-            known.append((rng.choice(ATTRIBUTES), name(rng), number(rng)))
-            said.append(fact(*known[-1]))
-        elif kind < 0.12 and known:
-            attribute, whose, value = known.pop(rng.randrange(len(known)))
-            said.append(f"{question(attribute, whose)} {value}.")
-    return "".join(said)
+            open_facts.append((rng.choice(ATTRIBUTES), name(rng), number(rng)))
+            parts.append(fact(*open_facts[-1]))
+        elif kind < 0.12 and open_facts:
+            attribute, whose, value = open_facts.pop(rng.randrange(len(open_facts)))
+            parts.append(f"{question(attribute, whose)} {value}.")
+    return "".join(parts)
 
 
 def fact(attribute: str, whose: str, value: str) -> str:
-    """A sentence to be found again."""
+    """Return a sentence with a fact to find later."""
     return f" The {attribute} of {whose} is {value}."
 
 
 def question(attribute: str, whose: str) -> str:
-    """What asks for a fact, up to the value."""
+    """Return the question about a fact, and its answer up to the value."""
     return f" What is the {attribute} of {whose}? The {attribute} of {whose} is"
 
 
 def name(rng: random.Random, *, held_out: bool = False) -> str:
-    """Two words, such as `amber falcon`: one of 2,304 names, of which an eighth is held out from all text."""
+    """Return two words, such as `amber falcon`: one of 2,304 names. One eighth of the names is held out of all text."""
     while True:
         made = f"{rng.choice(FIRST)} {rng.choice(SECOND)}"
         if is_held_out(made) == held_out:
@@ -145,15 +145,15 @@ def name(rng: random.Random, *, held_out: bool = False) -> str:
 
 
 def is_held_out(made: str) -> bool:
-    """Whether the name is kept for questions, so that no model trained on this text has seen it."""
+    """Return True if the name is reserved for evaluation, so that a model trained on this text has never seen it."""
     return zlib.crc32(made.encode()) % 8 == 0
 
 
 def number(rng: random.Random) -> str:
-    """Six digits."""
+    """Return six digits."""
     return f"{rng.randrange(10**6):06d}"
 
 
 def words() -> list[str]:
-    """Plain nouns, for lists of words."""
+    """Return plain nouns, for lists of words."""
     return PEOPLE + THINGS + PLACES

@@ -1,4 +1,4 @@
-"""Text to samples: pieces of many documents, packed to a fixed number of tokens each."""
+"""Turn text into samples: pieces of many documents, packed into sequences of a fixed number of tokens."""
 
 import hashlib
 import random
@@ -15,8 +15,8 @@ from bpc_calib.text.known_corpora import Corpus
 
 __all__ = ["beginning", "draw_samples", "pack", "pieces"]
 
-CHARACTERS_PER_TOKEN = 6  # more than text has, so that most pieces fill a sample
-SPARE_CHARACTERS = 64 << 20
+CHARACTERS_PER_TOKEN = 6  # higher than in real text, so that most pieces fill a sample
+SPARE_CHARACTERS = 64 << 20  # limit of the second and later pieces of documents that are kept in memory
 
 
 def draw_samples(
@@ -29,17 +29,17 @@ def draw_samples(
     vocab_size: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, list[dict[str, Any]]]:
-    """`samples` token sequences, evenly from each corpus, and the `sources` table of the artifact.
+    """Draw `samples` token sequences, evenly from each corpus, and the `sources` of the artifact's metadata.
 
-    Every sample is full: there is no padding. The same seed gives the same tokens.
+    Every sample is full: there is no padding. The same seed returns the same tokens.
 
     Returns:
-        int64 `[samples, sequence_length]`, and a table a corpus; `sha256` is over its token ids as
-        little-endian int32, in order.
+        int64 `[samples, sequence_length]`, and one table per corpus; its `sha256` is the hash of the token ids in
+        order, as little-endian int32.
 
     Raises:
-        CorpusError: a corpus has fewer samples than its share; says how many there were.
-        ModelError: the tokenizer is not the model's.
+        CorpusError: a corpus has too little text for its share; the message has the number of its samples.
+        ModelError: the tokenizer does not belong to the model.
     """
     drawn: list[list[int]] = []
     sources = []
@@ -49,17 +49,17 @@ def draw_samples(
             continue
         rng = random.Random(f"{seed}/text/{corpus.name}")
         texts = pieces(documents(corpus, rng), sequence_length * CHARACTERS_PER_TOKEN, rng, mix=2 * wanted)
-        own: list[list[int]] = []
+        taken: list[list[int]] = []
         for sample in islice(pack(texts, tokenizer, sequence_length), wanted):
-            own.append(sample)
-            progress(len(drawn) + len(own))
-        if len(own) < wanted:
+            taken.append(sample)
+            progress(len(drawn) + len(taken))
+        if len(taken) < wanted:
             raise CorpusError(
-                f"corpus {corpus.name} has text for {len(own)} samples of {sequence_length} tokens, "
-                f"{wanted} are needed: ask for fewer or shorter ones, or add text"
+                f"corpus {corpus.name} has text for {len(taken)} samples of {sequence_length} tokens, but needs "
+                f"{wanted}: use fewer or shorter samples, or add text"
             )
-        drawn += own
-        tokens = torch.tensor(own, dtype=torch.int32).numpy()
+        drawn += taken
+        tokens = torch.tensor(taken, dtype=torch.int32).numpy()
         sources.append(
             {
                 "name": corpus.name,
@@ -75,15 +75,16 @@ def draw_samples(
     result = torch.tensor(drawn, dtype=torch.int64)
     if int(result.max()) >= vocab_size:
         raise ModelError(
-            f"the tokenizer gives token {int(result.max())}, the model knows {vocab_size}: they do not belong together"
+            f"the tokenizer returns token {int(result.max())}, but the model has only {vocab_size} tokens: "
+            "use the model's own tokenizer"
         )
     return result, sources
 
 
 def pieces(texts: Iterable[str], length: int, rng: random.Random, *, mix: int) -> Iterator[str]:
-    """One piece of at most `length` characters of each text, mixed in a buffer of `mix`, then the rest.
+    """Yield one piece of at most `length` characters from each text, mixed in a buffer of `mix`, then all others.
 
-    So a few samples come from as many documents as there are, and a small corpus is still used whole.
+    So even a few samples come from many documents, and a small corpus is still used completely.
     """
     waiting: list[str] = []
     spare: list[str] = []
@@ -103,15 +104,15 @@ def pieces(texts: Iterable[str], length: int, rng: random.Random, *, mix: int) -
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The tokenizer's BOS, if it begins every text with it."""
+    """Return the tokenizer's BOS as a list, or an empty list if the tokenizer does not add BOS to a text."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and list(tokenizer("")["input_ids"])[:1] == [bos] else []
 
 
 def pack(texts: Iterable[str], tokenizer: Any, length: int) -> Iterator[list[int]]:
-    """Token sequences of exactly `length`: the tokenizer's BOS if it has one, then texts joined by EOS.
+    """Yield token sequences of exactly `length`: BOS if the tokenizer adds it, then texts joined by EOS.
 
-    What is left at the end is too short for a sample and dropped.
+    The tokens left at the end are too few for a sample and are dropped.
     """
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     start = beginning(tokenizer)
@@ -122,9 +123,9 @@ def pack(texts: Iterable[str], tokenizer: Any, length: int) -> Iterator[list[int
     for text in texts:
         if tokens and eos is not None:
             tokens.append(eos)
-        own = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        # Text may spell the padding token; padding is never a key.
-        tokens += own if pad is None or pad == eos else [token for token in own if token != pad]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        # Text may contain the padding token's name, but padding must never become a key.
+        tokens += ids if pad is None or pad == eos else [token for token in ids if token != pad]
         used = 0
         while len(tokens) - used >= room:
             yield start + tokens[used : used + room]
