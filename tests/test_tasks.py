@@ -147,5 +147,5 @@ def test_depth_is_where_the_needle_stands():
 
 
 def test_too_little_room_for_the_question():
-    with pytest.raises(InputError, match=r"^100 tokens are too few: the question and what it asks for take \d+$"):
+    with pytest.raises(InputError, match=r"^100 tokens are too few: the question and its statements need \d+$"):
         hide(needle(random.Random(1)), tiny.tokenizer(), 100, random.Random(2))
