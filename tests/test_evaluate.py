@@ -116,10 +116,9 @@ def test_bad_settings_are_refused_before_any_work():
     assert refused(prompts=0) == "prompts must be at least 1, not 0"
     assert refused(budgets=[]) == "give at least one budget"
     assert refused(budgets=[0.004], methods=["window"]) == (
-        "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks always attends to 5 tokens: "
-        "nothing is left to choose"
+        "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks always attends to 5: nothing is left to choose"
     )
-    assert "BPC online always attends to 1 tokens" in refused(budgets=[1], methods=["bpc-online"], recent=1)
+    assert "BPC online always attends to 1" in refused(budgets=[1], methods=["bpc-online"], recent=1)
     assert refused(dense_layers=(9,)).startswith("dense_layers")
     for methods in (None, ["full"], ["bpc-online"], ["quest"]):
         assert refused(methods=methods, min_context=9).startswith("min_context makes short contexts full attention")

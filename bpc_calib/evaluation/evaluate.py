@@ -181,7 +181,7 @@ def check(
                 if METHODS[name].takes_budget and k <= forced:
                     raise InputError(
                         f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} always attends "
-                        f"to {forced} tokens: nothing is left to choose"
+                        f"to {forced}: nothing is left to choose"
                     )
     return chosen
 
