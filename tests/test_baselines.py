@@ -1,4 +1,4 @@
-"""Each method against its paper's definition, on cases small enough to work out."""
+"""Each method, compared with its paper's definition on cases small enough to compute by hand."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ from bpc_calib.runtime.rules import Rules
 MODEL = describe(tiny.config())
 KEYS = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
 VALUES = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(1))
-QUERY = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(2))  # two query heads a KV head
+QUERY = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(2))  # two query heads per KV head
 
 
 def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL, layers=(0,), group="max"):
@@ -32,7 +32,7 @@ def chosen(made, visible=None, k=12):
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("padding", [0, 25])
-def test_the_oracle_takes_the_largest_products_and_the_newest(group, padding):
+def test_the_oracle_chooses_the_largest_products_and_the_newest(group, padding):
     visible = torch.arange(70).unsqueeze(0) >= padding if padding else None
     found = chosen(layer(baselines.OracleLayer, group=group), visible)
     for head in range(2):
@@ -48,18 +48,18 @@ def test_the_window_is_four_sinks_and_the_newest():
     assert chosen(layer(baselines.WindowLayer), visible)[0, 1].tolist() == [10, 11, 12, 13, *range(62, 70)]
 
 
-def test_random_keys_differ_from_step_to_step_and_not_from_run_to_run():
+def test_random_keys_differ_between_steps_and_repeat_between_runs():
     one, other = layer(baselines.RandomLayer), layer(baselines.RandomLayer)
     first, second = chosen(one), chosen(one)
     assert not torch.equal(first, second)
     assert torch.equal(first, chosen(other))
     counts = torch.bincount(torch.cat([chosen(one).flatten() for _ in range(500)]), minlength=70)[:69].float()
-    # 1,000 draws of 11 of 69: 159 each, standard deviation 12.
+    # 1,000 draws of 11 out of 69 tokens: an expected count of 159 per token, standard deviation 12.
     assert (counts - 1000 * 11 / 69).abs().max() < 60
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_quest_takes_whole_pages_by_their_upper_bound(group):
+def test_quest_chooses_whole_pages_by_their_upper_bound(group):
     found = chosen(layer(baselines.QuestLayer, budget=33, group=group), k=33)
     for head in range(2):
         bounds = []
@@ -77,7 +77,7 @@ def test_quest_takes_whole_pages_by_their_upper_bound(group):
         assert found[0, head].tolist() == sorted(taken[:33])
 
 
-def test_quest_leaves_padding_out_of_its_pages():
+def test_quest_ignores_padding_in_its_pages():
     keys = KEYS.clone()
     keys[:, :, :20] = 100.0
     visible = torch.arange(70).unsqueeze(0) >= 20
@@ -98,7 +98,7 @@ def test_random_signs_rank_by_projected_products(group):
         assert found[0, head].tolist() == sorted([69, *order])
 
 
-def test_collisions_are_tables_whose_ten_signs_agree():
+def test_a_collision_is_a_table_with_ten_equal_signs():
     made = layer(baselines.MagicPIGLayer)
     found = made.collisions(QUERY, None)
     directions = torch.randn(1500, 8, generator=torch.Generator().manual_seed(0))
@@ -109,7 +109,7 @@ def test_collisions_are_tables_whose_ten_signs_agree():
     assert torch.equal(made.rank(QUERY, None), found.amax(2))
 
 
-def test_the_chance_to_be_drawn_is_that_of_two_collisions():
+def test_the_sampling_probability_is_that_of_two_or_more_collisions():
     made = layer(baselines.MagicPIGSamplingLayer)
     key = torch.tensor([[[[1.0, 0, 0, 0, 0, 0, 0, 0]]]])
     for angle in (0.3, 1.0, 1.6):
@@ -120,25 +120,25 @@ def test_the_chance_to_be_drawn_is_that_of_two_collisions():
 
 
 def test_sampling_estimates_full_attention():
-    """Over many draws of the tables the paper's weighted estimate comes to what it estimates."""
+    """Over many random tables, the mean of the paper's weighted estimate approaches full attention."""
     generator = torch.Generator().manual_seed(5)
     keys, values = (torch.randn(1, 1, 300, 8, generator=generator) for _ in range(2))
     query = torch.randn(1, 1, 1, 8, generator=generator)
     full = torch.nn.functional.scaled_dot_product_attention(query, keys, values)[0, 0, 0]
-    # A chance of nearly 0 is a weight without bound: centred on the query, all angles are small.
+    # A probability near 0 would give an unbounded weight.
     found = []
     for seed in range(40):
         made = baselines.MagicPIGSamplingLayer(0, Rules(12, 1, 0.0, 1, 0, "max", True, 64, seed), MODEL, None)
         made.update(keys, values)
         found.append(made.attend(query, 12, None, None)[0, 0, 0])
     estimate = torch.stack(found)
-    assert 0.2 < made.attended / 300 < 0.9  # neither nothing nor everything was drawn
+    assert 0.2 < made.attended / 300 < 0.9  # part of the keys was sampled
     error = estimate.std(0) / 40**0.5
     assert ((estimate.mean(0) - full).abs() < 4 * error + 0.02).all()
 
 
 def snapkv_by_hand(keys, queries, window):
-    """Importance of the tokens before the window, for one KV head, in plain loops."""
+    """Return the importance of the tokens before the window for one KV head, computed in plain loops."""
     count = len(keys)
     total = [0.0] * (count - window)
     for query in queries:
@@ -160,7 +160,7 @@ def test_snapkv_keeps_what_the_window_attended_to():
         importance = snapkv_by_hand(KEYS[0, head], queries[0, 2 * head : 2 * head + 2], 6)
         order = sorted(range(64), key=lambda i: -importance[i])[:6]
         assert found[0, head].tolist() == sorted([*order, *range(64, 70)])
-    # What is fed later is kept beside the prompt's; other queries change nothing.
+    # Later tokens are kept in addition to those of the prompt; other queries change nothing.
     for token in range(3):
         made.update(KEYS[:, :, token : token + 1], VALUES[:, :, token : token + 1])
     assert made.count(73) == 15
@@ -168,18 +168,18 @@ def test_snapkv_keeps_what_the_window_attended_to():
     assert torch.equal(later, torch.cat([found, torch.arange(70, 73).expand(1, 2, 3)], dim=-1))
 
 
-def test_pyramidkv_gives_lower_layers_more_and_all_of_them_as_many():
+def test_pyramidkv_gives_lower_layers_more_and_keeps_the_total():
     model = describe(tiny.config(num_hidden_layers=5))
     made = [layer(baselines.PyramidKVLayer, 40, index, model=model, layers=range(5)) for index in range(5)]
     counts = [one.kept(70) for one in made]
-    # A window of 20; of the other 20 on average, a twentieth in the last layer.
+    # The window is 20; of the other 20 (the mean), the last layer keeps a twentieth.
     assert counts == [59, 50, 40, 30, 21]
     assert sum(counts) == 5 * 40
     assert [one.window(70) for one in made] == [20] * 5
     assert made[0].kept(30) == 30
-    # With dense layers, those that choose share among them.
-    some = [layer(baselines.PyramidKVLayer, 40, index, model=model, layers=(2, 4)) for index in (2, 4)]
-    assert [one.kept(70) for one in some] == [59, 21]
+    # With dense layers, only the choosing layers share the total.
+    choosing = [layer(baselines.PyramidKVLayer, 40, index, model=model, layers=(2, 4)) for index in (2, 4)]
+    assert [one.kept(70) for one in choosing] == [59, 21]
 
 
 @pytest.mark.parametrize(

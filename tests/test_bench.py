@@ -1,4 +1,4 @@
-"""`bpc bench`: floors by hand, baselines against float64, results whose ratios are those of their medians."""
+"""`bpc bench`: byte floors by hand, baselines compared with float64, ratios computed from medians."""
 
 import json
 import math
@@ -36,21 +36,21 @@ SMALL = LayerShape(batch=2, kv_heads=2, group=3, dim=16, tokens=300, dtype=torch
 
 @pytest.fixture(scope="module", autouse=True)
 def few_working_sets():
-    """Whether caches are cold changes no fact that is asserted here."""
+    """Limit the working sets; whether caches are cold does not matter to these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(inputs.MOST_BYTES, "cpu", 1 << 20)
         yield
 
 
 def softmax_attention(query, keys, values):
-    """Written out for one query at a time, in float64."""
+    """Compute attention in float64, one query at a time."""
     out = torch.empty(query.shape, dtype=torch.float64)
     for b, h, g in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
         logits = [
             sum(x * y for x, y in zip(query[b, h, g].tolist(), key, strict=True)) / math.sqrt(query.shape[-1])
             for key in keys[b, h].tolist()
         ]
-        weights = [math.exp(each - max(logits)) for each in logits]
+        weights = [math.exp(logit - max(logits)) for logit in logits]
         mixed = sum(w * value for w, value in zip(weights, values[b, h].double(), strict=True))
         out[b, h, g] = mixed / sum(weights)
     return out
@@ -58,12 +58,12 @@ def softmax_attention(query, keys, values):
 
 @pytest.fixture(scope="module")
 def layer_result():
-    """One shape at two budgets."""
+    """The rows of one shape at two budgets."""
     return layer_rows(SMALL, [0.5, 140], 1e9, 2, CPU)
 
 
 def test_floors_are_the_bytes_of_the_definition():
-    # 8 KV heads, 1,024 tokens of D=128 in 2 bytes: 8 * 1024 * 128 * 2 * 2.
+    # 8 KV heads, 1,024 tokens, D=128, keys and values, 2 bytes per number: 8 * 1024 * 128 * 2 * 2.
     assert floors.dense_bytes(8, 1024, 128, 2) == 4_194_304
     assert floors.code_bytes(8, 1024) == 8 * 1024 * 9
     assert floors.code_bytes(8, 1024, gain=False) == 8 * 1024 * 8
@@ -76,7 +76,7 @@ def test_floors_are_the_bytes_of_the_definition():
 
 def test_rows_have_the_floors_of_their_shape(layer_result):
     by_stage = {(row["budget"], row["stage"]): row for row in layer_result if row["method"] == "BPC"}
-    # 4 rows, float32: codes 300 * 9 bytes, 150 tokens of 16 * 2 * 4, at 1,000 bytes a microsecond.
+    # 4 rows, float32: codes of 300 * 9 bytes and 150 tokens of 16 * 2 * 4 bytes, at 1,000 bytes per microsecond.
     assert by_stage[0.5, "score"]["floor"] == 10.8
     assert by_stage[0.5, "attend"]["floor"] == 76.8
     assert by_stage[0.5, "step"]["floor"] == 87.6
@@ -87,7 +87,7 @@ def test_rows_have_the_floors_of_their_shape(layer_result):
     assert {row["floor"] for row in layer_result if row["method"] == "paper" and row["budget"] == 0.5} == {86.4}
 
 
-def test_ratios_and_shares_are_those_of_the_medians(layer_result):
+def test_ratios_and_shares_are_computed_from_medians(layer_result):
     steps = [row for row in layer_result if row["method"] == "BPC" and row["stage"] == "step"]
     assert [row["budget"] for row in steps] == [0.5, 140]
     for ours in steps:
@@ -103,7 +103,7 @@ def test_ratios_and_shares_are_those_of_the_medians(layer_result):
         assert row["spread"][0] <= row["median"] <= row["spread"][1]
 
 
-def test_all_stages_are_there_in_order(layer_result):
+def test_all_stages_are_present_in_order(layer_result):
     stages = [row["stage"] for row in layer_result if row["method"] == "BPC" and row["budget"] == 140]
     assert stages == ["encode", "project", "score", "select", "attend", "step"]
 
@@ -145,7 +145,7 @@ def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
     assert "ZeroDivisionError" in notes["dense/broken"]
 
 
-def test_a_step_of_ours_that_is_wrong_stops_the_run(monkeypatch):
+def test_a_wrong_step_of_bpc_stops_the_run(monkeypatch):
     monkeypatch.setattr("bpc_calib.bench.layer.step", lambda *all_given: all_given[2])
     with pytest.raises(BPCError, match=r"is off by .*: nothing was timed"):
         layer_rows(SMALL, [0.5], 1e9, 1, CPU)
@@ -165,7 +165,7 @@ def test_stages_end_in_what_a_cache_chooses(name, monkeypatch):
     assert torch.equal(stages["select"](codes, gains), expected)
 
 
-def test_times_are_microseconds_of_a_call_and_faults_are_told():
+def test_timed_returns_microseconds_per_call_or_the_fault():
     calls: list[int] = []
     found = timing.timed({"three": [lambda: calls.append(1)] * 3, "bad": [lambda: 1 / 0]}, 4, CPU)
     assert len(found["three"]) == 4
@@ -175,7 +175,7 @@ def test_times_are_microseconds_of_a_call_and_faults_are_told():
 
 
 @pytest.mark.parametrize("tokens", [256, 2048])
-def test_working_sets_leave_no_cache_warm(monkeypatch, tokens):
+def test_working_sets_are_larger_than_the_caches(monkeypatch, tokens):
     monkeypatch.setitem(inputs.MOST_BYTES, "cpu", MOST_BYTES)
     monkeypatch.setattr(inputs, "cache_bytes", lambda device: 32 << 20)
     monkeypatch.setattr(inputs, "available_memory", lambda device: 16 << 30)
@@ -193,14 +193,14 @@ def test_working_sets_leave_no_cache_warm(monkeypatch, tokens):
     assert not working_sets(shape, 128, CPU).cold
 
 
-def test_calls_go_through_all_sets_in_turn():
+def test_calls_use_all_sets_in_turn():
     given = make(SMALL, inputs.Sets(5, 2, 1, 5), CPU)
     taken = [[each.data_ptr() for each in set_of(given, i)] for i in range(5)]
     assert [len({places[each] for places in taken}) for each in range(4)] == [5, 5, 2, 2]
 
 
 def test_a_layer_that_does_not_fit_is_refused():
-    with pytest.raises(InputError, match=r"4,000,000 tokens of 8000 KV heads take .* GB a layer"):
+    with pytest.raises(InputError, match=r"4,000,000 tokens of 8000 KV heads need .* GB per layer"):
         working_sets(LayerShape(1000, 8, 4, 128, 4_000_000, torch.bfloat16), 128, CPU)
 
 
@@ -212,30 +212,30 @@ def test_the_last_caches_of_all_processors_are_counted(monkeypatch, tmp_path):
             for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", who)):
                 (folder / name).write_text(text + "\n")
     monkeypatch.setattr("bpc_calib.bench.machine.SYSTEM", tmp_path)
-    for cpus, megabytes in (({0, 1, 2}, 32), ({0, 1}, 16), ({9}, 32)):  # of the last nothing is known
+    for cpus, megabytes in (({0, 1, 2}, 32), ({0, 1}, 16), ({9}, 32)):  # the last set has no known cache
         monkeypatch.setattr("os.sched_getaffinity", lambda process, cpus=cpus: cpus, raising=False)
         assert cache_bytes(CPU) == megabytes << 20
 
 
 def walk(wins_from, longest, **arguments):
-    asked = []
+    measured = []
 
     def measure(tokens):
-        asked.append(tokens)
+        measured.append(tokens)
         return {"tokens": tokens, "sparse_wins": tokens >= wins_from}
 
-    return find_crossover(measure, longest, **arguments), asked
+    return find_crossover(measure, longest, **arguments), measured
 
 
-def test_crossover_narrows_the_place_where_sparse_begins_to_win():
-    found, asked = walk(3000, 1 << 17)
-    assert asked == [256, 512, 1024, 2048, 4096, 8192, 3072, 2560]
+def test_crossover_bisects_the_length_from_which_sparse_wins():
+    found, measured = walk(3000, 1 << 17)
+    assert measured == [256, 512, 1024, 2048, 4096, 8192, 3072, 2560]
     assert found["min_context"] == 3072
-    assert [row["tokens"] for row in found["rows"]] == sorted(asked)
+    assert [row["tokens"] for row in found["rows"]] == sorted(measured)
     assert walk(0, 4096)[0]["min_context"] == 0
     assert walk(10_000, 4096)[0]["min_context"] is None
     assert walk(4096, 4096)[0]["min_context"] == 4096
-    with pytest.raises(InputError, match="the walk begins at 256"):
+    with pytest.raises(InputError, match="the crossover starts at 256"):
         walk(0, 100)
 
 
@@ -258,9 +258,9 @@ def test_a_shape_with_fewer_layers_has_a_smaller_vocabulary():
         (("qwen3-8b", 0), "--layers must be 1 to 36"),
         (("qwen3-8b", 1, 0), "--mlp must be at least 1, not 0"),
     ):
-        with pytest.raises(InputError) as told:
+        with pytest.raises(InputError) as refused:
             shape_config(*arguments)
-        assert fault in str(told.value)
+        assert fault in str(refused.value)
 
 
 @torch.no_grad()
@@ -294,11 +294,11 @@ def test_weights_that_a_step_reads():
         assert weight_bytes(model) == everything - (0 if tied else 260 * 32 * 4)
 
 
-def test_random_models_have_the_dtype_and_memory_is_counted_first():
+def test_random_models_have_the_dtype_and_memory_is_checked_first():
     config = tiny.config()
     model = random_model(config, torch.bfloat16, CPU)
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
-    with pytest.raises(InputError, match=r"decoding 64 x 4,000,000 tokens with llama takes some .* GB"):
+    with pytest.raises(InputError, match=r"decoding 64 x 4,000,000 tokens with llama needs about .* GB"):
         check_memory(config, 0, 64, 4_000_000, torch.bfloat16, CPU)
 
 
@@ -315,10 +315,10 @@ def result():
     settings = Settings(
         lengths=(200, 300), batch_sizes=(1, 2), budgets=(0.5,), group_sizes=(1, 2), prefill_tokens=60, repeats=2
     )
-    told = []
-    made = run(settings, config, tiny.model, None, torch.float32, CPU, lambda share, what: told.append(share))
-    assert told == sorted(told)
-    assert told[-1] == 1
+    shares = []
+    made = run(settings, config, tiny.model, None, torch.float32, CPU, lambda share, what: shares.append(share))
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
     return made
 
 
@@ -337,7 +337,7 @@ def test_result_schema(result):
     assert [row["tokens"] for row in result["prefill"]["rows"]] == [60, 60, 200, 300]
 
 
-def test_decoding_rows_fit_together(result):
+def test_decoding_rows_are_consistent(result):
     model = tiny.model()
     rows = result["decode"]["rows"]
     assert [(row["batch"], row["tokens"]) for row in rows] == [(1, 200), (1, 300), (2, 200), (2, 300)]
@@ -354,7 +354,7 @@ def test_decoding_rows_fit_together(result):
                 1e3 * row["batch"] / row[side]["milliseconds"], rel=0.01
             )
             assert row[side]["peak_bytes"] > 1e6
-        token = 2 * 2 * 8 * 4  # bytes a layer
+        token = 2 * 2 * 8 * 4  # bytes per layer
         weights = weight_bytes(model)
         for side, cached in (
             ("full", 3 * length * token),
@@ -388,15 +388,15 @@ def test_prefill_share_is_that_of_hashing(result):
         ({"repeats": 0}, "--repeats must be 1 to 1,000, not 0"),
         ({"budgets": ()}, "--budgets: give at least one"),
         ({"budgets": (1.5,)}, "budget must be a share in (0, 1]"),
-        ({"dense_layers": (7,)}, "dense_layers: 7 is no layer of llama"),
-        ({"dense_layers": (0, 1, 2)}, "leave nothing to do"),
-        ({"crossover": True, "lengths": (100,)}, "--crossover walks from 256 tokens on"),
+        ({"dense_layers": (7,)}, "dense_layers: 7 is not a layer of llama"),
+        ({"dense_layers": (0, 1, 2)}, "leave BPC no layer"),
+        ({"crossover": True, "lengths": (100,)}, "--crossover starts at 256 tokens"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_any_work(changes, fault):
-    with pytest.raises(InputError) as told:
+def test_bad_settings_are_refused_before_any_work(changes, fault):
+    with pytest.raises(InputError) as refused:
         check(Settings(**changes), tiny.config(), None)
-    assert fault in str(told.value)
+    assert fault in str(refused.value)
 
 
 TINY = ("--lengths", "200", "--kv-heads", "2", "--head-dim", "16", "--repeats", "2", "--dtype", "float32")
@@ -453,12 +453,12 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
     for row in found["rows"]:
         assert row["sparse_wins"] == (row["sparse"]["median"] < row["dense"]["median"])
         assert row["times_dense"] == pytest.approx(row["dense"]["median"] / row["sparse"]["median"], abs=1e-3)
-    told = {
+    lines = {
         0: "BPC was faster at every length: min_context=0",
         512: "BPCCache(min_context=512), bpc generate --min-context 512",
         None: "Dense was still faster at",
     }
-    for value, line in told.items():
+    for value, line in lines.items():
         made["crossover"] = [found | {"min_context": value}]
         print_benchmark(made)
         assert line in capsys.readouterr().out
@@ -482,7 +482,7 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
         (("-a", "none.safetensors"), "none.safetensors"),
         (("-o", "no/such.json"), "no/such.json: there is no folder no"),
         (("--plot", "no/such.png"), "no/such.png: there is no folder no"),
-        (("--plot", "such.doc"), "such.doc: pictures are .png, .svg, .pdf"),
+        (("--plot", "such.doc"), "such.doc: a picture must be one of .png, .svg, .pdf"),
         (("--device", "toaster"), "device toaster cannot be used"),
     ],
 )
@@ -514,10 +514,10 @@ def test_decoding_sorts_the_safeguards_list_once(monkeypatch):
     before = hashed_layer.worst_first
     monkeypatch.setattr(hashed_layer, "worst_first", lambda error: sorted_lists.append(error) or before(error))
     decode_rows(tiny.model(), calibrated, 1, 300, [0.5, 150], (), 1e9, 3)
-    assert len(sorted_lists) == 3  # one a layer
+    assert len(sorted_lists) == 3  # one per layer
 
 
-def test_a_dense_form_that_fails_is_noted_and_none_at_all_is_told(monkeypatch):
+def test_a_failing_dense_form_is_noted_and_no_form_is_an_error(monkeypatch):
     forms = {"right": dense_forms.folded, "broken": lambda q, k, v: 1 / 0, "none": "absent"}
     monkeypatch.setattr(dense_forms, "forms", lambda device: forms)
     (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
@@ -525,13 +525,13 @@ def test_a_dense_form_that_fails_is_noted_and_none_at_all_is_told(monkeypatch):
     assert row["dense_forms"]["none"]["note"] == "absent"
     assert "ZeroDivisionError" in row["dense_forms"]["broken"]["note"]
     del forms["right"]
-    with pytest.raises(BPCError, match=r"no dense attention is right here \(broken: not measured: Zero"):
+    with pytest.raises(BPCError, match=r"no dense attention is correct on this machine \(broken: not measured: Zero"):
         decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
-    with pytest.raises(BPCError, match=r"no dense form can be compared \(.*broken"):
+    with pytest.raises(BPCError, match=r"no dense form can be timed \(.*broken"):
         compared(SMALL, 300, 0.5, 1e9, 1, CPU)
 
 
-def test_a_side_that_fails_in_the_model_leaves_the_others(monkeypatch):
+def test_a_variant_that_fails_in_the_model_does_not_stop_the_others(monkeypatch):
     def failing(*given, **more):
         raise RuntimeError("no choice")
 
@@ -543,7 +543,9 @@ def test_a_side_that_fails_in_the_model_leaves_the_others(monkeypatch):
     assert row["limit_times_full"] > 0
 
 
-def test_a_part_that_fails_leaves_the_others_and_what_is_finished_is_written(bpc, model_folder, tmp_path, monkeypatch):
+def test_a_failing_part_does_not_stop_the_others_and_finished_parts_are_written(
+    bpc, model_folder, tmp_path, monkeypatch
+):
     output = tmp_path / "a.json"
 
     def failing(*given):
@@ -561,7 +563,7 @@ def test_a_part_that_fails_leaves_the_others_and_what_is_finished_is_written(bpc
     assert (ran.code, ran.out) == (1, "")
 
 
-def test_settings_are_those_of_the_papers_projections_and_memory_is_counted_before_any_work(monkeypatch):
+def test_settings_follow_the_papers_projections_and_memory_is_checked_before_any_work(monkeypatch):
     config = tiny.config()
     given = random_artifact(config)
     given = replace(given, metadata=given.metadata | {"algorithm": given.metadata["algorithm"] | {"name": "paper"}})
@@ -571,5 +573,5 @@ def test_settings_are_those_of_the_papers_projections_and_memory_is_counted_befo
     assert total_bytes(config, torch.float32) == sum(each.nbytes for each in tiny.model().parameters())
     monkeypatch.setattr("bpc_calib.bench.measure.layer_rows", lambda *given: pytest.fail("measured"))
     monkeypatch.setattr("bpc_calib.bench.decode.available_memory", lambda device: 1 << 29)
-    with pytest.raises(InputError, match="decoding 1 x 200 tokens with llama takes some"):
+    with pytest.raises(InputError, match="decoding 1 x 200 tokens with llama needs about"):
         run(replace(settings, parts=("layer", "decode")), config, tiny.model, None, torch.float32, CPU)

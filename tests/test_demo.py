@@ -1,4 +1,4 @@
-"""The bundled model: what it is, that it retrieves, and the commands that rest on it."""
+"""The bundled model: its files, its retrieval, and the commands that use it."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def tokenizer():
     return load_tokenizer("demo")
 
 
-def test_it_is_small_and_whole():
+def test_its_files_are_complete_and_small():
     files = {path.name: path.stat().st_size for path in DEMO_MODEL.iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
     assert sum(files.values()) <= 6_000_000
@@ -35,9 +35,9 @@ def test_it_is_small_and_whole():
         assert {str(weights.get_slice(name).get_dtype()) for name in weights.keys()} == {"BF16"}  # noqa: SIM118
 
 
-def test_demo_names_it_everywhere(tmp_path, monkeypatch):
+def test_the_name_demo_means_the_bundled_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("demo").mkdir()  # a folder of the user's is ./demo
+    Path("demo").mkdir()  # a user's folder with this name is ./demo
     config, commit = load_config("demo")
     described = describe(config)
     assert (described.id, commit, described.context_limit) == ("demo", None, 8192)
@@ -52,8 +52,8 @@ def test_its_tokenizer_knows_the_words_of_the_made_text(tokenizer):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_it_retrieves_and_chance_does_not(model, tokenizer):
-    """The story of `bpc demo`, on fewer questions: all methods of which one answers by rights."""
+def test_bpc_retrieves_and_random_keys_do_not(model, tokenizer):
+    """The comparison of `bpc demo` with fewer questions and more methods."""
     artifact = tiny.calibrated(model, tokenizer, corpora=["demo"], samples=24, sequence_length=1024)
     rows = evaluate(
         model,
@@ -74,7 +74,7 @@ def test_it_retrieves_and_chance_does_not(model, tokenizer):
     assert right["window"] <= 0.35
 
 
-def test_the_command_tells_the_story(bpc):
+def test_the_command_shows_all_its_parts(bpc):
     ran = bpc("demo", "--prompts", "4", "-q")
     assert ran.code == 0, ran.err
     for word in (
@@ -93,7 +93,7 @@ def test_the_command_tells_the_story(bpc):
     assert rows[1]["read"] < 0.1
 
 
-def test_the_command_calibrates_and_generates_with_it(bpc, tmp_path, monkeypatch):
+def test_the_commands_calibrate_and_generate_with_it(bpc, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ran = bpc("calibrate", "-m", "demo", "--samples", "6", "--sequence-length", "512", "--json", "-q")
     assert ran.code == 0, ran.err
@@ -114,7 +114,7 @@ def test_the_command_calibrates_and_generates_with_it(bpc, tmp_path, monkeypatch
     assert ran.code == 0, ran.err
 
 
-def test_its_card_says_what_it_is():
+def test_its_model_card_has_all_parts():
     card = (DEMO_MODEL / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0")
     for heading in ("## Data", "## Recipe", "## Measured", "## Limits"):
@@ -122,7 +122,7 @@ def test_its_card_says_what_it_is():
     assert re.search(r"evaluation_8192\.json", card)
 
 
-def test_made_corpora_repeat_themselves_by_seed(tokenizer):
+def test_made_corpora_are_the_same_for_the_same_seed(tokenizer):
     import random
 
     from bpc_calib.text.corpora import documents
@@ -133,4 +133,4 @@ def test_made_corpora_repeat_themselves_by_seed(tokenizer):
         one, other = (next(documents(corpus, random.Random(3))) for _ in range(2))
         assert one == other
         words = re.findall(r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]+|\s", one)
-        assert len(tokenizer(one, add_special_tokens=False)["input_ids"]) == len(words)  # no word falls to bytes
+        assert len(tokenizer(one, add_special_tokens=False)["input_ids"]) == len(words)  # no word is split into bytes

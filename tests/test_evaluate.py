@@ -1,4 +1,4 @@
-"""`evaluate` and `bpc eval`: rows, refusals, files. Retrieval itself is tested on the model that has learnt it."""
+"""`evaluate` and `bpc eval`: rows, errors, files. tests/test_demo.py tests retrieval, on a model trained for it."""
 
 import json
 import sys
@@ -66,7 +66,7 @@ def test_a_row_for_every_task_method_and_budget(rows):
     assert seen[0] == (0.0, "text, 700 tokens")
 
 
-def test_the_figures_of_text(rows):
+def test_the_metrics_of_text(rows):
     text = {(row["method"], row["budget"]): row for row in rows[0] if row["task"] == "text"}
     assert text["full", None]["loss_difference"] == {"value": 0.0, "low": 0.0, "high": 0.0}
     assert text["full", None]["read"] == 1.0
@@ -78,7 +78,7 @@ def test_the_figures_of_text(rows):
             assert row["layers"] == [0, 1, 2]
     assert text["oracle", 8]["mass"]["value"] > text["random", 8]["mass"]["value"] + 0.02
     assert text["oracle", 0.1]["recall"]["value"] > 0.98
-    # 70 of 700 tokens: by chance a tenth, but for the newest.
+    # 70 of 700 tokens: a random choice keeps a tenth, apart from the newest token.
     assert text["random", 0.1]["recall"]["value"] == pytest.approx(0.1, abs=0.02)
     assert text["random", 0.1]["read"] == pytest.approx(0.1, abs=0.001)
     assert text["oracle", 0.1]["read"] == pytest.approx(0.6, abs=0.001)
@@ -108,19 +108,18 @@ def refused(**changes):
     return str(fault.value)
 
 
-def test_what_cannot_be_evaluated_is_refused_before_any_work():
+def test_bad_settings_are_refused_before_any_work():
     assert refused(tasks=["needle", "haystack"]).startswith("unknown task 'haystack': the tasks are text, needle, ")
     assert refused(methods=["h2o"]).startswith("unknown method 'h2o': the methods are full, oracle, ")
-    assert refused(methods=["bpc"]) == "method 'bpc' needs an artifact of this model; bpc-online needs none"
-    assert refused(lengths=[1024, 4096]) == "prompts of 4,096 tokens: the model takes 2,048 in all"
+    assert refused(methods=["bpc"]) == "method 'bpc' needs an artifact of this model; method 'bpc-online' needs none"
+    assert refused(lengths=[1024, 4096]) == "prompts of 4,096 tokens are too long: the model's limit is 2,048"
     assert refused(tasks=["text"]) == "task 'text' needs a corpus"
     assert refused(prompts=0) == "prompts must be at least 1, not 0"
     assert refused(budgets=[]) == "give at least one budget"
     assert refused(budgets=[0.004], methods=["window"]) == (
-        "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks attends to 5 whatever it ranks: "
-        "nothing is left to choose"
+        "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks always attends to 5: nothing is left to choose"
     )
-    assert "BPC online attends to 1 whatever it ranks" in refused(budgets=[1], methods=["bpc-online"], recent=1)
+    assert "BPC online always attends to 1" in refused(budgets=[1], methods=["bpc-online"], recent=1)
     assert refused(dense_layers=(9,)).startswith("dense_layers")
     for methods in (None, ["full"], ["bpc-online"], ["quest"]):
         assert refused(methods=methods, min_context=9).startswith("min_context makes short contexts full attention")
@@ -170,7 +169,7 @@ def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
     ("words", "message"),
     [
         (("--tasks", "haystack"), "unknown task 'haystack': the tasks are text, needle,"),
-        (("--lengths", "4096"), "prompts of 4,096 tokens: the model takes 2,048 in all"),
+        (("--lengths", "4096"), "prompts of 4,096 tokens are too long: the model's limit is 2,048"),
         (("--lengths", "many"), "--lengths many: expected numbers of tokens, like 2048,8192"),
         (("--budgets", "0.1%"), "a budget of 0.001 is 1 of 700 tokens"),
         (("--budgets", "much"), "--budgets much: expected a share"),
@@ -203,7 +202,7 @@ def test_pictures_without_matplotlib(bpc, folder, monkeypatch):
     assert (ran.code, ran.err) == (1, "Error: pictures need matplotlib: pip install matplotlib\n")
 
 
-def test_too_short_for_a_task_is_known_before_any_work(bpc, folder):
+def test_prompts_too_short_for_a_task_are_refused_before_any_work(bpc, folder):
     ran = bpc("eval", "-m", folder, "--tasks", "text,needle,multi-key", "--lengths", "700", "--budgets", "10%")
     assert ran.code == 1
     assert ran.err.startswith("Error: task 'multi-key' at 700 tokens: ")

@@ -1,4 +1,4 @@
-"""What a choice of tokens keeps of full attention, against sums spelled out in float64."""
+"""The metrics of a choice of tokens, compared with sums written out in float64."""
 
 import math
 import random
@@ -16,10 +16,10 @@ from bpc_calib.evaluation.statistics import mean, share
 
 
 def by_hand(query, keys, values, chosen, scale):
-    """The four numbers of one KV head, from lists of numbers."""
+    """Return the four metrics of one KV head, computed from lists of numbers."""
     products = [[sum(a * b for a, b in zip(q, k, strict=True)) for k in keys] for q in query]
     below = [[row[i] - max(row) for row in products] for i in range(len(keys))]
-    best_of_group = [4 * len(query) * max(each) + sum(max(r, -16 / scale) for r in each) for each in below]
+    best_of_group = [4 * len(query) * max(column) + sum(max(r, -16 / scale) for r in column) for column in below]
     true = sorted(range(len(keys)), key=lambda i: (-best_of_group[i], i))[: len(chosen)]
     found = {"recall": len(set(true) & set(chosen)) / len(chosen), "mass": 0.0, "best_kept": 0.0, "cosine": 0.0}
     for row in products:
@@ -56,13 +56,13 @@ def test_metrics_are_the_sums_of_their_definitions(scale):
             assert found[row, head].tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_everything_keeps_everything():
+def test_choosing_all_tokens_keeps_everything():
     keys = torch.randn(1, 1, 9, 4, generator=torch.Generator().manual_seed(1))
     found = measure(keys[:, :, :2], keys, keys, torch.arange(9).expand(1, 1, 9))
     torch.testing.assert_close(found, torch.ones(1, 1, 4))
 
 
-def test_a_choice_that_misses_the_one_key_that_matters():
+def test_a_choice_without_the_one_important_key_keeps_nothing():
     keys = torch.zeros(1, 1, 10, 4)
     keys[0, 0, 3] = 40.0  # all weight is here
     values = torch.eye(10).unsqueeze(0).unsqueeze(0)[..., :4].contiguous()
@@ -72,14 +72,14 @@ def test_a_choice_that_misses_the_one_key_that_matters():
     torch.testing.assert_close(miss[0, 0], torch.zeros(4), atol=1e-6, rtol=0)
 
 
-def test_a_probe_asks_every_method_at_the_same_steps_and_changes_nothing():
+def test_a_probe_measures_every_method_and_does_not_change_decoding():
     model = tiny.model()
     enable(model)
     ids = torch.arange(60).reshape(1, 60) % 250
     names = [name for name in METHODS if name not in ("full", "bpc", "magicpig-own")]
     rules = {"min_tokens": 1, "dense_layers": (), "seed": 0}
-    asked = {name: make_cache(name, model.config, None, 12, **rules) for name in names}
-    cache = probe(model.config, asked)
+    caches = {name: make_cache(name, model.config, None, 12, **rules) for name in names}
+    cache = probe(model.config, caches)
     prefix = prefill(model, ids[:, :50])
     with_probe = force(model, fork(prefix, cache), ids[:, 50:])
     plain = force(model, fork(prefix, BPCCache(model.config, budget=1.0, dense_layers=())), ids[:, 50:])

@@ -1,4 +1,4 @@
-"""Decoding that decodes: after the prefix every token is a step of its own, of the cache that is compared."""
+"""Forced decoding: after the prefix, every token is one step of the cache under comparison."""
 
 import pytest
 import tiny
@@ -23,7 +23,7 @@ def model():
 
 
 class NewestOnly(RankingLayer):
-    """Every step attends to its own token alone: no text before it can matter."""
+    """A layer whose steps attend only to their own token, so that earlier text cannot matter."""
 
     def rank(self, query, visible):
         self.ranked = getattr(self, "ranked", 0) + 1
@@ -48,7 +48,7 @@ def test_log_likelihoods_are_those_of_the_model(model):
 
 
 def test_every_forced_token_is_decoded(model):
-    """A selection that sees the newest token alone must answer as if nothing had come before."""
+    """A cache that attends only to the newest token must give the same likelihoods after different prefixes."""
     prefix = prefill(model, IDS[:, :60])
     one, other = fork(prefix, newest(model)), fork(prefill(model, IDS[:, :60].flip(1)), newest(model))
     first, _ = log_likelihoods(model, one, IDS[:, 60:])
@@ -59,18 +59,18 @@ def test_every_forced_token_is_decoded(model):
     assert [layer.ranked for layer in one.layers] == [19] * 3
 
 
-def test_a_completion_is_decoded_too(model):
+def test_every_token_of_a_completion_is_decoded(model):
     cache = fork(prefill(model, IDS[:, :60]), newest(model))
-    said = complete(model, cache, IDS[:, 60:65], 4)
-    assert [layer.ranked for layer in cache.layers] == [8] * 3  # the last token said is not fed
-    # Each said token follows from the one before alone.
+    answer = complete(model, cache, IDS[:, 60:65], 4)
+    assert [layer.ranked for layer in cache.layers] == [8] * 3  # the last token of the answer is not fed
+    # Each token of the answer depends only on the token before it.
     for place in range(3):
         fresh = fork(prefill(model, IDS[:, : 64 + place + 1]), newest(model))
-        assert torch.equal(force(model, fresh, said[:, place : place + 1]).argmax(-1), said[:, place + 1])
+        assert torch.equal(force(model, fresh, answer[:, place : place + 1]).argmax(-1), answer[:, place + 1])
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "bpc"])
-def test_a_fork_is_as_good_as_a_prefill_of_its_own(model, method):
+def test_a_fork_equals_a_separate_prefill(model, method):
     prefix = prefill(model, IDS[:, :60])
     forked = fork(prefix, make_cache(method, model.config, None, 12, seed=0, **HARD))
     own = make_cache(method, model.config, None, 12, seed=0, **HARD)
@@ -81,7 +81,7 @@ def test_a_fork_is_as_good_as_a_prefill_of_its_own(model, method):
     assert not any(isinstance(layer, SnapKVLayer) for layer in prefix.layers)
 
 
-def test_a_fork_of_sliding_layers():
+def test_a_fork_copies_sliding_window_layers():
     model = tiny.model("gemma3_text")
     enable(model)
     prefix = prefill(model, IDS[:, :60])

@@ -1,4 +1,4 @@
-"""Tasks of lm_eval through a cache that decodes: likelihoods, generation, rolling likelihoods."""
+"""Tasks of lm_eval that a cache decodes: likelihoods, generation, rolling likelihoods."""
 
 import json
 
@@ -38,7 +38,7 @@ def ask(kind, *arguments):
 
 
 def by_hand(model, text, answer):
-    """The likelihood of the answer's tokens in one pass, and whether each was the likeliest."""
+    """Return the log-likelihood of the answer in one pass, and whether each of its tokens was the most likely."""
     tokenizer = tiny.tokenizer()
     ids = tokenizer(text + answer, return_tensors="pt")["input_ids"]
     count = len(answer.encode())
@@ -59,23 +59,23 @@ def test_likelihoods(model):
 
 @pytest.mark.parametrize("method", ["bpc-online", "snapkv", "pyramidkv", "quest"])
 def test_short_contexts(model, method):
-    """One token or two of context: there was hardly a prefill, and everything is decoded."""
+    """With one or two tokens of context there is almost no prefill, and everything is decoded."""
     for context in ("", "a"):
         [(found, _)] = adapter(model, method).loglikelihood(ask("loglikelihood", context, ANSWER))
         assert found < 0
     assert adapter(model, method)._loglikelihood_tokens([("", [257], [])]) == [(0.0, True)]
 
 
-def test_generation_stops_where_it_is_told_to(model):
+def test_generation_ends_before_a_stop_string(model):
     tokenizer = tiny.tokenizer()
     ids = tokenizer(CONTEXT, return_tensors="pt")["input_ids"]
     made = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=256)[0, ids.shape[1] :]
     expected = tokenizer.decode(made, skip_special_tokens=True)
-    [said] = adapter(model).generate_until(ask("generate_until", CONTEXT, {"until": [], "max_gen_toks": 12}))
-    assert said == expected
+    [answer] = adapter(model).generate_until(ask("generate_until", CONTEXT, {"until": [], "max_gen_toks": 12}))
+    assert answer == expected
     stop = expected[5]
-    [said] = adapter(model).generate_until(ask("generate_until", CONTEXT, {"until": [stop], "max_gen_toks": 12}))
-    assert said == expected[: expected.index(stop)]
+    [answer] = adapter(model).generate_until(ask("generate_until", CONTEXT, {"until": [stop], "max_gen_toks": 12}))
+    assert answer == expected[: expected.index(stop)]
     with pytest.raises(InputError, match="samples its answers"):
         adapter(model).generate_until(ask("generate_until", CONTEXT, {"do_sample": True, "temperature": 0.7}))
 
@@ -85,7 +85,7 @@ def test_rolling_likelihoods(model):
     [found] = adapter(model).loglikelihood_rolling(ask("loglikelihood_rolling", text))
     tokens = tiny.tokenizer()(text)["input_ids"]
     with torch.inference_mode():
-        # 512 tokens after BOS, then the rest of a window that is full.
+        # The first window scores the 512 tokens after BOS; the last window is full and scores only its rest.
         first = model(torch.tensor([tokens[:512]])).logits[0].log_softmax(-1)
         second = model(torch.tensor([tokens[-513:-1]])).logits[0].log_softmax(-1)
     wanted = torch.tensor(tokens[1:])
@@ -97,7 +97,7 @@ def test_rolling_likelihoods(model):
 
 
 def test_every_answer_is_decoded(model):
-    """Attending to three tokens must change what is likely and what is said."""
+    """Attending to only three tokens must change the likelihood, and generation feeds one token per step."""
     [(full, _)] = adapter(model).loglikelihood(ask("loglikelihood", CONTEXT, ANSWER))
     [(few, _)] = adapter(model, "bpc-online").loglikelihood(ask("loglikelihood", CONTEXT, ANSWER))
     assert abs(full - few) > 0.1
@@ -116,7 +116,7 @@ def test_every_answer_is_decoded(model):
 
 @pytest.fixture
 def tasks(tmp_path):
-    """A multiple choice and a question to answer, as YAML files beside a JSON file of documents."""
+    """Write a multiple-choice task and a generation task as YAML files, with a JSON file of documents."""
     documents = [{"question": f"{CONTEXT} {i}", "choices": [" yes", " no"], "answer": i % 2} for i in range(4)]
     data = tmp_path / "documents.json"
     data.write_text("\n".join(map(json.dumps, documents)))
@@ -152,7 +152,7 @@ def test_the_command_runs_tasks_of_lm_eval(bpc, model_folder, tasks):
     assert json.loads(output.read_text())["rows"] == rows
 
 
-def test_what_lm_eval_does_not_know(bpc, model_folder):
+def test_unknown_tasks_of_lm_eval_are_refused(bpc, model_folder):
     for name, message in (("no_such_task", "lm_eval has no task 'no_such_task'"), ("no.yaml", "there is no such file")):
         ran = bpc("eval", "-m", model_folder, "--tasks", f"lm_eval:{name}")
         assert ran.code == 1

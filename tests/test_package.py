@@ -1,4 +1,4 @@
-"""The shape of the house: which room may import which, how large functions may be, what the package says of itself."""
+"""The structure of the project: allowed imports, sizes of functions, documented public names."""
 
 import ast
 import subprocess
@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "bpc_calib": {"bpc_artifacts", "bpc_calib"},
     "cli": {"bpc_artifacts", "bpc_calib", "bpc_cli"},
 }
-# For each room and module of `bpc_calib` the others that it may import; CONTRIBUTING.md draws this table.
+# For each subpackage and module of `bpc_calib`, the others that it may import; CONTRIBUTING.md shows this table.
 ROOMS = {
     "errors": set(),
     "compat": set(),
@@ -32,7 +32,7 @@ ROOMS = {
     "evaluation": {"errors", "method", "models", "text", "runtime"},
     "bench": {"errors", "compat", "method", "models", "backends", "runtime"},
 }
-# Of the backends, the rest of the house sees these alone.
+# The only modules of `backends` that other subpackages may import.
 OPEN_BACKENDS = {"dispatch", "limits", "pages"}
 # Tables of names that the help of the commands shows; they import none of the large libraries.
 NAMES = {
@@ -48,7 +48,7 @@ MOST_COMMAND_LINES = 60
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The modules that a file imports, wherever in it; `from a import b` gives a.b."""
+    """Yield the modules that a file imports at any level; `from a import b` yields a.b."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, file
@@ -67,7 +67,7 @@ def test_imports_point_down_only(folder):
                 assert top not in {"torch", "transformers", "datasets"}, f"{file}: {name}"
 
 
-def test_rooms_import_only_what_the_table_allows():
+def test_subpackages_import_only_what_the_table_allows():
     package = ROOT / "bpc_calib"
     assert {path.stem for path in package.iterdir() if path.suffix in ("", ".py") and path.name[0] != "_"} == set(ROOMS)
     for room, allowed in ROOMS.items():
@@ -92,10 +92,10 @@ def functions(folder: str) -> Iterator[tuple[Path, ast.FunctionDef]]:
 @pytest.mark.parametrize("folder", ["artifacts", "bpc_calib", "cli", "benchmarks", "training"])
 def test_no_function_has_many_parameters(folder):
     for file, node in functions(folder):
-        given = node.args
-        names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-        count = len(names) + bool(given.vararg) + bool(given.kwarg) - (names[:1] in (["self"], ["cls"]))
-        operator = file.name == "ops.py" and file.parent.name == "triton"  # the schema of torch knows no dataclass
+        parameters = node.args
+        names = [each.arg for each in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)]
+        count = len(names) + bool(parameters.vararg) + bool(parameters.kwarg) - (names[:1] in (["self"], ["cls"]))
+        operator = file.name == "ops.py" and file.parent.name == "triton"  # torch operators cannot take a dataclass
         assert count <= MOST_PARAMETERS or operator, f"{file}: {node.name} has {count} parameters"
 
 
@@ -110,7 +110,7 @@ def test_commands_are_short():
         assert lines <= MOST_COMMAND_LINES, f"{node.name} has a body of {lines} lines"
 
 
-def test_only_what_needs_it_imports_the_large_libraries_at_the_top():
+def test_large_libraries_are_imported_at_the_top_only_where_needed():
     for folder in MAY_IMPORT:
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.parse(file.read_text()).body:
@@ -118,7 +118,7 @@ def test_only_what_needs_it_imports_the_large_libraries_at_the_top():
                     module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                     forbidden = {"transformers", "datasets", "huggingface_hub", "matplotlib", "rich", "lm_eval"}
                     forbidden |= {"torch", "bpc_calib", "bpc_artifacts"} if folder == "cli" else set()
-                    if file.name in ("cache.py", "layers.py"):  # subclasses; imported when BPCCache is first asked for
+                    if file.name in ("cache.py", "layers.py"):  # imported only at the first use of BPCCache
                         forbidden -= {"transformers"}
                     assert module in NAMES or (module or "").split(".")[0] not in forbidden, f"{file}: {module}"
 

@@ -1,4 +1,4 @@
-"""`enable`, `disable` and `BPCCache` around the conformance suite: what is left alone, refused and shared by nobody."""
+"""`enable`, `disable` and `BPCCache`: what they leave unchanged, what they refuse, and that caches share no state."""
 
 import copy
 import gc
@@ -69,8 +69,8 @@ def test_without_a_bpc_cache_an_enabled_model_is_untouched(family, attention):
     assert all(map(torch.equal, before, everything()))
 
 
-def test_all_but_none_through_the_sparse_path_is_full_attention():
-    """The shortcut aside: the functions below, given every token, are full attention within rounding."""
+def test_sparse_attention_over_all_tokens_is_full_attention():
+    """Without the shortcut for a full budget, the results agree within rounding."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 2, 3, 64, generator=generator)
     keys, values = torch.randn(2, 2, 2, 50, 64, generator=generator)
@@ -79,7 +79,7 @@ def test_all_but_none_through_the_sparse_path_is_full_attention():
     torch.testing.assert_close(found, expected)
 
 
-def test_no_token_has_no_weight():
+def test_unused_indices_have_no_weight():
     keys = torch.randn(1, 1, 6, 8)
     query = torch.randn(1, 1, 2, 8)
     found = sparse_attention(query, keys, keys, torch.tensor([[[1, 4, -1, -1]]]))
@@ -103,7 +103,7 @@ def test_buffers_grow_by_blocks():
     assert torch.equal(buffer[0, 0, :5000], torch.arange(5000.0))
 
 
-def test_memory_grows_by_the_new_tokens_alone():
+def test_memory_grows_only_by_the_new_tokens():
     model = enabled()
     cache = BPCCache(model.config, safeguard=0.1, **SMALL)
     generate(model, ids(40), past_key_values=cache)
@@ -115,7 +115,7 @@ def test_memory_grows_by_the_new_tokens_alone():
     assert set(before) == {"keys", "values", "codes", "error", "gain"}
 
 
-def test_settings_that_need_no_error_or_gain_store_none():
+def test_errors_and_gains_are_stored_only_if_needed():
     model = enabled()
     cache = BPCCache(model.config, gain=False, safeguard=0.0, **SMALL)
     generate(model, past_key_values=cache)
@@ -135,7 +135,7 @@ def test_a_cache_is_freed_when_it_is_dropped():
         gc.enable()
 
 
-def test_a_model_is_freed_though_its_cache_lives():
+def test_a_model_is_freed_although_its_cache_lives():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     generate(model, past_key_values=cache)
@@ -160,7 +160,7 @@ def test_inference_mode_and_no_grad_mix():
     assert not fresh.layers[0].buffers["keys"].requires_grad
 
 
-def test_a_copy_of_a_cache_goes_its_own_way():
+def test_a_copy_of_a_cache_is_independent():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     generate(model, past_key_values=cache, max_new_tokens=2, min_new_tokens=2)
@@ -172,7 +172,7 @@ def test_a_copy_of_a_cache_goes_its_own_way():
     assert all(map(torch.equal, first, second))
 
 
-def test_two_models_and_two_threads_share_nothing():
+def test_models_and_threads_share_no_state():
     models = [enabled(), enabled("qwen3"), None]
     models[2] = models[0]  # one model, two threads
     rules = [SMALL, SMALL | {"bits": 128, "gain": False}, SMALL | {"budget": 9, "sink": 3}]
@@ -189,7 +189,7 @@ def test_two_models_and_two_threads_share_nothing():
             assert all(map(torch.equal, alone, pool.map(run, range(3))))
 
 
-def test_enabling_twice_is_enabling_once():
+def test_a_second_enable_or_disable_does_nothing():
     model = enabled()
     name = model.config._attn_implementation
     enable(model)
@@ -199,14 +199,14 @@ def test_enabling_twice_is_enabling_once():
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_an_enabled_model_is_saved_as_it_was(tmp_path):
+def test_an_enabled_model_is_saved_with_its_own_attention(tmp_path):
     model = enabled()
     model.save_pretrained(tmp_path)
     assert "bpc" not in (tmp_path / "config.json").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-def test_the_text_part_of_a_larger_model_is_enabled_alone():
+def test_only_the_text_part_of_a_multimodal_model_is_enabled():
     model = tiny.multimodal()
     before = model.config.vision_config._attn_implementation
     enable(model)
@@ -218,7 +218,7 @@ def test_the_text_part_of_a_larger_model_is_enabled_alone():
 
 
 def test_flash_attention_is_called_under_its_own_name():
-    """It loads the implementation that the module's config names; here it must find its own."""
+    """FlashAttention loads the implementation that the module's config names, so that must be its own name."""
     seen = []
 
     def flash(module, query, key, value, attention_mask, **arguments):
@@ -234,8 +234,8 @@ def test_flash_attention_is_called_under_its_own_name():
     assert seen == [("flash_stand_in", True, 32)]
 
 
-def test_masks_of_two_dimensions_tell_padding():
-    """As FlashAttention's do."""
+def test_two_dimensional_masks_mark_padding():
+    """FlashAttention uses such masks."""
 
     def mask_2d(*arguments, attention_mask=None, kv_length=0, **rest):
         return None if attention_mask is None else attention_mask[:, :kv_length]
@@ -262,7 +262,7 @@ def test_an_attention_without_masks_is_refused():
     AttentionInterface.register("maskless", AttentionInterface()["sdpa"])
     model = tiny.model()
     model.set_attn_implementation("maskless")
-    with pytest.raises(ModelError, match="registers no masks"):
+    with pytest.raises(ModelError, match="registers no mask function"):
         enable(model)
 
 
@@ -276,7 +276,7 @@ def test_an_attention_without_masks_is_refused():
         ("gpt_oss", {"head_dim": 16, "layer_types": ["full_attention"] * 3, "num_local_experts": 4}, "sinks"),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_its_reason(family, changes, fault):
+def test_unsupported_models_are_refused_with_the_reason(family, changes, fault):
     model = tiny.model(family, **changes)
     with pytest.raises(ModelError, match=fault) as refused:
         enable(model)
@@ -284,7 +284,7 @@ def test_what_cannot_be_served_is_refused_with_its_reason(family, changes, fault
     assert not str(model.config._attn_implementation).startswith("bpc")
 
 
-def test_something_else_than_a_model_is_refused():
+def test_objects_that_are_no_model_or_config_are_refused():
     with pytest.raises(InputError, match=r"expected a model's config \(model\.config\), not LlamaForCausalLM"):
         BPCCache(tiny.model())
     with pytest.raises(InputError, match="expected a transformers model, not Linear"):
@@ -292,7 +292,7 @@ def test_something_else_than_a_model_is_refused():
 
 
 class BypassedAttention(nn.Module):
-    """Calls SDPA itself, once it has cached the keys."""
+    """Attention that calls SDPA directly after it has cached the keys."""
 
     def __init__(self, inner):
         super().__init__()
@@ -308,7 +308,7 @@ class BypassedAttention(nn.Module):
             self.inner.config = config
 
 
-def test_a_model_that_bypasses_the_attention_is_noticed():
+def test_a_model_that_bypasses_the_attention_is_refused():
     model = enabled()
     for layer in model.model.layers:
         layer.self_attn = BypassedAttention(layer.self_attn)
@@ -320,13 +320,13 @@ def test_a_model_that_bypasses_the_attention_is_noticed():
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_a_cache_on_a_model_that_is_not_enabled_is_noticed(layers):
+def test_a_cache_is_refused_by_a_model_that_is_not_enabled(layers):
     model = tiny.model(num_hidden_layers=layers)
     with pytest.raises(ModelError, match=r"call bpc_calib\.enable\(model\)"):
         generate(model, past_key_values=BPCCache(model.config, **SMALL))
 
 
-def test_a_cache_after_disable_is_noticed():
+def test_a_cache_is_refused_after_disable():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     generate(model, past_key_values=cache)
@@ -335,7 +335,7 @@ def test_a_cache_after_disable_is_noticed():
         model(ids(1), past_key_values=cache)
 
 
-def test_a_cache_of_another_model_is_noticed():
+def test_a_cache_of_another_model_is_refused():
     model, twin, other = enabled(), enabled(), enabled(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     cache = BPCCache(model.config, **SMALL)
     with pytest.raises(ModelError, match="belongs to another model"):
@@ -352,7 +352,7 @@ def test_an_assistant_model_is_refused():
     assistant = tiny.model(num_hidden_layers=1)
     with pytest.raises(InputError, match="assistant model"):
         generate(model, past_key_values=BPCCache(model.config, **SMALL), assistant_model=assistant)
-    with pytest.raises(InputError, match="drafts of the model itself"):
+    with pytest.raises(InputError, match="drafts by the model itself"):
         generate(model, past_key_values=BPCCache(model.config, **SMALL), assistant_early_exit=1)
 
 
@@ -360,11 +360,11 @@ def test_a_batch_of_another_size_is_refused():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     model(ids(10), past_key_values=cache)
-    with pytest.raises(InputError, match="holds 1 sequences, and 2 came"):
+    with pytest.raises(InputError, match="holds 1 sequences, but the new tokens are of 2"):
         model(ids(1, rows=2), past_key_values=cache)
 
 
-def test_masks_that_weigh_are_refused():
+def test_masks_that_weigh_tokens_or_differ_between_heads_are_refused():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     with torch.no_grad():
@@ -373,11 +373,11 @@ def test_masks_that_weigh_are_refused():
             model(ids(1), past_key_values=cache, attention_mask=torch.full((1, 1, 1, 11), -0.5))
         cache.reset()
         model(ids(10), past_key_values=cache)
-        with pytest.raises(ModelError, match="for each head"):
+        with pytest.raises(ModelError, match="differs between heads"):
             model(ids(1), past_key_values=cache, attention_mask=torch.zeros(1, 4, 1, 11))
 
 
-def test_a_pass_that_failed_is_noticed():
+def test_a_cache_is_refused_after_a_failed_pass():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     with torch.no_grad():
@@ -386,11 +386,11 @@ def test_a_pass_that_failed_is_noticed():
         with pytest.raises(ZeroDivisionError):
             model(ids(1), past_key_values=cache)
         hook.remove()
-        with pytest.raises(ModelError, match="hold 40 to 41 tokens: a pass before this one failed"):
+        with pytest.raises(ModelError, match="hold 40 to 41 tokens because an earlier pass failed"):
             model(ids(1), past_key_values=cache)
 
 
-def test_a_cache_cropped_to_nothing_takes_another_batch():
+def test_a_cache_cropped_to_nothing_accepts_another_batch_size():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     generate(model, ids(30, rows=2), past_key_values=cache)
@@ -400,18 +400,18 @@ def test_a_cache_cropped_to_nothing_takes_another_batch():
     assert all(map(torch.equal, found, generate(model, ids(33), past_key_values=BPCCache(model.config, **SMALL))))
 
 
-def test_crops_that_cannot_be_made_are_refused_whole():
+def test_a_refused_crop_changes_no_layer():
     model = enabled("gemma3_text")
     cache = BPCCache(model.config, **SMALL)
     generate(model, past_key_values=cache)
     with pytest.raises(InputError, match="layer 0 has a sliding window of 16"):
         cache.crop(-1)
-    with pytest.raises(InputError, match="as a negative one"):
+    with pytest.raises(InputError, match="as a negative number"):
         cache.crop(3)
     assert {layer.get_seq_length() for layer in cache.layers} == {45}
 
 
-def test_settings_beside_the_shape_may_change():
+def test_a_model_may_change_settings_other_than_its_shape():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     model.config.pad_token_id = 3
@@ -421,7 +421,7 @@ def test_settings_beside_the_shape_may_change():
     assert torch.equal(tokens, generate(model, past_key_values=BPCCache(model.config, **SMALL))[0])
 
 
-def test_attentions_of_like_names_are_told_apart():
+def test_attentions_with_similar_names_are_distinguished():
     called = []
     for name in ("my-attn", "my_attn", "my.attn"):
 
@@ -486,9 +486,9 @@ def test_a_continued_cache_with_chunks_is_right_or_refused():
         ({"dense_layers": 1}, "dense_layers"),
         ({"dense_layers": None}, "dense_layers"),
         ({"dense_layers": "0"}, "dense_layers"),
-        ({"dense_layers": (99,)}, "dense_layers: 99 is no layer of llama, which has 0 to 2"),
+        ({"dense_layers": (99,)}, "dense_layers: 99 is not a layer of llama, which has layers 0 to 2"),
         ({"dense_layers": (-1,)}, "dense_layers"),
-        ({"dense_layers": (0, 1, 2)}, "leave nothing to do"),
+        ({"dense_layers": (0, 1, 2)}, "leave BPC no layer"),
     ],
 )
 def test_settings_out_of_range_are_refused(rules, fault):
@@ -510,17 +510,17 @@ def test_the_artifact_of_another_model_is_refused(changes, named):
         BPCCache(tiny.config(), tiny.artifact(tiny.config(**changes)))
 
 
-def test_doubts_about_an_artifact_are_said(caplog):
+def test_doubts_about_an_artifact_are_logged(caplog):
     with caplog.at_level(logging.WARNING, "bpc_calib"):
         BPCCache(tiny.config(), tiny.artifact(tiny.config(vocab_size=300)))
     assert "config differs" in caplog.text
 
 
-def test_the_method_of_the_artifact_says_how_it_ranks_unless_asked():
+def test_the_method_of_the_artifact_sets_the_ranking_defaults():
     config = tiny.config()
 
-    def rules(artifact, **asked):
-        return BPCCache(config, artifact, **asked).layers[2].rules
+    def rules(artifact, **settings):
+        return BPCCache(config, artifact, **settings).layers[2].rules
 
     paper, ours = tiny.artifact(config, name="paper"), tiny.artifact(config)
 
@@ -530,20 +530,20 @@ def test_the_method_of_the_artifact_says_how_it_ranks_unless_asked():
     assert chosen(rules(paper)) == (False, "max", 0.1, 1)
     assert chosen(rules(ours)) == (True, "relative", 0, 0)
     assert chosen(rules(None)) == (True, "relative", 0, 0)
-    asked = {"gain": True, "group": "sum", "safeguard": 0.5, "recent": 3}
-    assert chosen(rules(paper, **asked)) == chosen(rules(ours, **asked)) == (True, "sum", 0.5, 3)
+    settings = {"gain": True, "group": "sum", "safeguard": 0.5, "recent": 3}
+    assert chosen(rules(paper, **settings)) == chosen(rules(ours, **settings)) == (True, "sum", 0.5, 3)
     assert rules(ours, gain=False).gain is False
 
 
 def test_a_layer_with_other_kv_heads_than_the_projections_is_refused():
     config = tiny.config()
     layer = BPCCache(config, tiny.artifact(config), dense_layers=()).layers[0]
-    layer.update(torch.ones(1, 1, 9, 8), torch.ones(1, 1, 9, 8))  # one of two, as a rank of tensor parallelism has
-    with pytest.raises(ModelError, match="layer 0 has 1 KV heads here, the projections 2"):
+    layer.update(torch.ones(1, 1, 9, 8), torch.ones(1, 1, 9, 8))  # one of two heads, as under tensor parallelism
+    with pytest.raises(ModelError, match="layer 0 has 1 KV heads, but its projections have 2"):
         layer.hash(None)
 
 
-def test_artifacts_that_do_not_fit_what_is_asked_are_refused():
+def test_artifacts_that_do_not_fit_the_settings_are_refused():
     config = tiny.config()
     with pytest.raises(InputError, match="64 bits, not 128"):
         BPCCache(config, tiny.artifact(config), bits=128)
@@ -552,7 +552,7 @@ def test_artifacts_that_do_not_fit_what_is_asked_are_refused():
     assert BPCCache(config, tiny.artifact(config, 32)).layers[2].calibrated.projection.shape[1] == 32
 
 
-def test_online_projections_wait_until_there_is_something_to_choose():
+def test_online_projections_are_fitted_at_the_first_choice():
     model = enabled()
     cache = BPCCache(model.config, budget=0.1, min_tokens=44, dense_layers=())
     generate(model, ids(40), past_key_values=cache, max_new_tokens=5, min_new_tokens=5)  # 44 tokens cached
@@ -562,15 +562,15 @@ def test_online_projections_wait_until_there_is_something_to_choose():
 
 
 @pytest.mark.parametrize(
-    ("rules", "each", "listed"), [({}, 8 + 1, 0), ({"safeguard": 0.5}, 8 + 1, 2), ({"gain": False}, 8, 0)]
+    ("rules", "per_key", "listed"), [({}, 8 + 1, 0), ({"safeguard": 0.5}, 8 + 1, 2), ({"gain": False}, 8, 0)]
 )
-def test_kv_bytes_counts_what_a_step_reads(rules, each, listed):
+def test_kv_bytes_counts_what_a_step_reads(rules, per_key, listed):
     model = enabled()
     cache = BPCCache(model.config, budget=5, min_tokens=1, dense_layers=(1,), **rules)
     assert cache.kv_bytes(100) == (0, 0)
     generate(model, past_key_values=cache)
     token = 2 * 2 * 8 * 4  # keys and values, 2 heads of 8, float32
-    codes = 2 * (100 * each + 4 * listed)  # codes and gains of 2 heads, and what the safeguard takes of its list
+    codes = 2 * (100 * per_key + 4 * listed)  # codes and gains of 2 heads, and the part of the safeguard's list read
     assert cache.kv_bytes(100) == (2 * (5 * token + codes) + 100 * token, 3 * 100 * token)
     assert cache.kv_bytes(4) == (3 * 4 * token, 3 * 4 * token)
 
@@ -587,7 +587,7 @@ def test_below_min_context_a_step_is_full_attention_and_reads_all_of_it():
     assert cache.kv_bytes(47) == (3 * (5 * token + 2 * 47 * 9), 3 * 47 * token)
     with torch.no_grad():
         model(made[:, -1:], past_key_values=cache)
-    assert [layer.hashed for layer in cache.layers] == [47, 47, 47]  # with all that came before it
+    assert [layer.hashed for layer in cache.layers] == [47, 47, 47]  # all earlier tokens too
 
 
 def test_each_sequence_of_a_batch_has_its_own_min_context():
@@ -610,7 +610,7 @@ def test_the_package_does_not_import_transformers_for_its_functions():
         bpc_calib.nothing  # noqa: B018
 
 
-def test_a_mask_that_ends_before_the_cache_is_refused():
+def test_a_mask_shorter_than_the_cache_is_refused():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     with torch.no_grad():

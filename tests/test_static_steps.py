@@ -1,4 +1,4 @@
-"""Static steps: the tokens and logits of steps in buffers that grow, and nothing in a step that waits for a device."""
+"""Static steps: the same tokens and logits as steps in growing buffers, and no operator that waits for the device."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ SERVED = [family for family in tiny.FAMILIES if family != "gemma3_text"]
 
 
 def prompt(*lengths):
-    """Random tokens, padded on the left to the longest."""
+    """Return random sequences, padded on the left to the longest."""
     width = max(lengths)
     ids = torch.randint(250, (len(lengths), width), generator=torch.Generator().manual_seed(len(lengths)))
     mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
@@ -32,7 +32,7 @@ def prompt(*lengths):
 
 
 def enabled(family="llama", **changes):
-    """In float64, so that no selection hangs on how a product is rounded."""
+    """Return an enabled model in float64, so that rounding of products cannot change a selection."""
     model = tiny.model(family, **changes).double()
     enable(model)
     return model
@@ -45,7 +45,7 @@ def generate(model, cache, inputs, new=12, **arguments):
 
 
 def assert_same(model, inputs, rules, *, artifact=None, **arguments):
-    """Plain `generate` and static decoding agree; the two caches."""
+    """Check that plain `generate` and static decoding agree; return the two caches."""
     caches = [BPCCache(model.config, artifact, **rules) for _ in range(2)]
     plain = generate(model, caches[0], inputs, **arguments)
     static = generate(model, caches[1], inputs, custom_generate=static_decoding, **arguments)
@@ -126,7 +126,7 @@ def test_what_generate_offers_works():
     model = enabled()
     inputs = prompt(40, 23)
     free = generate(model, BPCCache(model.config, **ALL_SPARSE), inputs, 12).sequences
-    eos = int(free[0, 44])  # ends one sequence first: padding behind it
+    eos = int(free[0, 44])  # ends one sequence first; padding follows it
     for arguments in (
         {"do_sample": True, "temperature": 1.3, "top_k": 20},
         {"do_sample": True, "num_return_sequences": 2},
@@ -140,8 +140,8 @@ def test_what_generate_offers_works():
         assert_same(model, inputs, ALL_SPARSE, **arguments)
 
 
-def test_streams(capsys):
-    """Also where a wrapper lies between."""
+def test_streamers_work(capsys):
+    """Also with a wrapper around `static_decoding`."""
     model, texts = enabled(), []
 
     @functools.wraps(static_decoding)
@@ -157,9 +157,9 @@ def test_streams(capsys):
     assert texts == texts[:1] * len(decodings)
 
 
-def test_static_decoding_is_for_generate():
+def test_static_decoding_works_only_in_generate():
     model = enabled()
-    with pytest.raises(InputError, match=r"is for model\.generate"):
+    with pytest.raises(InputError, match=r"works only in model\.generate"):
         static_decoding(
             model,
             prompt(20)["input_ids"],
@@ -170,17 +170,17 @@ def test_static_decoding_is_for_generate():
 
 
 @pytest.mark.parametrize("lengths", [(41,), (40, 23)], ids=["one", "ragged"])
-@pytest.mark.parametrize("given", [0, 7, 40])
-def test_a_prompt_of_embeddings(lengths, given):
-    """Beside so many of its tokens."""
+@pytest.mark.parametrize("count", [0, 7, 40])
+def test_a_prompt_of_embeddings(lengths, count):
+    """`generate` receives the first `count` token ids in addition to the embeddings."""
     model, inputs = enabled(), prompt(*lengths)
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    inputs["input_ids"] = inputs["input_ids"][:, :given]
+    inputs["input_ids"] = inputs["input_ids"][:, :count]
     assert_same(model, inputs | {"inputs_embeds": embeds}, ALL_SPARSE)
 
 
-def test_new_tokens_alone():
-    """The mask tells those cached before."""
+def test_only_the_new_tokens():
+    """The mask also covers the tokens that are cached already."""
     model, made = enabled(), []
     for decoding in (None, static_decoding):
         cache = prefilled(model)
@@ -189,8 +189,8 @@ def test_new_tokens_alone():
     assert torch.equal(*made)
 
 
-def test_afterwards_the_cache_goes_on():
-    """Another turn, tokens taken back, sequences repeated: of a cache that decoded statically, and of one that grew."""
+def test_the_cache_works_after_static_steps():
+    """Another turn, a crop and repeated sequences give the same logits as with a cache that only grew."""
     model = enabled()
     inputs = prompt(34, 21)
     artifact = tiny.artifact(model.config)
@@ -231,14 +231,14 @@ def test_step_by_step():
     growing, cache = prefilled(model, rows=2), prefilled(model, rows=2)
     ids = torch.randint(250, (2, 8), generator=torch.Generator().manual_seed(2)).split(1, dim=1)
     with static_steps(model, cache, 8) as step:
-        for i, each in enumerate(ids):
+        for i, token in enumerate(ids):
             with torch.no_grad():
-                expected = model(each, past_key_values=growing).logits[:, -1]
-            torch.testing.assert_close(step(each), expected, rtol=1e-9, atol=1e-9)
+                expected = model(token, past_key_values=growing).logits[:, -1]
+            torch.testing.assert_close(step(token), expected, rtol=1e-9, atol=1e-9)
             assert cache.get_seq_length() == 41 + i
-            assert isinstance(cache.layers[0], StaticLayer) is (i > 0)  # the first chooses: an ordinary one
+            assert isinstance(cache.layers[0], StaticLayer) is (i > 0)  # the first step that chooses is ordinary
             assert cache.kv_bytes(41 + i) == growing.kv_bytes(41 + i)
-        with pytest.raises(InputError, match="more steps than the 8"):
+        with pytest.raises(InputError, match="was called for 8 steps"):
             step(ids[0])
     assert not any(isinstance(layer, StaticLayer) for layer in cache.layers)
     for one, other in zip(cache.layers, growing.layers, strict=True):
@@ -247,21 +247,21 @@ def test_step_by_step():
         assert one.hashed == other.hashed == 48
 
 
-def test_warming_up_leaves_no_trace():
-    """What happens before a capture."""
+def test_warm_up_changes_no_result():
+    """A step is warmed up before it is captured."""
     model = enabled()
     growing, cache = prefilled(model, safeguard=0.2), prefilled(model, safeguard=0.2)
     ids = torch.randint(250, (1, 6), generator=torch.Generator().manual_seed(2)).split(1, dim=1)
     with static_steps(model, cache, 6) as step:
-        for i, each in enumerate(ids):
+        for i, token in enumerate(ids):
             if i in (1, 4):
                 steps = step.__self__
-                steps.run = steps.run or steps._begin(each)
+                steps.run = steps.run or steps._begin(token)
                 with torch.no_grad():
                     warm_up(steps.run, [steps.clock.place, steps.positions])
             with torch.no_grad():
-                expected = model(each, past_key_values=growing).logits[:, -1]
-            torch.testing.assert_close(step(each), expected, rtol=1e-9, atol=1e-9)
+                expected = model(token, past_key_values=growing).logits[:, -1]
+            torch.testing.assert_close(step(token), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_static_before_and_after_the_first_choice():
@@ -273,22 +273,22 @@ def test_static_before_and_after_the_first_choice():
             step(ids)
             layer = cache.layers[0]
             kinds.append(layer.chooses if isinstance(layer, StaticLayer) else None)
-    assert kinds == [False, False, False, None, True, True, True]  # of 41 to 47 tokens
+    assert kinds == [False, False, False, None, True, True, True]  # at 41 to 47 tokens
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operators whose result the host must have."""
+    """Refuse operators whose result the host needs."""
 
     WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "item")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.split("::")[-1]
-        assert name.lstrip("_") not in [each.lstrip("_") for each in self.WAIT], f"{function} waits for the device"
+        assert name.lstrip("_") not in [word.lstrip("_") for word in self.WAIT], f"{function} waits for the device"
         return function(*args, **(kwargs or {}))
 
 
 class NoReading(TorchFunctionMode):
-    """Refuses what reads a tensor without an operator."""
+    """Refuse functions that read a tensor without an operator."""
 
     READ = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
@@ -299,7 +299,7 @@ class NoReading(TorchFunctionMode):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded):
-    """The kernels themselves are opaque operators here, as they are to a device."""
+    """The kernels count as single operators here, as they do on a device."""
     import bpc_calib.backends.triton.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
@@ -313,10 +313,10 @@ def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded):
         with NoReading(), NoWaiting():
             assert step(ids).shape == (2, tiny.VOCAB)
         with pytest.raises(AssertionError, match="waits"), NoReading(), NoWaiting():
-            bool(step(ids).isfinite().all())  # or the modes see nothing
+            bool(step(ids).isfinite().all())  # proves that the modes see the operators
 
 
-def test_what_cannot_be_served_is_refused():
+def test_unsupported_models_and_rankings_are_refused():
     model = enabled("gemma3_text")
     with pytest.raises(ModelError, match="layer 0 has a sliding window"):
         generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
@@ -328,7 +328,7 @@ def test_what_cannot_be_served_is_refused():
         model = enabled(rope_parameters=rope)
         with pytest.raises(ModelError, match="RoPE changes with the length"):
             generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
-    model = enabled("phi3")  # a window as wide as the model's limit, until the text is longer
+    model = enabled("phi3")  # its window is as wide as the model's limit, and this text is longer
     with pytest.raises(ModelError, match="sliding window of 128"):
         generate(
             model, BPCCache(model.config, budget=5, min_tokens=1), prompt(120), 12, custom_generate=static_decoding
@@ -349,7 +349,7 @@ def test_what_cannot_be_served_is_refused():
         ({"past_key_values": None}, "need a BPCCache"),
     ],
 )
-def test_what_generate_is_asked_and_static_decoding_cannot_is_refused(arguments, fault):
+def test_unsupported_arguments_of_generate_are_refused(arguments, fault):
     model = enabled()
     settings = {"past_key_values": BPCCache(model.config)} | arguments
     with pytest.raises(InputError, match=fault):
@@ -376,7 +376,7 @@ def test_arguments_that_do_not_fit_are_refused():
                 step(wrong)
         step(ids)
         step(ids)
-        with pytest.raises(InputError, match="static steps already"), static_steps(model, cache, 4):
+        with pytest.raises(InputError, match="already in a `static_steps` block"), static_steps(model, cache, 4):
             pass
         for change in (
             lambda: cache.crop(-1),
@@ -384,7 +384,7 @@ def test_arguments_that_do_not_fit_are_refused():
             lambda: cache.batch_repeat_interleave(2),
             lambda: cache.batch_select_indices(torch.tensor([0])),
         ):
-            with pytest.raises(InputError, match="leave `static_steps`"):
+            with pytest.raises(InputError, match="in a `static_steps` block: leave the block"):
                 change()
     cache.crop(-1)
     assert cache.get_seq_length() == 41
@@ -394,8 +394,8 @@ def test_arguments_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("rules", [{}, {"budget": 1.0}], ids=str)
-def test_the_cache_takes_nothing_but_steps(rules):
-    """What is refused changes nothing."""
+def test_inside_the_block_the_cache_accepts_only_steps(rules):
+    """A refused call changes nothing."""
     model = enabled()
     growing, cache = prefilled(model, **rules), prefilled(model, **rules)
     ids = torch.tensor([[7]])
@@ -404,16 +404,16 @@ def test_the_cache_takes_nothing_but_steps(rules):
             expected = model(ids, past_key_values=growing).logits[:, -1]
             torch.testing.assert_close(step(ids), expected, rtol=1e-9, atol=1e-9)
             if taken:
-                with pytest.raises(InputError, match="leave `static_steps`"):
+                with pytest.raises(InputError, match="in a `static_steps` block: leave the block"):
                     model(ids, past_key_values=cache)
-                with pytest.raises(InputError, match="leave `static_steps`"):
+                with pytest.raises(InputError, match="in a `static_steps` block: leave the block"):
                     copy.deepcopy(cache)
     with torch.no_grad():
         expected = model(ids, past_key_values=growing).logits
         torch.testing.assert_close(model(ids, past_key_values=copy.deepcopy(cache)).logits, expected)
 
 
-def test_keys_and_values_are_held_once():
+def test_keys_and_values_are_in_memory_once():
     model = enabled()
     cache = prefilled(model, dense_layers=(0,))
     ids = torch.tensor([[7]])
@@ -421,17 +421,17 @@ def test_keys_and_values_are_held_once():
         step(ids)
         before = [weakref.ref(buffer) for layer in cache.layers for buffer in layer.buffers.values()]
         step(ids)
-        assert all(each() is None for each in before)
+        assert all(reference() is None for reference in before)
         for layer in cache.layers:
             for name in ("keys", "values"):
                 views = (getattr(layer, name), getattr(layer.layer, name), layer.layer.buffers[name])
-                assert len({each.untyped_storage().data_ptr() for each in views}) == 1
+                assert len({view.untyped_storage().data_ptr() for view in views}) == 1
 
 
 @pytest.mark.parametrize("modes", ["IOOOOO", "IIIOOI", "OIIOIO"])
 @pytest.mark.parametrize("rules", [{"safeguard": 0.2}, {"min_tokens": 43}, {"budget": 1.0}], ids=str)
 def test_in_and_out_of_inference_mode(modes, rules):
-    """I: inside; the first is that of the prefill and of the beginning."""
+    """I is inside of inference mode, O outside; the first letter is for the prefill and the start of the block."""
     model = enabled()
     ids = torch.tensor([[7]])
     growing = prefilled(model, **rules)
@@ -446,7 +446,7 @@ def test_in_and_out_of_inference_mode(modes, rules):
                 torch.testing.assert_close(step(ids), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_device_without_memory_is_called_that(monkeypatch):
+def test_a_full_device_raises_out_of_memory(monkeypatch):
     def full(device):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -456,8 +456,8 @@ def test_a_device_without_memory_is_called_that(monkeypatch):
 
 
 @pytest.mark.parametrize("dense_layers", [(), (0, 1)])
-def test_a_model_that_bypasses_the_attention_is_noticed(dense_layers):
-    """A dense path would read what no token is in."""
+def test_a_model_that_bypasses_the_attention_is_refused(dense_layers):
+    """The model's own attention would read slots without a token."""
     model = enabled()
     cache = prefilled(model, dense_layers=dense_layers)
     ids = torch.zeros(1, 1, dtype=torch.long)
@@ -469,7 +469,7 @@ def test_a_model_that_bypasses_the_attention_is_noticed(dense_layers):
             step(ids)
 
 
-def test_a_step_that_fails_leaves_the_cache_as_it_was():
+def test_a_failed_step_does_not_change_the_cache():
     model = enabled()
     cache = prefilled(model)
     ids = torch.zeros(1, 1, dtype=torch.long)

@@ -146,6 +146,6 @@ def test_depth_is_the_place_of_the_needle():
         assert text.index(problem.statements[0]) / len(text) == pytest.approx(depth, abs=0.03)
 
 
-def test_refuses_a_length_below_that_of_the_question():
-    with pytest.raises(InputError, match=r"^100 tokens are too few: the question and what it asks for take \d+$"):
+def test_too_little_room_for_the_question():
+    with pytest.raises(InputError, match=r"^100 tokens are too few: the question and its statements need \d+$"):
         hide(needle(random.Random(1)), tiny.tokenizer(), 100, random.Random(2))

@@ -1,4 +1,4 @@
-"""From how many tokens on a sparse step of a layer is faster than a dense one, on this machine."""
+"""Find the length from which a layer's sparse step is faster than a dense one on this machine."""
 
 import functools
 from collections.abc import Callable
@@ -15,25 +15,27 @@ from bpc_calib.method.selection import attended
 
 __all__ = ["compared", "find_crossover"]
 
-SHORTEST = 256  # below, the least tokens attended are most of all
+SHORTEST = 256  # at shorter lengths, the minimum of attended tokens is most of the context
 GRAIN = 256  # tokens; the result is a multiple
 
 
 def find_crossover(
     measure: Callable[[int], dict[str, Any]], longest: int, *, shortest: int = SHORTEST, refinements: int = 2
 ) -> dict[str, Any]:
-    """Walk lengths by doubling until sparse wins twice in a row, then look between the last loss and the first win.
+    """Double the length until sparse wins twice in a row, then bisect between the last loss and the first win.
 
     Args:
-        measure: of a length the row of `compared`.
-        longest: where to stop.
+        measure: returns the row of `compared` for a length.
+        longest: the largest length to measure.
+        shortest: the first length to measure.
+        refinements: the number of bisections.
 
     Returns:
-        `rows` by length, and `min_context`: the shortest length measured from which on sparse won at each, 0 if it
-        won at all of them, None at none.
+        `rows`, sorted by length, and `min_context`: the shortest measured length from which sparse always won; 0 if it
+        won at every length, None if at no length.
     """
     if longest < shortest:
-        raise InputError(f"the longest of --lengths is {longest:,}, and the walk begins at {shortest:,}")
+        raise InputError(f"the longest of --lengths is {longest:,}, but the crossover starts at {shortest:,}")
     rows: dict[int, dict[str, Any]] = {}
     length = shortest
     while length <= longest:
@@ -42,20 +44,20 @@ def find_crossover(
             break
         length *= 2
     for _ in range(refinements):
-        found = _won_from(rows)
-        below = [each for each in rows if found is not None and each < found]
-        if found is None or not below or found - max(below) <= GRAIN:
+        first_win = _won_from(rows)
+        below = [length for length in rows if first_win is not None and length < first_win]
+        if first_win is None or not below or first_win - max(below) <= GRAIN:
             break
-        middle = (found + max(below)) // 2 // GRAIN * GRAIN
+        middle = (first_win + max(below)) // 2 // GRAIN * GRAIN
         if middle in rows:
             break
         rows[middle] = measure(middle)
     won = _won_from(rows)
-    return {"rows": [rows[each] for each in sorted(rows)], "min_context": 0 if won == min(rows) else won}
+    return {"rows": [rows[length] for length in sorted(rows)], "min_context": 0 if won == min(rows) else won}
 
 
 def _won_from(rows: dict[int, dict[str, Any]]) -> int | None:
-    """The shortest length from which on sparse won at each."""
+    """Return the shortest length from which sparse won at every measured length; None if it lost at the longest."""
     losses = [length for length, row in rows.items() if not row["sparse_wins"]]
     wins = [length for length in rows if length > max(losses, default=-1)]
     return min(wins, default=None)
@@ -64,10 +66,10 @@ def _won_from(rows: dict[int, dict[str, Any]]) -> int | None:
 def compared(
     shape: LayerShape, tokens: int, budget: float | int, rate: float, repeats: int, device: torch.device
 ) -> dict[str, Any]:
-    """Microseconds of a whole step of ours and of the fastest dense form at one length.
+    """Return the microseconds of a whole BPC step and of the fastest dense form at one length.
 
     Raises:
-        BPCError: there is no form of either to compare.
+        BPCError: BPC's step or every dense form cannot be timed.
     """
     shape = replace(shape, tokens=tokens)
     k = attended(tokens, budget)
@@ -82,12 +84,13 @@ def compared(
     }
     taken = timed(calls, repeats, device)
     notes |= {name: samples for name, samples in taken.items() if isinstance(samples, str)}
-    found = {name: figures(samples, None, rate) for name, samples in taken.items()}
-    dense = {name: row for name, row in found.items() if name != "step" and row["median"]}
-    if not dense or not found["step"]["median"]:
-        what = "a step of BPC cannot be timed" if dense else "no dense form can be compared"
+    timings = {name: figures(samples, None, rate) for name, samples in taken.items()}
+    dense = {name: row for name, row in timings.items() if name != "step" and row["median"]}
+    if not dense or not timings["step"]["median"]:
+        what = "a step of BPC cannot be timed" if dense else "no dense form can be timed"
         raise BPCError(f"{what} ({'; '.join(f'{name}: {note}' for name, note in notes.items())})")
     best = min(dense, key=lambda name: dense[name]["median"])
-    row = {"tokens": tokens, "attended": k, "cold": sets.cold, "sparse": found["step"], "dense": dense[best]}
-    row |= {"form": best.partition("/")[2], "times_dense": round(dense[best]["median"] / found["step"]["median"], 3)}
-    return row | {"sparse_wins": found["step"]["median"] < dense[best]["median"]}
+    ours = timings["step"]
+    row = {"tokens": tokens, "attended": k, "cold": sets.cold, "sparse": ours, "dense": dense[best]}
+    row |= {"form": best.partition("/")[2], "times_dense": round(dense[best]["median"] / ours["median"], 3)}
+    return row | {"sparse_wins": ours["median"] < dense[best]["median"]}

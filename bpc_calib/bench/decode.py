@@ -1,4 +1,4 @@
-"""Tokens a second of a whole model: with BPC, with full attention, and with a sparse attention that is free."""
+"""Tokens per second of a whole model: with BPC, with full attention, and with sparse layers that cost nothing."""
 
 import functools
 import math
@@ -29,8 +29,8 @@ __all__ = [
     "baseline", "check_memory", "decode_rows", "fill", "has_experts", "step", "total_bytes", "weight_bytes",
 ]  # fmt: skip
 
-NAME = "bench_dense"  # of the dense attention, as transformers calls it
-SPARE = 512 << 20
+NAME = "bench_dense"  # name under which transformers knows the dense attention
+SPARE = 512 << 20  # bytes that must stay free
 
 
 @torch.inference_mode()
@@ -44,21 +44,21 @@ def decode_rows(
     rate: float,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """A row for each budget: a step behind `tokens` random keys and values, of each of `batch` sequences.
+    """Return one row per budget: a decoding step of `batch` sequences after `tokens` random keys and values.
 
-    All sides share the model, the cache and the token ids, and differ in what their sparse layers attend to; they
-    are timed in turn. Full attention is a side for each right form of `bench.dense`; the dense layers of the others
-    take the form that is fastest for a layer alone.
+    All variants share the model, the cache and the token ids, and are timed in turn. They differ only in what their
+    sparse layers attend to. Every correct form of `bench.dense` is a variant with full attention. The dense layers of
+    the other variants use the form that is fastest for a single layer.
 
     Returns:
-        Tables of `milliseconds`, `spread` and `tokens_per_second` under `bpc`, `full` (the fastest dense form, its name
-        as `form`) and `free` (the sparse layers' attention replaced by zeros: the limit of Amdahl), their byte `floor`
-        in milliseconds and `floor_share`, `peak_bytes`, or a `note` why there are none; `dense_forms`, the same of
-        every dense form with `times_bpc`; `times_full` and `limit_reached`, the share of the limit's tokens a second
-        that BPC reaches.
+        Dictionaries under `bpc`, `full` (the fastest dense form, with its name as `form`) and `free` (the attention of
+        sparse layers replaced by zeros: Amdahl's limit). Each has `milliseconds`, `spread`, `tokens_per_second`, the
+        byte `floor` in milliseconds, `floor_share` and `peak_bytes`, or a `note` that says why it was not timed.
+        `dense_forms` has the same for every dense form, and `times_bpc`. `times_full` is the speedup over `full`;
+        `limit_reached` is the share of the limit's tokens per second that BPC reaches.
 
     Raises:
-        BPCError: no dense form is right, or could be timed in the model.
+        BPCError: no dense form is correct, or none could be timed in the model.
     """
     device = model.device
     description = describe(model.config)
@@ -77,7 +77,7 @@ def decode_rows(
 
         sides = {f"dense/{name}": functools.partial(use, 1.0, form=name) for name in forms}
         sides |= {"free": functools.partial(use, 1.0, True)}
-        sides |= {str(each): functools.partial(use, each) for each in budgets}
+        sides |= {str(budget): functools.partial(use, budget) for budget in budgets}
         taken, peaks = _timed_sides(model, ids, cache, tokens, sides, repeats)
         weights = weight_bytes(model)
         counted = not has_experts(model.config)
@@ -95,14 +95,14 @@ def decode_rows(
 
             row["bpc"], row["free"] = side(str(budget), read), side("free", rest)
             dense_forms = {name: side(f"dense/{name}", full) for name in forms}
-            measured = {name: each for name, each in dense_forms.items() if each["milliseconds"]}
+            measured = {name: figures for name, figures in dense_forms.items() if figures["milliseconds"]}
             if not measured:
-                told = "; ".join(f"{name}: {each['note']}" for name, each in dense_forms.items())
-                raise BPCError(f"no dense attention could be timed in the model ({told})")
+                reasons = "; ".join(f"{name}: {figures['note']}" for name, figures in dense_forms.items())
+                raise BPCError(f"no dense attention could be timed in the model ({reasons})")
             name = min(measured, key=lambda name: measured[name]["milliseconds"])
             row["full"] = {"form": name} | measured[name]
             row["dense_forms"] = {
-                name: each | {"times_bpc": _ratio(each, row["bpc"])} for name, each in dense_forms.items()
+                name: figures | {"times_bpc": _ratio(figures, row["bpc"])} for name, figures in dense_forms.items()
             } | {name: {"milliseconds": None, "note": fault} for name, fault in faults.items()}
             row["times_full"] = _ratio(row["full"], row["bpc"])
             row["limit_times_full"] = _ratio(row["full"], row["free"])
@@ -114,7 +114,11 @@ def decode_rows(
 def _timed_sides(
     model: Any, ids: Tensor, cache: Any, tokens: int, sides: Mapping[str, Callable[[], None]], repeats: int
 ) -> tuple[dict[str, list[float] | str], dict[str, int]]:
-    """Milliseconds of a step of each side, taken in turn, or why there are none; and its peak memory."""
+    """Return each variant's milliseconds per step, or why it was not timed, and its peak memory.
+
+    Args:
+        sides: by name, a function that switches model and cache to the variant.
+    """
     device = model.device
     runs: dict[str, Callable[[], float]] = {}
     taken: dict[str, list[float]] = {}
@@ -123,7 +127,7 @@ def _timed_sides(
     for name, use in sides.items():
         use()
         try:
-            step(model, ids, cache)  # hashes all keys
+            step(model, ids, cache)  # hashes all keys before the timing
             cache.rewind(tokens)
             reset_peak(device)
             runs[name] = prepared(model, ids, cache)
@@ -158,19 +162,19 @@ def _figures(samples: list[float] | str, batch: int, floor: float | None) -> dic
 
 
 def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
-    """How many times as long `one` takes."""
+    """Return the time of `one` divided by that of `other`; None if either was not timed."""
     if not one["milliseconds"] or not other["milliseconds"]:
         return None
     return float(round(one["milliseconds"] / other["milliseconds"], 3))
 
 
 def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Logits of the next token of each sequence; the cache grows by one."""
+    """Run a decoding step, which adds a token to the cache; return its logits."""
     return model(ids, past_key_values=cache, use_cache=True).logits
 
 
 def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
-    """What decodes a token and gives its seconds: on a GPU a CUDA graph, else a call; the cache stays as it was."""
+    """Return a function that times one step in seconds (a CUDA graph on a GPU) and restores the cache."""
     device, length = model.device, cache.get_seq_length()
 
     def again() -> None:
@@ -178,7 +182,7 @@ def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
         cache.rewind(length)
 
     if device.type == "cuda":
-        # Every step writes the same place: the time is that of a step at this length.
+        # Every replay writes the same slot, so the time is that of a step at this length.
         run = captured([again], device)
         run()
         synchronize(device)
@@ -194,7 +198,7 @@ def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
 
 
 def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every layer random keys and values; positions beyond the model's limit are as good as others for this."""
+    """Give every layer random keys and values; for timing, positions beyond the model's limit do no harm."""
     model = describe(config)
     generator = torch.Generator(device).manual_seed(0)
     shape = (batch, model.kv_heads, tokens, model.head_dim)
@@ -207,15 +211,15 @@ def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, d
 
 @dataclass
 class Switch:
-    """What the attention of one token is, of a model in `baseline`."""
+    """The attention that a model in `baseline` uses for one token."""
 
     attention: dense.Dense
-    free: bool = False  # sparse layers attend to nothing and give zeros
+    free: bool = False  # whether sparse layers skip attention and return zeros
 
 
 @contextmanager
 def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
-    """Let the model's dense attention of one token be `attention`, and BPC stand above it."""
+    """Enable BPC on a model whose own attention of one token is replaced by `attention`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     sdpa = AttentionInterface()["sdpa"]
@@ -228,7 +232,7 @@ def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
             return query.new_zeros(query.shape).transpose(1, 2), None
         grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
         scale, usual = arguments.get("scaling"), query.shape[-1] ** -0.5
-        if scale is not None and not math.isclose(scale, usual):  # the forms take the usual one
+        if scale is not None and not math.isclose(scale, usual):  # the forms use the usual scale
             grouped = grouped * (scale / usual)
         return switch.attention(grouped, key, value).flatten(1, 2).unsqueeze(1), None
 
@@ -247,36 +251,36 @@ def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
 def fastest(
     size: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[str, dict[str, dense.Dense], dict[str, str]]:
-    """Dense forms of a layer `(B, H_KV, G, N, D)` in a cache's buffers.
+    """Time the dense forms on a layer `(B, H_KV, G, N, D)` in a cache's buffers.
 
     Returns:
-        The name of the one that takes least, all that are right, and why others are left out.
+        The name of the fastest form, all correct forms, and why the others are left out.
 
     Raises:
-        BPCError: none is right.
+        BPCError: no form is correct.
     """
     batch, heads, group, tokens, dim = size
     generator = torch.Generator(device).manual_seed(0)
     query = repeated((batch, heads, group, dim), dtype, generator, device)
     whole = (batch, heads, room(tokens), dim)
     keys, values = (repeated(whole, dtype, generator, device)[:, :, :tokens] for _ in range(2))
-    right = dense.exact(query[:1], keys[:1], values[:1])
-    near: dict[str, dense.Dense] = {}
+    expected = dense.exact(query[:1], keys[:1], values[:1])
+    correct: dict[str, dense.Dense] = {}
     faults: dict[str, str] = {}
     for name, form in dense.forms(device).items():
         if isinstance(form, str):
             faults[name] = form
             continue
         try:
-            off = dense.error(form(query, keys, values)[:1], right)
-        except Exception as error:
-            faults[name] = reason(error)
+            error = dense.error(form(query, keys, values)[:1], expected)
+        except Exception as fault:
+            faults[name] = reason(fault)
             continue
-        if off < dense.TOLERANCE:
-            near[name] = form
+        if error < dense.TOLERANCE:
+            correct[name] = form
         else:
-            faults[name] = f"not measured: its result is off by {off:.1e}"
-    calls = {name: [functools.partial(form, query, keys, values)] for name, form in near.items()}
+            faults[name] = f"not measured: its result is off by {error:.1e}"
+    calls = {name: [functools.partial(form, query, keys, values)] for name, form in correct.items()}
     taken = timed(calls, 3, device)
     medians: dict[str, float] = {}
     for name, samples in taken.items():
@@ -285,29 +289,29 @@ def fastest(
         else:
             medians[name] = sorted(samples)[1]
     if not medians:
-        told = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
-        raise BPCError(f"no dense attention is right here ({told})")
-    return min(medians, key=lambda name: medians[name]), {name: near[name] for name in medians}, faults
+        reasons = "; ".join(f"{name}: {note}" for name, note in faults.items())
+        raise BPCError(f"no dense attention is correct on this machine ({reasons})")
+    return min(medians, key=lambda name: medians[name]), {name: correct[name] for name in medians}, faults
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of the weights that a step reads, all experts counted.
+    """Return the bytes of the weights that a step reads, counting all experts.
 
-    Of an embedding that is not the output too it reads but a row.
+    An embedding that is not tied to the output is left out, because a step reads only one row of it.
     """
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    return sum(each.nbytes for each in model.parameters()) - (0 if tied else embedding.nbytes)
+    return sum(weight.nbytes for weight in model.parameters()) - (0 if tied else embedding.nbytes)
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a step reads some of the weights only: which, no floor knows."""
+    """Return whether a step reads only part of the weights, so that its byte floor is unknown."""
     text = config.get_text_config(decoder=True)
     return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def total_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the weights of a model that is not made; 0 where only its own code could tell."""
+    """Return the bytes of a model's weights without creating it; 0 if transformers cannot build it."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -315,17 +319,17 @@ def total_bytes(config: Any, dtype: torch.dtype) -> int:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception:
         return 0
-    return sum(each.nbytes for each in model.parameters())
+    return sum(weight.nbytes for weight in model.parameters())
 
 
 def check_memory(config: Any, weights: int, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `InputError` where a cache of so many tokens does not fit beside the model."""
+    """Raise `InputError` if the model and a cache of `tokens` do not fit in memory."""
     model = describe(config)
     layer = batch * model.kv_heads * tokens * (2 * model.head_dim * dtype.itemsize + 9)
     needed = weights + (model.num_layers + 2) * layer + SPARE
     if needed > available_memory(device):
         raise InputError(
-            f"decoding {batch} x {tokens:,} tokens with {model.id} takes some {needed / 1e9:.1f} GB, and "
-            f"{available_memory(device) / 1e9:.1f} GB are free on {device.type}: shorter --lengths, or a smaller "
-            "--shape, --layers and --mlp"
+            f"decoding {batch} x {tokens:,} tokens with {model.id} needs about {needed / 1e9:.1f} GB, but only "
+            f"{available_memory(device) / 1e9:.1f} GB are free on {device.type}: use shorter --lengths or a smaller "
+            "--shape, --layers or --mlp"
         )

@@ -1,4 +1,4 @@
-"""The dense decodes that sparse ones are compared with: one new token over all keys, every good form there is."""
+"""Dense attention of one new token over all keys, in every fast form: the baseline of sparse decoding."""
 
 import functools
 import math
@@ -14,16 +14,17 @@ from bpc_calib.backends import dispatch
 
 __all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "split"]
 
-# Of a result, from float64: what rounding to 16 bits explains, and more than which it is another result.
+# Relative error against float64 that rounding to 16 bits explains; a larger error means a wrong result.
 TOLERANCE = 0.02
 
 Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def forms(device: torch.device) -> dict[str, Dense | str]:
-    """Each takes queries `[B, H_KV, G, D]`, keys and values `[B, H_KV, N, D]`; or says why there is none.
+    """Return the dense forms by name, or a string that says why one is missing.
 
-    The group is folded into the length of the query: SDPA with `enable_gqa` is 3 to 9 times slower on a CPU.
+    A form accepts queries `[B, H_KV, G, D]` and keys and values `[B, H_KV, N, D]`. On a CPU the group is folded into
+    the query's length, because SDPA with `enable_gqa` is 3 to 9 times slower there.
     """
     if device.type == "cuda":
         return gpu_forms(device)
@@ -31,12 +32,12 @@ def forms(device: torch.device) -> dict[str, Dense | str]:
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """SDPA as torch chooses it."""
+    """Compute attention with the SDPA backend that torch chooses."""
     return scaled_dot_product_attention(query, keys, values)
 
 
 def matmul(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Written out, a head at a time: a batched product would copy the keys of a buffer with spare room."""
+    """Compute attention by two products per head; a batched product would copy keys from a buffer with spare room."""
     query = query * query.shape[-1] ** -0.5
     out = torch.empty_like(query)
     for b in range(len(query)):
@@ -47,7 +48,7 @@ def matmul(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Full attention in float64, a KV head at a time; float32 `[B, H_KV, G, D]`."""
+    """Compute full attention in float64, one KV head at a time; return float32 `[B, H_KV, G, D]`."""
     heads = []
     for h in range(keys.shape[1]):
         logits = query[:, h].double() @ keys[:, h].double().mT / math.sqrt(query.shape[-1])
@@ -56,12 +57,12 @@ def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def error(found: Tensor, right: Tensor) -> float:
-    """|found - right| / |right|."""
+    """Return the relative error |found - right| / |right|."""
     return float((found.float() - right).norm() / right.norm())
 
 
 def gpu_forms(device: torch.device) -> dict[str, Dense | str]:
-    """Every dense decode there is for an NVIDIA GPU."""
+    """Return every dense form for an NVIDIA GPU, as `forms` does."""
 
     def through(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -90,14 +91,14 @@ def gpu_forms(device: torch.device) -> dict[str, Dense | str]:
 
 
 def split(device: torch.device) -> Dense:
-    """This package's own split-KV decode.
+    """Return this package's own split-KV decoding.
 
     Raises:
-        ImportError: there is no Triton.
+        ImportError: Triton is not available.
     """
     if dispatch.backend(device) != "triton":
         raise ImportError("Triton")
-    lengths: dict[tuple[int, int], Tensor] = {}  # made once, as in a cache
+    lengths: dict[tuple[int, int], Tensor] = {}  # created once, as a cache does
 
     def split(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         shape = (len(keys), keys.shape[2])
@@ -113,7 +114,7 @@ def _flashinfer() -> Dense:
 
     def decode(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if len(keys) > 1:
-            raise ValueError("a single sequence is what this form decodes")
+            raise ValueError("this form decodes only a single sequence")
         out = single_decode_with_kv_cache(
             query.flatten(0, 2), keys[0], values[0], kv_layout="HND", use_tensor_cores=True
         )

@@ -1,29 +1,29 @@
-"""Bytes that cannot but move, and the time that they take at the memory's bandwidth."""
+"""Byte floors: the bytes that a step must move, and their time at the memory's bandwidth."""
 
 __all__ = ["code_bytes", "decode_bytes", "dense_bytes", "least_microseconds", "stage_bytes"]
 
 
 def dense_bytes(rows: int, tokens: int, dim: int, itemsize: int) -> int:
-    """Keys and values of `tokens` in each of `rows`, KV heads of sequences."""
+    """Return the bytes of keys and values: `tokens` in each of `rows` (KV heads of all sequences)."""
     return rows * tokens * dim * 2 * itemsize
 
 
 def code_bytes(rows: int, tokens: int, *, bits: int = 64, gain: bool = True) -> int:
-    """Codes, and a byte of gain each."""
+    """Return the bytes of codes, plus one byte per code for the gain."""
     return rows * tokens * (8 * -(-bits // 64) + gain)
 
 
 def stage_bytes(rows: int, tokens: int, k: int, dim: int, itemsize: int) -> dict[str, int]:
-    """Of the stages of a step that a cache has floors for, and of the whole: scores need not leave the processor."""
+    """Return the byte floors of scoring, of attention and of the whole step; scores need not leave the processor."""
     codes, kept = code_bytes(rows, tokens), dense_bytes(rows, k, dim, itemsize)
     return {"score": codes, "attend": kept, "step": codes + kept}
 
 
 def decode_bytes(weights: int, batch: int, cache: int) -> int:
-    """Of a step of a model: its weights once, but for the embedding, and what it reads of each sequence's cache."""
+    """Return the byte floor of a model's step: `weights` once, and `cache` bytes per sequence."""
     return weights + batch * cache
 
 
 def least_microseconds(size: int, bytes_per_second: float) -> float:
-    """Microseconds."""
+    """Return the microseconds that moving `size` bytes takes at this bandwidth."""
     return 1e6 * size / bytes_per_second

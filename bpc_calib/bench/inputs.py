@@ -1,4 +1,4 @@
-"""Random queries, codes, keys and values of an attention layer, in working sets that no cache keeps warm."""
+"""Random queries, codes, keys and values of an attention layer, in working sets larger than the processor's caches."""
 
 from dataclasses import dataclass
 
@@ -15,42 +15,42 @@ from bpc_calib.runtime.growing import LEAST_ROOM
 __all__ = ["ONE", "LayerInputs", "LayerShape", "Sets", "make", "repeated", "room", "working_sets"]
 
 BITS = 64
-MOST_BYTES = {"cpu": 4 << 30, "cuda": 16 << 30}  # of all working sets
-BLOCK = 1 << 24  # random numbers drawn; longer tensors repeat them
+MOST_BYTES = {"cpu": 4 << 30, "cuda": 16 << 30}  # limit for all working sets together
+BLOCK = 1 << 24  # count of random numbers that are drawn; longer tensors repeat them
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """An attention layer and what it has cached."""
+    """The shape of an attention layer and its cache."""
 
     batch: int
     kv_heads: int
-    group: int  # query heads of a KV head
+    group: int  # query heads per KV head
     dim: int
     tokens: int
     dtype: torch.dtype
 
     @property
     def rows(self) -> int:
-        """KV heads of all sequences."""
+        """The number of KV heads of all sequences."""
         return self.batch * self.kv_heads
 
     @property
     def cached_bytes(self) -> int:
-        """Keys, values, codes and gains, with the spare room of their buffers."""
+        """The bytes of keys, values, codes and gains, including the spare room of their buffers."""
         dense = dense_bytes(self.rows, room(self.tokens), self.dim, self.dtype.itemsize)
         return dense + code_bytes(self.rows, room(self.tokens))
 
 
 @dataclass(frozen=True)
 class Sets:
-    """How many working sets calls go through in turn, and what of a cache is read before a set comes again."""
+    """The numbers of working sets that timed calls use in turn."""
 
-    codes: int
-    keys: int  # of keys and values, which take more memory
-    dense: int  # those of them that dense forms go through
-    steps: int  # whole steps, which read both, until the first sets come again
-    cold: bool = True  # whether all that a step, its scores or a dense form reads leaves the caches in between
+    codes: int  # sets of codes and gains
+    keys: int  # sets of keys and values, which need more memory
+    dense: int  # sets of keys and values that dense forms use
+    steps: int  # whole steps, which read both, before the first sets are used again
+    cold: bool = True  # whether everything that a call reads has left the caches before it is read again
 
 
 ONE = Sets(1, 1, 1, 1)
@@ -58,13 +58,13 @@ ONE = Sets(1, 1, 1, 1)
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Of a layer, its cache as often as there are working sets."""
+    """The inputs of a layer, with one copy of its cache per working set."""
 
     query: Tensor  # [B, H_KV, G, D]
     new: Tensor  # [B, H_KV, 1, D], the key of the new token
     projection: Tensor  # [H_KV, 64, D]
-    encoder: Encoder  # with a metric and a mean, as calibration makes it
-    plain: Encoder  # without: the paper's
+    encoder: Encoder  # with a metric and a mean, as from calibration
+    plain: Encoder  # without metric and mean, as in the paper
     codes: Tensor  # int64 [sets.codes, B, H_KV, N, 1]
     gains: Tensor  # uint8 [sets.codes, B, H_KV, N]
     keys: Tensor  # [sets.keys, B, H_KV, N, D]
@@ -72,16 +72,16 @@ class LayerInputs:
 
 
 def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
-    """As many as leave no cache warm where `k` tokens are attended, or as many as fit `MOST_BYTES`.
+    """Return enough working sets that caches are cold when `k` tokens are attended, within `MOST_BYTES`.
 
     Raises:
-        InputError: not one fits the memory.
+        InputError: not even one working set fits in memory.
     """
     free = available_memory(device)
     if shape.cached_bytes + (64 << 20) > free:
         raise InputError(
-            f"{shape.tokens:,} tokens of {shape.rows} KV heads take {shape.cached_bytes / 1e9:.1f} GB a layer, and "
-            f"{free / 1e9:.1f} GB are free on {device.type}: shorter --lengths or smaller --batch-sizes"
+            f"{shape.tokens:,} tokens of {shape.rows} KV heads need {shape.cached_bytes / 1e9:.1f} GB per layer, but "
+            f"only {free / 1e9:.1f} GB are free on {device.type}: use shorter --lengths or smaller --batch-sizes"
         )
     wanted = 4 * cache_bytes(device)
     most = min(free // 3, MOST_BYTES["cuda" if device.type == "cuda" else "cpu"])
@@ -94,14 +94,14 @@ def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
     fitting = max(1, (most - code_sets * held) // (shape.cached_bytes - held))
     key_sets = min(max(2, -(-wanted // kept)), fitting)
     dense_sets = min(key_sets, max(2, -(-wanted // dense)))
-    # A step reads codes, too, before keys and values come again.
+    # Before a step reads the same keys and values again, it reads codes too.
     read = (code_sets * codes, key_sets * (kept + codes), dense_sets * dense)
     steps = key_sets if read[1] >= wanted else max(code_sets, key_sets)
     return Sets(code_sets, key_sets, dense_sets, steps, min(read) >= wanted)
 
 
 def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
-    """Always the same numbers for a shape, in buffers with spare room, as those of a cache."""
+    """Make the inputs of a layer, the same for the same shape, in buffers with spare room like those of a cache."""
     generator = torch.Generator(device).manual_seed(0)
     dim, dtype, heads = shape.dim, shape.dtype, (shape.batch, shape.kv_heads)
 
@@ -113,7 +113,7 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
     cached, tokens = (sets.codes, *heads, room(shape.tokens)), shape.tokens
     dense = (sets.keys, *cached[1:], dim)
     codes, gains = (
-        in_huge_pages(torch.empty(cached, dtype=each, device=device)) for each in (torch.int64, torch.uint8)
+        in_huge_pages(torch.empty(cached, dtype=kind, device=device)) for kind in (torch.int64, torch.uint8)
     )
     torch.randint(-(1 << 31), 1 << 31, cached, generator=generator, device=device, out=codes)
     codes.bitwise_left_shift_(32).bitwise_xor_(
@@ -134,12 +134,12 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
 
 
 def room(tokens: int) -> int:
-    """Tokens that a cache's buffers hold when so many are cached: dense forms differ in what spare room costs them."""
+    """Return the room of a cache's buffers at `tokens` cached tokens; its cost differs between dense forms."""
     return -(-(tokens + max(LEAST_ROOM, tokens // 16)) // 16) * 16
 
 
 def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Normal numbers, the same `BLOCK` of them again and again: drawing takes longer than copying."""
+    """Return random normal numbers; copies of one `BLOCK` fill the tensor, because drawing is slower than copying."""
     whole = in_huge_pages(torch.empty(size, dtype=dtype, device=device))
     flat = whole.view(-1)
     drawn = torch.randn(min(BLOCK, len(flat)), generator=generator, device=device, dtype=torch.float32).to(dtype)

@@ -1,4 +1,4 @@
-"""A decoding step of one attention layer, by stage: beside its floors, dense attention and the paper's pipeline."""
+"""Time a decoding step of one attention layer by stage, with its byte floors, dense attention and the paper's step."""
 
 import functools
 import time
@@ -19,14 +19,14 @@ from bpc_calib.method.selection import attended
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 
-NOTABLE = 0.5  # seconds of a first call that are worth a line
+NOTABLE = 0.5  # seconds; shorter compilation is not reported
 
 Form = Callable[..., Tensor]
 Calls = dict[str, list[Callable[[], Any]]]
 
 
 def compile_seconds(shape: LayerShape, device: torch.device) -> float | None:
-    """Seconds that the first step takes beyond the second: compilation and loading; None below half a second."""
+    """Return by how many seconds the first step is slower than the second (compilation, loading); None if under 0.5."""
     inputs = make(shape, ONE, device)
     k = attended(shape.tokens, 0.5, 1)
 
@@ -43,16 +43,16 @@ def compile_seconds(shape: LayerShape, device: torch.device) -> float | None:
 def layer_rows(
     shape: LayerShape, budgets: Sequence[float | int], rate: float, repeats: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Rows of microseconds for one shape: BPC by stage and the paper's step at each budget, and every dense form.
+    """Return rows of microseconds for one shape: BPC by stage and the paper's step per budget, and every dense form.
 
     Args:
-        rate: bytes a second, of the floors.
+        rate: memory bandwidth for the floors, in bytes per second.
 
     Returns:
-        Tables of `method`, `stage`, `form`, `budget`, `attended`, `median`, `spread`, `floor`, `floor_share` (floor /
-        median), `best`, the fastest form, and `cold`: whether no set was in a cache when it was read again; where
-        nothing was measured `note` says why. Rows of BPC's whole step have `times_dense` and `times_paper`: how many
-        times as long the others take.
+        Rows with `method`, `stage`, `form`, `budget`, `attended`, `median`, `spread`, `floor`, `floor_share` (floor /
+        median), `best` (whether this form is the fastest), and `cold` (whether each working set had left the caches
+        when it was read again). A row without a measurement has a `note` that says why. Rows of BPC's whole step have
+        the speedups `times_dense` and `times_paper`: the time of the other method divided by BPC's.
     """
     ks = {budget: attended(shape.tokens, budget) for budget in budgets}
     sets = working_sets(shape, min(ks.values()), device)
@@ -74,12 +74,12 @@ def layer_rows(
 def right_forms(
     inputs: LayerInputs, device: torch.device, *, papers: bool = True
 ) -> tuple[dict[str, Form], dict[str, str]]:
-    """Whole steps of a kind: functions of codes, gains, keys, values and `k`; and why others are left out.
+    """Return the correct whole steps, functions of codes, gains, keys, values and `k`; and why others are left out.
 
-    Given every token, each must be near dense attention in float64, or it is not timed.
+    A step is correct if, with all tokens attended, its result is close to dense attention in float64.
 
     Raises:
-        BPCError: BPC's own step is not, so nothing here would mean anything.
+        BPCError: BPC's own step is not correct, so no timing would mean anything.
     """
 
     def ours(codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
@@ -101,16 +101,16 @@ def right_forms(
             notes[f"dense/{name}"] = form
         else:
             forms[f"dense/{name}"] = functools.partial(attention, form)
-    given = set_of(inputs, 0)
-    right = dense.exact(inputs.query, *given[2:])
+    first_set = set_of(inputs, 0)
+    expected = dense.exact(inputs.query, *first_set[2:])
     for name in list(forms):
         try:
-            off = dense.error(forms[name](*given, given[0].shape[2]), right)
+            off = dense.error(forms[name](*first_set, first_set[0].shape[2]), expected)
             fault = "" if off < dense.TOLERANCE else f"not measured: its result is off by {off:.1e}"
         except Exception as error:
             fault = reason(error)
         if fault and name == "step":
-            raise BPCError(f"with the whole budget a step is not dense attention ({fault}): nothing was timed")
+            raise BPCError(f"with all tokens, BPC's step differs from dense attention ({fault}): nothing was timed")
         if fault:
             notes[name] = fault
             del forms[name]
@@ -118,7 +118,7 @@ def right_forms(
 
 
 def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, gains, keys and values of the working set that comes at `i`."""
+    """Return codes, gains, keys and values of the working set for call number `i`."""
     code, key = i % len(inputs.codes), i % len(inputs.keys)
     return inputs.codes[code], inputs.gains[code], inputs.keys[key], inputs.values[key]
 
@@ -154,17 +154,20 @@ def _rows(
         "cold": sets.cold,
     }
     dense_size = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
-    theirs = {name: taken.get(name, notes.get(name, "")) for name in {**taken, **notes} if name.startswith("dense/")}
-    rows = [about | {"method": "dense", **row} for row in _forms(theirs, dense_size, rate)]
+    dense_forms = {
+        name: taken.get(name, notes.get(name, "")) for name in {**taken, **notes} if name.startswith("dense/")
+    }
+    rows = [about | {"method": "dense", **row} for row in _forms(dense_forms, dense_size, rate)]
     for budget, k in ks.items():
-        own = about | {"budget": budget, "attended": k}
+        facts = about | {"budget": budget, "attended": k}
         sizes = stage_bytes(shape.rows, shape.tokens, k, shape.dim, shape.dtype.itemsize)
         for stage, samples in _stages(taken, f"{budget}/").items():
-            rows.append(own | {"method": "BPC", "stage": stage} | figures(samples, sizes.get(stage), rate))
+            rows.append(facts | {"method": "BPC", "stage": stage} | figures(samples, sizes.get(stage), rate))
         paper_size = code_bytes(shape.rows, shape.tokens, gain=False) + sizes["attend"]
-        found = {name.partition("/")[2]: each for name, each in taken.items() if name.startswith(f"{budget}/paper/")}
-        found |= {name: note for name, note in notes.items() if name.startswith("paper/")}
-        rows += [own | {"method": "paper", **row} for row in _forms(found, paper_size, rate)]
+        prefix = f"{budget}/paper/"
+        papers = {name.partition("/")[2]: samples for name, samples in taken.items() if name.startswith(prefix)}
+        papers |= {name: note for name, note in notes.items() if name.startswith("paper/")}
+        rows += [facts | {"method": "paper", **row} for row in _forms(papers, paper_size, rate)]
     for row in rows:
         if row["method"] == "BPC" and row["stage"] == "step" and row["median"]:
             row |= _ratios(row, rows)
@@ -172,23 +175,24 @@ def _rows(
 
 
 def _stages(taken: dict[str, list[float] | str], prefix: str) -> dict[str, list[float] | str]:
-    """Samples of each stage: of those that cannot run alone the difference to what comes before, round by round."""
+    """Return the samples of each stage; a stage that cannot run alone is the difference between two runs per round."""
     before, scored, chosen = (taken[f"{prefix}up to {name}"] for name in ("project", "score", "select"))
-    found = {
+    samples = {
         "encode": taken["encode"], "project": before, "score": _less(scored, before), "select": _less(chosen, scored),
         "attend": taken[f"{prefix}attend"], "step": taken[f"{prefix}step"],
     }  # fmt: skip
-    return {stage: found[stage] for stage in STAGES}
+    return {stage: samples[stage] for stage in STAGES}
 
 
 def _less(samples: list[float] | str, before: list[float] | str) -> list[float] | str:
+    """Return the differences of two lists of samples; a note instead of samples stays a note."""
     if isinstance(samples, str) or isinstance(before, str):
         return samples if isinstance(samples, str) else before
     return [a - b for a, b in zip(samples, before, strict=True)]
 
 
 def _forms(found: dict[str, Any], size: int, rate: float) -> list[dict[str, Any]]:
-    """A row for each form of a whole step, the fastest marked."""
+    """Return one row per form of a whole step, with the fastest marked as `best`."""
     rows: list[dict[str, Any]] = []
     for name, samples in found.items():
         form = name.partition("/")[2]
@@ -200,7 +204,7 @@ def _forms(found: dict[str, Any], size: int, rate: float) -> list[dict[str, Any]
 
 
 def figures(samples: list[float] | str, size: int | None, rate: float) -> dict[str, Any]:
-    """Median and spread in microseconds, beside the floor of so many bytes; or a note why there are none."""
+    """Return median and spread in microseconds with the floor of `size` bytes; or a note that says why not."""
     if isinstance(samples, str):
         return {"median": None, "spread": None, "note": samples}
     row = summary(samples)
@@ -211,7 +215,7 @@ def figures(samples: list[float] | str, size: int | None, rate: float) -> dict[s
 
 
 def _ratios(ours: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    """How many times as long the fastest dense form and the fastest of the paper's take."""
+    """Return the speedups of BPC's step over the fastest dense form and the fastest form of the paper's step."""
     ratios: dict[str, float | None] = {}
     for method in ("dense", "paper"):
         best = [

@@ -1,4 +1,4 @@
-"""The facts about a machine without which a figure means little, and its last caches."""
+"""Facts about the machine that explain a benchmark result, and the size of its last-level caches."""
 
 import os
 import platform
@@ -17,13 +17,13 @@ UNKNOWN_CACHE = 32 << 20
 
 
 def without_folder(word: str) -> str:
-    """A word of a command, a path in it without its folder: that is nobody's business."""
+    """Return a word of a command with the folder removed from a path, because folders are private."""
     name, equals, path = word.rpartition("=")
     return f"{name}{equals}{Path(path).name}" if path.startswith(("/", "..", "~")) else word
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, threads, GPU, versions and, in a checkout, the commit; no name and no path of the user's."""
+    """Return processor, cores, threads, GPU, versions and, in a checkout, the commit; no user name and no path."""
     cpu = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
@@ -45,23 +45,23 @@ def machine() -> dict[str, Any]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of the last caches of what this process may run on; where the system does not say, 32 MiB."""
+    """Return the bytes of the last-level caches that this process can use; 32 MiB if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
-    found: dict[tuple[int, str], int] = {}  # by level and the processors that share it
+    sizes: dict[tuple[int, str], int] = {}  # by level and by the processors that share the cache
     for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         for index in (SYSTEM / f"cpu{cpu}" / "cache").glob("index*"):
             level, sharing, size = (
                 next(iter(_lines(str(index / name))), "") for name in ("level", "shared_cpu_list", "size")
             )
             if level.isdigit() and size[:-1].isdigit() and size.endswith("K"):
-                found[int(level), sharing] = int(size[:-1]) << 10
-    highest = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == highest) or UNKNOWN_CACHE
+                sizes[int(level), sharing] = int(size[:-1]) << 10
+    highest = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == highest) or UNKNOWN_CACHE
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device."""
+    """Return the bytes that can still be allocated on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     for line in _lines("/proc/meminfo"):
@@ -79,7 +79,7 @@ def _version(name: str) -> str | None:
 
 def _commit() -> str | None:
     folder = Path(__file__).resolve().parent.parent.parent
-    if not (folder / "pyproject.toml").is_file():  # installed: whatever repository lies around it is not ours
+    if not (folder / "pyproject.toml").is_file():  # installed: a repository around it is another project
         return None
     words = ["git", "describe", "--always", "--dirty"]
     try:

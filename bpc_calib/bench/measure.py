@@ -1,4 +1,4 @@
-"""One run of the benchmark: what is asked for, whether it can be done, and the result with all that explains it."""
+"""Run the benchmark: check the settings, measure every part, and return the result with all that explains it."""
 
 import math
 import time
@@ -27,7 +27,7 @@ from bpc_calib.runtime.rules import ranking_defaults
 
 __all__ = ["check", "run"]
 
-PROMPT = 32768  # tokens, of hashing alone
+PROMPT = 32768  # tokens, for hashing alone
 FEWEST, MOST = 16, limits.MOST_TOKENS  # tokens
 
 Progress = Callable[[float, str], None]
@@ -36,7 +36,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) -> None:
-    """Raise a `BPCError` at what cannot be measured, before any work."""
+    """Raise a `BPCError` for settings that cannot be measured, before any work."""
     for name in settings.parts:
         if name not in PARTS:
             raise InputError(f"unknown part {name!r}: the parts are {', '.join(PARTS)}")
@@ -61,7 +61,7 @@ def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) 
     for budget in settings.budgets:
         attended(1, budget)
     if settings.crossover and max(settings.lengths or LENGTHS) < SHORTEST:
-        raise InputError(f"--crossover walks from {SHORTEST} tokens on: give a longer --lengths")
+        raise InputError(f"--crossover starts at {SHORTEST} tokens: give a longer --lengths")
     BPCCache(config, artifact, dense_layers=settings.dense_layers)
 
 
@@ -75,22 +75,22 @@ def run(
     progress: Progress = lambda share, what: None,
     keep: Keep = lambda result: None,
 ) -> dict[str, Any]:
-    """Measure, compare and explain.
+    """Measure all parts of the settings, or the crossover.
 
     Args:
-        config: of the model whose shape is measured.
-        load: makes the model; called for the parts that need one.
-        artifact: its projections; None: random ones.
-        progress: called with the share that is done, and what is being done.
-        keep: called with the result so far whenever something is finished, and with the whole.
+        config: config of the model whose shape is measured.
+        load: returns the model; called only if a part needs one.
+        artifact: the model's projections; None: random ones.
+        progress: called with the finished share and a description of the current work.
+        keep: called with the partial result after every measurement, and with the final result.
 
     Returns:
-        `device`, `backend`, `machine`, `settings`, `memory_bandwidth`, perhaps `compile_seconds`, and a table for each
-        part that was asked for: `layer`, `decode`, `prefill`, or `crossover`; `left_out` says `what` could not
-        be measured, and in a `note` why.
+        `device`, `backend`, `machine`, `settings`, `memory_bandwidth`, `compile_seconds` if notable, and one entry per
+        part of the settings: `layer`, `decode`, `prefill`, or `crossover`. `left_out` lists `what` could not be
+        measured, with the reason as `note`.
 
     Raises:
-        BPCError: see `check`; something does not fit the memory; or nothing could be measured.
+        BPCError: `check` failed, something does not fit in memory, or nothing could be measured.
     """
     check(settings, config, artifact)
     began = time.monotonic()
@@ -118,17 +118,17 @@ def run(
         for batch in settings.batch_sizes:
             for tokens in decode_lengths:
                 decode.check_memory(config, weights, batch, tokens, dtype, device)
-    asked = asdict(settings) | {
+    resolved = asdict(settings) | {
         "lengths": lengths, "decode_lengths": decode_lengths, "prefill_tokens": prefill_tokens, "group_sizes": groups,
         "kv_heads": base.kv_heads, "head_dim": base.dim, "dtype": str(dtype).removeprefix("torch."),
         "min_tokens": 128,
     }  # fmt: skip
-    asked |= ranking_defaults(artifact)  # of decoding; a layer alone ranks by the defaults of calibrated projections
+    resolved |= ranking_defaults(artifact)  # for decoding; a single layer uses the defaults of calibrated projections
     result: dict[str, Any] = {
         "device": str(device),
         "backend": dispatch.backend(device),
         "machine": machine(),
-        "settings": asked,
+        "settings": resolved,
     }
     progress(0.0, "memory bandwidth")
     result["memory_bandwidth"] = bandwidth(device)
@@ -140,7 +140,7 @@ def run(
     else:
         measured = _parts(settings, config, load, artifact, base, shapes, result, progress, keep)
     if not measured:
-        raise BPCError("; ".join(f"{each['what']}: {each['note']}" for each in result["left_out"]))
+        raise BPCError("; ".join(f"{missing['what']}: {missing['note']}" for missing in result["left_out"]))
     progress(1.0, "done")
     result["seconds"] = round(time.monotonic() - began, 1)
     keep(result)
@@ -158,9 +158,9 @@ def _parts(
     progress: Progress,
     keep: Keep,
 ) -> bool:
-    """Put every part into the result; whether anything was measured."""
-    asked, rate, device = result["settings"], result["memory_bandwidth"]["bytes_per_second"], result["device"]
-    steps = _steps(settings, shapes, asked["decode_lengths"], asked["prefill_tokens"])
+    """Add every part to the result; return whether anything was measured."""
+    resolved, rate, device = result["settings"], result["memory_bandwidth"]["bytes_per_second"], result["device"]
+    steps = _steps(settings, shapes, resolved["decode_lengths"], resolved["prefill_tokens"])
     done, total = 0.0, sum(weight for _, _, weight in steps)
     model = None
     for part in PARTS:
@@ -174,11 +174,11 @@ def _parts(
                 result[part] += layer_rows(what, settings.budgets, rate, settings.repeats, torch.device(device))
             else:
                 if model is None:
-                    model, given = load(), artifact or random_artifact(config)
-                facts = _model_facts(model, describe(config), artifact, asked["decode_lengths"])
+                    model, projections = load(), artifact or random_artifact(config)
+                facts = _model_facts(model, describe(config), artifact, resolved["decode_lengths"])
                 rows = result[part]["rows"]
                 result[part] = facts | {"rows": rows}
-                for row in _of_model(part, model, given, what, settings, base, rate, torch.device(device)):
+                for row in _of_model(part, model, projections, what, settings, base, rate, torch.device(device)):
                     rows.append(row)
             measured = True
         except Exception as error:
@@ -197,19 +197,19 @@ def _one(value: int | None) -> tuple[int, ...] | None:
 def _steps(
     settings: Settings, shapes: list[LayerShape], decode_lengths: tuple[int, ...], prefill_tokens: int
 ) -> list[tuple[str, Any, float]]:
-    """What is measured one after the other, with about how long it takes in comparison."""
-    found: list[tuple[str, Any, float]] = []
+    """Return the measurements in order, each with its part and its approximate relative duration."""
+    steps: list[tuple[str, Any, float]] = []
     if "layer" in settings.parts:
-        found += [("layer", shape, 60_000 + shape.batch * shape.tokens) for shape in shapes]
+        steps += [("layer", shape, 60_000 + shape.batch * shape.tokens) for shape in shapes]
     if "decode" in settings.parts:
-        found += [
+        steps += [
             ("decode", (batch, tokens), 60_000 + batch * tokens)
             for batch in settings.batch_sizes
             for tokens in decode_lengths
         ]
     if "prefill" in settings.parts:
-        found.append(("prefill", prefill_tokens, 100_000))
-    return found
+        steps.append(("prefill", prefill_tokens, 100_000))
+    return steps
 
 
 def _say(part: str, what: Any) -> str:
@@ -250,7 +250,7 @@ def _crossovers(
     result: dict[str, Any],
     keep: Keep,
 ) -> bool:
-    """Put every crossover into the result; whether anything was measured."""
+    """Add every crossover to the result; return whether anything was measured."""
     result["crossover"] = []
     cases = [(shape, budget) for shape in shapes for budget in settings.budgets]
     for i, (shape, budget) in enumerate(cases):
@@ -271,7 +271,7 @@ def _crossovers(
 
 
 def _narrower(config: Any) -> bool:
-    """Whether the MLP is narrower than that of the shape whose name the config has."""
+    """Return whether the MLP is narrower than in the shape that the config is named after."""
     whole = SHAPES.get(config._name_or_path, {}).get("intermediate_size")
     return whole is not None and config.intermediate_size < whole
 

@@ -1,4 +1,4 @@
-"""The most memory that something took: of a GPU what was allocated, elsewhere the resident set of the process."""
+"""Peak memory: what was allocated on a GPU, elsewhere the resident set of the process."""
 
 import contextlib
 import resource
@@ -10,7 +10,7 @@ __all__ = ["peak", "reset_peak"]
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak begin at what is held now, where the system can."""
+    """Start the peak again at the current use, if the system supports that."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -19,7 +19,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """Bytes, since `reset_peak`; where the system keeps but one peak, since the process began."""
+    """Return the peak in bytes since `reset_peak`, or since the start of the process if the system cannot reset it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError), open("/proc/self/status") as file:

@@ -1,4 +1,4 @@
-"""The paper's pipeline: an int8 query, popcount scores, top-k, a gathered copy, attention on the copy."""
+"""The paper's pipeline: int8 query, popcount scores, top-k, gather into a copy, attention on the copy."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SCORERS = {"triton": "Triton popcount", "numba": "numba popcount", "torch": "pla
 
 
 def forms(device: torch.device) -> dict[str, Step]:
-    """Functions of a query, a projection, codes, keys, values and `k` that return `[B, H_KV, G, D]`, by name."""
+    """Return steps by name: functions of query, projection, codes, keys, values and `k` to `[B, H_KV, G, D]`."""
     backend = dispatch.backend(device)
     if backend == "triton":
         attentions: dict[str, Dense] = {"SDPA": folded, "split-KV (ours)": split(device)}
@@ -32,22 +32,22 @@ def forms(device: torch.device) -> dict[str, Step]:
 def paper_step(
     attention: Dense, query: Tensor, projection: Tensor, codes: Tensor, keys: Tensor, values: Tensor, k: int
 ) -> Tensor:
-    """Attention `[B, H_KV, G, D]` over the `k` best keys of `[B, H_KV, N, D]` by score.
+    """Compute attention `[B, H_KV, G, D]` over the `k` best keys of `[B, H_KV, N, D]` by score.
 
-    Everything about it is as fast as its steps allow: this package's own kernels round the query and score, the top k
-    stay unsorted, and the group is folded into the length of the query, so that `attention` reads the copy once.
+    Every step is as fast as the pipeline allows: this package's own kernels round the query and compute the scores,
+    the top-k stay unsorted, and the group is folded into the query's length, so that `attention` reads the copy once.
     """
     backend = dispatch.find(query.device)
     scores = backend.popcount_scores(backend.quantize_query(query, projection).values, codes)
     indices = scores.topk(k, sorted=False).indices
-    return attention(query, *(_gathered(each, indices) for each in (keys, values)))
+    return attention(query, _gathered(keys, indices), _gathered(values, indices))
 
 
 def _gathered(cached: Tensor, indices: Tensor) -> Tensor:
-    """The rows of `[B, H_KV, N, D]` at indices `[B, H_KV, k]`."""
+    """Return a copy of the rows of `[B, H_KV, N, D]` at indices `[B, H_KV, k]`."""
     if cached.device.type != "cpu":
         return cached.gather(2, indices.unsqueeze(-1).expand(*indices.shape, cached.shape[-1]))
-    # Whole rows, a head at a time: on a CPU `gather` copies number by number.
+    # Copy whole rows per head, because `gather` on a CPU copies number by number.
     copy = cached.new_empty(*indices.shape, cached.shape[-1])
     for b in range(len(cached)):
         for h in range(cached.shape[1]):

@@ -1,4 +1,4 @@
-"""A picture of a result of `run` (matplotlib, extra `plots`)."""
+"""Plot a result of `run` (matplotlib, extra `plots`)."""
 
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,18 @@ COLORS = {"BPC": "tab:blue", "dense": "tab:gray", "paper": "tab:orange"}
 
 
 def check(path: Path, overwrite: bool) -> None:
-    """Raise a `BPCError` where `draw` could not write."""
+    """Raise a `BPCError` if `draw` could not write its file."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as fault:
         raise InputError("--plot needs matplotlib: pip install matplotlib") from fault
     if path.suffix.lower() not in KNOWN:
-        raise InputError(f"{path}: pictures are {', '.join(KNOWN)}")
+        raise InputError(f"{path}: a picture must be one of {', '.join(KNOWN)}")
     check_writable(path, 1 << 20, overwrite=overwrite)
 
 
 def draw(result: dict[str, Any], path: Path, *, overwrite: bool = False) -> None:
-    """Time of a layer's step by length beside dense, the paper's and the floors; tokens a second of a model."""
+    """Draw one panel per measured case of every part of the result: layer, crossover, decoding and prefill."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -36,8 +36,8 @@ def draw(result: dict[str, Any], path: Path, *, overwrite: bool = False) -> None
         (row["batch"], row["group"], row["budget"]) for row in layer if row["method"] == "BPC"
     ):
         panels.append((_layer, [r for r in layer if (r["batch"], r["group"]) == (batch, group)], batch, group, budget))
-    for found in result.get("crossover", []):
-        panels.append((_crossover, found))
+    for crossover in result.get("crossover", []):
+        panels.append((_crossover, crossover))
     if rows := result.get("decode", {}).get("rows"):
         panels.append((_decode, rows))
     if hashed := result.get("prefill", {}).get("rows"):
@@ -49,8 +49,8 @@ def draw(result: dict[str, Any], path: Path, *, overwrite: bool = False) -> None
     )
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    for axis, (function, *given) in zip(axes.flat, panels, strict=False):
-        function(axis, *given)
+    for axis, (function, *arguments) in zip(axes.flat, panels, strict=False):
+        function(axis, *arguments)
     with replacing(path, overwrite) as temporary:
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
     pyplot.close(figure)
@@ -67,7 +67,7 @@ def _layer(axis: Any, rows: list[dict[str, Any]], batch: int, group: int, budget
         if own:
             _line(axis, [row["tokens"] for row in own], own, method, color)
             axis.plot([row["tokens"] for row in own], [row["floor"] for row in own], color=color, linestyle=":")
-    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a step (dotted: byte floor)")
+    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds per step (dotted: byte floor)")
     axis.set_title(f"One layer, batch {batch}, group {group}, {_say(budget)}", fontsize="medium")
     axis.legend(fontsize="small")
 
@@ -78,9 +78,9 @@ def _crossover(axis: Any, found: dict[str, Any]) -> None:
     _line(axis, lengths, [row["dense"] for row in found["rows"]], "dense", COLORS["dense"])
     if found["min_context"]:
         axis.axvline(found["min_context"], color="black", linestyle=":", label=f"min_context={found['min_context']}")
-    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a step")
+    axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds per step")
     about = f"batch {found['batch']}, group {found['group']}, {_say(found['budget'])}"
-    axis.set_title(f"Where sparse begins to win, {about}", fontsize="medium")
+    axis.set_title(f"Crossover of BPC and dense attention, {about}", fontsize="medium")
     axis.legend(fontsize="small")
 
 
@@ -110,7 +110,7 @@ def _prefill(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.set_axis_off()
         return
     axis.bar(["full attention", "BPC"], [own["full"]["median"], own["bpc"]["median"]], color=["tab:gray", "tab:blue"])
-    axis.bar(["BPC"], [own["hashing"]["median"]], color="tab:red", label="of it hashing")
+    axis.bar(["BPC"], [own["hashing"]["median"]], color="tab:red", label="hashing, part of BPC")
     axis.set(ylabel="seconds")
     axis.set_title(f"Prefill of {own['tokens']:,} tokens", fontsize="medium")
     axis.legend(fontsize="small")

@@ -1,4 +1,4 @@
-"""What hashing adds to a prefill: of a whole model, and of the keys of one layer."""
+"""The cost of hashing: in the prefill of a whole model, and for the keys of one layer."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ __all__ = ["hashing_row", "prefill_row"]
 def prefill_row(
     model: Any, artifact: ProjectionArtifact, tokens: int, dense_layers: Any, repeats: int
 ) -> dict[str, Any]:
-    """Seconds of the prefill of `tokens` random ids, and of hashing their keys, which the first sparse step does.
+    """Measure the prefill of `tokens` random ids and the hashing of their keys, which the first sparse step does.
 
     Returns:
-        `full` and `bpc` (prefill and hashing) and `hashing` with median and spread in seconds, and `hashing_share`,
-        that of hashing in BPC's prefill.
+        `full`, `bpc` (prefill and hashing) and `hashing`, each with median and spread in seconds, and `hashing_share`,
+        the share of hashing in `bpc`.
     """
     device = model.device
     generator = torch.Generator().manual_seed(0)
@@ -43,25 +43,25 @@ def prefill_row(
                 hashing = 0.0
                 if name == "bpc":
                     hashing = clock(lambda cache=cache: hash_all(cache), device)  # type: ignore[misc]
-                if repeat:  # the first one warms up
+                if repeat:  # the first repeat is a warm-up
                     samples[name].append(seconds + hashing)
                     samples["hashing"] += [hashing] if name == "bpc" else []
     finally:
         disable(model)
-    found = {name: summary(each, 4) for name, each in samples.items()}
-    share = found["hashing"]["median"] / found["bpc"]["median"]
-    return {"what": "prefill of the model", "tokens": tokens, **found, "hashing_share": round(share, 4)}
+    seconds_of = {name: summary(values, 4) for name, values in samples.items()}
+    share = seconds_of["hashing"]["median"] / seconds_of["bpc"]["median"]
+    return {"what": "prefill of the model", "tokens": tokens, **seconds_of, "hashing_share": round(share, 4)}
 
 
 def hash_all(cache: Any) -> None:
-    """Give the keys of every layer that chooses their codes."""
+    """Compute the codes of all keys in every layer that chooses tokens."""
     for layer in cache.layers:
         if isinstance(layer, BPCLayer):
             layer.hash(None)
 
 
 def hashing_row(shape: LayerShape, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Seconds of hashing the keys of a prompt in one layer."""
+    """Measure in seconds the hashing of a prompt's keys in one layer."""
     inputs = make(shape, ONE, device)
 
     def run() -> None:
@@ -69,6 +69,6 @@ def hashing_row(shape: LayerShape, repeats: int, device: torch.device) -> dict[s
             dispatch.encode_with(inputs.encoder, part)
 
     run()
-    found = summary([clock(run, device) for _ in range(repeats)], 5)
-    keys_a_second = round(shape.tokens * shape.rows / found["median"])
-    return {"what": "hashing of a layer", "tokens": shape.tokens, "hashing": found, "keys_per_second": keys_a_second}
+    seconds = summary([clock(run, device) for _ in range(repeats)], 5)
+    rate = round(shape.tokens * shape.rows / seconds["median"])
+    return {"what": "hashing of a layer", "tokens": shape.tokens, "hashing": seconds, "keys_per_second": rate}

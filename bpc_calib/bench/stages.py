@@ -1,4 +1,4 @@
-"""A step of BPC as a cache makes it, and the stages whose time is measured."""
+"""A step of BPC as a cache runs it, and the names of the timed stages."""
 
 from torch import Tensor
 
@@ -12,12 +12,12 @@ STAGES = ("encode", "project", "score", "select", "attend", "step")
 
 
 def choice(query: Tensor) -> Choice:
-    """The default choice of a cache, for queries `[B, H_KV, G, D]`."""
+    """Return the default `Choice` of a cache, for queries `[B, H_KV, G, D]`."""
     return Choice(scaling=query.shape[-1] ** -0.5)
 
 
 def choose(query: Tensor, projection: Tensor, codes: Tensor, gain: Tensor | None, k: int) -> Tensor:
-    """The tokens attended, as a cache chooses them."""
+    """Choose the attended tokens as a cache does."""
     return dispatch.choose(query, projection, Cached(codes, gain), k, choice(query))
 
 
@@ -32,6 +32,6 @@ def step(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """A whole step as a cache calls it: the new key gets its code, then tokens are chosen and attended."""
+    """Run a whole step as a cache does: encode the new key, choose tokens, compute attention over them."""
     dispatch.encode_with(encoder, new)
     return dispatch.sparse_attention(query, keys, values, choose(query, projection, codes, gain, k))

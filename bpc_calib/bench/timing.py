@@ -1,4 +1,4 @@
-"""How times are taken: interleaved repeats, caches cold, CUDA graphs between events; and how fast the memory is."""
+"""Measure times (interleaved repeats, cold caches, CUDA graphs between events) and the memory bandwidth."""
 
 import functools
 import statistics
@@ -13,19 +13,19 @@ from bpc_calib.bench.machine import cache_bytes
 
 __all__ = ["Call", "bandwidth", "captured", "clock", "copies", "reason", "summary", "synchronize", "timed"]
 
-STEPS = 32  # at least so many in what is timed at once on a GPU
+STEPS = 32  # minimum number of calls per timed sample on a GPU
 WARM_UP = 3
 
 Call = Callable[[], Any]
 
 
 def reason(error: Exception) -> str:
-    """One line, as a result says why something was not measured."""
+    """Return one line that says why something was not measured."""
     return f"not measured: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def summary(samples: Sequence[float], digits: int = 2) -> dict[str, Any]:
-    """The median, the least and the most."""
+    """Return the rounded median and, as `spread`, minimum and maximum."""
     if not samples:
         return {"median": None, "spread": None}
     median, least, most = statistics.median(samples), min(samples), max(samples)
@@ -33,13 +33,13 @@ def summary(samples: Sequence[float], digits: int = 2) -> dict[str, Any]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched on a GPU."""
+    """Wait for all work of a GPU; do nothing for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def clock(run: Call, device: torch.device) -> float:
-    """Seconds: on a GPU its own, between two events; elsewhere those of the wall."""
+    """Return the seconds of `run`: on a GPU between two events, elsewhere wall time."""
     if device.type != "cuda":
         began = time.perf_counter()
         run()
@@ -53,7 +53,7 @@ def clock(run: Call, device: torch.device) -> float:
 
 
 def captured(calls: Sequence[Call], device: torch.device) -> Call:
-    """The calls, one after the other, as one CUDA graph: no time of Python's is in its replay."""
+    """Return the sequence of calls as one function: on a GPU a CUDA graph, whose replay contains no Python time."""
     if device.type != "cuda":
         return functools.partial(_in_turn, calls)
     side = torch.cuda.Stream()
@@ -61,7 +61,7 @@ def captured(calls: Sequence[Call], device: torch.device) -> Call:
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
             calls[0]()
-        _in_turn(calls)  # whatever is compiled or loaded for one of them is so before the capture
+        _in_turn(calls)  # so that everything is compiled and loaded before the capture
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -73,12 +73,12 @@ def captured(calls: Sequence[Call], device: torch.device) -> Call:
 def timed(
     forms: Mapping[str, Sequence[Call]], repeats: int, device: torch.device, *, graphs: bool = True
 ) -> dict[str, list[float] | str]:
-    """Microseconds a call of each form, `repeats` samples taken in turn; or why there are none.
+    """Return microseconds per call of each form, in `repeats` samples taken in turn; or why it was not timed.
 
     Args:
-        forms: each a list of calls that do the same on working sets of their own, so that by the time a set comes
-            again no cache holds it.
-        graphs: whether the calls of a form are replayed as a CUDA graph, where there is a GPU.
+        forms: a list of calls per form. The calls do the same work on different working sets, so that a set has left
+            the caches when it is used again.
+        graphs: whether to replay the calls of a form as a CUDA graph on a GPU.
     """
     runs: dict[str, tuple[Call, int]] = {}
     samples: dict[str, list[float] | str] = {}
@@ -91,7 +91,7 @@ def timed(
         except Exception as error:
             samples[name] = reason(error)
             continue
-        # Several replays at once: the launch of one is hidden behind the one before.
+        # With several replays in a row, the GPU works on one while the next is launched.
         times = -(-STEPS // len(calls)) if device.type == "cuda" else 1
         runs[name] = (functools.partial(_in_turn, [run] * times), times * len(calls))
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -102,7 +102,7 @@ def timed(
 
 
 def copies(size: int, device: torch.device, repeats: int = 7) -> list[float]:
-    """Bytes a second of copies of so many bytes within the device's memory, those read and those written both."""
+    """Return bytes per second of copies of `size` bytes in the device's memory, counting reads and writes."""
     source = torch.ones(size // 4, device=device)
     target: Tensor = torch.empty_like(source)
     copy = functools.partial(target.copy_, source)
@@ -111,20 +111,20 @@ def copies(size: int, device: torch.device, repeats: int = 7) -> list[float]:
 
 
 def bandwidth(device: torch.device) -> dict[str, Any]:
-    """The memory bandwidth that floors are divided by: the better of a streaming read and of a copy.
+    """Measure the memory bandwidth for the byte floors: the faster of a streaming read and a copy.
 
     Returns:
-        `bytes_per_second`, its `spread` (the least and the most of the repeats), `by`, and `working_set_bytes`, well
-        beyond the last cache.
+        `bytes_per_second`, its `spread` (minimum and maximum of the repeats), `by` (the faster of the two), and
+        `working_set_bytes`, much larger than the last-level cache.
     """
     size = max(1 << 28, 4 * cache_bytes(device)) if device.type != "cuda" else 1 << 31
-    held = torch.ones(size // 8, dtype=torch.int64, device=device)
-    held.sum()
-    found = {"streaming read": [held.nbytes / clock(held.sum, device) for _ in range(7)]}
-    del held
-    found["copy, bytes read and written"] = copies(size, device)
-    best = max(found, key=lambda name: statistics.median(found[name]))
-    about = summary(found[best], 0)
+    source = torch.ones(size // 8, dtype=torch.int64, device=device)
+    source.sum()
+    rates = {"streaming read": [source.nbytes / clock(source.sum, device) for _ in range(7)]}
+    del source
+    rates["copy, bytes read and written"] = copies(size, device)
+    best = max(rates, key=lambda name: statistics.median(rates[name]))
+    about = summary(rates[best], 0)
     return {
         "bytes_per_second": about["median"],
         "spread": about["spread"],

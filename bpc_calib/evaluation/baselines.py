@@ -1,8 +1,8 @@
-"""Other ways to choose the tokens attended, each a layer that takes the place of BPC's in the same cache.
+"""Other methods that choose the attended tokens; each is a layer that replaces BPC's in the same cache.
 
-All choose one list of tokens for a KV head, of the same length as BPC's; where a method is defined for one query head,
-the scores of a group become one by the same rule as BPC's (`group_scores`), collisions by their largest number.
-What differs from the papers because of that is said at each class.
+Every method chooses one list of tokens per KV head, of the same length as BPC's. If a method is defined for a single
+query head, the scores of a group are reduced to one by BPC's rule (`group_scores`), and counts of collisions by their
+maximum. Each class says what differs from its paper because of that.
 """
 
 import math
@@ -30,18 +30,18 @@ __all__ = [
 ]
 
 
-HASHED_AT_ONCE = 1 << 12  # tokens: 1,500 signs of a key take kilobytes on their way
+HASHED_AT_ONCE = 1 << 12  # tokens: 1,500 signs need kilobytes of temporary memory per key
 
 
 def ranked(layer: SparseLayer, scores: Tensor, visible: Tensor | None, *, in_products: bool = True) -> Tensor:
-    """What `rank` returns for scores `[batch, kv_heads, G, N]`, in the unit of `q k` or one that is not known."""
+    """Return the ranks for scores `[batch, kv_heads, G, N]`; `in_products` says whether their unit is that of `q k`."""
     valid = None if visible is None else visible.unsqueeze(1)
     limit = RELATIVE_LIMIT / layer.scaling if in_products else None
     return sortable(group_scores(scores, layer.rules.group, valid=valid, limit=limit))
 
 
 class OracleLayer(RankingLayer):
-    """The largest products of query and key themselves: what a ranking could be at best."""
+    """Ranks by the exact products of query and key: the upper bound for a ranking."""
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         return ranked(self, query.float() @ self.keys.float().mT, visible)
@@ -51,7 +51,7 @@ class OracleLayer(RankingLayer):
 
 
 class RandomLayer(RankingLayer):
-    """Tokens drawn by chance, other ones at every step: what a ranking must beat."""
+    """Random ranks, new at every step: the lower bound for a ranking."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -74,10 +74,10 @@ class WindowLayer(RankingLayer):
 
 
 class QuestLayer(RankingLayer):
-    """Quest (Tang et al. 2024): pages of 16 tokens, ranked by an upper bound from their keys' extremes.
+    """Quest (Tang et al. 2024): pages of 16 tokens, ranked by an upper bound of `q k`.
 
-    A page bounds `q k` by the sum over dimensions of `max(q_d min_d, q_d max_d)`. Whole pages are taken until the
-    budget is full; of the last one, its first tokens.
+    The bound of a page is the sum over dimensions of `max(q_d min_d, q_d max_d)`, with the extremes of its keys. Whole
+    pages are chosen until the budget is full; the last page contributes its first tokens.
     """
 
     PAGE = 16
@@ -106,17 +106,17 @@ class QuestLayer(RankingLayer):
 
 
 class SignsLayer(RankingLayer):
-    """64 random signs of each key, ranked by the query's own products with the same random directions."""
+    """64 random signs per key, scored by the query's products with the same random directions."""
 
     BITS = 64
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.known = 0  # tokens whose signs are kept
+        self.derived = 0  # number of tokens whose signs are stored
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        self.known = min(self.known, self.get_seq_length())
+        self.derived = min(self.derived, self.get_seq_length())
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         directions = _normal(self.BITS, self.keys, self.rules.seed)
@@ -127,21 +127,21 @@ class SignsLayer(RankingLayer):
         return length * self.keys.shape[1] * self.BITS // 8
 
     def _derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """What `make` says of every key, kept; only keys that are new are asked for, some at a time."""
+        """Return `make(keys)` for all keys; compute it only for new keys, in blocks, and store it."""
         length = self.get_seq_length()
-        while self.known < length:
-            end = min(length, self.known + HASHED_AT_ONCE)
-            self.append(name, self.known, make(self.keys[:, :, self.known : end]))
-            self.known = end
+        while self.derived < length:
+            end = min(length, self.derived + HASHED_AT_ONCE)
+            self.append(name, self.derived, make(self.keys[:, :, self.derived : end]))
+            self.derived = end
         return self.buffers[name][:, :, :length]
 
 
 class MagicPIGLayer(SignsLayer):
     """MagicPIG (Chen et al. 2024): 150 tables of 10 random signs of the centred key, ranked by collisions.
 
-    A collision is a table in which query and key have all 10 signs in common. The paper samples the keys of two
-    collisions and more, so its budget depends on the data (`MagicPIGSamplingLayer`); this takes those of the most
-    collisions, as many as all methods. Bytes are those of a scan of all signs.
+    A collision is a table in which query and key have all 10 signs in common. The paper samples the keys with two or
+    more collisions, so its budget depends on the data (`MagicPIGSamplingLayer`). This layer instead chooses the keys
+    with the most collisions, the same number as every method. Its bytes are those of a scan of all signs.
     """
 
     SIGNS, TABLES = 10, 150
@@ -150,14 +150,14 @@ class MagicPIGLayer(SignsLayer):
         return self.collisions(query, visible).amax(-2)
 
     def collisions(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        """int32 `[batch, kv_heads, G, N]`: in how many tables a key lies with the query."""
+        """Return the number of tables in which a key collides with the query, int32 `[batch, kv_heads, G, N]`."""
         centre = self.centre(visible)
         tables = self._derived("tables", lambda keys: self._tables(keys.float() - centre))
-        asked = self._tables(query.float())
-        return torch.stack([_count_equal(tables, asked[:, :, g, None]) for g in range(query.shape[2])], dim=2)
+        of_query = self._tables(query.float())
+        return torch.stack([_count_equal(tables, of_query[:, :, g, None]) for g in range(query.shape[2])], dim=2)
 
     def centre(self, visible: Tensor | None) -> Tensor:
-        """float32 `[batch, kv_heads, 1, head_dim]`: the mean of the keys that were there at the first choice."""
+        """Return the mean of the keys cached at the first choice, float32 `[batch, kv_heads, 1, head_dim]`."""
         if "centre" not in self.buffers:
             keys = self.keys.float()
             weights = torch.ones(keys.shape[0], 1, keys.shape[2], 1, device=keys.device)
@@ -170,18 +170,19 @@ class MagicPIGLayer(SignsLayer):
         return length * self.keys.shape[1] * -(-self.SIGNS * self.TABLES // 8)
 
     def _tables(self, vectors: Tensor) -> Tensor:
-        """int16 `[..., TABLES]`: the signs of a table, read as a number."""
+        """Return the signs of each table as one number, int16 `[..., TABLES]`."""
         signs = vectors @ _normal(self.SIGNS * self.TABLES, vectors, self.rules.seed).T >= 0
         powers = 2.0 ** torch.arange(self.SIGNS, device=vectors.device)
         return (signs.float().unflatten(-1, (self.TABLES, self.SIGNS)) @ powers).short()
 
 
 class MagicPIGSamplingLayer(MagicPIGLayer):
-    """MagicPIG by its own rule: every key of two collisions, weighted by the inverse of its chance to be drawn.
+    """MagicPIG by its own rule: all keys with two or more collisions, weighted by the inverse of their probability.
 
-    The chance of a key at angle `a` to the query is that of two collisions and more among the tables, where one
-    table collides with `p = (1 - a / pi) ^ 10`. The first 4 and the newest 64 tokens are always there. Each query
-    head draws its own; `attended` sums the tokens that were read, for each step and KV head those of any head.
+    The probability of a key at angle `a` to the query is that of two or more collisions among the tables; one table
+    collides with probability `p = (1 - a / pi) ^ 10`. The first 4 and the newest 64 tokens are always attended. Each
+    query head samples its own keys. `attended` sums over the steps the tokens that any query head of a KV head read,
+    as a mean over KV heads.
     """
 
     SINKS, NEWEST = 4, 64
@@ -208,7 +209,7 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
         return (weights @ self.values.float()).to(query.dtype).flatten(1, 2).unsqueeze(1)
 
     def chance(self, query: Tensor, keys: Tensor) -> Tensor:
-        """float32 `[..., G, N]`: of two collisions and more."""
+        """Return the probability of two or more collisions, float32 `[..., G, N]`."""
         cosine = (F.normalize(query, dim=-1) @ F.normalize(keys, dim=-1).mT).clamp(-1, 1)
         p = (1 - cosine.acos() / math.pi) ** self.SIGNS
         return (1 - (1 - p) ** self.TABLES - self.TABLES * p * (1 - p) ** (self.TABLES - 1)).clamp(min=1e-9)
@@ -219,18 +220,19 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
 
 
 class SnapKVLayer(RankingLayer):
-    """SnapKV (Li et al. 2024): keeps of the prompt, for good, what its last queries attended to.
+    """SnapKV (Li et al. 2024): keeps permanently the prompt tokens that the prompt's last queries attended to.
 
-    Importance is the mean attention of an observation window at the end of the prompt, smoothed by a mean over 5
-    tokens, and the mean over the group. The budget is that of the prompt, its window included; as in the paper, what is
-    fed later is kept beside it. The window of 32 is cut to half of the budget, so that something is left to choose.
+    Importance is the attention from an observation window at the end of the prompt, as a mean over the window and the
+    group, smoothed by a mean over 5 tokens. The budget applies to the prompt including its window; as in the paper,
+    all later tokens are kept in addition. The window of 32 tokens is limited to half of the budget, so that a choice
+    remains.
     """
 
     WINDOW, KERNEL = 32, 5
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.prompt = 0  # tokens of the first step of several; without one nothing is chosen, and all are kept
+        self.prompt = 0  # length of the first step with several tokens; 0: no such step, and all tokens are kept
 
     def observe(self, query: Tensor, scale: float | None) -> None:
         if not self.prompt:
@@ -239,11 +241,11 @@ class SnapKVLayer(RankingLayer):
             self.buffers["importance"] = self._importance(grouped.float(), scale)
 
     def window(self, length: int) -> int:
-        """How many of the last queries of a prompt are asked; as many of its last tokens are kept."""
+        """Return the length of the observation window: its queries rank the prompt, and its tokens are always kept."""
         return min(self.WINDOW, max(1, super().count(length) // 2))
 
     def kept(self, length: int) -> int:
-        """How many tokens of a prompt are kept."""
+        """Return the number of tokens that are kept of a prompt."""
         return super().count(length)
 
     def count(self, length: int) -> int:
@@ -252,12 +254,17 @@ class SnapKVLayer(RankingLayer):
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         length = self.get_seq_length()
-        importance = self.buffers["importance"]  # of the prompt but for its window; at most 1
+        importance = self.buffers["importance"]  # of the prompt without its window; at most 1
         newest = torch.arange(2, 2 + length - importance.shape[2], device=importance.device).float()
         return sortable(torch.cat([importance, newest.expand(*importance.shape[:2], -1)], dim=2))
 
     def _importance(self, query: Tensor, scale: float | None) -> Tensor:
-        """float32 `[batch, kv_heads, prompt - window]` of window queries `[batch, kv_heads, G, window, head_dim]`."""
+        """Return importances, float32 `[batch, kv_heads, prompt - window]`.
+
+        Args:
+            query: queries of the window, `[batch, kv_heads, G, window, head_dim]`.
+            scale: factor on the products q k; None: `head_dim ** -0.5`.
+        """
         window = query.shape[3]
         keys = self.keys.float()
         logits = query @ keys.unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -268,10 +275,10 @@ class SnapKVLayer(RankingLayer):
 
 
 class PyramidKVLayer(SnapKVLayer):
-    """PyramidKV (Cai et al. 2024): SnapKV with more tokens for the lower layers, as many in all.
+    """PyramidKV (Cai et al. 2024): SnapKV with more tokens in the lower layers and the same total.
 
-    Beyond the window, the last layer keeps a twentieth of the mean and the others rise to the first by equal steps,
-    among the layers that choose. What the first could not take, because the prompt is shorter, is not passed on.
+    In addition to the window, the last choosing layer keeps a twentieth of the mean, and each lower one keeps more by
+    equal steps. If the prompt is shorter than the share of the first layer, no other layer gets the remainder.
     """
 
     BETA = 20
@@ -288,14 +295,14 @@ class PyramidKVLayer(SnapKVLayer):
 
 
 def _count_equal(rows: Tensor, row: Tensor) -> Tensor:
-    """int32 `[...]`: in how many places of the last dimension, at most 255 * 8 of them, two tensors are equal."""
+    """Return the number of equal entries along the last dimension, which has at most 255 * 8: int32 `[...]`."""
     same = F.pad(rows == row, (0, -rows.shape[-1] % 8))
-    # Eight counts at a time, one in each byte of an integer.
+    # Each byte of an integer holds one of eight counts.
     eights = same.view(torch.int64).sum(-1, keepdim=True)
     return eights.view(torch.uint8).sum(-1, dtype=torch.int32)
 
 
 def _normal(count: int, like: Tensor, seed: int) -> Tensor:
-    """float32 `[count, head_dim]`: random directions, the same for every layer and step."""
+    """Return random directions, the same for every layer and step: float32 `[count, head_dim]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, like.shape[-1], generator=generator).to(like.device)

@@ -1,4 +1,4 @@
-"""Methods compared on the same prompts at the same budget: needles and other tasks, and plain text."""
+"""Compare methods on the same prompts with the same budget: needles and other tasks, and plain text."""
 
 import functools
 import random
@@ -27,12 +27,12 @@ from bpc_calib.text.samples import draw_samples
 
 __all__ = ["DEPTHS", "HARD", "Answers", "ask", "check", "draw_prompts", "evaluate", "hide_all"]
 
-FORCED = 64  # tokens of each text that are decoded one at a time
-DEPTHS = 10  # needles stand in the middle of each tenth
+FORCED = 64  # last tokens of each text, decoded one at a time
+DEPTHS = 10  # needles are in the middle of each tenth of the text
 BATCH_TOKENS = 1 << 16
-OTHER_TEXT = 1 << 32  # added to the seed, so that made text is not that of a calibration with the same seed
+OTHER_TEXT = 1 << 32  # added to the seed, so that made text differs from that of a calibration with the same seed
 
-# No dense layer and no lower bound, so that every layer has to choose: the setting that tells methods apart.
+# No dense layer and no minimum, so that every layer must choose: this setting shows differences between methods best.
 HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
 
 Progress = Callable[[float, str], None]
@@ -40,7 +40,7 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all tasks share."""
+    """The settings that all tasks share."""
 
     model: Any
     tokenizer: Any
@@ -50,7 +50,7 @@ class _Setting:
     rules: dict[str, Any]
 
     def caches(self) -> dict[tuple[str, float | int | None], Callable[[], BPCCache]]:
-        """How to make an empty cache of every variant."""
+        """Return a function per variant that makes an empty cache."""
         return {
             (name, budget): functools.partial(make_cache, name, self.model.config, self.artifact, budget, **self.rules)
             for name, budget in variants(self.methods, self.budgets)
@@ -73,32 +73,32 @@ def evaluate(
     progress: Progress = lambda share, what: None,
     **rules: Any,
 ) -> list[dict[str, Any]]:
-    """Compare methods with full attention; every token that is judged is decoded in a step of its own.
+    """Compare methods with full attention; every measured token is one decoding step.
 
     The prefix of a prompt is computed once, densely, and copied to every method. A task's question is fed token by
-    token, then the answer is decoded greedily. `TEXT` takes pieces of the corpora and forces the last 64 tokens of
-    each: perplexity, and what each method's choice keeps of full attention (`measure`).
+    token, then the answer is decoded greedily. `TEXT` forces the last 64 tokens of texts from the corpora, and measures
+    perplexity and the part of full attention that each method's choice keeps (`measure`).
 
     Args:
-        model: one that `bpc_calib.enable` has enabled.
-        artifact: projections of the method `bpc`; without, that method is left out.
+        model: an enabled model (`bpc_calib.enable`).
+        artifact: projections of the method `bpc`; None: leave this method out.
         tasks: names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`.
-        lengths: tokens of a prompt, its question and answer included.
-        budgets: shares of the tokens, or numbers of them.
-        methods: names of `METHODS`; all if None.
-        prompts: of each task and length.
-        corpora: where `TEXT` comes from; it needs at least one.
-        batch: prompts at once; what 65,536 tokens hold if None.
-        progress: called with the share that is done, and what is being done.
-        rules: of `BPCCache`; `HARD` are good ones to tell methods apart.
+        lengths: tokens of a prompt, including its question and answer.
+        budgets: shares or numbers of tokens.
+        methods: names of `METHODS`; None: all.
+        prompts: number of prompts per task and length.
+        corpora: sources of `TEXT`, which needs at least one.
+        batch: prompts per batch; None: as many as fit in 65,536 tokens.
+        progress: called with the finished share and a description of the current work.
+        rules: settings of `BPCCache`; `HARD` shows differences between methods best.
 
     Returns:
-        A row for each task, length, method and budget: figures are tables of `value`, `low` and `high`, of a 95 %
+        One row per task, length, method and budget. Metrics are dictionaries of `value`, `low` and `high`, with a 95 %
         interval. `read` is the share of the KV bytes that a step reads.
 
     Raises:
-        InputError: an unknown task or method, a prompt longer than the model's limit, or a budget that leaves
-            nothing to choose; says which.
+        InputError: a task or method is unknown, a prompt is longer than the model's limit, or a budget leaves nothing
+            to choose; the message names it.
     """
     chosen = check(model.config, artifact, tasks, lengths, budgets, methods, prompts, corpora, **rules)
     setting = _Setting(model, tokenizer, artifact, chosen, tuple(budgets), rules)
@@ -115,21 +115,21 @@ def evaluate(
         for length in (lengths if TEXT in tasks else ())
     }
     steps = [(length, task) for length in lengths for task in tasks]
-    asked = {
+    drawn = {
         (length, task): draw_prompts(task, tokenizer, length, prompts, seed) for length, task in steps if task != TEXT
     }
     rows = []
     for number, (length, task) in enumerate(steps):
-        many = batch or max(1, BATCH_TOKENS // length)
+        batch_size = batch or max(1, BATCH_TOKENS // length)
 
         def report(part: float, number: int = number, length: int = length, task: str = task) -> None:
             progress((number + part) / len(steps), f"{task}, {length:,} tokens")
 
         report(0.0)
         if task == TEXT:
-            rows += _text(setting, texts[length], many, report)
+            rows += _text(setting, texts[length], batch_size, report)
         else:
-            rows += _task(setting, task, length, asked[length, task], many, report)
+            rows += _task(setting, task, length, drawn[length, task], batch_size, report)
     progress(1.0, "done")
     return rows
 
@@ -145,21 +145,21 @@ def check(
     corpora: Sequence[Corpus],
     **rules: Any,
 ) -> tuple[str, ...]:
-    """The methods that `evaluate` will compare with these arguments; raises what it would, before any work."""
-    able = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
-    chosen = able if methods is None else tuple(dict.fromkeys(methods))
+    """Return the methods that `evaluate` compares with these arguments; raise its errors before any work."""
+    possible = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
+    chosen = possible if methods is None else tuple(dict.fromkeys(methods))
     for task in tasks:
         if task != TEXT and task not in TASKS:
             raise InputError(f"unknown task {task!r}: the tasks are {', '.join([TEXT, *TASKS])}")
     for name in chosen:
         if name not in METHODS:
             raise InputError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
-        if name not in able:
-            raise InputError(f"method {name!r} needs an artifact of this model; bpc-online needs none")
+        if name not in possible:
+            raise InputError(f"method {name!r} needs an artifact of this model; method 'bpc-online' needs none")
         for budget in budgets:
             make_cache(name, config, artifact, budget, **rules)
-    for given, what in ((lengths, "length"), (budgets, "budget"), (chosen, "method")):
-        if not given:
+    for values, what in ((lengths, "length"), (budgets, "budget"), (chosen, "method")):
+        if not values:
             raise InputError(f"give at least one {what}")
     if prompts < 1:
         raise InputError(f"prompts must be at least 1, not {prompts}")
@@ -171,7 +171,7 @@ def check(
         if length < 1:
             raise InputError(f"prompts must have at least 1 token, not {length}")
         if limit is not None and length > limit:
-            raise InputError(f"prompts of {length:,} tokens: the model takes {limit:,} in all")
+            raise InputError(f"prompts of {length:,} tokens are too long: the model's limit is {limit:,}")
         if TEXT in tasks and length < 2 * FORCED:
             raise InputError(f"task {TEXT!r} needs at least {2 * FORCED} tokens, not {length}")
         for budget in budgets:
@@ -180,14 +180,14 @@ def check(
                 forced = max(METHODS[name].forced, recent)
                 if METHODS[name].takes_budget and k <= forced:
                     raise InputError(
-                        f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} attends to "
-                        f"{forced} whatever it ranks: nothing is left to choose"
+                        f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} always attends "
+                        f"to {forced}: nothing is left to choose"
                     )
     return chosen
 
 
 def draw_prompts(task: str, tokenizer: Any, length: int, prompts: int, seed: int) -> list[Prompt]:
-    """Prompts of a task, the same for the same seed; needles stand at `DEPTHS` in turn."""
+    """Return prompts of a task, the same for the same seed; needles are at the `DEPTHS` in turn."""
     drawn = [random.Random(f"{seed}/{task}/{length}/{number}") for number in range(prompts)]
     problems = [TASKS[task](rng) for rng in drawn]
     depths = [(number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None for number in range(prompts)]
@@ -198,19 +198,20 @@ def draw_prompts(task: str, tokenizer: Any, length: int, prompts: int, seed: int
 
 
 def _task(
-    setting: _Setting, task: str, length: int, asked: Sequence[Prompt], batch: int, report: Callable[[float], None]
+    setting: _Setting, task: str, length: int, prompts: Sequence[Prompt], batch: int, report: Callable[[float], None]
 ) -> list[dict[str, Any]]:
-    """Rows of one task at one length."""
-    prompts, problem = len(asked), asked[0].problem
-    counted = all(len(prompt.problem.wanted) == 1 for prompt in asked)
+    """Return the rows of one task at one length."""
+    count, problem = len(prompts), prompts[0].problem
+    all_or_nothing = all(len(prompt.problem.wanted) == 1 for prompt in prompts)
+    answers = ask(setting.model, setting.tokenizer, prompts, setting.caches(), batch, report)
     rows = []
-    for (name, budget), found in ask(setting.model, setting.tokenizer, asked, setting.caches(), batch, report).items():
-        figure = share(sum(found.scores), prompts) if counted else mean(found.scores, least=0.0, most=1.0)
-        row = _row(task, length, name, budget, prompts) | {"score": figure, "read": round(found.read, 6)}
-        row["example"] = {"fact": problem.statements[0], "question": problem.question, "said": found.said[0]}
+    for (name, budget), answer in answers.items():
+        figure = share(sum(answer.scores), count) if all_or_nothing else mean(answer.scores, least=0.0, most=1.0)
+        row = _row(task, length, name, budget, count) | {"score": figure, "read": round(answer.read, 6)}
+        row["example"] = {"fact": problem.statements[0], "question": problem.question, "said": answer.said[0]}
         if task == "needle":
-            places = [found.scores[place::DEPTHS] for place in range(min(DEPTHS, prompts))]
-            row["depths"] = [share(sum(part), len(part)) for part in places]
+            by_depth = [answer.scores[place::DEPTHS] for place in range(min(DEPTHS, count))]
+            row["depths"] = [share(sum(scores), len(scores)) for scores in by_depth]
         rows.append(row)
     return rows
 
@@ -223,7 +224,7 @@ def hide_all(
     depths: Sequence[float | None],
     style: str | None = None,
 ) -> list[Prompt]:
-    """Prompts that all leave room in `length` tokens for the longest answer."""
+    """Return prompts that all leave room for the longest answer within `length` tokens."""
     new = max(count_answer(problem, tokenizer) for problem in problems)
     return [
         hide(problem, tokenizer, length - new, rng, depth, style=style)
@@ -233,7 +234,7 @@ def hide_all(
 
 @dataclass
 class Answers:
-    """What a method said to each prompt, how right it was, and the share of the KV bytes that its last step read."""
+    """A method's answer to each prompt, the scores of the answers, and the share of KV bytes that a step reads."""
 
     said: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -248,68 +249,79 @@ def ask(
     batch: int,
     report: Callable[[float], None] = lambda part: None,
 ) -> dict[Any, Answers]:
-    """Ask prompts of one length, and decode each answer with an empty cache of every maker."""
+    """Feed prompts of one length, and decode each answer with a new cache from every maker.
+
+    Args:
+        asked: the prompts.
+        makers: functions that make an empty cache, by any key.
+        batch: prompts per batch.
+        report: called with the finished share.
+
+    Returns:
+        Answers by the same keys.
+    """
     answers = {key: Answers() for key in makers}
     length, new = len(asked[0].ids), max(prompt.answer for prompt in asked)
     for first in range(0, len(asked), batch):
-        some = asked[first : first + batch]
-        ids = torch.tensor([prompt.ids for prompt in some], device=model.device)
-        # Up to the longest question of the batch: where one is shorter, text before it is forced too.
-        cut = length - max(prompt.question for prompt in some)
+        part = asked[first : first + batch]
+        ids = torch.tensor([prompt.ids for prompt in part], device=model.device)
+        # Cut before the longest question of the batch; with a shorter question, text before it is forced too.
+        cut = length - max(prompt.question for prompt in part)
         prefix = prefill(model, ids[:, :cut])
         for number, (key, make) in enumerate(makers.items(), start=1):
-            cache, own = fork(prefix, make()), answers[key]
-            said = complete(model, cache, ids[:, cut:], new)
-            texts = [tokenizer.decode(row, skip_special_tokens=True) for row in said.tolist()]
-            own.said += texts
-            own.scores += [score(prompt.problem, text) for prompt, text in zip(some, texts, strict=True)]
-            own.read = _read(cache, length + new)
-            report((first + len(some) * number / len(makers)) / len(asked))
+            cache, answer = fork(prefix, make()), answers[key]
+            tokens = complete(model, cache, ids[:, cut:], new)
+            texts = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens.tolist()]
+            answer.said += texts
+            answer.scores += [score(prompt.problem, text) for prompt, text in zip(part, texts, strict=True)]
+            answer.read = _read(cache, length + new)
+            report((first + len(part) * number / len(makers)) / len(asked))
     return answers
 
 
 def _text(setting: _Setting, texts: Tensor, batch: int, report: Callable[[float], None]) -> list[dict[str, Any]]:
-    """Rows of plain text `[prompts, tokens]`: perplexity, and what each choice keeps."""
+    """Return the rows of plain text `[prompts, tokens]`: perplexity, and the metrics of each method's choice."""
     prompts, length = texts.shape
     makers = setting.caches()
     likely: dict[Any, list[Tensor]] = {key: [] for key in makers}
     kept: dict[Any, list[Tensor]] = {key: [] for key in makers if METHODS[key[0]].takes_budget}
     read: dict[Any, float] = {}
-    chosen: list[int] = []
+    layers: list[int] = []
     done = 0
-    for some in texts.split(batch):
-        some = some.to(setting.model.device)
-        prefix = prefill(setting.model, some[:, :-FORCED])
-        tail = some[:, -FORCED:]
+    for part in texts.split(batch):
+        part = part.to(setting.model.device)
+        prefix = prefill(setting.model, part[:, :-FORCED])
+        tail = part[:, -FORCED:]
         if kept:
-            asked = probe(setting.model.config, {key: makers[key]() for key in kept})
-            log_likelihoods(setting.model, fork(prefix, asked), tail)
-            chosen = asked.asked_layers()
-            for key, found in asked.found().items():
-                kept[key].append(found)
+            probed = probe(setting.model.config, {key: makers[key]() for key in kept})
+            log_likelihoods(setting.model, fork(prefix, probed), tail)
+            layers = probed.asked_layers()
+            for key, metrics in probed.found().items():
+                kept[key].append(metrics)
         for key, make in makers.items():
             cache = fork(prefix, make())
             likely[key].append(log_likelihoods(setting.model, cache, tail)[0].double().mean(-1).cpu())
             read[key] = _read(cache, length)
-            done += len(some)
+            done += len(part)
             report(done / (prompts * len(makers)))
     full = torch.cat(likely["full", None]) if ("full", None) in likely else None
     rows = []
     for (name, budget), parts in likely.items():
-        own = torch.cat(parts)
+        likelihood = torch.cat(parts)
         row = _row(TEXT, length, name, budget, prompts) | {"read": round(read[name, budget], 6)}
-        row["perplexity"] = {side: round(float(torch.tensor(-v).exp()), 6) for side, v in mean(own.tolist()).items()}
+        interval = mean(likelihood.tolist())
+        row["perplexity"] = {side: round(float(torch.tensor(-v).exp()), 6) for side, v in interval.items()}
         row["perplexity"]["low"], row["perplexity"]["high"] = row["perplexity"]["high"], row["perplexity"]["low"]
         if full is not None:
-            # Of the same texts, so the interval is that of the differences.
-            row["loss_difference"] = mean((full - own).tolist())
+            # Both losses are of the same texts, so the interval is that of their differences.
+            row["loss_difference"] = mean((full - likelihood).tolist())
         if (name, budget) in kept:
-            found = torch.cat(kept[name, budget], dim=1)  # [layers, prompts, kv_heads, metrics]
-            row["layers"] = chosen
+            metrics = torch.cat(kept[name, budget], dim=1)  # [layers, prompts, kv_heads, metrics]
+            row["layers"] = layers
             for place, metric in enumerate(METRICS):
-                row[metric] = mean(found[..., place].mean((0, 2)).tolist())
+                row[metric] = mean(metrics[..., place].mean((0, 2)).tolist())
                 row[f"{metric}_by_head"] = [
-                    [round(v, 4) for v in layer] for layer in found[..., place].mean(1).tolist()
+                    [round(v, 4) for v in layer] for layer in metrics[..., place].mean(1).tolist()
                 ]
         rows.append(row)
     return rows

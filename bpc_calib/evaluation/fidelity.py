@@ -1,7 +1,7 @@
-"""How much of full attention a choice of tokens keeps, measured where the model really decodes.
+"""Measure during decoding which part of full attention a choice of tokens keeps.
 
-Every method is asked for its choice at the same steps, with the same query and the same keys, while the model itself
-goes on with full attention.
+Every method chooses at the same steps, from the same query and the same keys, while the model itself continues with
+full attention.
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,18 @@ METRICS = ("recall", "mass", "best_kept", "cosine")
 
 
 def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
-    """Four numbers a KV head of what a choice keeps, `[batch, kv_heads, 4]` in the order of `METRICS`.
+    """Return four metrics per KV head of the choice `indices`, `[batch, kv_heads, 4]` in the order of `METRICS`.
 
-    - recall: share of the best `k` tokens that were chosen, by the products themselves (`group_scores`, "relative");
-    - mass: share of the softmax weight of full attention on the chosen tokens, mean over the group;
-    - best_kept: share of the query heads whose token of largest weight was chosen;
-    - cosine: between the outputs of attention over the chosen tokens and over all, mean over the group.
+    - recall: share of the true top-k tokens, ranked by exact products (`group_scores`, "relative"), that were chosen;
+    - mass: share of full attention's softmax weight on the chosen tokens, mean over the group;
+    - best_kept: share of the query heads whose token with the largest weight was chosen;
+    - cosine: cosine similarity of the attention outputs over the chosen tokens and over all, mean over the group.
 
     Args:
         query: `[batch, kv_heads, G, head_dim]`.
         keys, values: `[batch, kv_heads, N, head_dim]`.
-        indices: int64 `[batch, kv_heads, k]`, the tokens chosen, all different.
-        scale: of the products; `head_dim ** -0.5` if None.
+        indices: int64 `[batch, kv_heads, k]`, the chosen tokens, without duplicates.
+        scale: factor on the products q k; None: `head_dim ** -0.5`.
     """
     query, keys, values = (x if x.dtype == torch.float64 else x.float() for x in (query, keys, values))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -54,19 +54,19 @@ def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale:
 
 
 class ProbeLayer(FullLayer):
-    """Attends to everything, and asks other layers what they would choose of the same keys."""
+    """A layer that attends to everything and measures what the layers of other methods choose from the same keys."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.asked: dict[Any, SparseLayer] = {}
-        self.sums: dict[Any, Tensor] = {}  # float64 [batch, kv_heads, 4] a method, over the steps
+        self.probed: dict[Any, SparseLayer] = {}  # by method
+        self.sums: dict[Any, Tensor] = {}  # by method: float64 [batch, kv_heads, 4], summed over the steps
         self.steps = 0
 
     def count_chosen(self, visible: Tensor | None) -> int:
         return self.get_seq_length()
 
     def observe(self, query: Tensor, scale: float | None) -> None:
-        for layer in self.asked.values():
+        for layer in self.probed.values():
             layer.borrow(self)
             layer.observe(query, scale)
 
@@ -74,11 +74,11 @@ class ProbeLayer(FullLayer):
         self.scaling = self.scaling if scale is None else scale
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         length = self.get_seq_length()
-        for method, layer in self.asked.items():
+        for method, layer in self.probed.items():
             layer.borrow(self)
             indices = layer.choose(grouped, layer.count(length), visible)
-            found = measure(grouped, self.keys, self.values, indices, scale).double()
-            self.sums[method] = self.sums[method] + found if self.steps else found
+            metrics = measure(grouped, self.keys, self.values, indices, scale).double()
+            self.sums[method] = self.sums[method] + metrics if self.steps else metrics
         self.steps += 1
         return super().attend(query, length, visible, scale)
 
@@ -87,24 +87,24 @@ class ProbeCache(BPCCache):
     layer_class = ProbeLayer
 
     def asked_layers(self) -> list[int]:
-        """The layers in which methods choose."""
-        return [i for i, layer in enumerate(self.layers) if isinstance(layer, ProbeLayer) and layer.asked]
+        """Return the indices of the layers in which methods choose."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, ProbeLayer) and layer.probed]
 
     def found(self) -> dict[Any, Tensor]:
-        """float64 `[layers that choose, batch, kv_heads, 4]` of every method: means over the steps, as `METRICS`."""
+        """Return the mean `METRICS` over the steps by method: float64 `[choosing layers, batch, kv_heads, 4]`."""
         layers = [self.layers[index] for index in self.asked_layers()]
         return {
             method: torch.stack([layer.sums[method].cpu() / layer.steps for layer in layers])
-            for method in layers[0].asked
+            for method in layers[0].probed
         }
 
 
 def probe(config: Any, caches: Mapping[Any, BPCCache]) -> ProbeCache:
-    """A cache of full attention that measures the layers of empty caches, each under its name."""
+    """Return a full-attention cache that measures the choices of the given empty caches, by method."""
     cache = ProbeCache(config, budget=1.0, dense_layers=())
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, ProbeLayer):
             for method, other in caches.items():
-                if isinstance(asked := other.layers[index], SparseLayer):
-                    layer.asked[method] = asked
+                if isinstance(probed := other.layers[index], SparseLayer):
+                    layer.probed[method] = probed
     return cache

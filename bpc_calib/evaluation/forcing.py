@@ -1,7 +1,7 @@
-"""Decoding that decodes: a dense prefix, then every token in a step of its own.
+"""Forced decoding: a dense prefill of the prefix, then one decoding step per token.
 
-What is measured in one prefill never decodes, so it says nothing about a cache. The prefix is computed once and
-copied to every cache that is compared.
+A measurement in a single prefill never decodes, so it cannot test a cache. The prefix is computed once and copied to
+every cache under comparison.
 """
 
 import copy
@@ -15,19 +15,19 @@ from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 
 __all__ = ["FullLayer", "complete", "force", "fork", "log_likelihoods", "prefill"]
 
-QUERIES = 64  # the last ones of a prefix, kept for methods that look at them
+QUERIES = 64  # number of last queries of a prefix that are kept for methods that use them
 
 
 class FullLayer(SparseLayer):
-    """Chooses every token."""
+    """A layer that chooses every token."""
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """All tokens, padding too: for batches without any."""
+        """Return all tokens, including padding, so batches must not be padded."""
         return torch.arange(self.get_seq_length(), device=query.device).expand(*self.keys.shape[:2], -1)
 
 
 class PrefixLayer(FullLayer):
-    """Attends to everything, and keeps the last queries of a step of several tokens."""
+    """A layer that attends to everything and keeps the last queries of a step with several tokens."""
 
     queries: Tensor | None = None
     scale: float | None = None
@@ -42,30 +42,30 @@ class PrefixCache(BPCCache):
 
 @torch.inference_mode()
 def prefill(model: Any, ids: Tensor) -> PrefixCache:
-    """Run `ids` `[batch, prefix]` through an enabled model in one dense step."""
+    """Run `ids` `[batch, prefix]` through an enabled model in one dense step; return the filled cache."""
     cache = PrefixCache(model.config, budget=1.0, dense_layers=())
     model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
     return cache
 
 
 def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
-    """Give an empty cache what the prefix holds, as if it had seen the prefill itself; returns it."""
-    for index, known in enumerate(prefix.layers):
-        if not isinstance(known, GrowingLayer):
-            cache.layers[index] = copy.deepcopy(known)  # a sliding window
+    """Copy a prefix into an empty cache, as if the cache itself had run the prefill; return the cache."""
+    for index, source in enumerate(prefix.layers):
+        if not isinstance(source, GrowingLayer):
+            cache.layers[index] = copy.deepcopy(source)  # a sliding-window layer
             continue
-        cache.update(known.keys, known.values, index)
+        cache.update(source.keys, source.values, index)
         layer = cache.layers[index]
-        if isinstance(layer, SparseLayer) and isinstance(known, PrefixLayer):
+        if isinstance(layer, SparseLayer) and isinstance(source, PrefixLayer):
             layer.skip_attention()
-            if known.queries is not None:
-                layer.observe(known.queries, known.scale)
+            if source.queries is not None:
+                layer.observe(source.queries, source.scale)
     return cache
 
 
 @torch.inference_mode()
 def force(model: Any, cache: BPCCache, ids: Tensor) -> Tensor:
-    """Feed `ids` `[batch, tokens]` one at a time; the logits `[batch, vocabulary]` after the last."""
+    """Feed `ids` `[batch, tokens]` one token at a time; return the logits `[batch, vocabulary]` after the last."""
     logits = torch.empty(0)
     for token in ids.split(1, dim=1):
         logits = model(input_ids=token, past_key_values=cache).logits[:, -1]
@@ -74,19 +74,21 @@ def force(model: Any, cache: BPCCache, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def complete(model: Any, cache: BPCCache, ids: Tensor, new: int) -> Tensor:
-    """Feed `ids` one at a time, then `new` tokens `[batch, new]` greedily, each by itself too."""
-    found = [force(model, cache, ids).argmax(-1, keepdim=True)]
-    while len(found) < new:
-        found.append(force(model, cache, found[-1]).argmax(-1, keepdim=True))
-    return torch.cat(found, dim=1)
+    """Feed `ids` one token at a time, then decode and return `new` greedy tokens, `[batch, new]`."""
+    tokens = [force(model, cache, ids).argmax(-1, keepdim=True)]
+    while len(tokens) < new:
+        tokens.append(force(model, cache, tokens[-1]).argmax(-1, keepdim=True))
+    return torch.cat(tokens, dim=1)
 
 
 @torch.inference_mode()
 def log_likelihoods(model: Any, cache: BPCCache, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every token but the first, each fed by itself and given all before it, cached and fed.
+    """Return the log-likelihood of every token except the first, given the cache and the tokens before it.
+
+    Each token is fed in a step of its own.
 
     Returns:
-        float32 `[batch, tokens - 1]`, and bool of the same shape: whether the token was the likeliest.
+        float32 `[batch, tokens - 1]`, and bool of the same shape: whether the token was the most likely one.
     """
     likely, greedy = [], []
     for place in range(ids.shape[1] - 1):

@@ -1,4 +1,4 @@
-"""Pictures of what `evaluate` found (matplotlib, extra `plots`)."""
+"""Plots of the results of `evaluate` (matplotlib, extra `plots`)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,25 +15,25 @@ NAMES = {"recall": "recall.png", "needle": "needles.png", "budget": "budgets.png
 
 
 def check(folder: Path, overwrite: bool) -> None:
-    """Raise `InputError` where `draw` could not write."""
+    """Raise `InputError` if `draw` could not write its files."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as fault:
         raise InputError("pictures need matplotlib: pip install matplotlib") from fault
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: pictures go into a folder, and this is none")
+        raise InputError(f"{folder}: not a folder: name a folder for the pictures")
     if not folder.is_dir() and not folder.parent.is_dir():
         raise InputError(f"{folder}: there is no folder {folder.parent}: make it first")
-    there = [name for name in NAMES.values() if (folder / name).exists()]
-    if there and not overwrite:
-        raise InputError(f"{folder / there[0]}: exists; pass --force to replace it")
+    existing = [name for name in NAMES.values() if (folder / name).exists()]
+    if existing and not overwrite:
+        raise InputError(f"{folder / existing[0]}: exists; pass --force to replace it")
 
 
 def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -> list[Path]:
-    """Write what the rows have figures for, and return the files.
+    """Draw all plots for which the rows have data; return the written files.
 
-    `recall.png` maps recall by layer and KV head, `needles.png` needle accuracy by depth and length, both at the
-    smallest budget; `budgets.png` shows every task's figure against the budget.
+    `recall.png` maps recall by layer and KV head, `needles.png` maps needle accuracy by depth and length, both at the
+    smallest budget. `budgets.png` shows the result of every task by budget.
     """
     import matplotlib
 
@@ -49,10 +49,10 @@ def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -
 
 
 def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    rows = [row for row in rows if row["tokens"] is not None]  # tasks of lm_eval have figures of their own
+    rows = [row for row in rows if row["tokens"] is not None]  # rows of lm_eval have other metrics
     lengths = sorted({row["tokens"] for row in rows})
-    given = {row["budget"] for row in rows if row["budget"] is not None}
-    budgets = sorted(given, key=lambda budget: attended(lengths[-1], budget, 1))
+    budget_set = {row["budget"] for row in rows if row["budget"] is not None}
+    budgets = sorted(budget_set, key=lambda budget: attended(lengths[-1], budget, 1))
     if not budgets:
         return
     least = budgets[0]
@@ -77,7 +77,7 @@ def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _maps(rows: list[dict[str, Any]], values: list[Any], across: str, down: str, title: str, marks: list[Any]) -> Any:
-    """A heat map a method, on one scale from 0 to 1."""
+    """Draw one heat map per method, all on the scale from 0 to 1."""
     from matplotlib import pyplot
 
     columns = min(4, len(rows))
@@ -99,7 +99,7 @@ def _maps(rows: list[dict[str, Any]], values: list[Any], across: str, down: str,
 
 
 def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
-    """A panel a task and length, a line a method with its interval."""
+    """Draw one panel per task and length, with one line and its interval per method."""
     from matplotlib import pyplot
 
     panels = sorted({(row["task"], row["tokens"]) for row in rows})
@@ -138,7 +138,7 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
                     label=METHODS[name].label,
                 )
         axis.set_title(f"{task}, {tokens:,} tokens", fontsize="medium")
-        axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "right", ylim=(-0.03, 1.03))
+        axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "correct answers", ylim=(-0.03, 1.03))
         axis.set_xticks(range(len(budgets)), [_say(budget) for budget in budgets])
     handles, labels = max((axis.get_legend_handles_labels() for axis in axes.flat), key=lambda pair: len(pair[1]))
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")

@@ -1,4 +1,4 @@
-"""A problem hidden in text: exactly so many tokens of any tokenizer."""
+"""Hide a problem in made text, so that the prompt has an exact number of tokens with any tokenizer."""
 
 import random
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from bpc_calib.text.samples import beginning
 
 __all__ = ["Prompt", "count_answer", "hide"]
 
-OPENING = 32  # tokens of filler at least before all else: room for tokens that form between sentences
+OPENING = 32  # minimum tokens of filler at the beginning: room for tokens that form across sentence borders
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`ids` are context and question, of which the last `question` tokens ask; `answer` tokens hold the answer."""
+    """A prompt: `ids` is context and question, `question` the tokens of the question, `answer` those to decode."""
 
     problem: Problem
     ids: list[int]
@@ -33,13 +33,13 @@ def hide(
     *,
     style: str | None = None,
 ) -> Prompt:
-    """Put the statements of a problem into made text, its question at the end.
+    """Put the statements of a problem into made text, and its question at the end.
 
     Args:
-        tokens: of context and question together, with the tokenizer's BOS.
-        depth: where the first statement stands, 0 is the beginning and 1 the end of the text; the others, and this
-            one too where it is None, stand by chance. Statements keep their order unless a depth is given.
-        style: of the text, one of `made_text.STYLES`; all of them, mixed, if None.
+        tokens: number of tokens of context and question together, including the tokenizer's BOS.
+        depth: position of the first statement, from 0 (beginning of the text) to 1 (end). All other statements are at
+            random positions, and None makes the first random too. Statements keep their order only if it is None.
+        style: style of the text, one of `made_text.STYLES`; None: a mix of all.
 
     Raises:
         InputError: the problem needs more tokens.
@@ -53,13 +53,13 @@ def hide(
     room = tokens - len(start) - len(question) - OPENING
     left = room - sum(len(encode(statement)) for statement in problem.statements)
     if left < 0:
-        raise InputError(f"{tokens:,} tokens are too few: the question and what it asks for take {tokens - left:,}")
+        raise InputError(f"{tokens:,} tokens are too few: the question and its statements need {tokens - left:,}")
     source = filler(rng, style)
     sentences: list[str] = []
-    # A text has fewer tokens than its sentences have one by one: counted again until it is nearly full.
-    known = -1
-    while known < len(sentences):
-        known, taken = len(sentences), 0
+    # A joined text has fewer tokens than its sentences one by one, so count the text again until it is nearly full.
+    before_round = -1
+    while before_round < len(sentences):
+        before_round, taken = len(sentences), 0
         while (taken := taken + len(encode(sentence := next(source)))) <= left:
             sentences.append(sentence)
         left = room - len(encode("".join([*sentences, *problem.statements])))
@@ -67,12 +67,12 @@ def hide(
     if depth is not None:
         rng.shuffle(places)
         places[0] = round(depth * len(sentences))
-    # From the end, so that the places before stay what they are.
+    # Insert from the end, so that earlier positions stay valid.
     hidden = sorted(zip(places, problem.statements, strict=True), key=lambda at: at[0])
     for place, statement in reversed(hidden):
         sentences.insert(place, statement)
     text = encode("".join(sentences))
-    # The gap is filled by the end of more filler: no statement is ever cut.
+    # More filler at the beginning fills the gap and is cut at its start, so no statement is ever cut.
     gap, before = room + OPENING - len(text), ""
     while len(opening := encode(before)) < gap:
         before += next(source)
@@ -81,6 +81,6 @@ def hide(
 
 
 def count_answer(problem: Problem, tokenizer: Any) -> int:
-    """Tokens that hold the answer, and one more; twice as many for lists, which may be given in other words."""
+    """Return the tokens to decode for an answer: its length plus one, twice its length for a list in free wording."""
     count = len(tokenizer(problem.answer, add_special_tokens=False)["input_ids"])
     return (count if len(problem.wanted) == 1 else 2 * count) + 1

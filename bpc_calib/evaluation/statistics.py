@@ -1,4 +1,4 @@
-"""Figures with the interval that so few prompts leave open, at 95 %."""
+"""Shares and means with their 95 % confidence intervals."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ Z = 1.96
 
 
 def share(right: float, count: int) -> dict[str, float]:
-    """A proportion with Wilson's interval."""
+    """Return the proportion `right / count` with Wilson's interval."""
     p = right / count
     middle = (p + Z * Z / (2 * count)) / (1 + Z * Z / count)
     half = Z * math.sqrt(p * (1 - p) / count + Z * Z / (4 * count * count)) / (1 + Z * Z / count)
@@ -17,9 +17,10 @@ def share(right: float, count: int) -> dict[str, float]:
 
 
 def mean(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> dict[str, float]:
-    """A mean of independent values, with 1.96 standard errors to each side, which one value does not show.
+    """Return the mean of independent values with an interval of 1.96 standard errors to each side.
 
-    No value can be below `least` or above `most`.
+    `least` and `most` are the bounds of possible values and limit the interval. A single value shows no spread, so its
+    interval has width 0.
     """
     count = len(values)
     middle = math.fsum(values) / count

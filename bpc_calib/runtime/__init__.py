@@ -1,1 +1,1 @@
-"""The decoding path: a transformers cache whose steps attend to the best-ranked tokens."""
+"""The decoding path: a transformers cache whose decoding steps attend only to the best-ranked tokens."""

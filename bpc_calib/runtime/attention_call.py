@@ -1,4 +1,4 @@
-"""How BPC's attention, which transformers calls with keys alone, finds the layer that cached them."""
+"""Attach a cache layer to its keys, so that BPC's attention, which receives only the keys, can find the layer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,20 +10,20 @@ __all__ = ["AttentionCall", "layer_of", "with_layer"]
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of a model's attention by transformers."""
+    """The arguments of one call that transformers makes to a model's attention."""
 
     module: Any
     query: Tensor  # [batch, query_heads, new, head_dim]
-    mask: Any  # in the form of any implementation
-    scale: float | None  # of the products; None is head_dim ** -0.5
-    window: int | None  # of sliding attention
+    mask: Any  # in the form that the model's own attention uses
+    scale: float | None  # factor on the products q k; None: head_dim ** -0.5
+    window: int | None  # length of the sliding window; None: full attention
     positions: Tensor | None  # [batch, new]
 
 
 def with_layer(keys: Tensor, layer: Any) -> Tensor:
-    """A view of the keys that leads BPC's attention to the layer that cached them.
+    """Return a view of the keys that carries the layer that cached them.
 
-    On the stored tensor itself the attribute would be a cycle that keeps the cache alive.
+    Setting the attribute on the stored tensor itself would create a reference cycle that keeps the cache alive.
     """
     view = keys[:]
     view.bpc_layer = layer  # type: ignore[attr-defined]
@@ -31,5 +31,5 @@ def with_layer(keys: Tensor, layer: Any) -> Tensor:
 
 
 def layer_of(keys: Tensor) -> Any:
-    """The layer that `with_layer` put on these keys, with a method `attention`; None for keys of any other cache."""
+    """Return the layer, with a method `attention`, that `with_layer` attached; None for keys of any other cache."""
     return getattr(keys, "bpc_layer", None)

@@ -1,4 +1,4 @@
-"""A transformers cache that keeps a code beside every key and attends to the best-ranked tokens alone."""
+"""A transformers cache that stores a code for every key and attends only to the best-ranked tokens."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -26,46 +26,47 @@ logger = logging.getLogger(__name__)
 
 
 class BPCCache(Cache):  # type: ignore[misc]
-    """Keys, values and codes of one batch of sequences; give it to an enabled model (`bpc_calib.enable`).
+    """Keys, values and codes of one batch of sequences, for an enabled model (`bpc_calib.enable`).
 
-    `model.generate(..., past_key_values=BPCCache(model.config, artifact))`, or a forward pass. A step of
-    one new token attends, for each sequence and KV head, to exactly `k = min(N, max(min_tokens, b))` of
-    the `N` real tokens cached, itself included: `b = floor(budget * N)` for a float, `b = budget` for an
-    int. In this order of right: the newest `recent`, the first `sink`, `floor(safeguard * k)` whose keys
-    are coded worst, then the best scores by code (`select`). Steps of several tokens (prefill, chunks,
-    the verification of drafts), sequences of `N < min_context`, sliding-window layers and `dense_layers` attend to
-    everything.
+    Pass it to `model.generate(..., past_key_values=BPCCache(model.config, artifact))` or to a forward pass. A step
+    with one new token attends, per sequence and KV head, to exactly `k = min(N, max(min_tokens, b))` of the `N`
+    real (not padding) tokens in the cache, the new token included: `b = floor(budget * N)` for a float, `b = budget`
+    for an int. The tokens are chosen in this order of priority (`select`): the newest `recent`, the first `sink`,
+    the `floor(safeguard * k)` whose keys are coded worst, then those with the best scores by code. Everything is
+    attended in steps with several tokens (prefill, chunks, verification of drafts), in sequences with
+    `N < min_context`, in sliding-window layers and in `dense_layers`.
 
-    The keys that the safeguard draws from are those cached at the last step of several tokens. Online
-    projections (`artifact=None`) are found in the keys cached when the first choice is to be made, and
-    stay until nothing is left of them (`reset`, or a `crop` of all).
+    The safeguard chooses among the keys that were cached at the last step with several tokens. Online projections
+    (`artifact=None`) are fitted to the keys in the cache when tokens are first chosen. They stay until the cache is
+    empty (`reset`, or a `crop` of all tokens).
 
     Args:
-        config: the model's, `model.config`.
-        artifact: projections of this model (`bpc_artifacts.load`, `bpc_calib.calibrate`); None: online.
-        budget: share of the tokens in (0, 1], or how many.
-        min_tokens: never fewer than these, where there are as many.
-        safeguard: share of the chosen kept for the keys whose codes fit worst; None: 0.1 for projections of the
-            paper's method, else none (docs/projections.md).
-        recent: newest tokens always attended; None: 1 for projections of the paper's method, else none.
-        sink: first tokens always attended.
+        config: `model.config`.
+        artifact: projections of this model (`bpc_artifacts.load`, `bpc_calib.calibrate`); None: online projections.
+        budget: share of the tokens in (0, 1], or a number of tokens.
+        min_tokens: lower bound of the number of attended tokens.
+        safeguard: share of the attended tokens that is reserved for the keys whose codes fit worst; None: 0.1 for
+            projections of the paper's method, else 0 (docs/projections.md).
+        recent: number of newest tokens that are always attended; None: 1 for projections of the paper's method,
+            else 0.
+        sink: number of first tokens that are always attended.
         dense_layers: indices of layers that attend to everything.
-        group: how the scores of the query heads of a KV head become one: "relative", "max" or "sum" (`group_scores`);
-            None: "max" for projections of the paper's method, else "relative".
-        gain: rank by scores with the gain; None: not for projections of the paper's method.
+        group: rule that reduces the scores of the query heads of a KV head to one score: "relative", "max" or "sum"
+            (`group_scores`); None: "max" for projections of the paper's method, else "relative".
+        gain: whether scores include the gain; None: False for projections of the paper's method, else True.
         bits: code length of online projections.
-        seed: of the draws of online projections.
-        min_context: a sequence with fewer real tokens cached attends to all of them; where that is faster than
-            choosing, `bpc bench --crossover` measures.
+        seed: random seed of online projections.
+        min_context: a sequence with fewer real tokens in the cache attends to all of them; `bpc bench --crossover`
+            measures up to which length that is faster.
 
     Raises:
-        InputError: an argument out of range.
-        ModelError: a model that BPC cannot serve.
-        ArtifactError: the artifact of another model; names what differs.
+        InputError: an argument is out of range.
+        ModelError: BPC cannot serve the model.
+        ArtifactError: the artifact belongs to another model; the message names the difference.
     """
 
-    is_compileable = False  # else `generate` compiles by itself on CUDA
-    layer_class: type[SparseLayer] = BPCLayer  # a subclass that ranks in another way is compared in the same place
+    is_compileable = False  # otherwise `generate` compiles the model on CUDA by default
+    layer_class: type[SparseLayer] = BPCLayer  # a subclass of BPCCache sets another class to rank tokens differently
 
     def __init__(
         self,
@@ -106,19 +107,19 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         self._fresh = fresh
         self._first = model.full_layers[0]
-        self._last: SparseLayer | None = None  # the last one updated: its attention must be called before the next
+        self._last: SparseLayer | None = None  # updated last; its attention must run before the next layer's update
         super().__init__(layers=fresh())
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Cache the keys and values of a layer and return all of them."""
+        """Append keys and values to a layer and return all that it holds."""
         last = self._last
         if last is not None and not last.served:
             raise ModelError(
-                f"layer {last.index} cached keys without BPC's attention: call bpc_calib.enable(model) before a "
-                "BPCCache is used (the model was not enabled or was disabled, the pass before this one failed, or the "
-                "model bypasses transformers' attention interface), and begin a new cache"
+                f"layer {last.index} cached keys without BPC's attention: call bpc_calib.enable(model) before you use "
+                "a BPCCache, and start a new cache (the model was not enabled or was disabled, the previous pass "
+                "failed, or the model bypasses transformers' attention interface)"
             )
         layer = self.layers[layer_idx]
         if layer_idx == self._first:
@@ -127,71 +128,75 @@ class BPCCache(Cache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_level(self) -> None:
-        """A pass that failed leaves its tokens in some layers only."""
+        """Raise `ModelError` if layers differ in length: a failed pass leaves its tokens in only part of the layers."""
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, GrowingLayer)}
         if len(lengths) > 1:
             raise ModelError(
-                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: a pass before this one "
-                "failed, so begin a new cache"
+                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens because an earlier pass "
+                "failed: start a new cache"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens from every layer.
 
         Raises:
-            InputError: a positive number, or a sliding-window layer that no longer has the tokens before them.
+            InputError: the number is positive, or a sliding-window layer no longer has the tokens that come before.
         """
         if tokens_to_remove > 0:
-            raise InputError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one")
+            raise InputError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number")
         for index, layer in enumerate(self.layers):
             full = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
             if full and not layer.record_past:
                 raise InputError(
-                    f"crop: layer {index} has a sliding window of {layer.sliding_window} and has forgotten what came "
-                    "before; call cache.activate_past_recording() before the tokens that may be taken back"
+                    f"crop: layer {index} has a sliding window of {layer.sliding_window} and no longer has the earlier "
+                    "tokens; call cache.activate_past_recording() before you feed tokens that you may remove"
                 )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget every token, online projections and the model, and keep the settings."""
-        self.layers = self._fresh()  # the reset of transformers 5.17 keeps the length
+        """Forget every token, the online projections and the model; keep the settings."""
+        self.layers = self._fresh()  # because the reset of transformers 5.17 keeps the length
         self._last = None
 
     def activate_past_recording(self) -> None:
-        """Called by transformers when a generation starts that drafts tokens and verifies several at once."""
-        # Where prompt lookup finds nothing, a step has one token; with a model every step verifies several.
+        """Prepare for removing drafted tokens; transformers calls this when it starts a generation with drafts.
+
+        Raises:
+            InputError: a model drafts the tokens.
+        """
+        # With prompt lookup, steps without a match have one token; with a drafting model every step has several.
         if drafts_by_model():
             raise InputError(
-                "a BPCCache does not serve an assistant model, nor drafts of the model itself: every step would verify "
-                "several tokens, and such steps attend to everything; leave it out, or take prompt_lookup_num_tokens"
+                "a BPCCache serves neither an assistant model nor drafts by the model itself: every step would verify "
+                "several tokens, and such steps attend to everything; leave it out or use prompt_lookup_num_tokens"
             )
         super().activate_past_recording()
 
     def set_budget(self, budget: float | int) -> None:
-        """Attend to another share or number of the tokens from the next step on."""
+        """Change the budget (share or number of tokens) from the next step on."""
         for layer in self.layers:
             if isinstance(layer, SparseLayer):
                 layer.rules = replace(layer.rules, budget=budget)
 
     def rewind(self, length: int) -> None:
-        """Forget the tokens after the first `length` as if they had never come; no buffer moves.
+        """Forget the tokens after the first `length`, without moving a buffer, so that the same step can run again.
 
-        Codes and the safeguard's list stay as they are, so a step can be taken again: `crop` is for other text.
-        Sliding windows keep the newest tokens, which are as many.
+        Codes and the safeguard's list stay as they are; use `crop` before other text follows. Sliding-window layers
+        do not change: they keep the same number of newest tokens.
         """
         for layer in self.layers:
             if isinstance(layer, GrowingLayer):
                 layer.rewind(length)
 
     def kv_bytes(self, length: int) -> tuple[int, int]:
-        """Bytes of the cache that a step reads a sequence when `length` tokens are cached: here, and by full attention.
+        """Return the bytes that a step reads per sequence at `length` cached tokens: here, and with full attention.
 
-        Counted are keys, values, codes, gains and the safeguard's list, not the queries, the masks or what is
-        written. Before the first step: 0 and 0.
+        The count includes keys, values, codes, gains and the safeguard's list. It excludes queries, masks and
+        everything that is written. Before the first step the result is `(0, 0)`.
         """
         read = full = 0
-        for each in self.layers:
-            layer = getattr(each, "layer", each)  # below a static one
+        for outer in self.layers:
+            layer = getattr(outer, "layer", outer)  # a StaticLayer wraps the layer that counts
             if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
                 continue
             heads, dim = layer.keys.shape[1], layer.keys.shape[3]
@@ -203,17 +208,17 @@ class BPCCache(Cache):  # type: ignore[misc]
 
 
 def check_layers(config: Any, model: ModelDescription) -> list[Any]:
-    """transformers' own cache layers for this model, after a check that BPC can stand in for the full ones.
+    """Return transformers' cache layers for this model, after a check that BPC can replace the full-attention ones.
 
     Raises:
-        ModelError: layers that share their keys, or keep them in a way of their own.
+        ModelError: layers share their keys, or a layer keeps its keys in a class that BPC does not know.
     """
     layers = list(DynamicCache(config=config).layers)
     name = f"{model.id} ({model.model_type})"
     if len(layers) != model.num_layers:
         raise ModelError(f"{name}: some layers share their keys and values, which BPC does not serve")
     for index in model.full_layers:
-        # A window no smaller than the context is full attention.
+        # A sliding window as large as the context is full attention.
         if type(layers[index]) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ModelError(
                 f"{name}: layer {index} keeps its keys in a {type(layers[index]).__name__}, which BPC does not serve"
@@ -227,21 +232,21 @@ def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list
     for index in dense_layers:
         if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < model.num_layers:
             raise InputError(
-                f"dense_layers: {index!r} is no layer of {model.id}, which has 0 to {model.num_layers - 1}"
+                f"dense_layers: {index!r} is not a layer of {model.id}, which has layers 0 to {model.num_layers - 1}"
             )
     sparse = [index for index in model.full_layers if index not in dense_layers]
     if not sparse:
         raise InputError(
-            f"dense_layers {list(dense_layers)} leave nothing to do: the full-attention layers of {model.id} are "
+            f"dense_layers {list(dense_layers)} leave BPC no layer: the full-attention layers of {model.id} are "
             f"{model.full_layers}"
         )
     return sparse
 
 
 def _projections(artifact: ProjectionArtifact, model: ModelDescription, bits: int) -> Mapping[int, LayerProjection]:
-    for doubt in check_model(artifact, model.metadata()):
-        logger.warning("%s", doubt)
-    found = artifact.metadata["algorithm"]["bits"]
-    if bits not in (64, found):
-        raise InputError(f"the artifact's codes have {found} bits, not {bits}; bits is for online projections")
+    for warning in check_model(artifact, model.metadata()):
+        logger.warning("%s", warning)
+    artifact_bits = artifact.metadata["algorithm"]["bits"]
+    if bits not in (64, artifact_bits):
+        raise InputError(f"the artifact's codes have {artifact_bits} bits, not {bits}; bits is for online projections")
     return artifact.layers

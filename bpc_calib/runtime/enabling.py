@@ -1,8 +1,8 @@
-"""Switching a model to BPC's attention and back: `enable`, `disable`.
+"""Switch a model to BPC's attention and back: `enable`, `disable`.
 
-transformers calls the registered function in every layer. It finds the cache by an attribute of the keys that
-`SparseLayer.update` returns, so nothing is shared by models, caches or threads. Whatever is not sparse goes to the
-attention the model had, with the masks that are its own.
+transformers calls the registered function in every layer. The function finds the cache layer through an attribute of
+the keys that `SparseLayer.update` returns, so models, caches and threads share no state. Every call that is not sparse
+goes to the model's own attention with its own masks.
 """
 
 import functools
@@ -25,18 +25,18 @@ PREFIX = "bpc_"
 
 
 def enable(model: Any) -> None:
-    """Let a transformers model serve a `BPCCache`; without one its attention stays bit for bit what it was.
+    """Prepare a transformers model to decode with a `BPCCache`; with any other cache its results stay the same bits.
 
-    The model's own attention (SDPA, eager, FlashAttention, flex) keeps serving every step that is not
-    sparse. Runs four tokens through the model to see that its layers can be served. Enabling twice is
-    enabling once; `disable` undoes it.
+    The model's own attention (SDPA, eager, FlashAttention, flex) still computes every step that is not sparse.
+    `enable` runs four tokens through the model to check that BPC can serve its layers. A second call does nothing;
+    `disable` undoes the first.
 
     Args:
         model: a `PreTrainedModel` with a language-model head, or the part of it that holds the text model.
 
     Raises:
-        ModelError: a model that BPC cannot serve; says why.
-        InputError: `BPC_BACKEND` names no backend.
+        ModelError: BPC cannot serve the model; the message says why.
+        InputError: the environment variable `BPC_BACKEND` does not name a backend.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -50,30 +50,32 @@ def enable(model: Any) -> None:
     check_layers(model.config, description)
     masks = AttentionMaskInterface()
     if base not in masks:
-        raise ModelError(f"{description.id}: its attention ({base}) registers no masks, so BPC cannot tell padding")
+        raise ModelError(
+            f"{description.id}: its attention ({base}) registers no mask function, so BPC cannot recognize padding"
+        )
     verify(model, description)
     name = _name(base)
     AttentionInterface.register(name, functools.partial(_attention, base))
     AttentionMaskInterface.register(name, masks[base])
     model.set_attn_implementation({part: name})
     if _implementation(model)[1] != name:
-        raise ModelError(f"{description.id} does not let its attention be set, so BPC cannot serve it")
+        raise ModelError(f"{description.id} ignores set_attn_implementation, so BPC cannot serve it")
 
 
 def disable(model: Any) -> None:
-    """Give the model its own attention back; nothing happens to a model that is not enabled."""
+    """Restore the model's own attention; do nothing if the model is not enabled."""
     part, name = _implementation(model)
     if (base := _base(name)) is not None:
         model.set_attn_implementation({part: base})
 
 
 def is_enabled(model: Any) -> bool:
-    """Whether `enable` was called for a model and not undone."""
+    """Return whether the model is enabled."""
     return _base(_implementation(model)[1]) is not None
 
 
 def _implementation(model: Any) -> tuple[str, str]:
-    """Where the text model's attention is set ("" is the model itself), and to what."""
+    """Return the sub-config that sets the text model's attention ("": the model's own config), and its name there."""
     if not callable(getattr(model, "set_attn_implementation", None)):
         raise InputError(f"expected a transformers model, not {type(model).__name__}")
     text = model.config.get_text_config(decoder=True)
@@ -83,17 +85,17 @@ def _implementation(model: Any) -> tuple[str, str]:
     for part in model.config.sub_configs:
         if getattr(model.config, part, None) is text:
             return part, name
-    raise ModelError(f"{type(model).__name__}: its text model cannot be set apart, so BPC cannot serve it")
+    raise ModelError(f"{type(model).__name__}: no sub-config holds its text model, so BPC cannot serve it")
 
 
 def _name(base: str) -> str:
-    """Ours for an attention of this name; transformers takes one with "flash" or "/" for a kernel to load."""
+    """Return BPC's name for this attention; transformers would load a kernel for a name with "flash" or "/"."""
     plain = re.sub(r"\W", "_", base).replace("flash", "fa")
     return PREFIX + plain if plain == base else f"{PREFIX}{plain}_{hashlib.sha256(base.encode()).hexdigest()[:8]}"
 
 
 def _base(name: str) -> str | None:
-    """The attention below ours; None where the name is not ours."""
+    """Return the model's own attention under BPC's name; None if the name is not one of BPC's."""
     from transformers import AttentionInterface
 
     function = AttentionInterface().get(name)
@@ -105,7 +107,7 @@ def _base(name: str) -> str | None:
 def _attention(
     base: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Called by transformers: `[batch, heads, tokens, head_dim]` in, `[batch, tokens, heads, head_dim]` out."""
+    """Compute attention for transformers: `[batch, heads, tokens, head_dim]` to `[batch, tokens, heads, head_dim]`."""
     layer = layer_of(key)
     if layer is not None:
         window, positions = arguments.get("sliding_window"), arguments.get("position_ids")
@@ -126,12 +128,12 @@ def _own_attention(base: str, module: Any) -> Any:
 
 
 def _named(base: str, module: Any) -> Any:
-    """FlashAttention asks the module's config which implementation to load: it must not see our name."""
+    """Hide BPC's name from FlashAttention, which reads in the module's config which implementation to load."""
     return _Renamed(module, config=_Renamed(module.config, _attn_implementation=base)) if "flash" in base else module
 
 
 class _Renamed:
-    """An object but for some of its attributes."""
+    """An object with a few attributes replaced."""
 
     def __init__(self, original: Any, **changed: Any) -> None:
         self.__dict__.update(changed, _original=original)

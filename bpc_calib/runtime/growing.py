@@ -1,4 +1,4 @@
-"""Tensors that grow along their tokens without a copy of the whole at every step."""
+"""Buffers that grow along the token dimension without a full copy at every step."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ LEAST_ROOM = 256  # tokens
 
 
 def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
-    """Write `new` behind the first `length` tokens of `buffer` and return the buffer, a larger one if it was full.
+    """Write `new` after the first `length` tokens of `buffer`; return the buffer, or a larger copy if it was full.
 
-    A buffer `[batch, heads, room, ...]` that is full is copied once into one with room for a sixteenth
-    more, so a token is copied some sixteen times in all, and at most that share of memory is spare.
+    A full buffer `[batch, heads, room, ...]` is copied into one with a sixteenth more room. So each token is copied
+    about sixteen times in total, and at most a sixteenth of the memory is unused.
 
     Args:
-        buffer: None for none yet.
+        buffer: None: no buffer yet.
         new: `[batch, heads, tokens, ...]`.
     """
     needed = length + new.shape[2]
@@ -32,7 +32,7 @@ def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
 
 
 def reserve(buffer: Tensor, length: int, room: int) -> Tensor:
-    """The buffer, or a larger copy of its first `length` tokens where it has no `room`; behind them it holds 0."""
+    """Return a buffer with at least `room` tokens, copied if needed: the first `length` tokens, then zeros."""
     if room > buffer.shape[2] or not _writable(buffer):
         larger = in_huge_pages(buffer.new_empty(*buffer.shape[:2], _aligned(room), *buffer.shape[3:]))
         larger[:, :, :length] = buffer[:, :, :length]
@@ -42,10 +42,10 @@ def reserve(buffer: Tensor, length: int, room: int) -> Tensor:
 
 
 def _writable(buffer: Tensor) -> bool:
-    """A tensor of inference mode cannot be written to outside of it."""
+    """Return whether the buffer may be written: a tensor made in inference mode is read-only outside of it."""
     return torch.is_inference_mode_enabled() or not buffer.is_inference()
 
 
 def _aligned(tokens: int) -> int:
-    """Rows of so many tokens stay aligned for wide loads."""
+    """Round up to a multiple of 16 tokens, which keeps rows aligned for wide loads."""
     return -(-tokens // 16) * 16

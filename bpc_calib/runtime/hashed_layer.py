@@ -1,4 +1,4 @@
-"""BPC's own layer: a code, a gain and an error beside every key."""
+"""BPC's cache layer: it stores a code, a gain and an error for every key."""
 
 from collections.abc import Callable
 
@@ -18,38 +18,38 @@ from bpc_calib.runtime.rules import Rules
 
 __all__ = ["BPCLayer"]
 
-# For projections found in the prompt, which waits for them: steps a bit, as many as in the authors' release, and rounds
-# of least squares. A query metric does not help there (docs/projections.md).
+# Online projections delay the first step, so their fit is short: 4 iterations per bit, as in the authors' release, and
+# 2 rounds of least squares. A query metric does not improve them (docs/projections.md).
 ONLINE_ITERATIONS, ONLINE_ROUNDS = 4, 2
-HASHED_AT_ONCE = 1 << 16  # tokens: hashing takes some 20 bytes a bit and key on its way
+HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary memory per bit and key
 
 
 class BPCLayer(SparseLayer):
-    """Chooses tokens by the codes of their keys."""
+    """A layer that chooses tokens by the codes of their keys."""
 
-    encode = staticmethod(encode_with)  # a subclass that searches for better codes is compared in the same place
+    encode = staticmethod(encode_with)  # a subclass may encode keys differently
 
     def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__(index, rules, model, calibrated)
-        # The one in use, in the dtype of the keys: [kv_heads, bits, head_dim]; online: one for every sequence.
+        # In the dtype of the keys: [kv_heads, bits, head_dim]; online: [batch, kv_heads, bits, head_dim].
         self.projection: Tensor | None = None
-        self.encoder: Encoder | None = None  # made from it
-        self.hashed = 0  # how many tokens have codes
+        self.encoder: Encoder | None = None  # made from the projection
+        self.hashed = 0  # number of tokens that have codes
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """The tokens whose codes score best, and those that are always attended."""
+        """Choose the tokens whose codes score best, and those that are always attended."""
         projection, length = self.hash(visible), self.get_seq_length()
         gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
         cached = Cached(self.buffers["codes"][:, :, :length], gain, valid=visible, worst=self.worst())
         return choose(query, projection, cached, k, self.choice())
 
     def choice(self) -> Choice:
-        """How a step ranks, with the scaling that the model gave last."""
+        """Return the ranking settings of a step, with the scaling of the latest call."""
         rules = self.rules
         return Choice(self.scaling, rules.group, recent=rules.recent, sink=rules.sink, safeguard=rules.safeguard)
 
     def worst(self) -> Tensor | None:
-        """The order in which the safeguard takes tokens, int32 `[batch, kv_heads, guarded]`; None: no safeguard."""
+        """Return the tokens in the order of the safeguard, int32 `[batch, kv_heads, guarded]`; None: no safeguard."""
         if not self.rules.safeguard:
             return None
         if "worst" not in self.buffers or self.buffers["worst"].shape[2] != self.guarded:
@@ -57,13 +57,13 @@ class BPCLayer(SparseLayer):
         return self.buffers["worst"]
 
     def ranking_bytes(self, length: int) -> int:
-        """Bytes of the codes and gains of a sequence, and of the safeguard's list what it takes."""
+        """Return the bytes of a sequence's codes and gains, and of the part of the safeguard's list that is read."""
         bits = self.rules.bits if self.calibrated is None else self.calibrated.projection.shape[1]
         listed = 4 * int(self.rules.safeguard * self.count(length))
         return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
 
     def rewind(self, length: int) -> None:
-        """Forget the tokens after the first `length` as if they had never come."""
+        """Forget the tokens after the first `length`; keep the projection and the safeguard's list."""
         super().rewind(length)
         self.hashed = min(self.hashed, length)
 
@@ -82,7 +82,7 @@ class BPCLayer(SparseLayer):
             self.projection, self.encoder = change(self.projection), self.encoder.change(change)
 
     def hash(self, visible: Tensor | None) -> Tensor:
-        """Give the tokens that have none yet codes, errors and gains; return the projection of them all."""
+        """Compute the codes, errors and gains of the tokens that have none yet; return the projection."""
         if self.projection is None or self.encoder is None:
             self.projection, self.encoder = self._begin(visible)
         length = self.get_seq_length()
@@ -98,12 +98,12 @@ class BPCLayer(SparseLayer):
         return self.projection
 
     def _begin(self, visible: Tensor | None) -> tuple[Tensor, Encoder]:
-        """The projection, and what hashes with it: calibrated, or found in the keys cached now."""
+        """Return the projection and its encoder: calibrated, or fitted to the keys that are cached now."""
         keys = self.keys
         if self.calibrated is None:
             weights = None if visible is None else visible.unsqueeze(1).expand(keys.shape[:3])
             generator = torch.Generator().manual_seed(self.rules.seed)
-            found = fit(
+            fitted = fit(
                 keys,
                 self.rules.bits,
                 iterations=ONLINE_ITERATIONS,
@@ -111,7 +111,7 @@ class BPCLayer(SparseLayer):
                 weights=weights,
                 generator=generator,
             )
-            return found.projection.to(keys.dtype), make_encoder(found.projection, keys.dtype)
+            return fitted.projection.to(keys.dtype), make_encoder(fitted.projection, keys.dtype)
         projection, metric, mean = (
             None if array is None else torch.from_numpy(array).to(keys.device)
             for array in (self.calibrated.projection, self.calibrated.metric, self.calibrated.mean)
@@ -119,6 +119,6 @@ class BPCLayer(SparseLayer):
         assert projection is not None
         if projection.shape[0] != keys.shape[1]:
             raise ModelError(
-                f"layer {self.index} has {keys.shape[1]} KV heads here, the projections {projection.shape[0]}"
+                f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {projection.shape[0]}"
             )
         return projection.to(keys.dtype), make_encoder(projection, keys.dtype, metric=metric, mean=mean)

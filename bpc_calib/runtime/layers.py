@@ -1,4 +1,4 @@
-"""Layers of a cache whose decoding steps attend to part of the tokens: what they share, however they choose."""
+"""Base classes of cache layers: growing buffers, and decoding steps that attend to only part of the tokens."""
 
 import weakref
 from abc import abstractmethod
@@ -23,56 +23,62 @@ __all__ = ["GrowingLayer", "RankingLayer", "SparseLayer"]
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values in buffers that grow by blocks; attends to everything."""
+    """A layer with its keys and values in buffers that grow by blocks; every step attends to everything."""
 
     def __init__(self) -> None:
         super().__init__()
         self.buffers: dict[str, Tensor] = {}  # [batch, kv_heads, room, ...]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cache `[batch, kv_heads, new, head_dim]` and return all keys and values."""
+        """Append keys and values `[batch, kv_heads, new, head_dim]`; return all keys and values.
+
+        Raises:
+            InputError: the batch size differs from that of the cache.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         length = self.get_seq_length()
         if length and key_states.shape[0] != self.keys.shape[0]:
-            raise InputError(f"the cache holds {self.keys.shape[0]} sequences, and {key_states.shape[0]} came")
+            raise InputError(
+                f"the cache holds {self.keys.shape[0]} sequences, but the new tokens are of {key_states.shape[0]}"
+            )
         self.append("keys", length, key_states)
         self.append("values", length, value_states)
         self.show(length + key_states.shape[2])
         return self.keys, self.values
 
     def append(self, name: str, length: int, new: Tensor) -> None:
-        """Write `[batch, kv_heads, new, ...]` behind the first `length` tokens of a buffer."""
+        """Write `[batch, kv_heads, new, ...]` after the first `length` tokens of the named buffer."""
         self.buffers[name] = append(self.buffers.get(name), length, new)
 
     def show(self, length: int) -> None:
-        """Let the rest of transformers see the first `length` tokens of the buffers."""
+        """Set `keys` and `values`, which transformers reads, to the first `length` tokens of the buffers."""
         self.keys, self.values = self.buffers["keys"][:, :, :length], self.buffers["values"][:, :, :length]
 
     def rewind(self, length: int) -> None:
-        """Forget the tokens after the first `length` as if they had never come; no buffer moves.
+        """Forget the tokens after the first `length` without moving a buffer.
 
-        Unlike `crop`, which a user calls, this keeps what was derived from the prompt.
+        Unlike `crop`, which users call, this keeps everything that was derived from the prompt.
         """
         self.show(length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens."""
         super().crop(tokens_to_remove)
-        if not self.get_seq_length():  # the next tokens may come in a batch of another size
+        if not self.get_seq_length():  # the next tokens may have another batch size
             self.buffers = {}
             self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make sequence `i` the former `beam_idx[i]`."""
+        """Replace sequence `i` by the former sequence `beam_idx[i]`."""
         self._rebatch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence."""
+        """Repeat every sequence `repeats` times."""
         self._rebatch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences."""
+        """Keep only the sequences with these indices."""
         self._rebatch(lambda tensor: tensor[indices, ...])
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -82,16 +88,16 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class SparseLayer(GrowingLayer):
-    """A layer whose steps of one token attend to the tokens that a subclass chooses."""
+    """A layer whose one-token steps attend to the tokens that a subclass chooses."""
 
     def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__()
         self.index = index
         self.rules = rules
         self.model = model
-        self.calibrated = calibrated  # None: the layer needs no projection, or finds one in the prompt
-        self.scaling = model.head_dim**-0.5  # of the products, as the model gave it last
-        self.guarded = 0  # tokens cached at the last step of several tokens
+        self.calibrated = calibrated  # None: the layer needs no projection, or fits one to the prompt
+        self.scaling = model.head_dim**-0.5  # factor on the products q k; the model's own from its first step on
+        self.guarded = 0  # tokens in the cache at the last step with several tokens
         self.served = True  # whether BPC's attention was called since the last update
         self.module: weakref.ref[Any] | None = None
 
@@ -101,22 +107,22 @@ class SparseLayer(GrowingLayer):
 
         Args:
             query: `[batch, kv_heads, G, head_dim]`.
-            k: how many tokens, as `count_chosen` gives it.
+            k: number of tokens, as `count_chosen` returns it.
             visible: bool `[batch, N]`, False for padding; None: no padding.
 
         Returns:
-            int64 `[batch, kv_heads, k]`, ascending; -1 is no token.
+            int64 `[batch, kv_heads, k]`, ascending; -1 marks an unused entry.
         """
 
     def ranking_bytes(self, length: int) -> int:
-        """Bytes that ranking `length` tokens of a sequence reads."""
+        """Return the bytes that ranking `length` tokens reads per sequence."""
         return 0
 
     def observe(self, query: Tensor, scale: float | None) -> None:
-        """See the queries `[batch, query_heads, new, head_dim]` of a step of several tokens, which are cached."""
+        """Receive the queries `[batch, query_heads, new, head_dim]` of a step with several tokens, already cached."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cache `[batch, kv_heads, new, head_dim]`; the keys returned lead BPC's attention to this layer."""
+        """Append `[batch, kv_heads, new, head_dim]`; the returned keys carry this layer for BPC's attention."""
         self.served = False
         keys, values = super().update(key_states, value_states)
         if key_states.shape[2] > 1:
@@ -124,11 +130,11 @@ class SparseLayer(GrowingLayer):
         return with_layer(keys, self), values
 
     def attention(self, call: AttentionCall) -> Tensor | None:
-        """Attention of the newest tokens, `[batch, new, query_heads, head_dim]`; None: the model's own must serve.
+        """Return the attention output `[batch, new, query_heads, head_dim]`; None: use the model's own attention.
 
         Raises:
-            ModelError: the cache belongs to another model, or a mask that BPC cannot read.
-            InputError: new tokens that transformers feeds at wrong positions.
+            ModelError: the cache belongs to another model, or BPC cannot read the mask.
+            InputError: transformers feeds the new tokens at wrong positions.
         """
         self.serve(call.module)
         if call.query.shape[2] > 1:
@@ -140,22 +146,22 @@ class SparseLayer(GrowingLayer):
         return None if k is None else self.attend(call.query, k, visible, call.scale)
 
     def serve(self, module: Any) -> None:
-        """Note that this module of the model called BPC's attention with this layer's keys."""
+        """Record that this attention module called BPC's attention with this layer's keys."""
         owner = None if self.module is None else self.module()
         if owner is not module:
             if self.module is not None or not self.model.fits(module.config):
                 raise ModelError(
-                    f"layer {self.index}: this BPCCache belongs to another model; make one from this model's config"
+                    f"layer {self.index}: this BPCCache belongs to another model; create one from this model's config"
                 )
             self.module = weakref.ref(module)
         self.served = True
 
     def skip_attention(self) -> None:
-        """Expect no attention for the last update: its tokens were cached without a pass of the model."""
+        """Accept the last update without attention, because its tokens were cached without a pass of the model."""
         self.served = True
 
     def count_chosen(self, visible: Tensor | None) -> int | Tensor | None:
-        """How many tokens the next token attends to: one number, or int64 `[batch, 1]`; None for all."""
+        """Return the number of tokens that the next step attends to: an int, or int64 `[batch, 1]`; None: all."""
         if visible is None:
             length = self.get_seq_length()
             k = self.count(length)
@@ -165,18 +171,18 @@ class SparseLayer(GrowingLayer):
         return torch.tensor(wanted, device=visible.device).unsqueeze(-1) if wanted != lengths else None
 
     def count(self, length: int) -> int:
-        """How many of `length` tokens are attended."""
+        """Return the number of attended tokens at `length` tokens."""
         if length < self.rules.min_context:
             return length
         return attended(length, self.rules.budget, self.rules.min_tokens)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-        """Attention of one new token per sequence, already cached, over the tokens chosen.
+        """Compute attention of one new token per sequence, already cached, over the chosen tokens.
 
         Args:
             query: `[batch, query_heads, 1, head_dim]`.
             k, visible: as in `choose`.
-            scale: of the products; None is `head_dim ** -0.5`.
+            scale: factor on the products q k; None: `head_dim ** -0.5`.
 
         Returns:
             `[batch, 1, query_heads, head_dim]`.
@@ -187,17 +193,17 @@ class SparseLayer(GrowingLayer):
         return sparse_attention(grouped, self.keys, self.values, indices, scale).flatten(1, 2).unsqueeze(1)
 
     def borrow(self, other: "SparseLayer") -> None:
-        """See another layer's keys and values as its own."""
+        """Use another layer's keys and values."""
         self.is_initialized, self.scaling, self.guarded = True, other.scaling, other.guarded
         self.keys, self.values = other.keys, other.values
 
     def step_bytes(self, length: int, token: int) -> int:
-        """Bytes that a step reads per sequence, where the keys and values of a token take `token`."""
+        """Return the bytes that a step reads per sequence; `token` is the size of one token's keys and values."""
         k = self.count(length)
         return k * token + (self.ranking_bytes(length) if k < length else 0)
 
     def rewind(self, length: int) -> None:
-        """Forget the tokens after the first `length` as if they had never come."""
+        """Forget the tokens after the first `length` without moving a buffer."""
         super().rewind(length)
         self.skip_attention()
 
@@ -208,14 +214,14 @@ class SparseLayer(GrowingLayer):
 
 
 class RankingLayer(SparseLayer):
-    """A layer that chooses by a number per token; a subclass ranks."""
+    """A layer that chooses the tokens with the largest rank; a subclass computes the ranks."""
 
     @abstractmethod
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        """Integers `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`: the largest are attended."""
+        """Return integer ranks `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`; largest is best."""
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """The tokens of largest rank, and those that are always attended."""
+        """Choose the tokens with the largest rank, and those that are always attended."""
         valid = None if visible is None else visible.unsqueeze(1)
         rules = self.rules
         return select(self.rank(query, visible), k, valid=valid, recent=rules.recent, sink=rules.sink)

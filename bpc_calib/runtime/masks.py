@@ -1,4 +1,4 @@
-"""Attention masks of every form, read as the cached tokens that the newest token may attend to."""
+"""Read attention masks of every form as the set of cached tokens that the newest token may attend to."""
 
 from typing import Any
 
@@ -12,11 +12,15 @@ __all__ = ["check_continued", "visible_tokens"]
 
 
 def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:
-    """bool `[batch, N]`: the cached tokens that the newest may attend to; None for all of them.
+    """Return the cached tokens that the newest may attend to, bool `[batch, N]`; None: all of them.
 
     Args:
-        mask: in the form of any implementation: None, bool or additive `[batch, 1, 1, N]`, `[batch, N]`, or
-            flex attention's.
+        mask: None, bool or additive `[batch, 1, 1, N]`, `[batch, N]`, or the block mask of flex attention.
+        window: length of the sliding window; None: no window.
+
+    Raises:
+        ModelError: the mask differs between heads, or weighs tokens.
+        InputError: the mask is shorter than the cache.
     """
     batch, length = key.shape[0], key.shape[2]
     if mask is None and (window is None or window >= length):
@@ -31,7 +35,7 @@ def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:
     else:
         if mask.dim() == 4:
             if mask.shape[1] != 1:
-                raise ModelError("an attention mask of its own for each head, which BPC does not serve")
+                raise ModelError("the attention mask differs between heads, which BPC does not serve")
             mask = mask[:, 0, -1]
         if mask.shape[-1] < length:
             raise InputError(f"the attention mask covers {mask.shape[-1]} of {length} cached tokens")
@@ -47,13 +51,14 @@ def _as_bool(mask: Tensor) -> Tensor:
     visible = mask == 0
     if (visible | (mask <= torch.finfo(mask.dtype).min / 2)).all():
         return visible
-    raise ModelError("an attention mask that weighs tokens, which BPC does not serve: it selects or leaves out")
+    raise ModelError("the attention mask weighs tokens, which BPC does not serve: it must keep or remove each token")
 
 
 def check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | None) -> None:
-    """Refuse what `generate` makes of a continued cache and `prefill_chunk_size` before transformers 5.21.
+    """Raise `InputError` if `generate` feeds cached tokens a second time, a fault of transformers before 5.21.
 
-    It feeds the whole text again, from position 0, behind the tokens it has cached.
+    With `prefill_chunk_size` and a continued cache, it feeds the whole text again from position 0, after the tokens
+    that are already cached.
     """
     past = key.shape[2] - query.shape[2]
     if not past or positions is None or not continued_cache_restarts():
@@ -62,6 +67,6 @@ def check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | N
     began = torch.ones(1, dtype=torch.bool) if visible is None else visible[:, :past].any(-1).cpu()
     if began.any() and (positions[:, 0].cpu() == 0)[began.expand(len(positions))].all():
         raise InputError(
-            f"new tokens are given as the first ones, behind {past} cached tokens: generate(prefill_chunk_size=...) "
-            "cannot continue a cache before transformers 5.21; leave it out"
+            f"the new tokens start at position 0 although {past} tokens are cached: before transformers 5.21, "
+            "generate(prefill_chunk_size=...) cannot continue a cache; leave prefill_chunk_size out"
         )

@@ -1,4 +1,4 @@
-"""What a cache attends to and how it ranks: the settings that every layer shares."""
+"""Settings that all layers of a cache share: the number of attended tokens and the ranking."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -14,7 +14,7 @@ __all__ = ["Ranking", "Rules", "ranking_defaults"]
 
 
 class Ranking(TypedDict, total=False):
-    """How tokens are ranked and which are always attended; None: as the artifact's method does it."""
+    """How tokens are ranked and which are always attended; None: the default of the artifact's method."""
 
     safeguard: float | None
     recent: int | None
@@ -25,7 +25,7 @@ class Ranking(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Rules:
-    """The arguments of `BPCCache` that every layer needs, checked."""
+    """The checked arguments of `BPCCache` that every layer needs."""
 
     budget: float | int
     min_tokens: int
@@ -37,10 +37,10 @@ class Rules:
     bits: int
     seed: int
     min_context: int = 0  # a sequence with fewer tokens attends to all of them
-    layers: tuple[int, ...] = ()  # those that choose
+    layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
 
     def __post_init__(self) -> None:
-        """Raise `InputError` at the first value out of range."""
+        """Raise `InputError` for the first value out of range."""
         attended(1, self.budget)
         for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0), ("min_context", 0)):
             value = getattr(self, name)
@@ -61,10 +61,10 @@ class Rules:
 
 
 def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:
-    """How tokens are ranked by default, as `Ranking`: as in the paper for projections of its method.
+    """Return the default `Ranking`: that of the paper for projections of its method, else BPC's own.
 
     Raises:
-        InputError: not an artifact.
+        InputError: `artifact` is neither None nor a `ProjectionArtifact`.
     """
     if artifact is not None and not isinstance(artifact, ProjectionArtifact):
         raise InputError(f"artifact must be what bpc_artifacts.load returns, not {type(artifact).__name__}")

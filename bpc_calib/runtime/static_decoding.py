@@ -1,4 +1,4 @@
-"""`model.generate` by static steps: `custom_generate=bpc_calib.static_decoding`."""
+"""Run `model.generate` with static steps: `custom_generate=bpc_calib.static_decoding`."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -17,16 +17,16 @@ KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_
 def static_decoding(
     model: Any, input_ids: Tensor, *, stopping_criteria: Any, generation_config: Any, **arguments: Any
 ) -> Any:
-    """Decode by `static_steps`: `model.generate(..., past_key_values=cache, custom_generate=static_decoding)`.
+    """Decode with `static_steps`: `model.generate(..., past_key_values=cache, custom_generate=static_decoding)`.
 
-    The prefill is an ordinary one, and the loop is that of transformers: sampling, processors of logits, stopping
-    criteria, streamers and what is returned are as without it, and so are the tokens, up to how attention is rounded.
-    Room is made for `max_new_tokens` (or `max_length`).
+    The prefill and the decoding loop are those of transformers. So sampling, logits processors, stopping criteria,
+    streamers and the returned value are the same as without static steps, and so are the tokens, except for the
+    rounding of attention. The cache reserves room for `max_new_tokens` (or `max_length`).
 
     Raises:
-        ModelError: a model that static steps cannot serve (`static_steps`).
-        InputError: no `BPCCache`, beams, drafts, `use_cache=False`, attentions or hidden states to return, or
-            arguments for the model beside the tokens.
+        ModelError: static steps cannot serve the model (`static_steps`).
+        InputError: the cache is not a `BPCCache`; or the call uses beams, drafts or `use_cache=False`, requests
+            attentions or hidden states, or passes the model arguments other than the tokens.
     """
     mode = str(generation_config.get_generation_mode().value)
     if mode not in ("greedy_search", "sample"):
@@ -36,17 +36,17 @@ def static_decoding(
             raise InputError(f"static_decoding returns no {name.removeprefix('output_').replace('_', ' ')}")
     if not arguments.get("use_cache", True):
         raise InputError("static_decoding needs use_cache=True")
-    given = generate_arguments()
-    if given.get("synced_gpus"):
+    passed = generate_arguments()
+    if passed.get("synced_gpus"):
         raise InputError("static_decoding does not serve synced_gpus")
     if "streamer" not in arguments:
-        if "streamer" not in given:
-            raise InputError("static_decoding is for model.generate(..., custom_generate=static_decoding)")
-        arguments["streamer"] = given["streamer"]
+        if "streamer" not in passed:
+            raise InputError("static_decoding works only in model.generate(..., custom_generate=static_decoding)")
+        arguments["streamer"] = passed["streamer"]
     cache = arguments.get("past_key_values")
     check_static(model, cache)
     with ExitStack() as stack:
-        # The last token needs no step behind it; the first is of the prefill.
+        # The prefill predicts the first new token, and no step follows the last.
         stepping = _Stepping(model, generation_config.max_length - input_ids.shape[1] - 1, stack)
         return sampling_loop(model)(
             stepping,
@@ -58,7 +58,7 @@ def static_decoding(
 
 
 class _Stepping:
-    """The model as transformers' loop sees it: all its own, but called once a step it is `static_steps`."""
+    """Wrap the model for transformers' loop: each call runs one static step, every attribute is the model's own."""
 
     def __init__(self, model: Any, steps: int, stack: ExitStack) -> None:
         self.model, self.steps, self.stack = model, steps, stack
@@ -72,19 +72,19 @@ class _Stepping:
 
         ids, cache = inputs["input_ids"], inputs["past_key_values"]
         if self.step is None:
-            given = {name for name, value in inputs.items() if value is not None and value is not False}
-            beside = sorted(given - KNOWN)
-            if beside:
+            passed = {name for name, value in inputs.items() if value is not None and value is not False}
+            unknown = sorted(passed - KNOWN)
+            if unknown:
                 raise InputError(
-                    f"static_decoding gives the model nothing beside its tokens, and {', '.join(beside)} came"
+                    f"static_decoding passes only tokens to the model, so it cannot serve {', '.join(unknown)}"
                 )
             length, mask, positions = cache.get_seq_length(), inputs.get("attention_mask"), inputs.get("position_ids")
-            begun = static_steps(
+            block = static_steps(
                 self.model,
                 cache,
                 self.steps,
                 attention_mask=None if mask is None else mask[:, :length],
                 position_ids=positions,
             )
-            self.step = self.stack.enter_context(begun)
+            self.step = self.stack.enter_context(block)
         return CausalLMOutputWithPast(logits=self.step(ids).unsqueeze(1), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Layers of a cache that keeps its size: where the next token goes, the device knows."""
+"""Cache layers of fixed size: the slot of the next token is a tensor on the device."""
 
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -18,25 +18,25 @@ __all__ = ["Clock", "StaticLayer"]
 
 @dataclass
 class Clock:
-    """Where a step stands, the same for all layers."""
+    """The state of a step, shared by all layers."""
 
-    place: Tensor  # int64 [1]: the slot of the new token
-    counts: Tensor  # int64 [B, room]: how many tokens it attends to, by its slot
-    valid: Tensor | None  # bool [B, room]: False is padding
+    place: Tensor  # int64 [1]: slot of the new token
+    counts: Tensor  # int64 [B, room]: number of tokens that a new token attends to, by its slot
+    valid: Tensor | None  # bool [B, room]: False for padding
     width: int  # the largest count
-    length: int  # slots in use, as the host knows
-    stepping: bool = False  # whether the model was called by a step
-    lengths: Tensor = field(init=False)  # int64 [B]: slots in use, that of the new token included
-    k: Tensor = field(init=False)  # int64 [B, 1]
+    length: int  # slots in use, counted on the host
+    stepping: bool = False  # whether a step is calling the model
+    lengths: Tensor = field(init=False)  # int64 [B]: slots in use, including that of the new token
+    k: Tensor = field(init=False)  # int64 [B, 1]: number of tokens that the new token attends to
 
     def tick(self) -> None:
-        """Begin a step: what its layers are told, in tensors of its own."""
+        """Begin a step: compute `lengths` and `k` for its layers."""
         self.lengths = (self.place + 1).repeat(len(self.counts))
         self.k = self.counts.index_select(1, self.place)
 
 
 class StaticLayer(GrowingLayer):
-    """A layer of one new token a step; `layer` goes on where it ends (`thaw`)."""
+    """A layer for steps of one token; it replaces `layer`, which continues after `thaw`."""
 
     def __init__(self, layer: GrowingLayer, clock: Clock, *, chooses: bool) -> None:
         super().__init__()
@@ -52,21 +52,21 @@ class StaticLayer(GrowingLayer):
         room = clock.counts.shape[1]
         for name in names:
             layer.buffers[name] = reserve(layer.buffers[name], clock.length, room)
-        layer.show(clock.length)  # or what it showed would keep the former buffers
+        layer.show(clock.length)  # otherwise its old views keep the old buffers in memory
         self.buffers = {name: layer.buffers[name][:, :, :room] for name in names}
         self.keys, self.values = self.buffers["keys"], self.buffers["values"]
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
 
     def get_seq_length(self) -> int:
-        """Tokens cached."""
+        """Return the number of cached tokens."""
         return self.clock.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cache `[batch, kv_heads, 1, head_dim]`; the keys returned lead BPC's attention to this layer."""
+        """Write `[batch, kv_heads, 1, head_dim]`; the returned keys carry this layer for BPC's attention."""
         if not self.clock.stepping:
             self._rebatch()
         if key_states.shape[2] != 1:
-            raise InputError(f"{key_states.shape[2]} tokens came at once: a static step has one")
+            raise InputError(f"a static step takes one token, not {key_states.shape[2]}")
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
         self._write("keys", key_states)
         self._write("values", value_states)
@@ -78,15 +78,16 @@ class StaticLayer(GrowingLayer):
         return with_layer(self.keys, self), self.values
 
     def attention(self, call: AttentionCall) -> Tensor:
-        """Attention of one new token per sequence, already cached: `[batch, 1, query_heads, head_dim]`.
+        """Compute attention of one new token per sequence, already cached: `[batch, 1, query_heads, head_dim]`.
 
         Raises:
-            ModelError: a sliding window shorter than the buffers.
+            ModelError: the sliding window is shorter than the buffers.
         """
         room = self.clock.counts.shape[1]
         if call.window is not None and call.window < room:
             raise ModelError(
-                f"a sliding window of {call.window} tokens, and {room} to come: static steps serve full attention only"
+                f"the sliding window of {call.window} tokens is shorter than the {room} of the cache: static steps "
+                "serve only full attention"
             )
         if isinstance(self.layer, SparseLayer):
             self.layer.serve(call.module)
@@ -103,26 +104,26 @@ class StaticLayer(GrowingLayer):
         return out.flatten(1, 2).unsqueeze(1)
 
     def thaw(self) -> GrowingLayer:
-        """The layer below, with the tokens that came."""
+        """Return the replaced layer, with the tokens of all steps."""
         self.layer.show(self.clock.length)
         if self.chooses:
             self.layer.hashed = self.clock.length
         return self.layer
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused."""
+        """Raise `InputError`."""
         self._rebatch()
 
     def reset(self) -> None:
-        """Refused."""
+        """Raise `InputError`."""
         self._rebatch()
 
     def __deepcopy__(self, memo: Any) -> "StaticLayer":
-        """Refused."""
+        """Raise `InputError`."""
         self._rebatch()
 
     def _rebatch(self, change: Any = None) -> NoReturn:
-        raise InputError("the cache takes static steps: leave `static_steps` before anything else is done with it")
+        raise InputError("the cache is in a `static_steps` block: leave the block before you use the cache otherwise")
 
     def _write(self, name: str, new: Tensor) -> None:
         self.buffers[name].index_copy_(2, self.clock.place, new)

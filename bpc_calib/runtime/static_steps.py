@@ -1,4 +1,4 @@
-"""Decoding steps in buffers that keep their size, each a CUDA graph replayed on a GPU: `static_steps`."""
+"""Decoding steps in buffers of fixed size; on a GPU each step replays a CUDA graph: `static_steps`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,24 +29,24 @@ def static_steps(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Decode one token at a time behind a prefilled cache, with nothing in a step that the device must wait for.
+    """Decode one token at a time after a prefill, in steps that never make the device wait for the host.
 
     Inside the `with` block, `step(ids)` takes the next tokens, int64 `[B, 1]`, and returns their logits
-    `[B, vocab]`. The cache has room for all steps from the first static one on, and lengths are kept on the device, so
-    on CUDA a step is captured once and replayed; elsewhere it runs as it is. The first step that has anything to choose
-    is an ordinary one: there the prompt is hashed. Behind the block the cache grows as before. Full attention is
-    decoded in the same way by a `BPCCache(model.config, budget=1.0)`.
+    `[B, vocab]`. The first static step reserves room for all steps and moves the lengths to the device. So on CUDA a
+    step is captured once and replayed; elsewhere it runs as plain code. The first step that chooses tokens is an
+    ordinary one, because it hashes the prompt. After the block the cache grows as before. To decode full attention in
+    the same way, use `BPCCache(model.config, budget=1.0)`.
 
     Args:
-        model: enabled (`bpc_calib.enable`).
-        cache: of this model, with at least one token cached.
-        steps: at most so many.
-        attention_mask: bool or integers `[B, N]` for the `N` tokens cached; 0 is padding. None: there is none.
-        position_ids: int64 `[B, 1]` of the first new token; None: as many as there are real tokens before it.
+        model: an enabled model (`bpc_calib.enable`).
+        cache: a cache of this model with at least one token.
+        steps: the largest number of steps.
+        attention_mask: bool or integers `[B, N]` for the `N` cached tokens, 0 for padding; None: no padding.
+        position_ids: int64 `[B, 1]` of the first new token; None: the number of real tokens before it.
 
     Raises:
-        ModelError: a model or a cache that cannot be served (`check_static`), or a step that cannot be captured.
-        InputError: arguments that do not fit, or more steps than there is room for.
+        ModelError: static steps cannot serve the model or the cache (`check_static`), or CUDA cannot capture a step.
+        InputError: an argument does not fit the cache, or `step` is called more often than `steps`.
     """
     check_static(model, cache)
     run = _Steps(model, cache, steps, attention_mask, position_ids)
@@ -60,9 +60,9 @@ def check_static(model: Any, cache: Any) -> None:
     """Raise unless static steps serve this model and cache.
 
     Raises:
-        ModelError: sliding-window layers, RoPE that changes with the length, several devices, or a GPU without the
-            kernels.
-        InputError: no `BPCCache`, one that takes static steps already, or a model that is not enabled.
+        ModelError: the model has sliding-window layers, RoPE that changes with the length or several devices, or it is
+            on a GPU without the Triton kernels.
+        InputError: the cache is not a `BPCCache` or is already in static steps, or the model is not enabled.
     """
     from bpc_calib.runtime.cache import BPCCache
     from bpc_calib.runtime.layers import GrowingLayer
@@ -78,17 +78,17 @@ def check_static(model: Any, cache: Any) -> None:
         raise ModelError(f"{name}: its RoPE changes with the length, which static steps do not serve")
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StaticLayer):
-            raise InputError("the cache takes static steps already")
+            raise InputError("the cache is already in a `static_steps` block")
         if not isinstance(layer, GrowingLayer):
             raise ModelError(f"{name}: layer {index} has a sliding window, which static steps do not serve")
-    if len({each.device for each in model.parameters()}) > 1:
-        raise ModelError(f"{name} lies on several devices, which static steps do not serve")
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        raise ModelError(f"{name} is on several devices, which static steps do not serve")
     if model.device.type == "cuda" and backend(model.device) != "triton":
         raise ModelError("static steps on a GPU need the Triton kernels")
 
 
 class _Steps:
-    """The steps of one `static_steps`: static, ordinary where a choice is first to be made, static again."""
+    """The steps of one `static_steps` block: static, then one ordinary step that first chooses, then static again."""
 
     def __init__(
         self, model: Any, cache: Any, steps: int, attention_mask: Tensor | None, position_ids: Tensor | None
@@ -98,7 +98,7 @@ class _Steps:
         self.model, self.cache = model, cache
         self.length = self.start = cache.get_seq_length()  # tokens cached
         if not self.length:
-            raise InputError("the cache is empty: static steps begin behind a prefill")
+            raise InputError("the cache is empty: run the prefill before static steps")
         if steps < 0:
             raise InputError(f"steps must be 0 or more, not {steps}")
         keys = cache.layers[0].keys
@@ -109,25 +109,25 @@ class _Steps:
             position_ids = torch.tensor(real, device=self.device).unsqueeze(-1)
         if position_ids.shape not in ((self.batch, 1), (1, 1)):
             raise InputError(f"position_ids must be [B, 1] for {self.batch} sequences, not {list(position_ids.shape)}")
-        with torch.inference_mode(False):  # a step outside of it may write to them
+        with torch.inference_mode(False):  # so that steps outside of inference mode may write to the positions
             self.positions = position_ids.to(self.device, copy=True)
         self.room = self.length + steps
         count = next(layer.count for layer in cache.layers if isinstance(layer, SparseLayer))
         self.counts, self.first = _plan(real, steps, count)
-        self.layers: list[Any] = []  # the static ones, while there are
+        self.layers: list[Any] = []  # the static layers while they are in the cache
         self.run: Callable[[], Tensor] | None = None
         self.failed = False
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
-        """Logits `[B, vocab]` behind the next tokens, int64 `[B, 1]`."""
+        """Feed the next tokens, int64 `[B, 1]`; return their logits `[B, vocab]`."""
         if ids.shape != (self.batch, 1) or ids.dtype.is_floating_point:
             raise InputError(f"ids must be integers [{self.batch}, 1], not {ids.dtype} {list(ids.shape)}")
         if self.length == self.room:
-            raise InputError(f"more steps than the {self.room - self.start} that static_steps was told")
+            raise InputError(f"static_steps was called for {self.room - self.start} steps, and this is one more")
         if self.failed or self.cache.get_seq_length() != self.length:
-            raise InputError("a step of this static_steps failed, or its cache was changed: begin anew")
-        self.failed = True  # until it has not
+            raise InputError("an earlier step failed or the cache was changed: start a new `static_steps` block")
+        self.failed = True  # until the step succeeds
         if self.length - self.start == self.first:
             self.end()
             logits = self._ordinary(ids)
@@ -142,7 +142,7 @@ class _Steps:
         return logits
 
     def end(self) -> None:
-        """Let the cache grow again."""
+        """Put the growing layers back into the cache."""
         if self.layers and self.cache.layers is self.layers:
             self.cache.layers = [layer.thaw() for layer in self.layers]
         self.layers, self.run = [], None
@@ -154,21 +154,21 @@ class _Steps:
 
     def _forward(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         positions = self.positions.expand(self.batch, 1)
-        made = self.model(
+        output = self.model(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
         )
-        return made.logits[:, -1]
+        return output.logits[:, -1]
 
     def _begin(self, ids: Tensor) -> Callable[[], Tensor]:
-        """Give the layers their room; what runs a step, for tokens in `self.ids`."""
+        """Make the layers static; return a function that runs a step for the tokens in `self.ids`."""
         from bpc_calib.runtime.static_layer import Clock, StaticLayer
 
         chooses = self.first is not None and self.length - self.start > self.first
-        with torch.inference_mode(False), torch.no_grad():  # a step outside of it may write to them
+        with torch.inference_mode(False), torch.no_grad():  # so that steps outside of inference mode may write
             self.ids = ids.to(self.device, copy=True)
             self.clock = Clock(
                 place=torch.full((1,), self.length, device=self.device),
-                # With columns for the slots in use before, so that a count stands where its token does.
+                # The slots before the first step get columns too, so that a slot is the index of its count.
                 counts=torch.nn.functional.pad(torch.tensor(self.counts, device=self.device), (self.start, 0)),
                 valid=None if self.mask is None else _widened(self.mask, self.room),
                 width=max(map(max, self.counts)),
@@ -176,7 +176,7 @@ class _Steps:
             )
             self.layers = [StaticLayer(layer, self.clock, chooses=chooses) for layer in self.cache.layers]
         self.cache.layers = self.layers
-        # Masks of four dimensions are handed on as they are: nothing is built for a step, and none of ours reads it.
+        # transformers passes a 4-dimensional mask on unchanged, so it builds none; no static layer reads this one.
         unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
         def run() -> Tensor:
@@ -196,49 +196,49 @@ class _Steps:
 
 
 def _padding(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
-    """bool `[B, N]`; None where nothing is padding."""
+    """Return the mask as bool `[B, N]`; None if there is no padding."""
     if mask is None:
         return None
     if mask.shape != (batch, length):
-        raise InputError(f"attention_mask must be [{batch}, {length}], as the cache, not {list(mask.shape)}")
+        raise InputError(f"attention_mask must be [{batch}, {length}] like the cache, not {list(mask.shape)}")
     mask = mask.to(device).bool()
     return None if mask.all() else mask
 
 
 def _widened(mask: Tensor, length: int) -> Tensor:
-    """The mask of so many tokens: what came behind a prompt is no padding."""
+    """Extend the mask to `length` tokens, none of the new ones padding."""
     return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=True)
 
 
 def _plan(real: list[int], steps: int, count: Callable[[int], int]) -> tuple[list[list[int]], int | None]:
-    """How many tokens each sequence attends to in each step, and the first step with anything to choose.
+    """Return the number of tokens that each sequence attends to in each step, and the first step that chooses.
 
     Args:
-        real: tokens of each sequence before the first step.
-        count: how many of so many tokens are attended.
+        real: number of real tokens of each sequence before the first step.
+        count: returns the number of attended tokens for a length.
     """
-    lengths = [range(each + 1, each + 1 + steps) for each in real]
+    lengths = [range(tokens + 1, tokens + 1 + steps) for tokens in real]
     counts = [list(map(count, row)) for row in lengths]
     first = (i for i in range(steps) if any(wanted[i] < row[i] for wanted, row in zip(counts, lengths, strict=True)))
     return counts, next(first, None)
 
 
 def warm_up(run: Callable[[], Tensor], state: list[Tensor]) -> None:
-    """Run a step a few times and undo what it wrote to `state`.
+    """Run a step a few times, and restore `state` after each run.
 
-    What it caches goes to the same slot each time, and is the same: that needs no undoing.
+    The cache needs no restoring: every run writes the same numbers to the same slot.
     """
-    held = [each.clone() for each in state]
+    saved = [tensor.clone() for tensor in state]
     for _ in range(WARM_UP):
         run()
-        for each, before in zip(state, held, strict=True):
-            each.copy_(before)
+        for tensor, before in zip(state, saved, strict=True):
+            tensor.copy_(before)
 
 
 def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Tensor]:
-    """What replays `run` as a CUDA graph."""
+    """Capture `run` as a CUDA graph; return a function that replays it."""
     caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # or a graph would read casts that are freed behind it
+    torch.set_autocast_cache_enabled(False)  # otherwise the graph would read cached casts after they are freed
     try:
         with torch.cuda.device(state[0].device):
             side = torch.cuda.Stream()
@@ -252,7 +252,7 @@ def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Te
     except (BPCError, torch.OutOfMemoryError):
         raise
     except RuntimeError as fault:
-        raise ModelError(f"a step cannot be captured as a CUDA graph: {first_line(fault)}") from fault
+        raise ModelError(f"CUDA cannot capture a step as a graph: {first_line(fault)}") from fault
     finally:
         torch.set_autocast_cache_enabled(caching)
 

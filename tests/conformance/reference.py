@@ -1,8 +1,8 @@
 """The masked reference: full attention with everything outside the selected set masked out.
 
-Written from the definitions in docs/generating.md alone, in float64, slowly: plain transformers caches, one
-sequence and KV head at a time, codes, scores and the set by the literal algorithms. It shares no code with the
-runtime but `fit`, which has tests of its own.
+It follows only the definitions in docs/generating.md, in float64 and without speed: plain transformers caches, one
+sequence and KV head at a time, and the literal algorithms for codes, scores and the set. It shares no code with the
+runtime except `fit`, which has its own tests.
 """
 
 from collections.abc import Iterator
@@ -20,18 +20,18 @@ from transformers.masking_utils import eager_mask
 from bpc_calib.method.fitting import fit
 
 NAME = "masked_reference"
-NUDGE = 16  # units in the last place of a number as large as its vector: what the layers before it may have rounded
+NUDGE = 16  # size of a nudge in units of eps times the vector's RMS: what earlier layers may have rounded
 
 _cache: ContextVar["ReferenceCache"] = ContextVar("reference")
 
 
 class ReferenceCache(DynamicCache):
-    """transformers' own cache, and beside it what decides the set."""
+    """transformers' own cache, with the data that decides the set."""
 
     def __init__(
         self, config: Any, artifact: Any, sparse_layers: list[int], *, nudge: int | None = None, **rules: Any
     ) -> None:
-        """With `nudge`, a seed, queries and keys are off by what another order of sums could have rounded."""
+        """Make an empty cache; `nudge`, a seed, moves queries and keys as much as another order of sums could."""
         super().__init__(config=config)
         self.nudge = None if nudge is None else torch.Generator().manual_seed(nudge)
         self.rules = rules
@@ -52,7 +52,7 @@ class ReferenceCache(DynamicCache):
         return tensor + size * torch.randn(tensor.shape, generator=self.nudge, dtype=tensor.dtype)
 
     def reset(self) -> None:
-        for layer in self.layers:  # 5.17 keeps the length
+        for layer in self.layers:  # because the reset of transformers 5.17 keeps the length
             layer.keys = layer.values = None
             layer.is_initialized = False
             if hasattr(layer, "cumulative_length"):
@@ -63,24 +63,24 @@ class ReferenceCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         length = self.get_seq_length()
-        self.guarded = {layer: min(each, length) for layer, each in self.guarded.items()}
+        self.guarded = {layer: min(count, length) for layer, count in self.guarded.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self.online = {layer: each[beam_idx] for layer, each in self.online.items()}
+        self.online = {layer: projection[beam_idx] for layer, projection in self.online.items()}
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.online = {layer: each.repeat_interleave(repeats, 0) for layer, each in self.online.items()}
+        self.online = {layer: projection.repeat_interleave(repeats, 0) for layer, projection in self.online.items()}
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.online = {layer: each[indices] for layer, each in self.online.items()}
+        self.online = {layer: projection[indices] for layer, projection in self.online.items()}
 
 
 @contextmanager
 def masked_reference(model: Any) -> Iterator[None]:
-    """Let the model's attention be the reference."""
+    """Replace the model's attention with the reference inside the `with` block."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     before = model.config._attn_implementation
@@ -105,7 +105,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **argume
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     logits = query.double() @ key.repeat_interleave(group, 1).double().mT * scale
     if attention_mask is not None:
-        # Finite: a row of padding may see nothing, and its output goes nowhere.
+        # A finite value, because a row of padding may see no token; its output is not used.
         logits = logits.masked_fill(attention_mask[..., : key.shape[2]] != 0, -1e30)
     if isinstance(cache, ReferenceCache) and layer in cache.sparse_layers:
         if query.shape[2] > 1:
@@ -149,16 +149,17 @@ def _online(keys: Tensor, rules: dict[str, Any]) -> Tensor:
 
 
 def of_head(layer: Any, head: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Projection, metric and mean of one KV head of an artifact's layer."""
+    """Return projection, metric and mean of one KV head of an artifact's layer."""
     projection, metric, mean = (
-        None if each is None else torch.from_numpy(each[head]) for each in (layer.projection, layer.metric, layer.mean)
+        None if array is None else torch.from_numpy(array[head])
+        for array in (layer.projection, layer.metric, layer.mean)
     )
     assert projection is not None
     return projection, metric, mean
 
 
 def how_many(count: int, budget: float | int, min_tokens: int, min_context: int = 0) -> int:
-    """`k = min(N, max(min_tokens, b))`, and N below `min_context`."""
+    """Return `k = min(N, max(min_tokens, b))`, or N below `min_context`."""
     if count < min_context:
         return count
     wanted = budget if isinstance(budget, int) else int(Fraction(str(budget)) * count)
@@ -175,7 +176,7 @@ def score(
     rules: dict[str, Any],
     scale: float | None = None,
 ) -> tuple[list[int], list[float]]:
-    """The integer that ranks each key, and its error, for queries `[G, D]`, keys `[N, D]` and `P [H, D]`."""
+    """Return the integer rank of each key and its error, for queries `[G, D]`, keys `[N, D]` and `P [H, D]`."""
     rounded = projection.to(keys.dtype).double()
     whole = torch.eye(keys.shape[1], dtype=torch.float64) if metric is None else metric.double()
     towards = (rounded @ whole).to(keys.dtype).double()
@@ -189,7 +190,7 @@ def score(
         approximation = codes @ rounded
         gains = [literal.gain(k, about, whole @ k) for k, about in zip(centred, approximation, strict=True)]
         ranked = ranked * (torch.tensor(gains) + 32)
-    # Sixteen logits in the unit of the scores, in float32 as the scale of the query is.
+    # Sixteen logits in the unit of the scores; in float32, like the scale of the query.
     logit = (64 if rules["gain"] else 1) / (
         (largest / 127).float() * (keys.shape[1] ** -0.5 if scale is None else scale)
     )
@@ -203,7 +204,7 @@ def score(
 def choose(
     scores: list[int], error: list[float], visible: list[int], k: int, guarded: int, rules: dict[str, Any]
 ) -> list[int]:
-    """The set attended, rule by rule."""
+    """Return the attended set, rule by rule."""
     newest = sorted(visible, reverse=True)[: rules["recent"]]
     first = visible[: rules["sink"]]
     worst = sorted((i for i in visible if i < guarded), key=lambda i: (-error[i], i))

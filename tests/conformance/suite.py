@@ -1,7 +1,7 @@
-"""The conformance suite: what a cache must do, as a specification that runs.
+"""The conformance suite: an executable specification of a cache.
 
-`check` takes any way to make a cache, runs an operation on it and on the masked reference, and compares the tokens
-and the logits of every step. To hold another backend or cache to it, give its `make_cache`.
+`check` runs an operation on a cache and on the masked reference, and compares the tokens and the logits of every step.
+To test another backend or cache, pass its `make_cache`.
 """
 
 from collections.abc import Callable
@@ -36,14 +36,14 @@ MakeCache = Callable[..., Cache]
 
 @dataclass
 class Trace:
-    """What an operation gave: tokens, and logits a step."""
+    """The result of an operation: tokens, and the logits of every step."""
 
     tokens: list[Tensor]
     logits: list[Tensor]
 
 
 class RoundingError(AssertionError):
-    """A cache left the reference at the very step where the reference, nudged by rounding, leaves itself."""
+    """The cache first differs from the reference at a step where rounding alone changes the reference too."""
 
 
 def check(
@@ -58,9 +58,9 @@ def check(
     nudges: int = 0,
     **settings: Any,
 ) -> None:
-    """Raise `AssertionError` where a cache of `make_cache(config, artifact, **settings)` leaves the reference.
+    """Raise `AssertionError` if a cache of `make_cache(config, artifact, **settings)` differs from the reference.
 
-    It is `RoundingError` where one of so many `nudges` moves the reference itself at that step.
+    The error is `RoundingError` if at least one of `nudges` nudged references first differs at the same step.
     """
     settings = DEFAULTS | settings
     artifact = None if online else tiny.artifact(model.config, settings["bits"], metric=metric, centred=centred)
@@ -89,7 +89,7 @@ def check(
 
 
 def first_step_apart(found: Trace, expected: Trace, tolerance: float) -> tuple[int, str] | None:
-    """The first step whose logits differ, and how they do; behind the last step come the tokens. None: all agree."""
+    """Return the first step with other logits, and the difference; other tokens count as a last step. None: equal."""
     for step, (ours, theirs) in enumerate(zip(found.logits, expected.logits, strict=False)):
         try:
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
@@ -104,7 +104,7 @@ def first_step_apart(found: Trace, expected: Trace, tolerance: float) -> tuple[i
 
 
 def prompt(*lengths: int, vocab: int = 250) -> dict[str, Tensor]:
-    """Random tokens, padded on the left to the longest."""
+    """Return random sequences, padded on the left to the longest."""
     generator = torch.Generator().manual_seed(len(lengths))
     width = max(lengths)
     ids = torch.randint(vocab, (len(lengths), width), generator=generator)
@@ -137,17 +137,17 @@ def greedy(model: Model, cache: Cache) -> Trace:
 
 
 def sampling(model: Model, cache: Cache) -> Trace:
-    """One sequence, tokens drawn."""
+    """One sequence with sampling."""
     return _generate(model, cache, do_sample=True, temperature=1.5, **prompt(41))
 
 
 def ragged_batch(model: Model, cache: Cache) -> Trace:
-    """Sequences of several lengths, padded on the left."""
+    """Sequences of different lengths, padded on the left."""
     return _generate(model, cache, **prompt(40, 23, 31))
 
 
 def static_batch(model: Model, cache: Cache) -> Trace:
-    """Steps in buffers that keep their size, where the cache has them, and then ones that grow."""
+    """Static steps, if the cache supports them, and then steps in growing buffers."""
     inputs = prompt(40, 31)
     decode = static_decoding if isinstance(cache, BPCCache) else None
     first = _generate(model, cache, **inputs, custom_generate=decode)
@@ -157,12 +157,12 @@ def static_batch(model: Model, cache: Cache) -> Trace:
 
 
 def beams(model: Model, cache: Cache) -> Trace:
-    """Beam search over a padded batch: sequences change places."""
+    """Beam search over a padded batch: sequences are reordered."""
     return _generate(model, cache, num_beams=3, **prompt(36, 27))
 
 
 def several_returned(model: Model, cache: Cache) -> Trace:
-    """Several draws for each prompt."""
+    """Several samples per prompt."""
     return _generate(model, cache, do_sample=True, num_return_sequences=2, **prompt(30, 38))
 
 
@@ -173,14 +173,14 @@ def chunked_prefill(model: Model, cache: Cache) -> Trace:
 
 def padded_chunks(model: Model, cache: Cache) -> Trace:
     """Prompts padded to a fixed length, so that whole chunks are padding."""
-    inputs = {name: torch.nn.functional.pad(each, (24, 0), value=256) for name, each in prompt(30, 21).items()}
+    inputs = {name: torch.nn.functional.pad(tensor, (24, 0), value=256) for name, tensor in prompt(30, 21).items()}
     inputs["attention_mask"][:, :24] = 0
     return _generate(model, cache, prefill_chunk_size=16, **inputs)
 
 
 def prompt_lookup(model: Model, cache: Cache) -> Trace:
-    """Drafts from the prompt: steps of several tokens, some taken back."""
-    # A text that repeats itself: drafts are found, and fail where the model does not go on like that.
+    """Drafts from the prompt: steps with several tokens, part of them cropped."""
+    # Drafts are found because the text repeats itself, and are rejected if the model continues differently.
     ids = torch.tensor([[5, 6, 7, 8, 9, 10] * 7 + [5, 6]])
     return _generate(model, cache, 10, prompt_lookup_num_tokens=3, input_ids=ids, attention_mask=torch.ones_like(ids))
 
@@ -196,7 +196,7 @@ def conversation(model: Model, cache: Cache) -> Trace:
 
 
 def crop(model: Model, cache: Cache) -> Trace:
-    """Tokens are taken back, in two sizes, and others come in their place."""
+    """Two crops of different size, each followed by other tokens."""
     trace = Trace([], [])
     ids = prompt(48)["input_ids"]
     _forward(model, cache, trace, ids[:, :30])
@@ -209,7 +209,7 @@ def crop(model: Model, cache: Cache) -> Trace:
 
 
 def token_by_token(model: Model, cache: Cache) -> Trace:
-    """A prompt fed one token at a time after a prefill, and the cache used anew after a reset from nothing."""
+    """One token at a time after a prefill, and again after a reset, from an empty cache."""
     trace = Trace([], [])
     ids = prompt(40)["input_ids"]
     _forward(model, cache, trace, ids[:, :20])
@@ -220,7 +220,7 @@ def token_by_token(model: Model, cache: Cache) -> Trace:
 
 
 def chunks_between_tokens(model: Model, cache: Cache) -> Trace:
-    """Steps of several tokens between single ones renew the safeguard."""
+    """Steps with several tokens between single ones, which renew the safeguard's list."""
     trace = Trace([], [])
     ids = prompt(48)["input_ids"]
     for start, end in ((0, 25), (25, 26), (26, 27), (27, 36), (36, 37), (37, 38), (38, 40), (40, 41)):
@@ -229,7 +229,7 @@ def chunks_between_tokens(model: Model, cache: Cache) -> Trace:
 
 
 def batch_changes(model: Model, cache: Cache) -> Trace:
-    """Sequences are repeated, dropped and put in another order, with padding inside and on the right."""
+    """Sequences are repeated, reordered and removed, with padding inside and on the right."""
     trace = Trace([], [])
     inputs = prompt(28, 28)
     mask = inputs["attention_mask"].clone()

@@ -1,4 +1,4 @@
-"""Every operation of a cache, on every family and under every setting, against the masked reference."""
+"""Compare every operation of a cache with the masked reference, for all model families and settings."""
 
 import itertools
 import shutil
@@ -65,8 +65,8 @@ def operations(*chosen):
     return pytest.mark.parametrize("operation", chosen, ids=lambda operation: operation.__name__)
 
 
-no_static = pytest.mark.skip("static steps refuse sliding layers: see tests/test_static_steps.py")
-no_crop = pytest.mark.skip("transformers crops a sliding layer only to before its last step: see prompt_lookup")
+no_static = pytest.mark.skip("static steps refuse sliding-window layers: see tests/test_static_steps.py")
+no_crop = pytest.mark.skip("transformers crops only the last step of a sliding-window layer: see prompt_lookup")
 every_operation_of_every_family = pytest.mark.parametrize(
     ("name", "operation"),
     [
@@ -87,7 +87,7 @@ every_operation_of_every_family = pytest.mark.parametrize(
 
 
 def model(family: str = "llama", **changes):
-    """In float64, so that no selection hangs on how a product is rounded."""
+    """Return a model in float64, so that rounding of products cannot change a selection."""
     return tiny.model(family, **changes).double()
 
 
@@ -100,7 +100,7 @@ def test_families(name, operation):
 @every_operation_of_every_family
 def test_the_whole_budget_is_full_attention(name, operation):
     family, changes = FAMILIES[name]
-    made = tiny.model(family, **changes)  # in float32, on the model's own attention on both sides
+    made = tiny.model(family, **changes)  # in float32, because both sides use the model's own attention
     plain = operation(made, reference.ReferenceCache(made.config, None, []))
     enable(made)
     for rules in ({"budget": 1.0}, {"budget": 10_000}, {"budget": 1, "min_tokens": 1000}):
@@ -124,7 +124,7 @@ def test_rules(rules, operation):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
 @operations(*suite.OPERATIONS)
 def test_the_kernels(operation, monkeypatch):
-    """The Triton path, in its interpreter: every operation on one family, with what the default needs and a metric."""
+    """Run the Triton path in its interpreter: every operation on one family, with a metric and a mean."""
     import bpc_calib.backends.triton.ops  # noqa: F401
     from bpc_calib.backends.triton import pipeline
 
@@ -146,10 +146,10 @@ def test_the_kernels(operation, monkeypatch):
 
 
 def check_in_float32(operation, make, make_cache=BPCCache, **settings):
-    """With the kernels of the CPU, which serve no float64; `make(seed)` is a model.
+    """Check an operation in float32, because the CPU kernels do not serve float64; `make(seed)` returns a model.
 
-    In float32 a choice in some 200 operations hangs on how a product is rounded, in plain torch as well. Only where
-    rounding moves the reference itself at the same step may another model answer instead, and that one must hold.
+    In float32, also with plain torch, rounding changes a choice in about one of 200 operations. Only if rounding also
+    changes the reference at the same step is a second model tried, and that one must pass.
     """
     rules = {"tolerance": 1e-4, "nudges": 8} | settings
     try:
@@ -169,7 +169,7 @@ def test_the_cpu_kernels(name, operation, monkeypatch):
 @operations(suite.ragged_batch, suite.static_batch)
 @pytest.mark.parametrize("rules", [name for name in RULES if name != "online, 128 bits"])
 def test_rules_of_the_cpu_kernels(rules, operation, monkeypatch):
-    """But for 128 bits found in 40 keys: of what is left of these after 40, the signs are those of rounding."""
+    """Not with 128 online bits on 40 keys: after 40 bits only rounding is left of the keys, and it sets the signs."""
     monkeypatch.setenv("BPC_BACKEND", "numba")
     check_in_float32(operation, lambda seed: tiny.model(seed=seed), **RULES[rules])
 
@@ -185,8 +185,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex at
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", pytest.param("flex_attention", marks=needs_compiler)])
-def test_the_attention_below(attention):
-    made = tiny.model()  # eager attention has its softmax in float32
+def test_the_models_own_attention(attention):
+    made = tiny.model()  # in float32, as the softmax of eager attention
     made.set_attn_implementation(attention)
     check(made, suite.ragged_batch, tolerance=1e-3)
 
@@ -207,21 +207,21 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
     for row in range(2):
         for head in range(2):
             tokens = visible[row].nonzero().flatten().tolist()
-            asking = queries[row, 2 * head : 2 * head + 2, 0]
-            found_by = reference.of_head(artifact.layers[1], head)
-            scores, error = reference.score(asking, keys[row, head], *found_by, tokens, settings)
+            group = queries[row, 2 * head : 2 * head + 2, 0]
+            projection = reference.of_head(artifact.layers[1], head)
+            scores, error = reference.score(group, keys[row, head], *projection, tokens, settings)
             k = reference.how_many(len(tokens), settings["budget"], settings["min_tokens"])
             chosen = reference.choose(scores, error, tokens, k, 150, settings)
-            weights = (asking.double() @ keys[row, head, chosen].double().T * head_dim**-0.5).softmax(-1)
+            weights = (group.double() @ keys[row, head, chosen].double().T * head_dim**-0.5).softmax(-1)
             expected = (weights @ values[row, head, chosen].double()).to(dtype)
-            # Another token in the set moves an output by some 0.1, and these are about as large.
+            # One wrong token in the set moves an output by about 0.1, which is about the size of the output.
             close = {"rtol": EXACT[dtype], "atol": EXACT[dtype] / 10}
             torch.testing.assert_close(found[row, 0, 2 * head : 2 * head + 2], expected, **close)
 
 
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale, monkeypatch):
+def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scale, monkeypatch):
     config = tiny.config(head_dim=64, num_attention_heads=8, num_key_value_heads=2, hidden_size=512)
     generator = torch.Generator().manual_seed(5)
     artifact = tiny.artifact(config, metric=True, centred=True)
@@ -237,24 +237,24 @@ def test_heads_so_sharp_that_keys_are_nothing_to_them(gain, scale, monkeypatch):
         if limit:
             monkeypatch.setattr("bpc_calib.method.choosing.RELATIVE_LIMIT", limit)
         chosen.append(layer.choose(queries.squeeze(2).unflatten(1, (2, 4)), layer.count(120), None))
-    assert not torch.equal(*chosen)  # or the limit would not be tested here
+    assert not torch.equal(*chosen)  # proves that the limit matters here
     for head in range(2):
-        found_by = reference.of_head(artifact.layers[1], head)
-        asking = queries[0, 4 * head : 4 * head + 4, 0]
-        scores, error = reference.score(asking, keys[0, head], *found_by, list(range(120)), settings, scale)
+        projection = reference.of_head(artifact.layers[1], head)
+        group = queries[0, 4 * head : 4 * head + 4, 0]
+        scores, error = reference.score(group, keys[0, head], *projection, list(range(120)), settings, scale)
         expected = reference.choose(scores, error, list(range(120)), 24, 120, settings)
         assert chosen[0][0, head].tolist() == sorted(expected)
 
 
 class IgnoresBudget(BPCLayer):
-    """Attends to everything."""
+    """A layer that attends to everything."""
 
     def count_chosen(self, visible):
         return None
 
 
 class NewestOnly(BPCLayer):
-    """Attends to the newest token."""
+    """A layer that attends only to the newest token."""
 
     choose = SparseLayer.choose  # by rank
 
@@ -267,7 +267,7 @@ class NewestOnly(BPCLayer):
 
 
 class Random(BPCLayer):
-    """Attends to as many as it should, drawn by chance."""
+    """A layer that attends to the correct number of tokens, but random ones."""
 
     choose = SparseLayer.choose
 
@@ -276,20 +276,20 @@ class Random(BPCLayer):
 
 
 class ForgetsPadding(BPCLayer):
-    """Ranks padding like tokens."""
+    """A layer that ranks padding like tokens."""
 
     def attend(self, query, k, visible, scale):
         return super().attend(query, k, None, scale)
 
 
 class NeverHashes(BPCLayer):
-    """Believes every new key to have the code of the first."""
+    """A layer that gives all new keys the code of the first."""
 
     encode = staticmethod(lambda encoder, keys: BPCLayer.encode(encoder, keys[:, :, :1].expand_as(keys)))
 
 
 class ForgetsToReorder(BPCLayer):
-    """Leaves the codes where they were when beams change places."""
+    """A layer that does not reorder its codes with the beams."""
 
     def _rebatch(self, change):
         codes = self.buffers["codes"]
@@ -299,7 +299,7 @@ class ForgetsToReorder(BPCLayer):
 
 
 class KeepsCropped(BPCLayer):
-    """Believes that the codes of cropped tokens are those of the tokens that came in their place."""
+    """A layer that uses the codes of cropped tokens for the tokens that replace them."""
 
     def crop(self, tokens_to_remove):
         hashed = self.hashed
@@ -308,7 +308,7 @@ class KeepsCropped(BPCLayer):
 
 
 class DropsSafeguard(BPCLayer):
-    """Never guards a token."""
+    """A layer without the safeguard."""
 
     def attend(self, query, k, visible, scale):
         self.guarded = 0
@@ -316,7 +316,7 @@ class DropsSafeguard(BPCLayer):
 
 
 class WrongForHalf(BPCLayer):
-    """Takes the newest tokens instead of the best where the first entry of the query is positive."""
+    """A layer that chooses the newest tokens instead of the best if the first entry of the query is positive."""
 
     def choose(self, query, k, visible):
         chosen = super().choose(query, k, visible)
@@ -347,7 +347,7 @@ BROKEN = pytest.mark.parametrize(
 
 @BROKEN
 def test_a_broken_cache_fails(kind, operation):
-    rules = {"sink": 2} if kind is ForgetsPadding else {}  # padding would stand among the first tokens
+    rules = {"sink": 2} if kind is ForgetsPadding else {}  # so that padding is among the first tokens
     check(model(), operation, **rules)
     with pytest.raises(AssertionError):
         check(model(), operation, broken(kind), **rules)
@@ -355,11 +355,11 @@ def test_a_broken_cache_fails(kind, operation):
 
 @BROKEN
 def test_a_broken_cache_fails_in_float32(kind, operation, monkeypatch):
-    """Though it holds for every other model."""
+    """The broken cache fails although the cache of the second model is correct."""
     monkeypatch.setenv("BPC_BACKEND", "torch")
     rules = {"sink": 2} if kind is ForgetsPadding else {}
     turns = itertools.cycle((broken(kind), BPCCache))
     with pytest.raises(AssertionError):
         check_in_float32(
-            operation, lambda seed: tiny.model(seed=seed), lambda *given, **more: next(turns)(*given, **more), **rules
+            operation, lambda seed: tiny.model(seed=seed), lambda *args, **kwargs: next(turns)(*args, **kwargs), **rules
         )
