@@ -10,7 +10,8 @@ import calibrated
 import report
 
 from bpc_calib import enable
-from bpc_calib.evaluation.evaluate import HARD, evaluate
+from bpc_calib.evaluation.comparison import HARD, Comparison
+from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 from bpc_calib.text.corpora import open_corpus
 from bpc_calib.text.known_corpora import expand
@@ -38,10 +39,7 @@ def main() -> None:
     plan = report.settings(arguments, ("samples", "sequence_length", "seed"))
     artifact = calibrated.projections(arguments.artifact, model, tokenizer, arguments.corpus, **plan)
     enable(model)
-    rows = evaluate(
-        model,
-        tokenizer,
-        artifact,
+    comparison = Comparison(
         tasks=arguments.tasks,
         lengths=arguments.lengths,
         budgets=arguments.budgets,
@@ -49,9 +47,13 @@ def main() -> None:
         prompts=arguments.prompts,
         corpora=[open_corpus(spec) for spec in expand(arguments.corpus)],
         seed=arguments.seed,
-        progress=lambda share, what: print(f"\r{share:6.1%} {what}    ", end="", file=sys.stderr, flush=True),
-        **HARD,
+        rules=HARD,
     )
+
+    def show(share: float, what: str) -> None:
+        print(f"\r{share:6.1%} {what}    ", end="", file=sys.stderr, flush=True)
+
+    rows = evaluate(model, tokenizer, artifact, comparison, progress=show)
     print(file=sys.stderr)
     for row in rows:
         figures = {key: value["value"] for key, value in row.items() if isinstance(value, dict) and "value" in value}

@@ -13,7 +13,8 @@ import calibrated
 import report
 
 from bpc_calib import BPCCache, enable
-from bpc_calib.evaluation.evaluate import HARD, ask, hide_all
+from bpc_calib.evaluation.comparison import HARD
+from bpc_calib.evaluation.evaluate import ask, hide_all
 from bpc_calib.evaluation.statistics import share
 from bpc_calib.evaluation.tasks import needle
 from bpc_calib.models.loading import load_model, load_tokenizer

@@ -14,7 +14,7 @@ import report
 from needles import TINY, make_parser, run
 
 from bpc_calib import BPCCache, enable
-from bpc_calib.evaluation.evaluate import HARD
+from bpc_calib.evaluation.comparison import HARD
 from bpc_calib.evaluation.tasks import single
 from bpc_calib.models.loading import load_model, load_tokenizer
 

@@ -24,7 +24,8 @@ from bpc_calib.calibration.calibrate import Collected, collect, project
 from bpc_calib.calibration.plan import make_plan
 from bpc_calib.calibration.projection_method import PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
-from bpc_calib.evaluation.evaluate import FORCED, HARD, OTHER_TEXT, ask, draw_prompts
+from bpc_calib.evaluation.comparison import FORCED, HARD
+from bpc_calib.evaluation.evaluate import OTHER_TEXT, ask, draw_prompts
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import fork, log_likelihoods, prefill
 from bpc_calib.evaluation.statistics import mean, share

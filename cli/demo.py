@@ -35,7 +35,8 @@ def demo(
     quiet_libraries(quiet=quiet, warnings=not quiet)
     started = time.monotonic()
     from bpc_calib import calibrate, enable, make_plan
-    from bpc_calib.evaluation.evaluate import HARD, evaluate
+    from bpc_calib.evaluation.comparison import HARD, Comparison
+    from bpc_calib.evaluation.evaluate import evaluate
 
     opened = open_model(DEMO, LoadOptions(device=device))
     tokenizer, model = open_tokenizer(opened), open_weights(opened, quiet)
@@ -58,19 +59,16 @@ def demo(
                 f"metric. {time.monotonic() - started:.0f} s."
             )
         enable(model)
-        rows = evaluate(
-            model,
-            tokenizer,
-            artifact,
+        comparison = Comparison(
             tasks=["needle"],
             lengths=[TOKENS],
             budgets=[BUDGET],
             methods=["full", "bpc", "random"],
             prompts=prompts,
             seed=seed,
-            progress=progress,
-            **HARD,
+            rules=HARD,
         )
+        rows = evaluate(model, tokenizer, artifact, comparison, progress=progress)
     result = {"tokens": TOKENS, "budget": BUDGET, "rows": rows, "seconds": round(time.monotonic() - started, 1)}
     if as_json:
         print_json(result)

@@ -114,7 +114,8 @@ def eval_(
     write = open_result_file(output, force)
     from bpc_calib import enable
     from bpc_calib.evaluation import pictures
-    from bpc_calib.evaluation.evaluate import check, evaluate
+    from bpc_calib.evaluation.comparison import Comparison, check
+    from bpc_calib.evaluation.evaluate import evaluate
     from bpc_calib.text.corpora import open_corpus
     from bpc_calib.text.known_corpora import expand
 
@@ -123,9 +124,19 @@ def eval_(
         pictures.check(plot, force)
     opened = open_model(model, load)
     corpora = [open_corpus(name) for name in expand(options.corpus or [DEMO])] if TEXT in wanted.tasks else []
-    chosen = None if options.methods is None else split(options.methods)
-    arguments = (wanted.tasks, wanted.lengths, wanted.budgets, chosen, options.prompts, corpora)
-    methods = check(opened.config, projections, *arguments, **wanted.rules)
+    rules = dict(wanted.rules)
+    comparison = Comparison(
+        tasks=wanted.tasks,
+        lengths=wanted.lengths,
+        budgets=wanted.budgets,
+        methods=None if options.methods is None else split(options.methods),
+        prompts=options.prompts,
+        corpora=corpora,
+        seed=rules.pop("seed"),
+        batch=options.batch_size,
+        rules=rules,
+    )
+    methods = check(opened.config, projections, comparison)
     tokenizer, loaded = open_tokenizer(opened), open_weights(opened, quiet)
     enable(loaded)
     result: dict[str, Any] = {
@@ -134,20 +145,7 @@ def eval_(
         "settings": {"prompts": options.prompts, **wanted.rules},
     }
     with progress_bar("Evaluating", quiet) as progress:
-        result["rows"] = evaluate(
-            loaded,
-            tokenizer,
-            projections,
-            tasks=wanted.tasks,
-            lengths=wanted.lengths,
-            budgets=wanted.budgets,
-            methods=methods,
-            prompts=options.prompts,
-            corpora=corpora,
-            batch=options.batch_size,
-            progress=progress,
-            **wanted.rules,
-        )
+        result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
     _run_harness(result, write, wanted, methods, loaded, tokenizer, projections)
     write(result)
     if as_json:

@@ -10,7 +10,8 @@ from safetensors import safe_open
 
 from bpc_calib import enable
 from bpc_calib.demo import DEMO_MODEL
-from bpc_calib.evaluation.evaluate import HARD, evaluate
+from bpc_calib.evaluation.comparison import HARD, Comparison
+from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.models.description import describe
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
@@ -55,17 +56,15 @@ def test_its_tokenizer_knows_the_words_of_the_made_text(tokenizer):
 def test_bpc_retrieves_and_random_keys_do_not(model, tokenizer):
     """The comparison of `bpc demo` with fewer questions and more methods."""
     artifact = tiny.calibrated(model, tokenizer, corpora=["demo"], samples=24, sequence_length=1024)
-    rows = evaluate(
-        model,
-        tokenizer,
-        artifact,
+    comparison = Comparison(
         tasks=["needle"],
         lengths=[1024],
         budgets=[0.02],
         methods=["full", "oracle", "bpc", "random", "window"],
         prompts=20,
-        **HARD,
+        rules=HARD,
     )
+    rows = evaluate(model, tokenizer, artifact, comparison)
     right = {row["method"]: row["score"]["value"] for row in rows}
     assert right["full"] >= 0.9
     assert right["oracle"] >= 0.9

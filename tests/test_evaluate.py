@@ -2,13 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import tiny
 
 from bpc_artifacts import save
 from bpc_calib import InputError, enable
-from bpc_calib.evaluation.evaluate import HARD, check, evaluate
+from bpc_calib.evaluation.comparison import HARD, Comparison, check
+from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import TASKS
 from bpc_calib.text.corpora import open_corpus
@@ -34,19 +36,20 @@ def rows(artifact):
     model = tiny.model(**LENGTHS)
     enable(model)
     seen = []
-    found = evaluate(
-        model,
-        tiny.tokenizer(),
-        artifact[1],
+    comparison = Comparison(
         tasks=["text", "needle"],
         lengths=[700],
         budgets=[0.1, 8],
         prompts=2,
         corpora=[open_corpus("demo-prose")],
         batch=1,
-        progress=lambda share, what: seen.append((share, what)),
-        **HARD,
+        rules=HARD,
     )
+
+    def progress(share, what):
+        seen.append((share, what))
+
+    found = evaluate(model, tiny.tokenizer(), artifact[1], comparison, progress=progress)
     return found, seen
 
 
@@ -92,19 +95,13 @@ def test_needles_are_counted_by_depth(rows):
             assert row["example"]["fact"].startswith(" The ")
 
 
-def refused(**changes):
-    arguments = {
-        "artifact": None,
-        "tasks": ["needle"],
-        "lengths": [1024],
-        "budgets": [0.1],
-        "methods": None,
-        "prompts": 5,
-        "corpora": [],
-    }
-    arguments |= {"min_tokens": 1, "dense_layers": ()} | changes
+PLAIN = Comparison(tasks=["needle"], lengths=[1024], budgets=[0.1], prompts=5, rules=HARD)
+
+
+def refused(rules=None, **changes):
+    comparison = replace(PLAIN, rules=HARD | (rules or {}), **changes)
     with pytest.raises(InputError) as fault:
-        check(tiny.config(**LENGTHS), **arguments)
+        check(tiny.config(**LENGTHS), None, comparison)
     return str(fault.value)
 
 
@@ -119,13 +116,13 @@ def test_bad_settings_are_refused_before_any_work():
     assert refused(budgets=[0.004], methods=["window"]) == (
         "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks always attends to 5: nothing is left to choose"
     )
-    assert "BPC online always attends to 1" in refused(budgets=[1], methods=["bpc-online"], recent=1)
-    assert refused(dense_layers=(9,)).startswith("dense_layers")
+    assert "BPC online always attends to 1" in refused(rules={"recent": 1}, budgets=[1], methods=["bpc-online"])
+    assert refused(rules={"dense_layers": (9,)}).startswith("dense_layers")
     for methods in (None, ["full"], ["bpc-online"], ["quest"]):
-        assert refused(methods=methods, min_context=9).startswith("min_context makes short contexts full attention")
-    assert check(tiny.config(**LENGTHS), None, ["needle"], [1024], [0.1], None, 5, [], **HARD) == tuple(
-        name for name in METHODS if name != "bpc"
-    )
+        assert refused(rules={"min_context": 9}, methods=methods).startswith(
+            "min_context makes short contexts full attention"
+        )
+    assert check(tiny.config(**LENGTHS), None, PLAIN) == tuple(name for name in METHODS if name != "bpc")
 
 
 SMALL = ("--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "full,bpc,random")

@@ -8,7 +8,7 @@ import torch
 
 from bpc_calib import BPCCache, InputError, enable
 from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.evaluate import HARD
+from bpc_calib.evaluation.comparison import HARD
 
 pytest.importorskip("lm_eval")
 

@@ -12,28 +12,22 @@ from torch import Tensor
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.compared_cache import make_cache
+from bpc_calib.evaluation.comparison import FORCED, Comparison, check
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS, variants
 from bpc_calib.evaluation.prompts import Prompt, count_answer, hide
 from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.evaluation.tasks import TASKS, TEXT, Problem, score
-from bpc_calib.method.selection import attended
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
-from bpc_calib.runtime.rules import ranking_defaults
-from bpc_calib.text.known_corpora import Corpus
 from bpc_calib.text.samples import draw_samples
 
-__all__ = ["DEPTHS", "HARD", "Answers", "ask", "check", "draw_prompts", "evaluate", "hide_all"]
+__all__ = ["DEPTHS", "Answers", "ask", "draw_prompts", "evaluate", "hide_all"]
 
-FORCED = 64  # last tokens of each text, decoded one at a time
 DEPTHS = 10  # needles are in the middle of each tenth of the text
 BATCH_TOKENS = 1 << 16
 OTHER_TEXT = 1 << 32  # added to the seed, so that made text differs from that of a calibration with the same seed
-
-# No dense layer and no minimum, so that every layer must choose: this setting shows differences between methods best.
-HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
 
 Progress = Callable[[float, str], None]
 
@@ -46,14 +40,14 @@ class _Setting:
     tokenizer: Any
     artifact: ProjectionArtifact | None
     methods: Sequence[str]
-    budgets: Sequence[float | int]
-    rules: dict[str, Any]
+    comparison: Comparison
 
     def caches(self) -> dict[tuple[str, float | int | None], Callable[[], BPCCache]]:
         """Return a function per variant that makes an empty cache."""
+        rules = self.comparison.rules
         return {
-            (name, budget): functools.partial(make_cache, name, self.model.config, self.artifact, budget, **self.rules)
-            for name, budget in variants(self.methods, self.budgets)
+            (name, budget): functools.partial(make_cache, name, self.model.config, self.artifact, budget, **rules)
+            for name, budget in variants(self.methods, self.comparison.budgets)
         }
 
 
@@ -61,17 +55,9 @@ def evaluate(
     model: Any,
     tokenizer: Any,
     artifact: ProjectionArtifact | None = None,
+    comparison: Comparison = Comparison(),  # noqa: B008  it is frozen
     *,
-    tasks: Sequence[str] = (TEXT, "needle"),
-    lengths: Sequence[int] = (2048,),
-    budgets: Sequence[float | int] = (0.02, 0.005),
-    methods: Sequence[str] | None = None,
-    prompts: int = 20,
-    corpora: Sequence[Corpus] = (),
-    seed: int = 0,
-    batch: int | None = None,
     progress: Progress = lambda share, what: None,
-    **rules: Any,
 ) -> list[dict[str, Any]]:
     """Compare methods with full attention; every measured token is one decoding step.
 
@@ -82,15 +68,8 @@ def evaluate(
     Args:
         model: an enabled model (`bpc_calib.enable`).
         artifact: projections of the method `bpc`; None: leave this method out.
-        tasks: names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`.
-        lengths: tokens of a prompt, including its question and answer.
-        budgets: shares or numbers of tokens.
-        methods: names of `METHODS`; None: all.
-        prompts: number of prompts per task and length.
-        corpora: sources of `TEXT`, which needs at least one.
-        batch: prompts per batch; None: as many as fit in 65,536 tokens.
+        comparison: methods, prompts and settings.
         progress: called with the finished share and a description of the current work.
-        rules: settings of `BPCCache`; `HARD` shows differences between methods best.
 
     Returns:
         One row per task, length, method and budget. Metrics are dictionaries of `value`, `low` and `high`, with a 95 %
@@ -100,27 +79,27 @@ def evaluate(
         InputError: a task or method is unknown, a prompt is longer than the model's limit, or a budget leaves nothing
             to choose; the message names it.
     """
-    chosen = check(model.config, artifact, tasks, lengths, budgets, methods, prompts, corpora, **rules)
-    setting = _Setting(model, tokenizer, artifact, chosen, tuple(budgets), rules)
+    setting = _Setting(model, tokenizer, artifact, check(model.config, artifact, comparison), comparison)
+    tasks, prompts, seed = comparison.tasks, comparison.prompts, comparison.seed
     vocabulary = describe(model.config).vocab_size
     texts = {
         length: draw_samples(
-            list(corpora),
+            list(comparison.corpora),
             tokenizer,
             samples=prompts,
             sequence_length=length,
             seed=seed + OTHER_TEXT,
             vocab_size=vocabulary,
         )[0]
-        for length in (lengths if TEXT in tasks else ())
+        for length in (comparison.lengths if TEXT in tasks else ())
     }
-    steps = [(length, task) for length in lengths for task in tasks]
+    steps = [(length, task) for length in comparison.lengths for task in tasks]
     drawn = {
         (length, task): draw_prompts(task, tokenizer, length, prompts, seed) for length, task in steps if task != TEXT
     }
     rows = []
     for number, (length, task) in enumerate(steps):
-        batch_size = batch or max(1, BATCH_TOKENS // length)
+        batch_size = comparison.batch or max(1, BATCH_TOKENS // length)
 
         def report(part: float, number: int = number, length: int = length, task: str = task) -> None:
             progress((number + part) / len(steps), f"{task}, {length:,} tokens")
@@ -132,58 +111,6 @@ def evaluate(
             rows += _task(setting, task, length, drawn[length, task], batch_size, report)
     progress(1.0, "done")
     return rows
-
-
-def check(
-    config: Any,
-    artifact: ProjectionArtifact | None,
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    budgets: Sequence[float | int],
-    methods: Sequence[str] | None,
-    prompts: int,
-    corpora: Sequence[Corpus],
-    **rules: Any,
-) -> tuple[str, ...]:
-    """Return the methods that `evaluate` compares with these arguments; raise its errors before any work."""
-    possible = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
-    chosen = possible if methods is None else tuple(dict.fromkeys(methods))
-    for task in tasks:
-        if task != TEXT and task not in TASKS:
-            raise InputError(f"unknown task {task!r}: the tasks are {', '.join([TEXT, *TASKS])}")
-    for name in chosen:
-        if name not in METHODS:
-            raise InputError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
-        if name not in possible:
-            raise InputError(f"method {name!r} needs an artifact of this model; method 'bpc-online' needs none")
-        for budget in budgets:
-            make_cache(name, config, artifact, budget, **rules)
-    for values, what in ((lengths, "length"), (budgets, "budget"), (chosen, "method")):
-        if not values:
-            raise InputError(f"give at least one {what}")
-    if prompts < 1:
-        raise InputError(f"prompts must be at least 1, not {prompts}")
-    if TEXT in tasks and not corpora:
-        raise InputError(f"task {TEXT!r} needs a corpus")
-    limit = describe(config).context_limit
-    recent = rules.get("recent", ranking_defaults(artifact)["recent"])
-    for length in lengths if tasks else ():
-        if length < 1:
-            raise InputError(f"prompts must have at least 1 token, not {length}")
-        if limit is not None and length > limit:
-            raise InputError(f"prompts of {length:,} tokens are too long: the model's limit is {limit:,}")
-        if TEXT in tasks and length < 2 * FORCED:
-            raise InputError(f"task {TEXT!r} needs at least {2 * FORCED} tokens, not {length}")
-        for budget in budgets:
-            k = attended(length, budget, rules.get("min_tokens", 128))
-            for name in chosen:
-                forced = max(METHODS[name].forced, recent)
-                if METHODS[name].takes_budget and k <= forced:
-                    raise InputError(
-                        f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} always attends "
-                        f"to {forced}: nothing is left to choose"
-                    )
-    return chosen
 
 
 def draw_prompts(task: str, tokenizer: Any, length: int, prompts: int, seed: int) -> list[Prompt]:

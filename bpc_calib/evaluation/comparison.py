@@ -1,0 +1,80 @@
+"""What `evaluate` compares, checked before any work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib.errors import InputError
+from bpc_calib.evaluation.compared_cache import make_cache
+from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.tasks import TASKS, TEXT
+from bpc_calib.method.selection import attended
+from bpc_calib.models.description import describe
+from bpc_calib.runtime.rules import ranking_defaults
+from bpc_calib.text.known_corpora import Corpus
+
+__all__ = ["FORCED", "HARD", "Comparison", "check"]
+
+FORCED = 64  # last tokens of each text, decoded one at a time
+
+# No dense layer and no minimum, so that every layer must choose: this setting shows differences between methods best.
+HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods to compare with full attention, and the prompts to compare them on."""
+
+    tasks: Sequence[str] = (TEXT, "needle")  # names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`
+    lengths: Sequence[int] = (2048,)  # tokens of a prompt, including its question and answer
+    budgets: Sequence[float | int] = (0.02, 0.005)  # shares or numbers of tokens
+    methods: Sequence[str] | None = None  # names of `METHODS`; None: all
+    prompts: int = 20  # per task and length
+    corpora: Sequence[Corpus] = ()  # sources of `TEXT`, which needs at least one
+    seed: int = 0
+    batch: int | None = None  # prompts per batch; None: as many as fit in 65,536 tokens
+    rules: Mapping[str, Any] = field(default_factory=dict)  # settings of `BPCCache`, such as `HARD`
+
+
+def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparison) -> tuple[str, ...]:
+    """Return the methods that `evaluate` compares; raise its errors before any work."""
+    tasks, lengths, budgets, rules = comparison.tasks, comparison.lengths, comparison.budgets, comparison.rules
+    possible = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
+    chosen = possible if comparison.methods is None else tuple(dict.fromkeys(comparison.methods))
+    for task in tasks:
+        if task != TEXT and task not in TASKS:
+            raise InputError(f"unknown task {task!r}: the tasks are {', '.join([TEXT, *TASKS])}")
+    for name in chosen:
+        if name not in METHODS:
+            raise InputError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
+        if name not in possible:
+            raise InputError(f"method {name!r} needs an artifact of this model; method 'bpc-online' needs none")
+        for budget in budgets:
+            make_cache(name, config, artifact, budget, **rules)
+    for values, what in ((lengths, "length"), (budgets, "budget"), (chosen, "method")):
+        if not values:
+            raise InputError(f"give at least one {what}")
+    if comparison.prompts < 1:
+        raise InputError(f"prompts must be at least 1, not {comparison.prompts}")
+    if TEXT in tasks and not comparison.corpora:
+        raise InputError(f"task {TEXT!r} needs a corpus")
+    limit = describe(config).context_limit
+    recent = rules.get("recent", ranking_defaults(artifact)["recent"])
+    for length in lengths if tasks else ():
+        if length < 1:
+            raise InputError(f"prompts must have at least 1 token, not {length}")
+        if limit is not None and length > limit:
+            raise InputError(f"prompts of {length:,} tokens are too long: the model's limit is {limit:,}")
+        if TEXT in tasks and length < 2 * FORCED:
+            raise InputError(f"task {TEXT!r} needs at least {2 * FORCED} tokens, not {length}")
+        for budget in budgets:
+            k = attended(length, budget, rules.get("min_tokens", 128))
+            for name in chosen:
+                forced = max(METHODS[name].forced, recent)
+                if METHODS[name].takes_budget and k <= forced:
+                    raise InputError(
+                        f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} always attends "
+                        f"to {forced}: nothing is left to choose"
+                    )
+    return chosen
