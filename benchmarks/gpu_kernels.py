@@ -9,11 +9,11 @@ import torch
 from gpu_exactness import random_codes
 from gpu_timing import bandwidth, device, reason, summary, timed
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.backends import dispatch
-from bpc_calib.backends.triton import paper, pipeline
-from bpc_calib.bench import dense
+from bpc_calib.backends.triton import pipeline
+from bpc_calib.backends.triton.paper import popcount_scores
+from bpc_calib.bench import dense, paper
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.selection import attended
 
@@ -75,16 +75,16 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
         ]
     rounded = pipeline.quantize_query(query, projection).values
     floors["paper: score"] = KV_HEADS * tokens * 12
-    forms["paper: score"] = [functools.partial(paper.popcount_scores, rounded, codes[i]) for i in range(sets)]
-    for name, attention in (("SDPA", scaled_dot_product_attention), ("split-KV (ours)", dense.split(device()))):
-        step = functools.partial(paper.paper_step, k=k, attention=attention)
+    forms["paper: score"] = [functools.partial(popcount_scores, rounded, codes[i]) for i in range(sets)]
+    for name, attention in (("SDPA", dense.folded), ("split-KV (ours)", dense.split(query.device))):
+        step = functools.partial(paper.paper_step, attention, k=k)
         floors[f"paper, {name}: whole"] = KV_HEADS * tokens * 8 + kept
         forms[f"paper, {name}: whole"] = [
             functools.partial(step, query, projection, codes[i], keys[i], values[i]) for i in range(sets)
         ]
     notes: dict[str, str] = {}
     right = dense.exact(query, keys[0], values[0])
-    for name, function in dense.gpu_forms(device()).items():
+    for name, function in dense.gpu_forms(query.device).items():
         name = f"dense: {name}"
         floors[name] = KV_HEADS * tokens * DIM * 4
         if isinstance(function, str):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib import hash_scores, quantize_query
-from bpc_calib.backends.triton import paper, pipeline
+from bpc_calib.backends.triton.paper import popcount_scores
+from bpc_calib.bench.dense import folded, split
+from bpc_calib.bench.paper import paper_step
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.sparse_attention import sparse_attention
 
@@ -29,7 +30,7 @@ def test_scores_are_those_of_the_oracle(heads, tokens):
     codes = random_codes(generator, 2, 3, tokens)
     codes[:, :, 0], codes[:, :, tokens // 2] = -1, 0  # all agree, or none
     expected = hash_scores(QuantizedQuery(values, torch.ones(2, 3)), codes).amax(-2)
-    assert torch.equal(paper.popcount_scores(values.to(DEVICE), codes.to(DEVICE)).cpu(), expected)
+    assert torch.equal(popcount_scores(values.to(DEVICE), codes.to(DEVICE)).cpu(), expected)
 
 
 def test_scores_of_a_part_of_a_longer_buffer():
@@ -37,22 +38,18 @@ def test_scores_of_a_part_of_a_longer_buffer():
     values = torch.randint(-127, 128, (2, 2, 4, 64), generator=generator).to(torch.int8)
     codes = random_codes(generator, 2, 2, 300)[:, :, :190]
     expected = hash_scores(QuantizedQuery(values, torch.ones(2, 2)), codes).amax(-2)
-    assert torch.equal(paper.popcount_scores(values.to(DEVICE), codes.to(DEVICE)).cpu(), expected)
+    assert torch.equal(popcount_scores(values.to(DEVICE), codes.to(DEVICE)).cpu(), expected)
 
 
 def test_other_lengths_of_codes_are_refused():
     with pytest.raises(ValueError, match="64 bits"):
-        paper.popcount_scores(torch.zeros(1, 1, 1, 32, dtype=torch.int8), torch.zeros(1, 1, 5, 1, dtype=torch.int64))
+        popcount_scores(torch.zeros(1, 1, 1, 32, dtype=torch.int8), torch.zeros(1, 1, 5, 1, dtype=torch.int64))
 
 
-def split(query, keys, values):
-    """The package's own dense attention, over all keys."""
-    return pipeline.dense_attention(query, keys, values, torch.full((len(keys),), keys.shape[2], device=keys.device))
-
-
-@pytest.mark.parametrize("attention", [scaled_dot_product_attention, split], ids=["sdpa", "split"])
+@pytest.mark.parametrize("attention", ["sdpa", "split"])
 @pytest.mark.parametrize(("heads", "k"), [(1, 20), (4, 37)])
-def test_a_step_is_attention_over_the_best_scores(heads, k, attention):
+def test_a_step_is_attention_over_the_best_scores(heads, k, attention, monkeypatch):
+    monkeypatch.setenv("BPC_BACKEND", "triton")
     generator = torch.Generator().manual_seed(k)
     # Sums of small multiples of 1/8: exact in any order, so both round the same query.
     query = torch.randint(-4, 5, (2, 2, heads, 32), generator=generator).float()
@@ -61,5 +58,6 @@ def test_a_step_is_attention_over_the_best_scores(heads, k, attention):
     codes = random_codes(generator, 2, 2, 400)
     best = hash_scores(quantize_query(query, projection), codes).amax(-2).to(DEVICE).topk(k, sorted=False).indices
     given = [tensor.to(DEVICE) for tensor in (query, projection, codes, keys, values)]
+    decode = folded if attention == "sdpa" else split(given[0].device)
     expected = sparse_attention(given[0], given[3], given[4], best)
-    torch.testing.assert_close(paper.paper_step(*given, k, attention), expected)
+    torch.testing.assert_close(paper_step(decode, *given, k), expected)

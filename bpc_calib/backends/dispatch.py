@@ -6,7 +6,6 @@ Every function here has the signature of its plain torch function and returns wh
 import functools
 import logging
 import os
-from typing import cast
 
 import torch
 from packaging.version import Version
@@ -135,14 +134,14 @@ def _load(name: str) -> Backend:
     if name == "triton":
         from bpc_calib.backends.triton import backend as in_triton
 
-        return cast(Backend, in_triton)
+        return in_triton
     if name == "numba":
         from bpc_calib.backends.cpu import backend as in_numba
 
-        return cast(Backend, in_numba)
+        return in_numba
     from bpc_calib.backends import plain
 
-    return cast(Backend, plain)
+    return plain
 
 
 @functools.cache

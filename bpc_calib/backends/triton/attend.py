@@ -36,7 +36,7 @@ def attend_kernel(
     count,
     shape: tl.constexpr,
 ):
-    """Attention over one chunk of `indices [rows, count]`; without them, over the first `lengths [B]` tokens.
+    """Attention over one chunk of `indices [rows, count]`; without indices, over the first `lengths [B]` tokens.
 
     Grid (splits, rows). Leaves sums of values `part [rows, splits, G, D]` weighted by `exp(logit - largest)`, the
     sum of these weights and the largest logit, `[rows, splits, G]` each.
@@ -76,7 +76,7 @@ def attend_kernel(
         v = tl.load(own_values + token[:, None] * values.n + d[None, :], mask=mask, other=0)
         logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
         next_top = tl.maximum(top, tl.max(logits, 1))
-        base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token yet
+        base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token so far
         weights = tl.exp(logits - base[:, None])
         fade = tl.exp(top - base)
         total = total * fade + tl.sum(weights, 1)
@@ -100,7 +100,7 @@ def reduce_kernel(
     SPLITS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`out [rows, G, D]` from what the splits left: grid (G, rows)."""
+    """Combines the splits into `out [rows, G, D]`: grid (G, rows)."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     d = tl.arange(0, D_UP)
@@ -123,5 +123,5 @@ def reduce_kernel(
         )
         top = next_top
     out += (row.to(tl.int64) * tl.num_programs(0) + head) * D
-    mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # of no token at all: 0
+    mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # without any token: 0
     tl.store(out + d, mean.to(out.dtype.element_ty), mask=d < D)

@@ -8,12 +8,16 @@ from bpc_calib.backends.protocol import Request, Stage
 from bpc_calib.backends.triton import ops, pipeline
 from bpc_calib.backends.triton.device import capability
 from bpc_calib.backends.triton.paper import popcount_scores
+from bpc_calib.backends.triton.pipeline import quantize_query
 from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoding import Encoded, Encoder
 
-__all__ = ["choose", "dense_attention", "encode_with", "popcount_scores", "serves", "sparse_attention", "stages"]
+__all__ = [
+    "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves", "sparse_attention",
+    "stages",
+]  # fmt: skip
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
 

@@ -26,7 +26,7 @@ def compact_kernel(
 ):
     """Writes `indices [rows, width]`: grid (blocks of keys, rows).
 
-    Where a block writes is counted, not claimed, so the order never changes, and of equal scores the lower index
+    Each block counts what earlier blocks write, so the order is always the same, and of equal scores the lower index
     comes first.
     """
     row = tl.program_id(1)
@@ -46,7 +46,8 @@ def compact_kernel(
 
         sure = forced | (ranks & (distance > last))
         equal = ranks & (distance == last)
-        so_far = tl.cumsum((sure.to(tl.int32) << 16) + equal.to(tl.int32), 0)  # both in one: a block is far below 2^16
+        # Both counts in one integer: a block has far fewer than 2^16 keys.
+        so_far = tl.cumsum((sure.to(tl.int32) << 16) + equal.to(tl.int32), 0)
         takes = sure | (equal & ((so_far & 0xFFFF) <= free))
         place = over + tl.minimum(level, left) + (so_far >> 16) + tl.minimum(so_far & 0xFFFF, free) - 1
         tl.store(indices + row.to(tl.int64) * width + place, at.to(tl.int64), mask=takes & (place < width))

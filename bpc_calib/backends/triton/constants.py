@@ -1,4 +1,4 @@
-"""Numbers of the method, as the kernels read them, and of ranked scores."""
+"""Numbers of the method and of ranked scores, as constants that kernels can read."""
 
 import triton.language as tl
 
@@ -13,7 +13,7 @@ GAIN_OFFSET = tl.constexpr(encoding.GAIN_OFFSET)
 GAIN_UNIT = tl.constexpr(float(encoding.GAIN_UNIT))
 GAIN_ONE = tl.constexpr(float(encoding.GAIN_ONE))
 GAIN_MAX = tl.constexpr(float(encoding.GAIN_MAX))
-LARGEST_FACTOR = tl.constexpr(encoding.GAIN_MAX + encoding.GAIN_OFFSET)  # of a score, by its gain
+LARGEST_FACTOR = tl.constexpr(encoding.GAIN_MAX + encoding.GAIN_OFFSET)  # the largest that a gain multiplies a score by
 LARGEST_QUERY = tl.constexpr(scoring.LARGEST_QUERY)
 RELATIVE_LIMIT = tl.constexpr(scoring.RELATIVE_LIMIT)
 LARGEST_LIMIT = tl.constexpr(float(scoring.LARGEST_LIMIT))
@@ -23,6 +23,6 @@ INT32_MAX = tl.constexpr((1 << 31) - 1)
 FORCED = INT32_MAX  # in place of a score: attended whatever its rank
 NEVER = INT32_MIN  # in place of a score: padding
 
-COARSE = tl.constexpr(128)  # bins of the first histogram; a GPU is to confirm how many, it changes no result
-FINE_BITS = tl.constexpr(8)  # of a score, which the last histogram counts
-FINE = tl.constexpr(1 << 8)  # its bins
+COARSE = tl.constexpr(128)  # bins of the first histogram: a size to tune on a GPU, which changes no result
+FINE_BITS = tl.constexpr(8)  # the lowest bits of a score, which the last histogram counts
+FINE = tl.constexpr(1 << FINE_BITS.value)  # bins of the last histogram

@@ -50,7 +50,7 @@ def greedy(scores, squared_norm, gram, H: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def finish(words, squared_error, product, squared_norm, codes, error, gain, at, n, H: tl.constexpr):
-    """Write codes, error and gain byte of the tokens `at`, which lie one after the other."""
+    """Write codes, error and gain byte of the tokens `at`, which are contiguous."""
     W: tl.constexpr = (H + 63) // 64
     inside = at < n
     word = tl.arange(0, H // 32)
@@ -117,7 +117,7 @@ def encode_kernel(
         key, centred = part_of(own_keys, mean, at, n, first, keys.n, D, PART)
         d = first + tl.arange(0, PART)
         P = tl.load(encoder.matrix + own * (D * H) + bit[None, :] * D + d[:, None], mask=d[:, None] < D, other=0)
-        scores += dot(key, P.to(key.dtype))  # the matrix holds numbers of the keys' dtype: nothing is rounded here
+        scores += dot(key, P.to(key.dtype))  # the matrix was rounded to the dtype of the keys: this rounds nothing
         if mean is not None:
             shift += tl.sum(P * tl.load(mean + d, mask=d < D, other=0)[:, None], 0)
         along = centred
@@ -143,7 +143,7 @@ def encode_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def greedy_kernel(scores, squared_norm, gram, codes, error, gain, n, gram_r, H: tl.constexpr, BLOCK: tl.constexpr):
-    """The same from given products `[rows, n, H]` and norms `[rows, n]`: what is exact is tested by it."""
+    """The greedy pass alone, from products `[rows, n, H]` and norms `[rows, n]`: tests compare it bit for bit."""
     row = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, H)

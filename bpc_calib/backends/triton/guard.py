@@ -1,4 +1,4 @@
-"""Step 3, with a safeguard only: force the tokens whose keys are coded worst."""
+"""Step 3, only with a safeguard: forces the tokens whose keys are coded worst."""
 
 import triton
 import triton.language as tl
@@ -19,11 +19,9 @@ __all__ = ["guard_kernel"]
 
 @triton.jit(do_not_specialize=["count", "worst_r"])
 def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, BLOCK: tl.constexpr):
-    """One program a row: takes tokens of the list `worst [rows, count]` (-1: none) until its places are filled.
+    """Forces tokens of the lists `worst [rows, count]`, in order, until the places of the row are filled: grid (rows).
 
-    No token stands in the list twice.
-
-    A token taken leaves the histogram of the scores.
+    -1 in a list is no token, and no token is in a list twice. A forced token leaves the histogram of the scores.
     """
     row = tl.program_id(0)
     length = planned(plan, row, PLAN_LENGTH)

@@ -1,4 +1,4 @@
-"""What Triton's language needs around it: products that the interpreter gets right, IEEE division, rounding."""
+"""What Triton's language lacks: products that are right in the interpreter, too, IEEE division, rounding."""
 
 import torch
 import triton
@@ -7,11 +7,11 @@ from triton import knobs
 
 __all__ = ["ASM", "INTERPRET", "THREE_PASSES", "divide", "dot", "round_even"]
 
-# Read once, when the kernels are defined: Triton decides then, too.
+# Read once, when the kernels are defined, as Triton does.
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
-# The assembly is NVIDIA's. A plain path does the same elsewhere, and in the interpreter.
+# The assembly is NVIDIA's; elsewhere and in the interpreter, plain operations do the same.
 ASM = tl.constexpr(not INTERPRET.value and torch.version.hip is None)
-# float32 products on matrix units: each as three of 10-bit fractions, so nearly as exact.
+# float32 products on matrix units: each as three products of 10-bit fractions, nearly as exact.
 THREE_PASSES = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
 
 
@@ -29,7 +29,7 @@ def dot(a, b):
 
 @triton.jit
 def divide(a, b):
-    """`a / b` rounded as IEEE says, which `/` is not for float32."""
+    """`a / b`, rounded correctly; Triton's `/` of float32 is not."""
     if a.dtype == tl.float32:
         return tl.div_rn(a, b)
     else:
@@ -39,7 +39,7 @@ def divide(a, b):
 @triton.jit
 def round_even(x):
     """The nearest integer, half to even, of floats of at most 2^22 in absolute value."""
-    # 1.5 * 2^23 and 1.5 * 2^52: at that size the spacing of floats is 1.
+    # Adds 1.5 * 2^23 or 1.5 * 2^52: floats of that size are 1 apart.
     if x.dtype == tl.float64:
         return (x + 6755399441055744.0) - 6755399441055744.0
     else:

@@ -1,6 +1,6 @@
-"""Step 4: the score from which on keys are chosen, digit by digit: its upper 7 bits, middle ones and lowest 8.
+"""Step 4: finds the least score of the chosen keys, digit by digit: its upper 7 bits, the middle ones, the lowest 8.
 
-The upper digit comes with the scores. Each later histogram counts only the keys in the bin found before it, so few.
+Step 2 counts the upper digit. Each later histogram counts only the few keys in the bin found before it.
 """
 
 import triton
@@ -14,11 +14,11 @@ __all__ = ["distances", "find", "fine_kernel", "middle_kernel", "upper_kernel"]
 
 @triton.jit
 def find(histogram, wanted, BINS: tl.constexpr):
-    """The highest bin such that it and those above hold `wanted`, and how many of it are needed."""
-    PART: tl.constexpr = BINS if BINS < 2048 else 2048  # no more at a time: they lie in registers
+    """The highest bin that, with those above it, holds at least `wanted` keys, and how many keys of it are needed."""
+    PART: tl.constexpr = BINS if BINS < 2048 else 2048  # at most so many at a time: they are kept in registers
     above = 0
     reaching = 0
-    short = 0  # what the bins above the one sought hold
+    short = 0  # keys in the bins above the one searched for
     for part in range(0, BINS, PART):  # from the top
         counts = tl.load(histogram + BINS - PART - part + tl.arange(0, PART))
         total = tl.sum(counts, 0)
@@ -43,7 +43,7 @@ def upper_kernel(coarse, middle, plan, threshold, MIDDLE: tl.constexpr):
 
 @triton.jit
 def distances(ranked, plan, row, at, length, ranked_r):
-    """How far scores are above the least possible one; which are forced; which rank (neither forced nor padding)."""
+    """How far scores are above the least possible one; which are forced; which rank, neither forced nor padding."""
     score = tl.load(ranked + row.to(tl.int64) * ranked_r + at, mask=at < length, other=NEVER)
     ranks = (score != FORCED) & (score != NEVER)
     low = planned(plan, row, PLAN_LOW)
@@ -71,7 +71,7 @@ def fine_kernel(ranked, plan, threshold, fine, above, ranked_r, blocks, BLOCK: t
     """Histogram `fine [rows, FINE]` of the lowest 8 bits, and what each block holds: grid as above.
 
     `above [rows, blocks, FINE + 1]`: how many keys of the block are forced, or have higher upper bits than the
-    threshold, or the same ones and a lowest byte of at least 0 to 256.
+    threshold, or the same upper bits and a lowest byte of at least 0, 1, ... 256.
     """
     row = tl.program_id(1)
     block = tl.program_id(0)

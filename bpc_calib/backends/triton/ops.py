@@ -1,4 +1,7 @@
-"""The kernels as operators of torch, `torch.ops.bpc`: what `torch.compile` sees of them is the shape they return."""
+"""The kernels as operators of torch, `torch.ops.bpc`: `torch.compile` sees only the shapes that they return.
+
+Operators take no dataclasses: here alone, `Cached` and `Choice` are spelled out.
+"""
 
 import torch
 from torch import Tensor

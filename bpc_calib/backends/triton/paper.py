@@ -1,20 +1,14 @@
-"""The paper's pipeline as it is told there, to compare with: popcount scores, top-k, a gathered copy, attention on it.
+"""The paper's scores by popcount, to compare with: without the gain, and the largest of each group of heads.
 
-Its scores have no gain, and the score of a key is the largest of its group. Nothing decodes with it: `bpc bench` and
-`make gpu` time it.
+Nothing decodes with them: `bpc bench` and `make gpu` time them.
 """
-
-from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from bpc_calib.backends.triton import pipeline
-
-__all__ = ["paper_step", "popcount_scores"]
+__all__ = ["popcount_scores"]
 
 PLANES = 7  # bits of a magnitude of at most 127
 BLOCK = 1024  # keys a program scores
@@ -90,24 +84,3 @@ def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
         H_KV=kv_heads, G=heads, PLANES=PLANES, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return scores
-
-
-def paper_step(
-    query: Tensor,
-    projection: Tensor,
-    codes: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k: int,
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor] = scaled_dot_product_attention,
-) -> Tensor:
-    """Attention `[B, H_KV, G, D]` of queries `[B, H_KV, G, D]` over the `k` best keys of `[B, H_KV, N, D]` by score.
-
-    Everything about it is as fast as its steps allow: the query is rounded by this package's own first kernel, the
-    top k stay unsorted, and the group is folded into the length of the query, so that `attention` reads the copy once
-    for all.
-    """
-    scores = popcount_scores(pipeline.quantize_query(query, projection).values, codes)
-    indices = scores.topk(k, sorted=False).indices
-    rows = indices.unsqueeze(-1).expand(*indices.shape, keys.shape[-1])
-    return attention(query, keys.gather(2, rows), values.gather(2, rows))

@@ -1,4 +1,4 @@
-"""The kernels behind the signatures of their torch oracles: what is allocated, and what is launched in which order."""
+"""The steps with the signatures of the plain torch functions: allocates tensors and launches the kernels in order."""
 
 from dataclasses import dataclass
 
@@ -35,14 +35,14 @@ __all__ = [
     "take",
 ]
 
-# Sizes that a GPU is to confirm. None changes a result.
-SCORED = 1024  # keys a program scores, see `scored`
-COUNTED = 2048  # keys a program counts and lists
+# Sizes to tune on a GPU; none changes a result.
+SCORED = 1024  # keys that one program scores, see `scored`
+COUNTED = 2048  # keys that one program counts and lists
 GUARDED = 256  # tokens of the safeguard's list read at once
-PROGRAMS = 512  # that share the list of an attention
-LISTED = 64  # tokens attended at once, in 16 bits
-HASHED = 64  # keys a program hashes
-PART = 32  # of their dimensions at a time
+PROGRAMS = 512  # programs that share the lists of one attention
+LISTED = 64  # tokens attended at once, of 16-bit dtypes
+HASHED = 64  # keys that one program hashes
+PART = 32  # dimensions of these keys at a time
 
 COARSE, FINE = constants.COARSE.value, constants.FINE.value
 
@@ -51,7 +51,7 @@ no_contraction = {"enable_fp_fusion": False}  # a * b + c rounded twice, as torc
 
 @dataclass(frozen=True)
 class Ranking:
-    """What the kernels of one step leave for each other; a row is a KV head of a sequence."""
+    """What the kernels of one `choose` pass on; a row is a KV head of a sequence."""
 
     values: Tensor  # int8 [rows, G, H]
     totals: Tensor  # int32 [rows, G], sums of the values
@@ -66,7 +66,7 @@ class Ranking:
 
 
 def middle_bins(group: str, heads: int, bits: int, gain: bool) -> int:
-    """How many bins the second histogram needs, whatever the scores: those that the others leave of their span."""
+    """How many bins the second histogram needs for any scores: the first and last ones cover the other bits."""
     reach = LARGEST_QUERY * bits * (GAIN_MAX + GAIN_OFFSET if gain else 1)
     span = 2 * reach
     if group == "relative":
@@ -77,17 +77,17 @@ def middle_bins(group: str, heads: int, bits: int, gain: bool) -> int:
 
 
 def packed(heads: int, bits: int) -> int:
-    """Keys in a row of the product of scores: at least 16 columns and 32 bytes, as int8 products need."""
+    """Keys per row of the matrix product: int8 products need at least 16 columns and 32 bytes."""
     return max(16 // triton.next_power_of_2(heads), 256 // bits)
 
 
 def scored(heads: int) -> int:
-    """Keys a program scores: fewer where many heads need the registers."""
+    """Keys that one program scores: fewer where many heads need the registers."""
     return SCORED if heads <= 8 else SCORED // 2
 
 
 def prep_warps(bits: int, dim: int) -> int:
-    """Of the first kernel, which holds a whole projection in its registers."""
+    """Warps of `prep_kernel`, which holds a whole projection in its registers."""
     return 8 if bits * triton.next_power_of_2(dim) <= 1 << 12 else 16
 
 
@@ -138,7 +138,7 @@ def prepare(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, 
 
 
 def _tight(tensor: Tensor) -> Tensor:
-    """With a contiguous last dimension, which all kernels count on."""
+    """With a contiguous last dimension, which all kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -163,7 +163,7 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
 
 
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
-    """The queries as step 1 rounded them, in the form of `quantize_query`."""
+    """The queries as step 1 rounded them."""
     return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
 
 
@@ -201,7 +201,7 @@ def _guarding(cached: Cached, choice: Choice) -> Tensor | None:
 
 
 def take(ranking: Ranking, width: int, *, ragged: bool) -> Tensor:
-    """Steps 4 and 5: int64 `[rows, width]`, -1 behind the last token of a row."""
+    """Steps 4 and 5: int64 `[rows, width]`, -1 behind the last token of each row."""
     rows, tokens = ranking.ranked.shape
     blocks = triton.cdiv(tokens, COUNTED)
     above = torch.empty(rows, blocks, FINE + 1, dtype=torch.int32, device=ranking.ranked.device)
@@ -267,7 +267,7 @@ def _attention(
     """Steps 6 and 7: over the tokens `indices`, or without them over the first `lengths [B]`."""
     batch, kv_heads, heads, dim = query.shape
     rows, count = batch * kv_heads, keys.shape[2] if indices is None else indices.shape[-1]
-    if query.dtype == torch.float64:  # a number given to a kernel is a float32 there
+    if query.dtype == torch.float64:  # kernels get numbers as float32
         query, scale = query * (dim**-0.5 if scale is None else scale), 1.0
     dim_up = max(16, triton.next_power_of_2(dim))  # the least depth of a matrix product
     block = 2 * LISTED // query.element_size()  # as many bytes for wider dtypes

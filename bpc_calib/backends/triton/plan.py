@@ -9,17 +9,17 @@ __all__ = [
 ]  # fmt: skip
 
 PLAN_LENGTH = tl.constexpr(0)  # tokens in use
-PLAN_NEWEST_FROM = tl.constexpr(1)  # the first of the newest tokens, which are forced
+PLAN_NEWEST_FROM = tl.constexpr(1)  # the newest tokens, from this one on, are forced
 PLAN_FIRST_TO = tl.constexpr(2)  # the first tokens before this one are forced
-PLAN_PLACES = tl.constexpr(3)  # at most so many tokens are forced by the safeguard
+PLAN_PLACES = tl.constexpr(3)  # tokens that the safeguard may force
 PLAN_WANTED = tl.constexpr(4)  # tokens to choose beside the forced ones
 PLAN_LOW = tl.constexpr(5)  # the least score there can be
 PLAN_SHIFT = tl.constexpr(6)  # bits of a score below those that the first histogram counts
-PLAN_LIMIT = tl.constexpr(7)  # of "relative", see `group_scores`
+PLAN_LIMIT = tl.constexpr(7)  # as in `group_scores`
 PLAN_SIZE = tl.constexpr(8)
 
 
 @triton.jit
 def planned(plan, row, slot: tl.constexpr):
-    """What `plan [rows, PLAN_SIZE]` holds of a row in a slot."""
+    """One slot of one row of `plan [rows, PLAN_SIZE]`."""
     return tl.load(plan + row * PLAN_SIZE + slot)

@@ -1,4 +1,4 @@
-"""Step 1: the queries projected and rounded to int8, and what the later steps need to know of each row."""
+"""Step 1: projects the queries, rounds them to int8 and plans each row for the later steps."""
 
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ __all__ = ["Given", "PrepShape", "Prepared", "prep_kernel"]
 class Prepared(NamedTuple):
     """Where step 1 writes: see `Ranking` of `pipeline`."""
 
-    rounded: Any  # `values` there, which is an attribute of every tuple in a kernel
+    rounded: Any  # `values` there; in kernels every tuple has an attribute of that name
     totals: Any
     scale: Any
     plan: Any
@@ -48,7 +48,7 @@ class Prepared(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What replaces the scalars `length` and `k` where they differ between rows; None: they do not."""
+    """Tensors that replace the scalars `length` and `k` where these differ between rows; else None."""
 
     lengths: Any  # integers [B]
     ks: Any  # int32 [rows]
@@ -100,7 +100,7 @@ def prep_kernel(
     d = tl.arange(0, shape.D_UP)
     g = tl.arange(0, G_UP)
 
-    # q P^T, head by head: too little work for a matrix product. P comes in the query's dtype.
+    # q P^T, head by head: too little work for a matrix product. P has the dtype of the query.
     P = tl.load(
         projection.at + b * projection.b + h * projection.h + bit[:, None] * projection.n + d[None, :],
         mask=d[None, :] < D,
@@ -112,7 +112,7 @@ def prep_kernel(
     for head in range(G):
         q = tl.load(own + head * query.n + d, mask=d < D, other=0).to(P.dtype)
         largest = tl.maximum(largest, tl.max(tl.abs(tl.sum(P * q[None, :], 1)), 0))
-    # As torch rounds LARGEST_QUERY / largest; a query too small for its inverse goes to the ends of the range.
+    # As torch rounds LARGEST_QUERY / largest; where that overflows, values go to the ends of their range.
     inverse = tl.where(
         largest > 0, divide(tl.full([], 1, P.dtype), tl.where(largest > 0, largest, 1)) * LARGEST_QUERY, 0
     )
@@ -128,7 +128,7 @@ def prep_kernel(
     unit = divide(largest, tl.full([], LARGEST_QUERY, P.dtype)).to(tl.float32)
     tl.store(made.scale + row, unit)
 
-    # Scores lie in [low, low + span]; of their distance from low, `shift` bits are left to the later histograms.
+    # Scores lie in [low, low + span]; the later histograms count the lowest `shift` bits of their distance from low.
     most = most * (LARGEST_FACTOR if GAIN else 1)
     if GROUP == "relative":
         span = 5 * G * tl.minimum(2 * most, INT32_MAX // (5 * G))

@@ -1,4 +1,4 @@
-"""Step 2: one ranked integer a key and KV head, from the codes alone, and a first histogram of them.
+"""Step 2: one integer per key and KV head to rank by, from codes and gains alone, and a first histogram of them.
 
 A row of the matrix product holds `PACK` keys side by side, and its other factor repeats the queries on its block
 diagonal: so the result has a column for each of these keys and each head, and none is padding. The product takes a
@@ -34,7 +34,7 @@ class ScoreShape(NamedTuple):
     G_UP: int
     H: int
     GROUP: str
-    TIGHT: bool  # the codes of a row lie one behind the other
+    TIGHT: bool  # the codes of each row are contiguous
     PACK: int
     BLOCK: int
 
@@ -43,7 +43,7 @@ class ScoreShape(NamedTuple):
 def bit_of_bytes(x, s: tl.constexpr):
     """Bit `s` of every byte, as int8 of 0 or 1."""
     if ASM:
-        # Four bytes at once; what the shift brings over from the next byte is masked away.
+        # Four bytes at once; the mask drops the bits that the shift brings over from the next byte.
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.u32 t, $1, %s; and.b32 $0, t, 0x01010101; }" % s,  # noqa: UP031  Triton's own
             "=r,r",
@@ -162,7 +162,10 @@ def score_kernel(
     coarse,
     shape: tl.constexpr,
 ):
-    """`ranked [rows, N]`, and `coarse [rows, COARSE]` of those neither forced nor padding: grid as above."""
+    """`ranked [rows, N]`, and its histogram `coarse [rows, COARSE]`: grid as above.
+
+    The histogram leaves out forced tokens and padding.
+    """
     G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
     GROUP: tl.constexpr = shape.GROUP
@@ -176,16 +179,17 @@ def score_kernel(
         scores = head_scores(values, totals, codes, gain, row, first, length, shape)
         g = tl.arange(0, G_UP)[None, None, :]
         if GROUP == "relative":
-            below = scores - tl.load(best + row * G_UP + g)  # the clamp of `group_scores` is out of reach of 16 heads
+            # With 16 heads and fewer, the clamp of `group_scores` changes nothing.
+            below = scores - tl.load(best + row * G_UP + g)
             if valid is not None:
-                below = tl.minimum(below, 0)  # padding, which is no head's best
+                below = tl.minimum(below, 0)  # padding is not among the best and may be above them
             limit = planned(plan, row, PLAN_LIMIT)
             nearest = below if G == G_UP else tl.where(g < G, below, NEVER)
             within = tl.maximum(below, -limit)
             within = within if G == G_UP else tl.where(g < G, within, 0)
             score = 4 * G * tl.max(nearest, 2) + tl.sum(within, 2)
         elif GROUP == "sum":
-            score = tl.sum(scores, 2)  # those of padding heads are 0
+            score = tl.sum(scores, 2)  # the scores of padding heads are 0
         else:
             score = tl.max(scores if G == G_UP else tl.where(g < G, scores, NEVER), 2)
         at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
