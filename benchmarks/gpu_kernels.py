@@ -76,7 +76,7 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
     rounded = pipeline.quantize_query(query, projection).values
     floors["paper: score"] = KV_HEADS * tokens * 12
     forms["paper: score"] = [functools.partial(paper.popcount_scores, rounded, codes[i]) for i in range(sets)]
-    for name, attention in (("SDPA", scaled_dot_product_attention), ("split-KV (ours)", dense.split())):
+    for name, attention in (("SDPA", scaled_dot_product_attention), ("split-KV (ours)", dense.split(where))):
         step = functools.partial(paper.paper_step, k=k, attention=attention)
         floors[f"paper, {name}: whole"] = KV_HEADS * tokens * 8 + kept
         forms[f"paper, {name}: whole"] = [
@@ -84,7 +84,7 @@ def _step(tokens: int, rate: float, repeats: int) -> Iterator[dict[str, Any]]:
         ]
     notes: dict[str, str] = {}
     right = dense.exact(query, keys[0], values[0])
-    for name, function in dense.gpu_forms().items():
+    for name, function in dense.gpu_forms(where).items():
         name = f"dense: {name}"
         floors[name] = KV_HEADS * tokens * DIM * 4
         if isinstance(function, str):
