@@ -109,9 +109,12 @@ def hashing_time(results: Results) -> str:
 
     step = f"a step after {tokens} tokens"
     lines = [
-        ["hashing a prompt: with metric and mean", *ratios(f"hashing {tokens} tokens", "metric, centred", "paper")],
+        [
+            f"hashing {tokens} tokens: with metric and mean",
+            *ratios(f"hashing {tokens} tokens", "metric, centred", "paper"),
+        ],
         ["hashing one token: with metric and mean", *ratios("hashing 1 token", "metric, centred", "paper")],
-        ["a decoding step: with the gain", *ratios(step, "gain, relative", "no gain, relative")],
-        ["a decoding step: `relative` instead of `max`", *ratios(step, "gain, relative", "gain, max")],
+        [f"{step}: with the gain", *ratios(step, "gain, relative", "no gain, relative")],
+        [f"{step}: `relative` instead of `max`", *ratios(step, "gain, relative", "gain, max")],
     ]
     return table(["time with / without", "`head_dim` 64", "`head_dim` 128"], lines)
