@@ -74,6 +74,7 @@ def test_it_retrieves_and_chance_does_not(model, tokenizer):
     assert right["window"] <= 0.35
 
 
+@pytest.mark.slow  # `bpc demo` runs in every push as an example of the README, and prints what that shows
 def test_the_command_tells_the_story(bpc):
     ran = bpc("demo", "--prompts", "4", "-q")
     assert ran.code == 0, ran.err
