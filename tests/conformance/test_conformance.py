@@ -202,7 +202,9 @@ def test_shapes_of_the_cpu_kernels(shape, operation, monkeypatch):
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention compiles C++ on a CPU")
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", pytest.param("flex_attention", marks=[needs_compiler, pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "attention", ["eager", "sdpa", pytest.param("flex_attention", marks=[needs_compiler, pytest.mark.slow])]
+)
 def test_the_attention_below(attention):
     made = tiny.model()  # eager attention has its softmax in float32
     made.set_attn_implementation(attention)
