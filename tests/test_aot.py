@@ -24,29 +24,27 @@ USUAL = {"prep_kernel": 96, "best_kernel": 112, "score_kernel": 152, "attend_ker
 SHARED = 99 * 1024  # bytes a block may take on the smallest of today's GPUs
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """By GPU: what was compiled, side by side in processes that do not interpret."""
+# One of them in every push: all go through the same passes, and differ in what those have to spend.
+TARGETS = [pytest.param(arch, marks=[pytest.mark.slow] * (arch != 90)) for arch in GPUS]
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_what_the_compiler_makes(arch, tmp_path):
+    """In one test, so that tests run side by side do not compile twice; in a process that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    running = {}
-    for arch in GPUS:
-        environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp(f"triton{arch}"))
-        command = [sys.executable, str(HERE / "aot.py"), str(arch)]
-        running[arch] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(environment)
-        )
-    made = {}
-    for arch, process in running.items():
-        out, err = process.communicate(timeout=900)
-        assert process.returncode == 0, err[-3000:]
-        made[arch] = [json.loads(line) for line in out.splitlines()]
-    return made
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(HERE / "aot.py"), str(arch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    stays_within_its_registers(reports)
+    scores_by_int8_products(reports)
+    loads_listed_rows_ahead(reports)
 
 
-@pytest.mark.parametrize("arch", GPUS)
-def test_compiles_within_its_registers(reports, arch):
-    assert {report["kernel"] for report in reports[arch]} == set(REGISTERS)
-    for report in reports[arch]:
+def stays_within_its_registers(reports):
+    assert {report["kernel"] for report in reports} == set(REGISTERS)
+    for report in reports:
         assert report["stack"] == 0, report
         assert report["registers"] <= REGISTERS[report["kernel"]], report
         constants = report["constants"]
@@ -57,20 +55,14 @@ def test_compiles_within_its_registers(reports, arch):
             assert report["shared"] <= SHARED, report
 
 
-@pytest.mark.parametrize("arch", GPUS)
-def test_scores_come_from_int8_products(reports, arch):
-    found = [report for report in reports[arch] if report["kernel"] in ("best_kernel", "score_kernel")]
+def scores_by_int8_products(reports):
+    found = [report for report in reports if report["kernel"] in ("best_kernel", "score_kernel")]
     assert len(found) >= 14
     assert all(report["int8_mma"] > 0 for report in found)
 
 
-@pytest.mark.parametrize("arch", GPUS)
-def test_listed_rows_are_loaded_ahead(reports, arch):
-    looping = [
-        report
-        for report in reports[arch]
-        if report["kernel"] == "attend_kernel" and report["constants"]["CHUNK"] == "256"
-    ]
+def loads_listed_rows_ahead(reports):
+    looping = [each for each in reports if each["kernel"] == "attend_kernel" and each["constants"]["CHUNK"] == "256"]
     assert len(looping) >= 12
     assert all(report["cp_async"] > 0 for report in looping)
 

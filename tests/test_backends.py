@@ -170,8 +170,16 @@ def test_each_sequence_with_projections_of_its_own(both):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("bits", [32, 64, 128])
-@pytest.mark.parametrize("tokens", [1, 65, 150])
+@pytest.mark.parametrize(
+    ("bits", "tokens"),
+    [
+        *((32, 65), (64, 1), (64, 65)),  # a block and one token more
+        *(
+            pytest.param(*shape, marks=pytest.mark.slow)
+            for shape in ((32, 1), (32, 150), (64, 150), (128, 1), (128, 65), (128, 150))
+        ),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_codes_from_the_same_products_are_exact(bits, tokens, dtype, pipeline):
     skip_unserved(pipeline, dtype)

@@ -200,7 +200,6 @@ def is_compiled(each):
     return hasattr(each, "py_func")
 
 
-@pytest.mark.slow
 def test_both_backends_write_the_same_256_tokens(monkeypatch):
     """Greedily, behind 2,000 tokens of text, every layer choosing 2 % of them; in float32.
 
@@ -259,10 +258,13 @@ for bits in (32, 64, 128):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lanes", "features"),
-    [(0, ""), (8, "+avx2,+fma,+avxvnni"), (16, None)],
+    [
+        (0, ""),  # what no test runs on a machine with the others
+        pytest.param(8, "+avx2,+fma,+avxvnni", marks=pytest.mark.slow),
+        pytest.param(16, None, marks=pytest.mark.slow),
+    ],
     ids=["by tables", "256 bits", "512 bits"],
 )
 def test_every_instruction_set(tmp_path, lanes, features):

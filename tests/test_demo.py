@@ -73,6 +73,7 @@ def test_bpc_retrieves_and_random_keys_do_not(model, tokenizer):
     assert right["window"] <= 0.35
 
 
+@pytest.mark.slow  # `bpc demo` runs in every push as an example of the README, and prints what that shows
 def test_the_command_shows_all_its_parts(bpc):
     ran = bpc("demo", "--prompts", "4", "-q")
     assert ran.code == 0, ran.err

@@ -13,6 +13,8 @@ import test_hub
 import tiny
 
 ROOT = Path(__file__).parent.parent
+# In every push; the other pages' commands, minutes of them, in `make test-all`.
+TELLING = ("README.md", "docs/artifact-format.md")
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 NOT_RUN = ("pip install ", "make ")  # what they do is the setting of the tests themselves
 
@@ -71,7 +73,9 @@ def run_python(block: str, folder: Path) -> None:
             assert match[1] in ran.stdout
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page not in TELLING)) for page in PAGES]
+)
 def test_examples_run_in_order(page, playground, bpc_process):
     folder, environment = playground
     for old in folder.glob("*.safetensors"):

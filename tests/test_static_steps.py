@@ -297,7 +297,7 @@ class NoReading(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded):
     """The kernels count as single operators here, as they do on a device."""
     import bpc_calib.backends.triton.ops  # noqa: F401

@@ -61,8 +61,20 @@ RULES = {
 }
 
 
-def operations(*chosen):
-    return pytest.mark.parametrize("operation", chosen, ids=lambda operation: operation.__name__)
+# Every family in every push by three operations, which ask of a model what differs between families: padding and
+# positions of single tokens, a forward pass over buffers that keep their size, and steps of several tokens of which
+# some are taken back. What else an operation does happens in the cache, alike for all: llama has everything, and
+# gemma3, whose sliding layers lie beside ours.
+TELLING = (suite.ragged_batch, suite.static_batch, suite.prompt_lookup)
+
+
+def operations(*chosen, slow=()):
+    """Those in `slow` run in `make test-all` alone."""
+    return pytest.mark.parametrize(
+        "operation",
+        [*chosen, *(pytest.param(operation, marks=pytest.mark.slow) for operation in slow)],
+        ids=lambda operation: operation.__name__,
+    )
 
 
 no_static = pytest.mark.skip("static steps refuse sliding-window layers: see tests/test_static_steps.py")
@@ -78,7 +90,8 @@ every_operation_of_every_family = pytest.mark.parametrize(
                 mark
                 for skipped, mark in ((suite.crop, no_crop), (suite.static_batch, no_static))
                 if (name, operation) == ("gemma3_text", skipped)
-            ],
+            ]
+            + [pytest.mark.slow] * (name not in ("llama", "gemma3_text") and operation not in TELLING),
         )
         for name in FAMILIES
         for operation in suite.OPERATIONS
@@ -115,14 +128,19 @@ def test_shapes(shape, operation):
     check(model(**SHAPES[shape]), operation)
 
 
-@operations(suite.ragged_batch, suite.static_batch, suite.beams, suite.conversation, suite.crop)
+@operations(suite.ragged_batch, suite.crop, slow=(suite.static_batch, suite.beams, suite.conversation))
 @pytest.mark.parametrize("rules", RULES)
 def test_rules(rules, operation):
     check(model(), operation, **RULES[rules])
 
 
+# Padding, several tokens at once, and online projections that move with their sequences; static steps by the kernels
+# are in tests/test_static_steps.py.
+KERNELS = (suite.ragged_batch, suite.chunks_between_tokens, suite.batch_changes)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
-@operations(*suite.OPERATIONS)
+@operations(*KERNELS, slow=[operation for operation in suite.OPERATIONS if operation not in KERNELS])
 def test_the_kernels(operation, monkeypatch):
     """Run the Triton path in its interpreter: every operation on one family, with a metric and a mean."""
     import bpc_calib.backends.triton.ops  # noqa: F401
@@ -166,7 +184,7 @@ def test_the_cpu_kernels(name, operation, monkeypatch):
     check_in_float32(operation, lambda seed: tiny.model(family, seed=seed, **changes), online=online, metric=not online)
 
 
-@operations(suite.ragged_batch, suite.static_batch)
+@operations(suite.ragged_batch, slow=[suite.static_batch])
 @pytest.mark.parametrize("rules", [name for name in RULES if name != "online, 128 bits"])
 def test_rules_of_the_cpu_kernels(rules, operation, monkeypatch):
     """Not with 128 online bits on 40 keys: after 40 bits only rounding is left of the keys, and it sets the signs."""
@@ -184,7 +202,9 @@ def test_shapes_of_the_cpu_kernels(shape, operation, monkeypatch):
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention compiles C++ on a CPU")
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", pytest.param("flex_attention", marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "attention", ["eager", "sdpa", pytest.param("flex_attention", marks=[needs_compiler, pytest.mark.slow])]
+)
 def test_the_models_own_attention(attention):
     made = tiny.model()  # in float32, as the softmax of eager attention
     made.set_attn_implementation(attention)
