@@ -8,7 +8,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 # Triton's compiler fails on float64 products for compute capability 10 and higher.
 FLOAT64 = [] if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0) else [torch.float64]
-# What one product in a dtype, or a softmax over it, may round: some units in the last place of 24, 53, 8 or 11 bits.
+# The rounding error of one product in a dtype, or a softmax over it: a few units in the last of 24, 53, 8 or 11 bits.
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 

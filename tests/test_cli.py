@@ -132,7 +132,7 @@ def test_an_existing_file_is_kept_without_force(calibrate, tmp_path):
         (("--sequence-length", "4096"), ("a sequence length of 4096 is over the limit of tiny-llama, 128 tokens",)),
         (("-o", "no/such/a.safetensors"), ("no/such/a.safetensors: there is no folder no/such",)),
         (("-o", "."), (".: is a folder",)),
-        (("--samples", "900"), ("corpus notes has text for", "samples of 128 tokens, 900 are needed")),
+        (("--samples", "900"), ("corpus notes has text for", "samples of 128 tokens, but needs 900")),
         (("--corpus", "pg20"), ("unknown corpus 'pg20'",)),
         (("--corpus", "pg19"), ("corpus pg19 (emozilla/pg19)", "HF_HUB_OFFLINE", "--corpus NAME=PATH")),
         (("--device", "cuda:99"), ("device cuda:99 cannot be used",)),

@@ -56,9 +56,10 @@ def random_metric(dim: int, seed: int = 3) -> torch.Tensor:
     return query_metric(second_moment(queries), 1.0)
 
 
-# The error follows the rounded P M: of 8, 11 and 24 bits; in float64 it is stored in float32, of 24.
+# The error comes from the rounding of P M to 8, 11 or 24 bits; for float64 keys it comes from its storage in float32.
 ERROR_IN_A_METRIC = {torch.bfloat16: 0.1, torch.float16: 0.1 / 8, torch.float32: 2e-4, torch.float64: 1e-6}
-GAINS_OFF = {torch.bfloat16: 50, torch.float16: 50 // 8, torch.float32: 3, torch.float64: 0}  # of 500, by one
+# Gains of 500 that may differ by one.
+GAINS_OFF = {torch.bfloat16: 50, torch.float16: 50 // 8, torch.float32: 3, torch.float64: 0}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -14,7 +14,7 @@ from bpc_calib.text.made_text import ATTRIBUTES, fact, question
 
 __all__ = ["RULER", "TASKS", "TEXT", "Problem", "score"]
 
-TEXT = "text"  # the task that asks no question: plain text
+TEXT = "text"  # the task without a question: plain text
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reading calibration text: corpora of the Hub, local files and folders, and generated text."""
+"""Read calibration text: corpora of the Hub, local files and folders, and generated text."""
 
 import gzip
 import json

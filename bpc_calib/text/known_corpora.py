@@ -1,4 +1,4 @@
-"""The corpora that have a name. Importing this file is cheap, so the command line lists them in its help."""
+"""The named corpora. The import of this file is cheap, so that the command line can list them in its help."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ __all__ = ["DEFAULT_CORPORA", "DEMO", "DEMO_CORPORA", "HUB_CORPORA", "Corpus", "
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where text comes from. `repo` is set for the Hub, `files` for local text, `style` for made text."""
+    """A source of text. `repo` is set for the Hub, `files` for local text, `style` for generated text."""
 
     name: str
-    path: str  # what the artifact records: a Hub path, or the base name of a local one
-    field: str  # of JSON and parquet; plain text has none
+    path: str  # recorded in the artifact: a Hub path, or the base name of a local path
+    field: str  # the text field of JSON and parquet; plain text ignores it
     repo: str | None = None
     revision: str | None = None
     split: str | None = None
@@ -25,7 +25,7 @@ class Corpus:
     style: str | None = None
 
 
-_AUTHORS = "namespace-Pt/long-llm-data"  # the sets of the paper's authors
+_AUTHORS = "namespace-Pt/long-llm-data"  # the data of the paper's authors
 
 HUB_CORPORA = {
     corpus.name: corpus
@@ -72,9 +72,9 @@ HUB_CORPORA = {
         ),
     )
 }
-DEMO = "demo"  # stands for all of DEMO_CORPORA
+DEMO = "demo"  # short for all of DEMO_CORPORA
 DEFAULT_CORPORA = ("pg19", "proofpile", "codeparrot")
-# Made text of the kinds that the three hold, with facts and questions; what the demo model was trained on.
+# Generated text, similar to the three default corpora, with facts and questions; the demo model was trained on it.
 DEMO_CORPORA = {
     corpus.name: corpus
     for corpus in (Corpus(f"demo-{style}", f"demo/{style}", "text", style=style) for style in made_text.STYLES)
@@ -82,5 +82,5 @@ DEMO_CORPORA = {
 
 
 def expand(specs: Iterable[Any]) -> list[Any]:
-    """The same corpora, each once, with `demo` written as the three that it stands for."""
+    """Return the corpora without duplicates, with `demo` replaced by the three corpora of `DEMO_CORPORA`."""
     return list(dict.fromkeys(name for spec in specs for name in (DEMO_CORPORA if spec == DEMO else (spec,))))
