@@ -8,7 +8,6 @@ import logging
 import os
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from bpc_calib.backends.protocol import Backend, Request
@@ -22,7 +21,7 @@ __all__ = ["BACKENDS", "backend", "choose", "dense_attention", "encode_with", "f
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("torch", "triton", "numba")
-OLDEST = {"triton": Version("3.6"), "numba": Version("0.61")}
+OLDEST = {"triton": (3, 6), "numba": (0, 61)}
 INSTALL = {"triton": "pip install triton", "numba": "pip install 'bpc-calib[cpu]'"}
 
 
@@ -154,9 +153,10 @@ def _not_installed(package: str) -> str | None:
             from numba import __version__ as found
     except ImportError:
         return f"{package.replace('triton', 'Triton')} is not installed ({INSTALL[package]})"
-    if Version(found) >= OLDEST[package]:
+    # As numbers: torch.compile cannot trace `packaging.version` with torch 2.8.
+    if tuple(map(int, found.split(".")[:2])) >= OLDEST[package]:
         return None
-    return f"{package.replace('triton', 'Triton')} {found} is older than {OLDEST[package]}"
+    return f"{package.replace('triton', 'Triton')} {found} is older than {'.'.join(map(str, OLDEST[package]))}"
 
 
 @functools.cache
