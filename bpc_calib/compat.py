@@ -1,8 +1,12 @@
-"""Every use of another library's private parts. Checked with transformers 5.17 (the oldest supported) and 5.23."""
+"""Every use of another library's private parts.
+
+Checked with transformers 5.17 (the oldest supported) and 5.23, numba 0.61.2 (the oldest supported) and 0.68.1.
+"""
 
 import functools
 import inspect
 import sys
+from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
@@ -11,9 +15,11 @@ __all__ = [
     "attention_name",
     "can_set_attention",
     "continued_cache_restarts",
+    "cpu_features",
     "drafts_by_model",
     "eager_attention",
     "generate_arguments",
+    "keep_compiled",
     "sampling_loop",
 ]
 
@@ -74,3 +80,48 @@ def continued_cache_restarts() -> bool:
     import transformers
 
     return Version(transformers.__version__) < Version("5.21")
+
+
+class _Locator:
+    """Where numba keeps what it compiles, and what makes it stale: the methods that numba calls on a locator."""
+
+    def __init__(self, folder: Path, stamp: str, line: int = 0) -> None:
+        self._folder, self._stamp, self._line = folder, stamp, line
+
+    def from_function(self, function: Any, file: str) -> "_Locator":
+        return _Locator(self._folder, self._stamp, function.__code__.co_firstlineno)
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def ensure_cache_path(self) -> None:
+        pass
+
+    def get_source_stamp(self) -> str:
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+def keep_compiled(kernel: Any, folder: Path, stamp: str) -> None:
+    """Have numba keep what it compiles of a kernel in a folder, and load it from there while the stamp is the same.
+
+    numba's `cache=True` chooses the folder itself, and notices changes in the kernel's own file only. From 0.62 on
+    `NUMBA_CACHE_LOCATOR_CLASSES` may name a locator class, but only for all functions of a process, those of other
+    packages too, so it cannot replace these subclasses; where a user has set it, numba asks its classes instead.
+    """
+    from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+    found = type("Impl", (CompileResultCacheImpl,), {"_locator_classes": (_Locator(folder, stamp),)})
+    cache = type("Cache", (FunctionCache,), {"_impl_class": found})
+    kernel._cache = cache(kernel.py_func)
+
+
+def cpu_features() -> set[str]:
+    """The instruction sets, by LLVM's names, that numba compiles for."""
+    from numba.core import config
+    from numba.core.codegen import get_host_cpu_features
+
+    features = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    return {each[1:] for each in features.split(",") if each.startswith("+")}

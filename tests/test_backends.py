@@ -1,13 +1,16 @@
 """Every backend against plain torch, bit for bit: Triton's kernels, interpreted or on a GPU, and numba's on a CPU."""
 
 import importlib
+import inspect
 
 import pytest
 import torch
 from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
 from bpc_calib import InputError
-from bpc_calib.method import choosing
+from bpc_calib.backends import dispatch
+from bpc_calib.backends.protocol import Backend
+from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoding import encode_gram, encode_with, make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
@@ -34,23 +37,32 @@ def skip_unserved(pipeline, dtype):
 def both(pipeline):
     """What a backend chooses, and what the oracle does from the same int8 queries."""
 
-    def chosen(query, projection, encoded, k, *, gain=True, **rules):
-        gains = encoded.gain if gain else None
-        rules = {"scaling": 0.1, "group": "relative"} | rules
-        found = pipeline.choose(query, projection, encoded.codes, gains, k, **rules)
-        asked = pipeline.quantize_query(query, projection)
-        forced = {
-            "valid": None,
-            "lengths": None,
-            "recent": 0,
-            "sink": 0,
-            "worst": None,
-            "safeguard": 0.0,
-            "width": None,
-        }
-        return found, choosing.choose_asked(asked, encoded.codes, gains, k, **(forced | rules))
+    def chosen(query, projection, encoded, k, *, gain=True, valid=None, lengths=None, worst=None, width=None, **rules):
+        cached = Cached(encoded.codes, encoded.gain if gain else None, valid, lengths, worst)
+        choice = Choice(**({"scaling": 0.1} | rules))
+        found = pipeline.choose(query, projection, cached, k, choice, width=width)
+        quantized = pipeline.quantize_query(query, projection)
+        return found, choose_quantized(quantized, cached, k, choice, width=width)
 
     return chosen
+
+
+def signatures(module, names):
+    return {name: inspect.signature(getattr(module, name)) for name in names}
+
+
+def test_backends_have_the_signatures_of_the_protocol():
+    names = [name for name in vars(Backend) if not name.startswith("_")]
+    expected = {}
+    for name, signature in signatures(Backend, names).items():
+        _, *parameters = signature.parameters.values()  # a module's functions have no self
+        expected[name] = signature.replace(parameters=parameters)
+    for module in ("plain", "triton.backend", "cpu.backend"):
+        backend = importlib.import_module(f"bpc_calib.backends.{module}")
+        assert sorted(backend.__all__) == sorted(names), module
+        assert signatures(backend, names) == expected, module
+    dispatched = ["choose", "dense_attention", "encode_with", "sparse_attention"]
+    assert signatures(dispatch, dispatched) == {name: expected[name] for name in dispatched}
 
 
 SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,12 @@ import torch
 from bpc_calib import BPCCache, InputError, enable, quantize_query
 from bpc_calib.backends import cpu, dispatch
 from bpc_calib.backends.cpu import attend, folder, pipeline, score
-from bpc_calib.method import choosing
+from bpc_calib.method import encoding
+from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoding import Encoded
 from bpc_calib.models.loading import load_model, load_tokenizer
 
-RULES = {"scaling": 0.1, "group": "relative"}
+CHOICE = Choice(scaling=0.1)
 
 
 @pytest.fixture
@@ -45,11 +47,11 @@ def large(rows, tokens, words=1):
     return Encoded(codes, torch.zeros(1, rows, tokens), gain)
 
 
-def both(query, projection, encoded, k, **rules):
-    asked = pipeline.quantize_query(query, projection)
-    usual = dict.fromkeys(("valid", "lengths", "worst", "width")) | {"recent": 0, "sink": 0, "safeguard": 0.0}
-    found = pipeline.choose(query, projection, encoded.codes, encoded.gain, k, **(RULES | rules))
-    return found, choosing.choose_asked(asked, encoded.codes, encoded.gain, k, **(usual | RULES | rules))
+def both(query, projection, encoded, k, *, valid=None, lengths=None, **rules):
+    """What the kernels choose, and what plain torch does from the same int8 queries."""
+    cached, choice = Cached(encoded.codes, encoded.gain, valid, lengths), replace(CHOICE, **rules)
+    found = pipeline.choose(query, projection, cached, k, choice)
+    return found, choose_quantized(pipeline.quantize_query(query, projection), cached, k, choice)
 
 
 def test_as_many_threads_as_torch_has_from_the_first_step_on():
@@ -168,12 +170,13 @@ def test_an_index_beyond_the_tokens_is_refused():
 def test_steps_in_several_threads_at_once():
     encoded, projection = large(2, 5_000), draw(2, 64, 64, seed=1)
     queries = [draw(1, 2, 4, 64, seed=seed) for seed in range(4)]
-    expected = [pipeline.choose(query, projection, encoded.codes, encoded.gain, 99, **RULES) for query in queries]
+    cached = Cached(encoded.codes, encoded.gain)
+    expected = [pipeline.choose(query, projection, cached, 99, CHOICE) for query in queries]
     wrong = []
 
     def work(i):
         for _ in range(20):
-            found = pipeline.choose(queries[i], projection, encoded.codes, encoded.gain, 99, **RULES)
+            found = pipeline.choose(queries[i], projection, cached, 99, CHOICE)
             if not torch.equal(found, expected[i]):
                 wrong.append(i)
 
@@ -243,7 +246,7 @@ import sys, torch
 from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 import test_cpu
-from bpc_calib.backends.cpu.language import LANES
+from bpc_calib.backends.cpu.dots import LANES
 assert LANES == int(sys.argv[2]), LANES
 for bits in (32, 64, 128):
     for heads in (1, 4, 5):
@@ -288,28 +291,39 @@ def test_every_instruction_set(tmp_path, lanes, features):
 def test_kernels_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch):
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = folder.kept()
+    found = folder.kernel_folder()
     assert found.parent == tmp_path / "bpc" / "bpc-numba"
     assert stat.S_IMODE(found.stat().st_mode) == stat.S_IMODE(found.parent.stat().st_mode) == 0o700
     found.parent.chmod(0o770)
-    assert folder.kept() is None
+    assert folder.kernel_folder() is None
     found.parent.chmod(0o700)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "bpc").mkdir()
     (tmp_path / "other" / "bpc" / "bpc-numba").symlink_to(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert folder.kept() is None
+    assert folder.kernel_folder() is None
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
-    assert folder.kept().parent == tmp_path / "named" / "bpc-numba"
+    assert folder.kernel_folder().parent == tmp_path / "named" / "bpc-numba"
+
+
+def test_a_constant_of_the_method_makes_kernels_stale(tmp_path, monkeypatch):
+    before, source = folder.stamp(), Path(encoding.__file__).read_text()
+    changed = tmp_path / "encoding.py"
+    changed.write_text(source)
+    monkeypatch.setattr(encoding, "__file__", str(changed))
+    assert folder.stamp() == before
+    changed.write_text(source.replace("GAIN_OFFSET = 32", "GAIN_OFFSET = 33"))
+    assert folder.stamp() != before
 
 
 READY = """
 import logging, sys, numba, torch
 from bpc_calib.backends.cpu import pipeline
+from bpc_calib.backends.cpu.ready import make_ready
 logging.basicConfig(format="%(message)s")
 for name in sys.argv[1:]:
     numba.njit(lambda x: x)(1)  # what is compiled next has another number than in the other processes
-    pipeline.make_ready(getattr(torch, name))
+    make_ready(getattr(torch, name))
 print(sum(sum(k.stats.cache_hits.values()) for k in (pipeline.choose_kernel, pipeline.attend_kernel)))
 """
 LOADED = """
@@ -317,9 +331,9 @@ import sys, torch
 from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 import test_cpu
-from bpc_calib.backends.cpu import pipeline
-pipeline.make_ready(torch.bfloat16)
-pipeline.make_ready(torch.float32)
+from bpc_calib.backends.cpu.ready import make_ready
+make_ready(torch.bfloat16)
+make_ready(torch.float32)
 projection, encoded = test_cpu.draw(2, 64, 64, seed=1), test_cpu.large(2, 5_003)
 for heads in (4, 5):
     for kept in (encoded, replace(encoded, gain=None)):
@@ -356,7 +370,7 @@ def test_without_numba_torch_serves_with_one_warning(monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "bpc_calib.backends.dispatch")
     monkeypatch.delenv("BPC_BACKEND", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    for cached in (dispatch._warn_once, dispatch._without_numba):
+    for cached in (dispatch._warn_once, dispatch._not_installed):
         cached.cache_clear()
     try:
         assert dispatch.backend(torch.device("cpu")) == "torch"
@@ -367,5 +381,5 @@ def test_without_numba_torch_serves_with_one_warning(monkeypatch, caplog):
         with pytest.raises(InputError, match=r"^BPC_BACKEND=numba: numba is not installed"):
             dispatch.backend(torch.device("cpu"))
     finally:
-        for cached in (dispatch._warn_once, dispatch._without_numba):
+        for cached in (dispatch._warn_once, dispatch._not_installed):
             cached.cache_clear()

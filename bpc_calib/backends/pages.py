@@ -14,15 +14,15 @@ HUGE = 1 << 21  # bytes
 
 
 def in_huge_pages(fresh: Tensor) -> Tensor:
-    """The same tensor, not yet written to; on Linux's CPU in pages of 2 MB where it has that many bytes.
+    """A tensor not yet written to; on a CPU, if it is large enough and Linux allows it, in pages of 2 MB.
 
-    Rows read here and there would wait for the tables of small pages as long as for themselves.
+    With small pages, looking up the pages of scattered rows takes as long as reading them.
     """
     advise, size = _advise(), fresh.untyped_storage().nbytes()
     if fresh.device.type == "cpu" and advise is not None and size >= 2 * HUGE:
         first = -(-fresh.untyped_storage().data_ptr() // HUGE) * HUGE
         last = (fresh.untyped_storage().data_ptr() + size) // HUGE * HUGE
-        advise(first, last - first, mmap.MADV_HUGEPAGE)  # where it is refused, pages stay small
+        advise(first, last - first, mmap.MADV_HUGEPAGE)  # if Linux refuses, pages stay small
     return fresh
 
 

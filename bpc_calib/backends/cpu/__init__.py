@@ -1,4 +1,4 @@
-"""The CPU backend, compiled by numba: the same signatures as the torch functions, which are its oracles.
+"""The CPU backend, compiled by numba (docs/cpu.md).
 
-Needs the extra `cpu`; nothing here is imported before a step on a CPU is to be served.
+Needs the extra `cpu`; `dispatch` imports it for the first step on a CPU.
 """

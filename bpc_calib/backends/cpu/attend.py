@@ -1,19 +1,56 @@
 """Step 4: exact attention over the tokens chosen, read where they lie."""
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 
-from bpc_calib.backends.cpu.language import WIDE, add_four, ask, at, compiled, dot_four, float_of, inlined, widen
+from bpc_calib.backends.cpu.compiling import compiled, inlined
+from bpc_calib.backends.cpu.language import WIDE, add_four, at, dot_four, float_of, prefetch_row, widen
 
-__all__ = ["attend_kernel"]
+__all__ = ["Attention", "attend_kernel", "work_size"]
 
-CHUNK = 16  # tokens whose weights are made at once: more, and nothing is asked for meanwhile
-AHEAD = 12  # tokens whose keys are asked for before they are needed
+CHUNK = 16  # tokens whose weights are computed at once; nothing is prefetched meanwhile
+AHEAD = 12  # how many tokens ahead keys are prefetched
 F32, I64 = np.empty(0, np.float32), np.empty(0, np.int64)
 LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.1219444e-4)
-LEAST = np.float32(-87)  # e^-87 is next to nothing, and still a normal number
+LEAST = np.float32(-87)  # e^-87 is nearly 0, and still a normal number
 FAST = {"reassoc", "contract", "nsz"}  # sums in any order; infinities stay what they are
+
+
+class Attention(NamedTuple):
+    """What `attend_kernel` works on: sizes, and addresses with strides in elements, as in `Step`; `_n` are tokens."""
+
+    query: int
+    query_b: int
+    query_h: int
+    query_g: int
+    keys: int
+    keys_b: int
+    keys_h: int
+    keys_n: int
+    values: int
+    values_b: int
+    values_h: int
+    values_n: int
+    indices: int  # int64 [rows, count]
+    count: int
+    scale: float
+
+    rows: int
+    kv_heads: int
+    heads: int
+    dim: int
+    tokens: int
+    parts: int  # of each list
+
+    partial: int  # float32 [rows, parts, H, dim], sums of values weighted by exponentials
+    weights: int  # float32 [rows, parts, 2, heads], the largest logit and the sum of the exponentials
+    work: int  # `work_size` bytes per part
+    faults: int  # int64 [rows, parts], whether an index is beyond the tokens
+
+    out: int  # float32 [rows, heads, dim]
 
 
 @inlined(fastmath={"contract"})
@@ -37,14 +74,14 @@ def exponentials(x, most):
 
 @inlined
 def work_size(heads, dim, share):
-    """Bytes for what a part makes on the way: queries as float32, logits, and its list of `share` tokens."""
+    """Bytes of the intermediate results of a part: queries as float32, logits, and its list of `share` tokens."""
     fours = (heads + 3) // 4 * 4
     return (4 * fours * (dim + CHUNK) + 8 * share + 63) // 64 * 64
 
 
 @inlined
-def real(indices, begin, end, tokens, listed):
-    """Copy the places between `begin` and `end` that are tokens; how many, and whether one is beyond all tokens."""
+def tokens_of(indices, begin, end, tokens, listed):
+    """Copy the indices from `begin` to `end` that are tokens; how many, and whether one is beyond all tokens."""
     count, beyond = 0, False
     for i in range(begin, end):
         if indices[i] >= tokens:
@@ -56,26 +93,26 @@ def real(indices, begin, end, tokens, listed):
 
 
 @inlined
-def multiply(like, keys, keys_n, values, values_n, listed, begin, count, dim, asked, logits):
-    """Logits `[4, CHUNK]` of the keys listed from `begin` on with the queries of 4 heads, `asked [4, dim]`.
+def logits_of(like, keys, keys_n, values, values_n, listed, begin, count, dim, queries, logits):
+    """Logits `[4, CHUNK]` of the keys listed from `begin` on with the queries of 4 heads, `[4, dim]`.
 
-    On the way the values of these tokens are asked for, if given, and the keys that come soon.
+    If `values` are given, prefetches the values of these tokens and the keys that come soon.
     """
     for i in range(begin, begin + count):
         if values:
-            ask(values + values_n * listed[i], dim * like.itemsize)
-            ask(keys + keys_n * listed[min(i + AHEAD, len(listed) - 1)], dim * like.itemsize)
+            prefetch_row(values + values_n * listed[i], dim * like.itemsize)
+            prefetch_row(keys + keys_n * listed[min(i + AHEAD, len(listed) - 1)], dim * like.itemsize)
         key, out = keys + keys_n * listed[i], logits + 4 * (i - begin)
-        dot_four(like, key, asked, dim, out, CHUNK)
+        dot_four(like, key, queries, dim, out, CHUNK)
         for j in range(dim // WIDE * WIDE, dim):
             for g in range(4):
-                product = at(asked, 4 * dim, F32)[g * dim + j] * widen(at(key, dim, like)[j])
+                product = at(queries, 4 * dim, F32)[g * dim + j] * widen(at(key, dim, like)[j])
                 at(out, 4 * CHUNK, F32)[g * CHUNK] += product
 
 
 @inlined
 def largest_of(x):
-    """The largest of float32, by their bits: whole vectors, as a comparison that minds NaN is not."""
+    """The largest of float32, by their bits: unlike comparisons that heed NaN, these run on whole vectors."""
     best = np.int32(-(1 << 31))
     bits = x.view(np.int32)
     for i in range(len(bits)):
@@ -85,10 +122,10 @@ def largest_of(x):
 
 @inlined(fastmath=FAST)
 def weigh(logits, count, heads, dim, most, total, sums):
-    """Make the logits `[heads, CHUNK]` weights, and what was summed before comparable with them."""
+    """Turn the logits `[heads, CHUNK]` into weights, and scale the earlier sums to match."""
     for g in range(heads):
-        mine = at(logits + 4 * CHUNK * g, count, F32)
-        largest = largest_of(mine)
+        weights = at(logits + 4 * CHUNK * g, count, F32)
+        largest = largest_of(weights)
         if largest > most[g]:
             down = np.exp(most[g] - largest)
             most[g] = largest
@@ -96,17 +133,17 @@ def weigh(logits, count, heads, dim, most, total, sums):
             summed = at(sums + 4 * dim * g, dim, F32)
             for d in range(dim):
                 summed[d] *= down
-        exponentials(mine, most[g])
-        some = np.float32(0)
+        exponentials(weights, most[g])
+        added = np.float32(0)
         for i in range(count):
-            some += mine[i]
-        total[g] += some
+            added += weights[i]
+        total[g] += added
         at(logits + 4 * (CHUNK * g + count), CHUNK - count, F32)[:] = 0
 
 
 @inlined
-def add(like, values, values_n, listed, begin, count, dim, weights, sums):
-    """The values listed, weighed by `weights [4, CHUNK]`, added to `sums [4, dim]`: 4 values at once."""
+def add_values(like, values, values_n, listed, begin, count, dim, weights, sums):
+    """The values listed, weighted by `weights [4, CHUNK]`, added to `sums [4, dim]`: 4 values at once."""
     last = begin + count - 1
     for i in range(begin, begin + count, 4):
         add_four(
@@ -123,93 +160,82 @@ def add(like, values, values_n, listed, begin, count, dim, weights, sums):
 
 
 @inlined
-def attend_part(
-    task, like, query, query_b, query_h, query_g, keys, tokens, keys_b, keys_h, keys_n, values, values_b, values_h,
-    values_n, indices, count, scale, kv_heads, heads, dim, parts, sums, weights, work, faults,
-):  # fmt: skip
-    """What one thread does of `attend_kernel`."""
-    size = like.itemsize
-    share = (count + parts - 1) // parts
-    row, part = task // parts, task % parts
-    b, h = row // kv_heads, row % kv_heads
+def attend_part(task, like, call):
+    """Attention of one part of a row, to be put together."""
+    size, heads, dim, count = like.itemsize, call.heads, call.dim, call.count
+    share = (count + call.parts - 1) // call.parts
+    row, part = task // call.parts, task % call.parts
+    b, h = row // call.kv_heads, row % call.kv_heads
     fours = (heads + 3) // 4 * 4
-    sums += 4 * task * fours * dim
-    asked = work + task * work_size(heads, dim, share)
-    logits = asked + 4 * fours * dim
+    sums = call.partial + 4 * task * fours * dim
+    queries = call.work + task * work_size(heads, dim, share)
+    logits = queries + 4 * fours * dim
     room = at(logits + 4 * fours * CHUNK, share, I64)
-    wide = at(asked, fours * dim, F32)
+    wide = at(queries, fours * dim, F32)
     wide[heads * dim :] = 0
     at(sums, fours * dim, F32)[:] = 0
     for g in range(heads):
-        given = at(query + size * (b * query_b + h * query_h + g * query_g), dim, like)
+        query = at(call.query + size * (b * call.query_b + h * call.query_h + g * call.query_g), dim, like)
         for d in range(dim):
-            wide[g * dim + d] = widen(given[d]) * np.float32(scale)
-    most, total = at(weights + 8 * task * heads, heads, F32), at(weights + 8 * task * heads + 4 * heads, heads, F32)
+            wide[g * dim + d] = widen(query[d]) * np.float32(call.scale)
+    most = at(call.weights + 8 * task * heads, heads, F32)
+    total = at(call.weights + 8 * task * heads + 4 * heads, heads, F32)
     most[:] = -np.inf
     total[:] = 0
-    found, beyond = real(
-        at(indices + 8 * row * count, count, I64), part * share, min(count, (part + 1) * share), tokens, room
+    found, beyond = tokens_of(
+        at(call.indices + 8 * row * count, count, I64), part * share, min(count, (part + 1) * share), call.tokens, room
     )
-    at(faults + 8 * task, 1, I64)[0] = beyond
-    listed = room[:found]
-    keys += size * (b * keys_b + h * keys_h)
-    values += size * (b * values_b + h * values_h)
+    at(call.faults + 8 * task, 1, I64)[0] = beyond
+    tokens = room[:found]
+    keys = call.keys + size * (b * call.keys_b + h * call.keys_h)
+    values = call.values + size * (b * call.values_b + h * call.values_h)
+    keys_n, values_n = size * call.keys_n, size * call.values_n
     for i in range(min(AHEAD, found)):
-        ask(keys + size * keys_n * listed[i], size * dim)
+        prefetch_row(keys + keys_n * tokens[i], size * dim)
     for begin in range(0, found, CHUNK):
-        some = min(CHUNK, found - begin)
+        chunk = min(CHUNK, found - begin)
         for g in range(0, fours, 4):
-            multiply(
-                like, keys, size * keys_n, values if g == 0 else 0, size * values_n, listed, begin, some, dim,
-                asked + 4 * g * dim, logits + 4 * g * CHUNK,
+            logits_of(
+                like, keys, keys_n, values if g == 0 else 0, values_n, tokens, begin, chunk, dim,
+                queries + 4 * g * dim, logits + 4 * g * CHUNK,
             )  # fmt: skip
-        weigh(logits, some, heads, dim, most, total, sums)
+        weigh(logits, chunk, heads, dim, most, total, sums)
         for g in range(0, fours, 4):
-            add(
-                like, values, size * values_n, listed, begin, some, dim, logits + 4 * g * CHUNK, sums + 4 * g * dim
+            add_values(
+                like, values, values_n, tokens, begin, chunk, dim, logits + 4 * g * CHUNK, sums + 4 * g * dim
             )  # fmt: skip
 
 
 @inlined(fastmath=FAST)
-def put_together(row, heads, dim, parts, partial, weights, out):
-    """float32 `[heads, dim]` of a row, of what its parts left; 0 where nothing was attended."""
+def put_together(row, call):
+    """float32 `[heads, dim]` of a row from its parts; 0 where nothing was attended."""
+    heads, dim = call.heads, call.dim
     fours = (heads + 3) // 4 * 4
     for g in range(heads):
-        mine = at(out + 4 * (row * heads + g) * dim, dim, F32)
-        mine[:] = 0
+        out = at(call.out + 4 * (row * heads + g) * dim, dim, F32)
+        out[:] = 0
         largest, total = np.float32(-np.inf), np.float32(0)
-        for part in range(row * parts, (row + 1) * parts):
-            largest = max(largest, at(weights + 8 * part * heads, heads, F32)[g])
-        for part in range(row * parts, (row + 1) * parts):
-            left = at(weights + 8 * part * heads, 2 * heads, F32)
-            if left[heads + g] != 0:
-                down = np.exp(left[g] - largest)
-                total += down * left[heads + g]
-                sums = at(partial + 4 * (part * fours + g) * dim, dim, F32)
+        for part in range(row * call.parts, (row + 1) * call.parts):
+            largest = max(largest, at(call.weights + 8 * part * heads, heads, F32)[g])
+        for part in range(row * call.parts, (row + 1) * call.parts):
+            weights = at(call.weights + 8 * part * heads, 2 * heads, F32)
+            if weights[heads + g] != 0:
+                down = np.exp(weights[g] - largest)
+                total += down * weights[heads + g]
+                sums = at(call.partial + 4 * (part * fours + g) * dim, dim, F32)
                 for d in range(dim):
-                    mine[d] += down * sums[d]
+                    out[d] += down * sums[d]
         if total != 0:
             for d in range(dim):
-                mine[d] /= total
+                out[d] /= total
 
 
 @compiled(parallel=True)
-def attend_kernel(
-    like, query, query_b, query_h, query_g, keys, tokens, keys_b, keys_h, keys_n, values, values_b, values_h, values_n,
-    indices, count, scale, rows, kv_heads, heads, dim, parts, partial, weights, work, faults, out,
-):  # fmt: skip
-    """Softmax attention over each list, in `parts` shares; whether all indices were those of tokens.
-
-    On the way: `partial` float32 `[rows, parts, heads up to 4s, dim]`, sums of values weighed by exponentials;
-    `weights` float32 `[rows, parts, 2, heads]`, the largest logit and the sum of the exponentials; `work`, `[rows,
-    parts]` times `work_size`; `faults` int64 `[rows, parts]`.
-    """
-    for index in numba.prange(rows * parts):
-        attend_part(
-            np.int64(index), like, query, query_b, query_h, query_g, keys, tokens, keys_b, keys_h, keys_n, values,
-            values_b, values_h, values_n, indices, count, scale, kv_heads, heads, dim, parts, partial, weights, work,
-            faults,
-        )  # fmt: skip
-    for row in range(rows):
-        put_together(row, heads, dim, parts, partial, weights, out)
-    return not at(faults, rows * parts, I64).any()
+def attend_kernel(like, fields):
+    """Softmax attention over each list, for an `Attention` given as a plain tuple; whether all indices are tokens."""
+    call = Attention(*fields)
+    for index in numba.prange(call.rows * call.parts):
+        attend_part(np.int64(index), like, call)
+    for row in range(call.rows):
+        put_together(row, call)
+    return not at(call.faults, call.rows * call.parts, I64).any()

@@ -1,19 +1,23 @@
-"""Hashing: the greedy pass over products with the rows of the projection, many keys side by side."""
+"""Hashing: the greedy pass over products with the rows of the projection, many keys at once."""
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
-from bpc_calib.backends.cpu.language import ask, at, compiled, inlined, widen
+from bpc_calib.backends.cpu.compiling import compiled, inlined
+from bpc_calib.backends.cpu.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
+from bpc_calib.backends.cpu.language import at, prefetch_row, widen
 
-__all__ = ["SIDE", "greedy_kernel", "hash_kernel"]
+__all__ = ["SIDE", "Hashing", "greedy_kernel", "hash_kernel"]
 
-SIDE = 64  # keys side by side
+SIDE = 64  # keys at once
 F32, I64, U8 = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
 
 
 @inlined
 def pass_many(given, matrix, count, bits, signs, dot, fallen):
-    """The greedy pass, key beside key: signs `[bits, SIDE]`, products with the code, squared errors."""
+    """The greedy pass for many keys at once: signs `[bits, SIDE]`, products with the code, squared errors."""
     running = np.zeros((bits, SIDE), np.float32)
     for x in range(count):
         for j in range(bits):
@@ -61,37 +65,38 @@ def greedy(given, norm, matrix, count, bits, codes, errors, gains):
             codes[x * words + i // 64] |= np.int64(signs[i, x] > 0) << (i % 64)
     for x in range(count):
         errors[x] = np.float32(np.sqrt(np.float64(max(fallen[x], np.float32(0)))))
-        byte = np.float32(255)
+        byte = np.float32(GAIN_MAX)
         if norm[x] <= 0:
-            byte = np.float32(32)
+            byte = np.float32(GAIN_ONE)
         elif dot[x] > 0:
-            byte = np.rint(np.float32(64) * norm[x] / dot[x] - np.float32(32))
-        gains[x] = np.uint8(min(np.float32(255), max(np.float32(0), byte)))
+            byte = np.rint(np.float32(GAIN_UNIT) * norm[x] / dot[x] - np.float32(GAIN_OFFSET))
+        gains[x] = np.uint8(min(np.float32(GAIN_MAX), max(np.float32(0), byte)))
 
 
 @inlined
-def greedy_block(task, blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains):
+def greedy_block(task, blocks, scores, norms, gram, gram_stride, tokens, bits, codes, errors, gains):
     """One of the `blocks` of a row."""
     words = (bits + 63) // 64
     row, first = task // blocks, task % blocks * SIDE
     count, begin = min(SIDE, tokens - first), row * tokens + first
     greedy(
         at(scores + 4 * begin * bits, count * bits, F32), at(norms + 4 * begin, count, F32),
-        at(gram + 4 * row * gram_r, bits * bits, F32), count, bits, at(codes + 8 * begin * words, count * words, I64),
-        at(errors + 4 * begin, count, F32), at(gains + begin, count, U8),
+        at(gram + 4 * row * gram_stride, bits * bits, F32), count, bits,
+        at(codes + 8 * begin * words, count * words, I64), at(errors + 4 * begin, count, F32),
+        at(gains + begin, count, U8),
     )  # fmt: skip
 
 
 @compiled(parallel=True)
-def greedy_kernel(scores, norms, gram, gram_r, rows, tokens, bits, codes, errors, gains):
+def greedy_kernel(scores, norms, gram, gram_stride, rows, tokens, bits, codes, errors, gains):
     """The greedy pass over float32 products `[rows, tokens, bits]`."""
     blocks = (tokens + SIDE - 1) // SIDE
     for index in numba.prange(rows * blocks):
-        greedy_block(np.int64(index), blocks, scores, norms, gram, gram_r, tokens, bits, codes, errors, gains)
+        greedy_block(np.int64(index), blocks, scores, norms, gram, gram_stride, tokens, bits, codes, errors, gains)
 
 
 @inlined(fastmath={"reassoc", "contract"})
-def multiply(wide, matrix, metric, scores):
+def project(wide, matrix, metric, scores):
     """Products `[H]` of a centred key with rows `[H, D]`; its squared norm, in a metric `[D, D]` if there is one."""
     dim = len(wide)
     for j in range(len(scores)):
@@ -112,44 +117,71 @@ def multiply(wide, matrix, metric, scores):
     return norm
 
 
+class Hashing(NamedTuple):
+    """What `hash_kernel` works on: sizes, and addresses with strides in elements, as in `Step`; `_n` are tokens.
+
+    `matrix`, `gram`, `metric` and `mean` are float32 with a stride over rows each, which is 0 where all rows share one;
+    `metric` and `mean` may be the address 0.
+    """
+
+    keys: int
+    keys_b: int
+    keys_h: int
+    keys_n: int
+    matrix: int
+    matrix_stride: int
+    gram: int
+    gram_stride: int
+    metric: int
+    metric_stride: int
+    mean: int
+    mean_stride: int
+
+    rows: int
+    kv_heads: int
+    tokens: int
+    dim: int
+    bits: int
+
+    codes: int  # int64 [rows, tokens, words]
+    errors: int  # float32 [rows, tokens]
+    gains: int  # uint8 [rows, tokens]
+
+
 @inlined
-def hash_row(
-    row, like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean, mean_r, kv_heads,
-    tokens, dim, bits, codes, errors, gains,
-):  # fmt: skip
+def hash_row(row, like, call):
     """All keys of a row."""
-    size, words = like.itemsize, (bits + 63) // 64
-    ask(matrix + 4 * row * matrix_r, 4 * bits * dim)  # in the cache was what another layer has
-    if metric:
-        ask(metric + 4 * row * metric_r, 4 * dim * dim)
-    ask(gram + 4 * row * gram_r, 4 * bits * bits)
-    rows_of = at(matrix + 4 * row * matrix_r, bits * dim, F32)
-    measured = at(metric + 4 * row * metric_r, dim * dim if metric else 0, F32)
-    centre = at(mean + 4 * row * mean_r, dim if mean else 0, F32)
+    size, tokens, dim, bits = like.itemsize, call.tokens, call.dim, call.bits
+    words = (bits + 63) // 64
+    matrix, gram = call.matrix + 4 * row * call.matrix_stride, call.gram + 4 * row * call.gram_stride
+    metric = call.metric + 4 * row * call.metric_stride
+    prefetch_row(matrix, 4 * bits * dim)  # the cache holds another layer's
+    if call.metric:
+        prefetch_row(metric, 4 * dim * dim)
+    prefetch_row(gram, 4 * bits * bits)
+    directions = at(matrix, bits * dim, F32)
+    measure = at(metric, dim * dim if call.metric else 0, F32)
+    centre = at(call.mean + 4 * row * call.mean_stride, dim if call.mean else 0, F32)
     scores, norms, wide = np.empty(tokens * bits, np.float32), np.empty(tokens, np.float32), np.empty(dim, np.float32)
+    keys = call.keys + size * (row // call.kv_heads * call.keys_b + row % call.kv_heads * call.keys_h)
     for i in range(tokens):
-        key = at(keys + size * (row // kv_heads * keys_b + row % kv_heads * keys_h + i * keys_n), dim, like)
+        key = at(keys + size * i * call.keys_n, dim, like)
         for d in range(dim):
             wide[d] = widen(key[d])
-        if mean:
+        if call.mean:
             for d in range(dim):
                 wide[d] -= centre[d]
-        norms[i] = multiply(wide, rows_of, measured, scores[i * bits : (i + 1) * bits])
+        norms[i] = project(wide, directions, measure, scores[i * bits : (i + 1) * bits])
     greedy(
-        scores, norms, at(gram + 4 * row * gram_r, bits * bits, F32), tokens, bits,
-        at(codes + 8 * row * tokens * words, tokens * words, I64), at(errors + 4 * row * tokens, tokens, F32),
-        at(gains + row * tokens, tokens, U8),
+        scores, norms, at(gram, bits * bits, F32), tokens, bits,
+        at(call.codes + 8 * row * tokens * words, tokens * words, I64), at(call.errors + 4 * row * tokens, tokens, F32),
+        at(call.gains + row * tokens, tokens, U8),
     )  # fmt: skip
 
 
 @compiled(parallel=True)
-def hash_kernel(
-    like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean, mean_r, rows, kv_heads,
-    tokens, dim, bits, codes, errors, gains,
-):  # fmt: skip
-    """`encode_with` for at most `SIDE` tokens: products and greedy pass in one, for a symmetric metric."""
-    for index in numba.prange(rows):
-        hash_row(
-            np.int64(index), like, keys, keys_b, keys_h, keys_n, matrix, matrix_r, gram, gram_r, metric, metric_r, mean,
-            mean_r, kv_heads, tokens, dim, bits, codes, errors, gains,
-        )  # fmt: skip
+def hash_kernel(like, fields):
+    """`encode_with` for at most `SIDE` tokens, for a `Hashing` given as a plain tuple and a symmetric metric."""
+    call = Hashing(*fields)
+    for index in numba.prange(call.rows):
+        hash_row(np.int64(index), like, call)

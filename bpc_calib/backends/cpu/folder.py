@@ -5,17 +5,20 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["kept", "stamp"]
+from bpc_calib.method import encoding, scoring
+
+__all__ = ["kernel_folder", "stamp"]
 
 
 def stamp() -> str:
-    """Of the sources of this package: kernels compiled from others are not loaded."""
+    """Of the sources that kernels are compiled from: what was compiled from others is stale."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources += [Path(str(module.__file__)) for module in (encoding, scoring)]  # `constants` are theirs
     return hashlib.sha256(b"\0".join(each.read_bytes() for each in sources)).hexdigest()[:16]
 
 
-def kept() -> Path | None:
-    """The folder of these sources, mode 0700; None where there can be none that is the user's alone.
+def kernel_folder() -> Path | None:
+    """The folder for kernels of these sources, mode 0700; None where no folder can be the user's alone.
 
     `NUMBA_CACHE_DIR` names another place than the user's cache folder.
     """

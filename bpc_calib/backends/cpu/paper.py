@@ -5,12 +5,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.cpu import pipeline
-from bpc_calib.backends.cpu.language import at, compiled, inlined, ones
+from bpc_calib.backends.cpu.compiling import compiled, inlined
+from bpc_calib.backends.cpu.constants import MAGNITUDE_BITS
+from bpc_calib.backends.cpu.language import at, ones
+from bpc_calib.backends.cpu.threads import parts, run
 
 __all__ = ["popcount_scores"]
 
-PLANES = 7  # bits of a magnitude of at most 127
 BLOCK = 1024  # keys whose best scores are in the nearest cache
 I8, I32, I64 = (np.empty(0, kind) for kind in (np.int8, np.int32, np.int64))
 
@@ -18,14 +19,15 @@ I8, I32, I64 = (np.empty(0, kind) for kind in (np.int8, np.int32, np.int64))
 @inlined
 def score_row(values, codes, scores, heads, count):
     """The largest of `c = 2 sum_j 2^j popc(m_j & ~(s ^ h)) - sum|p|`: half the popcounts of the printed form."""
-    planes, signs, sums = np.zeros((heads, PLANES), np.uint64), np.zeros(heads, np.uint64), np.zeros(heads, np.int64)
+    planes = np.zeros((heads, MAGNITUDE_BITS), np.uint64)
+    signs, sums = np.zeros(heads, np.uint64), np.zeros(heads, np.int64)
     for g in range(heads):
         for i in range(64):
             value = np.int64(values[64 * g + i])
             sums[g] += abs(value)
             if value < 0:  # 1 where negative: XOR with the code's bits is then 1 where the signs agree
                 signs[g] |= np.uint64(1) << np.uint64(i)
-            for j in range(PLANES):
+            for j in range(MAGNITUDE_BITS):
                 planes[g, j] |= np.uint64((abs(value) >> j) & 1) << np.uint64(i)
     for begin in range(0, count, BLOCK):
         end = min(count, begin + BLOCK)
@@ -68,8 +70,8 @@ def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
     if codes.stride(2) != 1:
         codes = codes.contiguous()
     values, scores = values.contiguous(), torch.empty(batch, kv_heads, tokens, dtype=torch.int32)
-    pipeline.run(
+    run(
         popcount_kernel, values.data_ptr(), codes.data_ptr(), *codes.stride()[:2], scores.data_ptr(), rows, kv_heads,
-        heads, tokens, pipeline.parts(rows, tokens, pipeline.SHARE),
+        heads, tokens, parts(rows, tokens),
     )  # fmt: skip
     return scores

@@ -2,7 +2,10 @@
 
 import numpy as np
 
-from bpc_calib.backends.cpu.language import LANES, at, inlined, prefetch, widen
+from bpc_calib.backends.cpu.compiling import inlined
+from bpc_calib.backends.cpu.constants import LARGEST_QUERY
+from bpc_calib.backends.cpu.dots import LANES
+from bpc_calib.backends.cpu.language import at, prefetch, widen
 
 __all__ = ["prep_row", "table_size"]
 
@@ -10,7 +13,7 @@ F32, I8, I32, U64 = (np.empty(0, kind) for kind in (np.float32, np.int8, np.int3
 
 
 def table_size(words: int) -> int:
-    """int32 that the table of 4 heads takes."""
+    """int32 in the table of 4 heads."""
     return words * 64 if LANES else words * 8 * 256 * 2
 
 
@@ -29,7 +32,7 @@ def fill_bytes(values, heads, bits, words, table):
 
 @inlined
 def fill_sums(values, heads, bits, words, table):
-    """For sums by look-up: uint64 `[words * 8, 256]`, 16 bits a head, what a byte of a code adds; never negative."""
+    """For sums by look-up: uint64 `[words * 8, 256]`, 16 bits per head, what a byte of a code adds; never negative."""
     for part in range(words * 8):
         lowest = np.uint64(0)
         steps = np.zeros(8, np.int64)
@@ -47,49 +50,47 @@ def fill_sums(values, heads, bits, words, table):
 
 
 @inlined(fastmath={"reassoc", "contract"})
-def prep_row(
-    row, like, query, query_b, query_h, query_g, projection, projection_b, projection_h, projection_n,
-    kv_heads, heads, bits, dim, words, values, totals, scale, tables, table_size,
-):  # fmt: skip
-    """`quantize_query`: int8 values `[rows, heads, bits]`, scale `[rows]`, sums int32 `[rows, heads up to 4s]`."""
-    b, h = row // kv_heads, row % kv_heads
+def prep_row(row, like, step):
+    """`quantize_query` of a row, the sums of its queries, and its tables."""
+    b, h = row // step.kv_heads, row % step.kv_heads
+    heads, bits, dim = step.heads, step.bits, step.dim
     fours = (heads + 3) // 4
     size = like.itemsize
     wide = np.empty(heads * dim, np.float32)
     for g in range(heads):
-        asked = at(query + size * (b * query_b + h * query_h + g * query_g), dim, like)
+        query = at(step.query + size * (b * step.query_b + h * step.query_h + g * step.query_g), dim, like)
         for d in range(dim):
-            wide[g * dim + d] = widen(asked[d])
-    start = projection + size * (b * projection_b + h * projection_h)
-    for byte in range(0, size * bits * dim, 64):  # another layer's was in the cache
+            wide[g * dim + d] = widen(query[d])
+    start = step.projection + size * (b * step.projection_b + h * step.projection_h)
+    for byte in range(0, size * bits * dim, 64):  # the cache holds another layer's
         prefetch(start + byte)
     projected = np.empty(heads * bits, np.float32)
     line = np.empty(dim, np.float32)
     largest = np.float32(0)
     for j in range(bits):
-        given = at(start + size * j * projection_n, dim, like)
+        direction = at(start + size * j * step.projection_n, dim, like)
         for d in range(dim):
-            line[d] = widen(given[d])
+            line[d] = widen(direction[d])
         for g in range(heads):
             product = np.float32(0)
             for d in range(dim):
                 product += wide[g * dim + d] * line[d]
             projected[g * bits + j] = product
             largest = max(largest, abs(product))
-    inverse = np.float32(127) / largest if largest > 0 else np.float32(0)
-    mine = at(values + row * heads * bits, heads * bits, I8)
-    sums = at(totals + 4 * row * 4 * fours, 4 * fours, I32)
-    sums[:] = 0
+    inverse = LARGEST_QUERY / largest if largest > 0 else np.float32(0)
+    values = at(step.values + row * heads * bits, heads * bits, I8)
+    totals = at(step.totals + 4 * row * 4 * fours, 4 * fours, I32)
+    totals[:] = 0
     for g in range(heads):
         for j in range(bits):
-            value = np.int32(min(np.float32(127), max(np.float32(-127), np.rint(projected[g * bits + j] * inverse))))
-            mine[g * bits + j] = value
-            sums[g] += value
-    at(scale + 4 * row, 1, F32)[0] = largest / np.float32(127)
+            value = np.int32(min(LARGEST_QUERY, max(-LARGEST_QUERY, np.rint(projected[g * bits + j] * inverse))))
+            values[g * bits + j] = value
+            totals[g] += value
+    at(step.scale + 4 * row, 1, F32)[0] = largest / LARGEST_QUERY
     for four in range(fours):
-        some, few = mine[4 * four * bits :], min(4, heads - 4 * four)
-        table = tables + 4 * table_size * (row * fours + four)
+        rounded, count = values[4 * four * bits :], min(4, heads - 4 * four)
+        table = step.tables + 4 * step.table_size * (row * fours + four)
         if LANES:
-            fill_bytes(some, few, bits, words, at(table, table_size, I32))
+            fill_bytes(rounded, count, bits, step.words, at(table, step.table_size, I32))
         else:
-            fill_sums(some, few, bits, words, at(table, table_size // 2, U64))
+            fill_sums(rounded, count, bits, step.words, at(table, step.table_size // 2, U64))

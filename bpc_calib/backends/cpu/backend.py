@@ -1,0 +1,72 @@
+"""The numba backend: checked arguments, kernels compiled for their dtype, and the pipeline that runs them."""
+
+from torch import Tensor
+
+from bpc_calib.backends.cpu import pipeline
+from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
+from bpc_calib.backends.cpu.paper import popcount_scores
+from bpc_calib.backends.cpu.ready import make_ready
+from bpc_calib.backends.limits import unserved
+from bpc_calib.backends.protocol import Request, Stage
+from bpc_calib.method import choosing
+from bpc_calib.method import sparse_attention as plain_sparse
+from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
+from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.scoring import QuantizedQuery
+
+__all__ = [
+    "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves", "sparse_attention",
+    "stages",
+]  # fmt: skip
+
+
+def serves(request: Request) -> str | None:
+    """What about a call the kernels do not serve; None: nothing."""
+    return unserved(request)
+
+
+def choose(
+    query: Tensor,
+    projection: Tensor,
+    cached: Cached,
+    k: int | Tensor,
+    choice: Choice,
+    *,
+    width: int | None = None,
+) -> Tensor:
+    """`bpc_calib.method.choosing.choose`."""
+    choosing.check(query, projection, cached, k, choice)
+    make_ready(query.dtype)
+    return pipeline.choose(query, projection, cached, k, choice, width=width)
+
+
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+    """`bpc_calib.method.encoding.encode_with`."""
+    make_ready(keys.dtype)
+    return pipeline.encode_with(encoder, keys)
+
+
+def sparse_attention(
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+) -> Tensor:
+    """`bpc_calib.method.sparse_attention.sparse_attention`."""
+    plain_sparse.check(query, keys, values, indices)
+    make_ready(query.dtype)
+    return pipeline.sparse_attention(query, keys, values, indices, scale)
+
+
+def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
+    """The stages `project`, `score` and `select` of `choose`, each with those before it."""
+    make_ready(query.dtype)
+
+    def until(last: int) -> Stage:
+        return lambda codes, gain: pipeline.run_stages(query, projection, Cached(codes, gain), k, choice, last=last)
+
+    return {"project": until(PROJECT), "score": until(SCORE), "select": until(SELECT)}
+
+
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
+    """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
+    make_ready(query.dtype)
+    return pipeline.quantize_query(query, projection)

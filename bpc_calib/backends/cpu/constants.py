@@ -1,0 +1,24 @@
+"""The constants of the method as kernels read them: numba takes the type of a global from its dtype."""
+
+import numpy as np
+
+from bpc_calib.method import encoding, scoring
+
+__all__ = [
+    "GAIN_MAX",
+    "GAIN_OFFSET",
+    "GAIN_ONE",
+    "GAIN_UNIT",
+    "LARGEST_LIMIT",
+    "LARGEST_QUERY",
+    "MAGNITUDE_BITS",
+    "RELATIVE_LIMIT",
+]
+
+GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT = (
+    np.int32(each) for each in (encoding.GAIN_MAX, encoding.GAIN_OFFSET, encoding.GAIN_ONE, encoding.GAIN_UNIT)
+)
+RELATIVE_LIMIT, LARGEST_LIMIT, LARGEST_QUERY = (
+    np.float32(each) for each in (scoring.RELATIVE_LIMIT, scoring.LARGEST_LIMIT, scoring.LARGEST_QUERY)
+)
+MAGNITUDE_BITS = scoring.LARGEST_QUERY.bit_length()  # of the absolute values of a rounded query
