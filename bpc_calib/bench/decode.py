@@ -75,10 +75,10 @@ def decode_rows(
             switch.free, switch.attention = free, forms[form]
             cache.set_budget(budget)
 
-        sides = {f"dense/{name}": functools.partial(use, 1.0, form=name) for name in forms}
-        sides |= {"free": functools.partial(use, 1.0, True)}
-        sides |= {str(budget): functools.partial(use, budget) for budget in budgets}
-        taken, peaks = _timed_sides(model, ids, cache, tokens, sides, repeats)
+        variants = {f"dense/{name}": functools.partial(use, 1.0, form=name) for name in forms}
+        variants |= {"free": functools.partial(use, 1.0, True)}
+        variants |= {str(budget): functools.partial(use, budget) for budget in budgets}
+        taken, peaks = _timed_variants(model, ids, cache, tokens, variants, repeats)
         weights = weight_bytes(model)
         counted = not has_experts(model.config)
         for budget in budgets:
@@ -89,12 +89,12 @@ def decode_rows(
             row: dict[str, Any] = {"batch": batch, "tokens": tokens, "budget": budget}
             row |= {"attended": sparse[0].count(tokens + 1)}
 
-            def side(name: str, size: int) -> dict[str, Any]:
+            def figures_of(name: str, size: int) -> dict[str, Any]:
                 floor = least_microseconds(decode_bytes(weights, batch, size), rate) / 1e3 if counted else None
                 return _figures(taken[name], batch, floor) | {"peak_bytes": peaks.get(name)}
 
-            row["bpc"], row["free"] = side(str(budget), read), side("free", rest)
-            dense_forms = {name: side(f"dense/{name}", full) for name in forms}
+            row["bpc"], row["free"] = figures_of(str(budget), read), figures_of("free", rest)
+            dense_forms = {name: figures_of(f"dense/{name}", full) for name in forms}
             measured = {name: figures for name, figures in dense_forms.items() if figures["milliseconds"]}
             if not measured:
                 reasons = "; ".join(f"{name}: {figures['note']}" for name, figures in dense_forms.items())
@@ -111,20 +111,20 @@ def decode_rows(
     return rows
 
 
-def _timed_sides(
-    model: Any, ids: Tensor, cache: Any, tokens: int, sides: Mapping[str, Callable[[], None]], repeats: int
+def _timed_variants(
+    model: Any, ids: Tensor, cache: Any, tokens: int, variants: Mapping[str, Callable[[], None]], repeats: int
 ) -> tuple[dict[str, list[float] | str], dict[str, int]]:
     """Return each variant's milliseconds per step, or why it was not timed, and its peak memory.
 
     Args:
-        sides: by name, a function that switches model and cache to the variant.
+        variants: by name, a function that switches model and cache to the variant.
     """
     device = model.device
     runs: dict[str, Callable[[], float]] = {}
     taken: dict[str, list[float]] = {}
     notes: dict[str, list[float] | str] = {}
     peaks: dict[str, int] = {}
-    for name, use in sides.items():
+    for name, use in variants.items():
         use()
         try:
             step(model, ids, cache)  # hashes all keys before the timing
@@ -138,7 +138,7 @@ def _timed_sides(
             cache.rewind(tokens)
     for _ in range(repeats):
         for name, run in list(runs.items()):
-            sides[name]()
+            variants[name]()
             try:
                 taken[name].append(1e3 * run())
             except Exception as error:
