@@ -25,8 +25,8 @@ def headline(results: Results) -> str:
     reads = [percent(measured(results, "demo_2048", "headline: score-aware", b, "read")) for _, b in columns[:3]]
     labels = {
         "exact": "the exact best tokens",
-        "score-aware": f"BPC, which reads {reads[0]} %, {reads[1]} % or {reads[2]} % of the KV bytes",
-        "as in the paper": "BPC as in the paper (`--method paper`)",
+        "score-aware": f"BPC (reads {reads[0]} %, {reads[1]} % or {reads[2]} % of the KV bytes)",
+        "as in the paper": "BPC with the settings of the paper (`--method paper`)",
     }
     full = [f"{percent(measured(results, name, 'full attention', None))} %" for name in ("demo_2048", "demo_8192")]
     lines = [["full attention", full[0], "", "", full[1], "", ""]]
