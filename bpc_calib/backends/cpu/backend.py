@@ -61,7 +61,7 @@ def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[st
     make_ready(query.dtype)
 
     def until(last: int) -> Stage:
-        return lambda codes, gain: pipeline.run_stages(query, projection, Cached(codes, gain), k, choice, last=last)
+        return lambda codes, gain: pipeline.run_stages(query, projection, Cached(codes, gain), k, choice, last=last)[0]
 
     return {"project": until(PROJECT), "score": until(SCORE), "select": until(SELECT)}
 
