@@ -85,7 +85,7 @@ def run_stages(
     if isinstance(k, Tensor):
         ks, k = k.to(torch.int64).expand(batch, kv_heads), 0
     worst = None if worst is None or not choice.safeguard else worst.to(torch.int32).contiguous()
-    share = as_fraction(choice.safeguard if worst is not None else 0.0)
+    numerator, denominator = (0, 1) if worst is None else as_fraction(choice.safeguard).as_integer_ratio()
     split = parts(rows, tokens)
     slots = min(rows, torch.get_num_threads()) if split == 1 else rows
     stride, size = -(-tokens // PAD) * PAD + PAD, table_size(words)
@@ -113,8 +113,8 @@ def run_stages(
             gain=_address(gain), gain_b=gain_b, gain_h=gain_h, valid=_address(valid), valid_b=_strides(valid, 1)[0],
             lengths=_address(lengths), worst=_address(worst), worst_count=0 if worst is None else worst.shape[-1],
             ks=_address(ks), ks_b=ks_b, ks_h=ks_h, k=k,
-            group=GROUP_CODES[choice.group], recent=choice.recent, sink=choice.sink, numerator=share.numerator,
-            denominator=share.denominator, scaling=float(choice.scaling),
+            group=GROUP_CODES[choice.group], recent=choice.recent, sink=choice.sink, numerator=numerator,
+            denominator=denominator, scaling=float(choice.scaling),
             totals=totals, table_size=size, tables=tables, stride=stride, products=products, best=best, sample=sample,
             marks=marks, least=least, candidates=candidates, counts=counts,
             values=values.data_ptr(), scale=scale.data_ptr(), indices=indices.data_ptr(), width=width,
