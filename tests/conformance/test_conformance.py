@@ -13,7 +13,7 @@ from suite import check
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.runtime.hashed_layer import BPCLayer
-from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.layers import RankingLayer
 
 FAMILIES = {family: (family, {}) for family in tiny.FAMILIES} | {
     "mistral, wide window": ("mistral", {"sliding_window": 128}),  # as wide as the context: full attention
@@ -276,7 +276,7 @@ class IgnoresBudget(BPCLayer):
 class NewestOnly(BPCLayer):
     """A layer that attends only to the newest token."""
 
-    choose = SparseLayer.choose  # by rank
+    choose = RankingLayer.choose
 
     def rank(self, query, visible):
         return torch.arange(self.get_seq_length()).expand(*self.keys.shape[:3])
@@ -289,7 +289,7 @@ class NewestOnly(BPCLayer):
 class Random(BPCLayer):
     """A layer that attends to the correct number of tokens, but random ones."""
 
-    choose = SparseLayer.choose
+    choose = RankingLayer.choose
 
     def rank(self, query, visible):
         return torch.randint(1 << 20, self.keys.shape[:3])
