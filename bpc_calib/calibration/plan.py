@@ -15,7 +15,7 @@ SEQUENCE_LENGTH = 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """What a calibration will do; every number is checked. Sizes are in bytes."""
+    """The settings of a calibration, checked (`make_plan`)."""
 
     model: ModelDescription
     method: ProjectionMethod
@@ -28,16 +28,17 @@ class Plan:
 
     @property
     def tokens(self) -> int:
+        """Tokens of all samples."""
         return self.samples * self.sequence_length
 
     def key_bytes(self, itemsize: int) -> int:
-        """Memory of the collected keys on the CPU."""
+        """Return the bytes of the collected keys in main memory, for keys of `itemsize` bytes per number."""
         model = self.model
         return len(model.full_layers) * model.kv_heads * self.keys_per_head * model.head_dim * itemsize
 
     @property
     def artifact_bytes(self) -> int:
-        """Size of the file, but for its header of some kilobytes."""
+        """Bytes of the artifact's tensors; its header adds a few kilobytes."""
         model = self.model
         method, dim = self.method, model.head_dim
         numbers = self.bits * dim + self.bits + 1 + (method.power is not None) * dim * dim + method.centred * dim
@@ -57,8 +58,19 @@ def make_plan(
 ) -> Plan:
     """Plan a calibration: check the numbers and fill in the defaults.
 
+    Args:
+        model: the description of the model (`describe`).
+        samples: forward passes, one text sample each.
+        sequence_length: tokens per sample; None: 8,192, or the model's limit if that is lower.
+        bits: code length: 32, 64 or 128.
+        method: a name of `PROJECTION_METHODS`.
+        position_shift: start samples at random positions; None: as the method does, where the model allows it.
+        keys_per_head: keys kept per KV head, at most one per token.
+        seed: of text, positions and the decomposition.
+
     Raises:
-        InputError: a number out of range, or samples longer than the model's limit.
+        InputError: a number is out of range, samples are longer than the model's limit, the method is unknown, or the
+            model does not allow a position shift.
     """
     check_bits(bits)
     limit = model.context_limit

@@ -12,10 +12,10 @@ class ProjectionMethod:
     name: str
     summary: str
     iterations: int  # steps per bit
-    rounds: int  # of least squares
-    power: float | None  # of the query metric; None: no metric
-    centred: bool
-    shift: bool  # of positions, by default
+    rounds: int  # least-squares updates of the projection
+    power: float | None  # exponent of the query metric; None: no metric
+    centred: bool  # subtract the mean key first
+    shift: bool  # shift positions by default
 
 
 DEFAULT_METHOD = "score-aware"
