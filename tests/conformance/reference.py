@@ -62,7 +62,7 @@ class ReferenceCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        length = self.get_seq_length()
+        length = int(self.get_seq_length())  # in transformers 5.17 a tensor of the cache, which counts on
         self.guarded = {layer: min(count, length) for layer, count in self.guarded.items()}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
