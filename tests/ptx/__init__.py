@@ -1,0 +1,1 @@
+"""Runs Triton's kernels from their PTX, without a GPU."""
