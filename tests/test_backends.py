@@ -10,6 +10,8 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 from bpc_calib import InputError
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.protocol import Backend
+from bpc_calib.method import appending
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoding import encode_gram, encode_with, make_encoder
 from bpc_calib.method.selection import worst_first
@@ -61,7 +63,7 @@ def test_backends_have_the_signatures_of_the_protocol():
         backend = importlib.import_module(f"bpc_calib.backends.{module}")
         assert sorted(backend.__all__) == sorted(names), module
         assert signatures(backend, names) == expected, module
-    dispatched = ["choose", "dense_attention", "encode_with", "sparse_attention"]
+    dispatched = ["append", "choose", "dense_attention", "encode_with", "sparse_attention"]
     assert signatures(dispatch, dispatched) == {name: expected[name] for name in dispatched}
 
 
@@ -237,6 +239,68 @@ def test_projections_shared_by_heads_or_sequences(lead, pipeline):
     torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
     with pytest.raises(InputError, match="do not fit a projection of head_dim 64"):
         pipeline.encode_with(encoder, keys[..., :32])
+
+
+APPENDED = [  # dtype, head_dim, dimensions of a value, bits
+    (torch.float32, 64, 64, 64), (torch.bfloat16, 128, 64, 128), (torch.float16, 80, 80, 32),
+    (torch.bfloat16, 256, 256, 64), (torch.float32, 8, 16, 64), *((dtype, 64, 64, 64) for dtype in FLOAT64),
+]  # fmt: skip
+
+
+def small_integers(*shape, most, seed):
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
+
+
+@pytest.mark.parametrize("form", ["metric and mean", "plain", "neither gain nor error"])
+@pytest.mark.parametrize(("dtype", "dim", "width", "bits"), APPENDED)
+def test_appends_a_token(dtype, dim, width, bits, form, pipeline):
+    """Of numbers that every product and sum holds exactly, so that codes, gains and errors are equal bit for bit."""
+    skip_unserved(pipeline, dtype)
+    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
+    batch, kv_heads, room = 2, 3, 21
+    projection = small_integers(kv_heads, bits, dim, most=3, seed=1).float() / 8
+    metric = mean = None
+    if form == "metric and mean":
+        root = small_integers(kv_heads, dim, dim, most=1, seed=2).float() * (torch.rand(dim, device=DEVICE) < 0.1)
+        metric, mean = root + root.mT + 8 * torch.eye(dim, device=DEVICE), projection[:, 0] * 8
+    encoder = make_encoder(projection, dtype, metric=metric, mean=mean)
+    keys = small_integers(batch, 4, kv_heads, dim, most=9, seed=3).to(dtype).transpose(1, 2)  # not contiguous
+    keys[1, :, 2] = 0
+    new_values = small_integers(batch, kv_heads, 4, width, most=9, seed=4).to(dtype)
+    kept = form != "neither gain nor error"
+    filled = []
+    for module in (appending, backend):
+        slots = Slots(
+            keys=torch.full((batch, kv_heads, room + 3, dim), 7, dtype=dtype, device=DEVICE)[:, :, :room],
+            values=torch.full((batch, room, kv_heads, width), 7, dtype=dtype, device=DEVICE).transpose(1, 2),
+            codes=torch.full((batch, kv_heads, room, -(-bits // 64)), 7, device=DEVICE),
+            gain=torch.full((batch, kv_heads, room), 7, dtype=torch.uint8, device=DEVICE) if kept else None,
+            error=torch.full((batch, kv_heads, room), 7.0, device=DEVICE) if kept else None,
+        )
+        for step, place in enumerate((0, 20, 7, 8)):
+            one = slice(step, step + 1)
+            at = torch.tensor([place], device=DEVICE)
+            module.append(encoder, keys[:, :, one], new_values[:, :, one], at, slots)
+        filled.append(slots)
+    for name, expected in vars(filled[0]).items():
+        found = getattr(filled[1], name)
+        assert found is expected is None or torch.equal(found, expected), name
+
+
+def test_appends_without_codes(pipeline):
+    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
+    slots = Slots(torch.zeros(1, 2, 5, 64, device=DEVICE), torch.zeros(1, 2, 5, 64, device=DEVICE))
+    key, value, place = draw(1, 2, 1, 64), draw(1, 2, 1, 64, seed=1), torch.tensor([3], device=DEVICE)
+    backend.append(None, key, value, place, slots)
+    assert torch.equal(slots.keys[:, :, 3:4], key)
+    assert torch.equal(slots.values[:, :, 3:4], value)
+    assert slots.keys.count_nonzero() == slots.values.count_nonzero() == 128
+    with pytest.raises(InputError, match=r"append needs an encoder where there are codes"):
+        backend.append(make_encoder(draw(2, 64, 64), torch.float32), key, value, place, slots)
+    with pytest.raises(InputError, match=r"key torch.float32 \[1, 2, 1, 64\] does not fit its buffer"):
+        backend.append(None, key, value, place, Slots(slots.keys.half(), slots.values))
+    with pytest.raises(InputError, match=r"place must be integers \[1\]"):
+        backend.append(None, key, value, torch.tensor(3, device=DEVICE), slots)
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])

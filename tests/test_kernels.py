@@ -6,6 +6,7 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
 from bpc_calib import hash_scores, quantize_query, select
 from bpc_calib.backends.triton import backend, ops, pipeline
+from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
 from bpc_calib.method import choosing
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import GAIN_MAX, make_encoder
@@ -27,7 +28,7 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
     codes[..., 60, :] = 0x5555555555555555
     gain = torch.full((1, 1, 200), GAIN_MAX, dtype=torch.uint8, device=DEVICE)
     cached, choice = Cached(codes, gain), Choice(0.1, group)
-    made = pipeline.prepare(query, projection, cached, 9, choice)
+    made = pipeline.score(query, projection, cached, 9, choice)
     assert made.values.abs().eq(127).all()
     pipeline.rank(made, cached, choice)
     rounded = pipeline.quantized(made, 1)
@@ -35,7 +36,7 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
     assert scores.max() == 127 * bits * 287
     ranked = choosing.rank(scores, rounded.scale, group=group, gain=True, scaling=0.1)
     assert torch.equal(made.ranked[:, :200], ranked[0])
-    assert torch.equal(pipeline.take(made, 9, ragged=False), select(ranked, 9)[0])
+    assert torch.equal(pipeline.take(made, 9), select(ranked, 9)[0])
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
@@ -44,30 +45,34 @@ def test_queries_in_int8(dtype):
     projection, encoded = cache(3, 2, 8, 128, 64)
     query = draw(3, 2, 4, 128, seed=3, dtype=dtype)
     query[1, 0] = 0
-    made = pipeline.prepare(query, projection, Cached(encoded.codes, encoded.gain), 2, Choice(0.1))
+    made = pipeline.score(query, projection, Cached(encoded.codes, encoded.gain), 2, Choice(0.1))
     found, expected = pipeline.quantized(made, 3), quantize_query(query, projection)
     apart = (found.values.int() - expected.values.int()).abs()
     assert apart.max() <= 1
     assert apart.sum() <= 4  # of 1,536
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
-    assert torch.equal(made.totals.unflatten(0, (3, 2)), found.values.int().sum(-1))
 
 
 def test_scores_and_their_histogram():
+    """The lowest bin is left out: it counts tokens that do not rank, too, and no kernel reads it."""
     projection, encoded = cache(2, 2, 1500, 64, 64, zero_keys=True)
     query = draw(2, 2, 4, 64, seed=3)
     cached, choice = Cached(encoded.codes, encoded.gain), Choice(0.1, recent=2, sink=1)
-    made = pipeline.prepare(query, projection, cached, 50, choice)
+    made = pipeline.score(query, projection, cached, 50, choice)
     pipeline.rank(made, cached, choice)
     rounded = pipeline.quantized(made, 2)
     scores = hash_scores(rounded, encoded.codes, encoded.gain)
-    assert torch.equal(made.best.unflatten(0, (2, 2)), scores.amax(-1))
+    plain = hash_scores(rounded, encoded.codes).mT.flatten(0, 1)
+    assert torch.equal(made.heads[:, :1500].int(), plain)
+    assert torch.equal(made.best.amax(1).unflatten(0, (2, 2)), scores.amax(-1))
     ranked = choosing.rank(scores, rounded.scale, group="relative", gain=True, scaling=0.1).flatten(0, 1)
     assert torch.equal(made.ranked[:, 1:1498], ranked[:, 1:1498])
     assert (made.ranked[:, [0, 1498, 1499]] == 2**31 - 1).all()
-    low, shift = made.plan[:, 5:6], made.plan[:, 6:7]
+    low, shift = made.plan[:, PLAN_LOW.value, None], made.plan[:, PLAN_SHIFT.value, None]
     for row, digits in enumerate((ranked - low) >> shift):
-        assert torch.equal(made.coarse[row], torch.bincount(digits[1:1498], minlength=pipeline.COARSE))
+        expected = torch.bincount(digits[1:1498], minlength=pipeline.COARSE)
+        assert expected[1:].count_nonzero() > 3
+        assert torch.equal(made.counts[row, 1 : pipeline.COARSE], expected[1:].int())
 
 
 def test_attention_over_everything():

@@ -13,10 +13,21 @@ from torch import Tensor
 from bpc_calib.backends.protocol import Backend, Request
 from bpc_calib.backends.triton.device import unfit
 from bpc_calib.errors import InputError
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 
-__all__ = ["BACKENDS", "backend", "choose", "dense_attention", "encode_with", "find", "named", "sparse_attention"]
+__all__ = [
+    "BACKENDS",
+    "append",
+    "backend",
+    "choose",
+    "dense_attention",
+    "encode_with",
+    "find",
+    "named",
+    "sparse_attention",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +97,13 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     request = Request(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1)
     return _serving(request).encode_with(encoder, keys)
+
+
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    """`bpc_calib.method.appending.append`."""
+    buffers = (slots.keys, slots.values) if slots.codes is None else (slots.keys, slots.values, slots.codes)
+    request = Request(key, slots.keys.shape[:3], contiguous=all(buffer.stride(-1) == 1 for buffer in buffers))
+    _serving(request).append(encoder, key, value, place, slots)
 
 
 def sparse_attention(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.protocol import Request, Stage
+from bpc_calib.method.appending import append
 from bpc_calib.method.choosing import Choice, choose, rank
 from bpc_calib.method.dense_attention import dense_attention
 from bpc_calib.method.encoding import encode_with
@@ -12,8 +13,8 @@ from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
 
 __all__ = [
-    "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves", "sparse_attention",
-    "stages",
+    "append", "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves",
+    "sparse_attention", "stages",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.scoring import QuantizedQuery
@@ -51,6 +52,9 @@ class Backend(Protocol):
 
     def encode_with(self, encoder: Encoder, keys: Tensor) -> Encoded:
         """`bpc_calib.method.encoding.encode_with`."""
+
+    def append(self, encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+        """`bpc_calib.method.appending.append`."""
 
     def sparse_attention(
         self, query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None

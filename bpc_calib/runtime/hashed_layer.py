@@ -27,8 +27,6 @@ HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary me
 class BPCLayer(SparseLayer):
     """A layer that chooses tokens by the codes of their keys."""
 
-    encode = staticmethod(encode_with)  # a subclass may encode keys differently
-
     def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__(index, rules, model, calibrated)
         # In the dtype of the keys: [kv_heads, bits, head_dim]; online: [batch, kv_heads, bits, head_dim].
@@ -88,7 +86,7 @@ class BPCLayer(SparseLayer):
         length = self.get_seq_length()
         while self.hashed < length:
             end = min(length, self.hashed + HASHED_AT_ONCE)
-            encoded = self.encode(self.encoder, self.keys[:, :, self.hashed : end])
+            encoded = encode_with(self.encoder, self.keys[:, :, self.hashed : end])
             self.append("codes", self.hashed, encoded.codes)
             if self.rules.safeguard:
                 self.append("error", self.hashed, encoded.error)

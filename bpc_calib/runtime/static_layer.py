@@ -5,8 +5,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from bpc_calib.backends.dispatch import choose, dense_attention, sparse_attention
+from bpc_calib.backends.dispatch import append, choose, dense_attention, sparse_attention
 from bpc_calib.errors import InputError, ModelError
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached
 from bpc_calib.runtime.attention_call import AttentionCall, with_layer
 from bpc_calib.runtime.growing import reserve
@@ -54,6 +55,7 @@ class StaticLayer(GrowingLayer):
             layer.buffers[name] = reserve(layer.buffers[name], clock.length, room)
         layer.show(clock.length)  # otherwise its old views keep the old buffers in memory
         self.buffers = {name: layer.buffers[name][:, :, :room] for name in names}
+        self.slots = Slots(**self.buffers)
         self.keys, self.values = self.buffers["keys"], self.buffers["values"]
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
 
@@ -68,12 +70,8 @@ class StaticLayer(GrowingLayer):
         if key_states.shape[2] != 1:
             raise InputError(f"a static step takes one token, not {key_states.shape[2]}")
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
-        self._write("keys", key_states)
-        self._write("values", value_states)
-        if self.chooses:
-            encoded = self.layer.encode(self.layer.encoder, key_states)
-            for name in self.buffers.keys() & {"codes", "gain", "error"}:
-                self._write(name, getattr(encoded, name))
+        encoder = self.layer.encoder if self.chooses else None
+        append(encoder, key_states, value_states, self.clock.place, self.slots)
         self.served = False
         return with_layer(self.keys, self), self.values
 
@@ -124,6 +122,3 @@ class StaticLayer(GrowingLayer):
 
     def _rebatch(self, change: Any = None) -> NoReturn:
         raise InputError("the cache is in a `static_steps` block: leave the block before you use the cache otherwise")
-
-    def _write(self, name: str, new: Tensor) -> None:
-        self.buffers[name].index_copy_(2, self.clock.place, new)

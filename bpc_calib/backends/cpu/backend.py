@@ -8,16 +8,17 @@ from bpc_calib.backends.cpu.paper import popcount_scores
 from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
-from bpc_calib.method import choosing
+from bpc_calib.method import appending, choosing
 from bpc_calib.method import sparse_attention as plain_sparse
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.scoring import QuantizedQuery
 
 __all__ = [
-    "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves", "sparse_attention",
-    "stages",
+    "append", "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves",
+    "sparse_attention", "stages",
 ]  # fmt: skip
 
 
@@ -45,6 +46,12 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     make_ready(keys.dtype)
     return pipeline.encode_with(encoder, keys)
+
+
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    """`bpc_calib.method.appending.append`."""
+    appending.check(encoder, key, value, place, slots)
+    appending.write(key, value, None if encoder is None else encode_with(encoder, key), place, slots)
 
 
 def sparse_attention(

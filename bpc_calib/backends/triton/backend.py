@@ -9,14 +9,16 @@ from bpc_calib.backends.triton import ops, pipeline
 from bpc_calib.backends.triton.device import capability
 from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.backends.triton.pipeline import quantize_query
+from bpc_calib.method import appending
 from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoding import Encoded, Encoder
 
 __all__ = [
-    "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves", "sparse_attention",
-    "stages",
+    "append", "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves",
+    "sparse_attention", "stages",
 ]  # fmt: skip
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
@@ -58,6 +60,13 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     return Encoded(*ops.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
 
 
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    """`bpc_calib.method.appending.append`."""
+    appending.check(encoder, key, value, place, slots)
+    parts = (None,) * 4 if encoder is None else (encoder.matrix, encoder.gram, encoder.metric, encoder.mean)
+    ops.append(*parts, key, value, place, slots.keys, slots.values, slots.codes, slots.gain, slots.error)
+
+
 def sparse_attention(
     query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
 ) -> Tensor:
@@ -85,14 +94,12 @@ def dense_attention(
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
 
-    def project(codes: Tensor, gain: Tensor | None) -> pipeline.Ranking:
-        return pipeline.prepare(query, projection, Cached(codes, gain), k, choice)
-
     def score(codes: Tensor, gain: Tensor | None) -> None:
-        pipeline.rank(project(codes, gain), Cached(codes, gain), choice)
+        cached = Cached(codes, gain)
+        pipeline.rank(pipeline.score(query, projection, cached, k, choice), cached, choice)
 
     return {
-        "project": project,
+        "project": lambda codes, gain: pipeline.quantize_query(query, projection),
         "score": score,
         "select": lambda codes, gain: pipeline.choose(query, projection, Cached(codes, gain), k, choice),
     }

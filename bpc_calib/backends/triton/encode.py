@@ -9,7 +9,7 @@ from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
 from bpc_calib.backends.triton.language import divide, dot, round_even
 
-__all__ = ["Hashing", "encode_kernel", "greedy_kernel"]
+__all__ = ["Hashing", "encode_kernel", "finish", "greedy", "greedy_kernel"]
 
 
 class Hashing(NamedTuple):
@@ -23,49 +23,59 @@ class Hashing(NamedTuple):
 
 
 @triton.jit
-def greedy(scores, squared_norm, gram, H: tl.constexpr, BLOCK: tl.constexpr):
+def only(mine, x):
+    """The entry of each row of `x [.., H]` where `mine [H]`, exactly."""
+    # As an integer: where a row lies in a whole warp, adding integers is one instruction.
+    kind: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+    return tl.sum(tl.where(mine[None, :], x.to(kind, bitcast=True), 0), 1).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def greedy(scores, squared_norm, gram, H: tl.constexpr, UNROLL: tl.constexpr = 1):
     """`bpc_calib.method.encoding.encode_gram` of one block: the same sums in the same order, so the same bits.
 
-    Returns the words of the codes `[BLOCK, H / 32]`, squared errors and products `<k, u P>`.
+    Returns both words of the codes, int64, squared errors and products `<k, u P>`, `[BLOCK]` each.
     """
     bit = tl.arange(0, H)
     running = scores
     squared_error = squared_norm
-    product = tl.zeros([BLOCK], scores.dtype)
-    positive = tl.zeros([BLOCK, H], tl.int32)
-    for i in range(H):
+    product = tl.zeros_like(squared_norm)
+    low = tl.zeros_like(squared_norm).to(tl.int64)  # bits 0 to 63 of the codes
+    high = low  # the others
+    for i in tl.range(0, H, loop_unroll_factor=UNROLL):
         mine = bit == i
-        # A sum of one term and zeros: exact.
-        t = tl.sum(tl.where(mine[None, :], running, 0.0), 1)
-        original = tl.sum(tl.where(mine[None, :], scores, 0.0), 1)
+        t = only(mine, running)
         u = tl.where(t >= 0, 1.0, -1.0).to(scores.dtype)  # sign(0) = +1
         along = tl.load(gram + i * H + bit)
         squared_error = squared_error - (2 * tl.abs(t) - tl.load(gram + i * H + i))
-        product = product + u * original
+        product = product + u * only(mine, scores)
         running = running - u[:, None] * tl.where(bit > i, along, 0.0)[None, :]
-        positive = tl.where(mine[None, :] & (u > 0)[:, None], 1, positive)
-    word = tl.reshape(positive << (bit % 32)[None, :], [BLOCK, H // 32, 32])
-    return tl.sum(word, 2), squared_error, product
+        positive = (t >= 0).to(tl.int64) << (i % 64)
+        low |= tl.where(i < 64, positive, 0)
+        if H > 64:
+            high |= tl.where(i < 64, 0, positive)
+    return low, high, squared_error, product
 
 
 @triton.jit
-def finish(words, squared_error, product, squared_norm, codes, error, gain, at, n, H: tl.constexpr):
-    """Write codes, error and gain byte of the tokens `at`, which are contiguous."""
+def finish(low, high, squared_error, product, squared_norm, codes, error, gain, at, n, H: tl.constexpr):
+    """Writes codes, error and gain byte of the tokens `at`, which are contiguous; `error` and `gain` may be None."""
     W: tl.constexpr = (H + 63) // 64
     inside = at < n
-    word = tl.arange(0, H // 32)
-    tl.store(codes + at[:, None] * (2 * W) + word[None, :], words, mask=inside[:, None])
-    if H == 32:  # the unused half
-        tl.store(codes + at * 2 + 1, tl.zeros_like(at).to(tl.int32), mask=inside)
-    squared_error = tl.maximum(squared_error, 0.0)
-    root = tl.sqrt(squared_error) if squared_error.dtype == tl.float64 else tl.sqrt_rn(squared_error)
-    tl.store(error + at, root.to(tl.float32), mask=inside)
-    positive = product > 0
-    share = divide(squared_norm * GAIN_UNIT, tl.where(positive, product, 1.0)) - GAIN_OFFSET
-    byte = round_even(tl.minimum(tl.maximum(share, 0.0), GAIN_MAX))  # within bounds first: rounding keeps them
-    byte = tl.where(positive, byte, GAIN_MAX)
-    byte = tl.where(squared_norm > 0, byte, GAIN_ONE)
-    tl.store(gain + at, byte.to(tl.int32).to(tl.uint8), mask=inside)
+    tl.store(codes + at * W, low, mask=inside)
+    if W == 2:
+        tl.store(codes + at * W + 1, high, mask=inside)
+    if error is not None:
+        squared_error = tl.maximum(squared_error, 0.0)
+        root = tl.sqrt(squared_error) if squared_error.dtype == tl.float64 else tl.sqrt_rn(squared_error)
+        tl.store(error + at, root.to(tl.float32), mask=inside)
+    if gain is not None:
+        positive = product > 0
+        share = divide(squared_norm * GAIN_UNIT, tl.where(positive, product, 1.0)) - GAIN_OFFSET
+        byte = round_even(tl.minimum(tl.maximum(share, 0.0), GAIN_MAX))  # within bounds first: rounding keeps them
+        byte = tl.where(positive, byte, GAIN_MAX)
+        byte = tl.where(squared_norm > 0, byte, GAIN_ONE)
+        tl.store(gain + at, byte.to(tl.int32).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -135,10 +145,10 @@ def encode_kernel(
         squared_norm += tl.sum(centred * along, 1)
     if mean is not None:
         scores = scores - shift[None, :]
-    words, squared_error, product = greedy(scores, squared_norm, encoder.gram + own * (H * H), H, BLOCK)
+    low, high, squared_error, product = greedy(scores, squared_norm, encoder.gram + own * (H * H), H)
     to = row.to(tl.int64) * n
     W: tl.constexpr = (H + 63) // 64
-    finish(words, squared_error, product, squared_norm, codes + to * (2 * W), error + to, gain + to, at, n, H)
+    finish(low, high, squared_error, product, squared_norm, codes + to * W, error + to, gain + to, at, n, H)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -150,6 +160,6 @@ def greedy_kernel(scores, squared_norm, gram, codes, error, gain, n, gram_r, H: 
     to = row.to(tl.int64) * n
     S = tl.load(scores + (to + at[:, None]) * H + bit[None, :], mask=at[:, None] < n, other=0)
     norm = tl.load(squared_norm + to + at, mask=at < n, other=0)
-    words, squared_error, product = greedy(S, norm, gram + row.to(tl.int64) * gram_r, H, BLOCK)
+    low, high, squared_error, product = greedy(S, norm, gram + row.to(tl.int64) * gram_r, H)
     W: tl.constexpr = (H + 63) // 64
-    finish(words, squared_error, product, norm, codes + to * (2 * W), error + to, gain + to, at, n, H)
+    finish(low, high, squared_error, product, norm, codes + to * W, error + to, gain + to, at, n, H)

@@ -3,22 +3,22 @@
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.constants import COARSE, FORCED, NEVER
+from bpc_calib.backends.triton.constants import FORCED, NEVER
 from bpc_calib.backends.triton.plan import (
     PLAN_LENGTH,
     PLAN_LOW,
     PLAN_PLACES,
     PLAN_SHIFT,
-    PLAN_SIZE,
     PLAN_WANTED,
     planned,
+    record,
 )
 
 __all__ = ["guard_kernel"]
 
 
 @triton.jit(do_not_specialize=["count", "worst_r"])
-def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, BLOCK: tl.constexpr):
+def guard_kernel(worst, plan, ranked, counts, count, worst_r, room, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
     """Forces tokens of the lists `worst [rows, count]`, in order, until the places of the row are filled: grid (rows).
 
     -1 in a list is no token, and no token is in a list twice. A forced token leaves the histogram of the scores.
@@ -28,19 +28,22 @@ def guard_kernel(worst, plan, ranked, coarse, count, worst_r, ranked_r, BLOCK: t
     places = planned(plan, row, PLAN_PLACES)
     low = planned(plan, row, PLAN_LOW)
     shift = planned(plan, row, PLAN_SHIFT)
+    wanted = planned(plan, row, PLAN_WANTED)
+    own_worst = worst + row.to(tl.int64) * worst_r
+    own_ranked = ranked + row.to(tl.int64) * room
+    own_counts = counts + row.to(tl.int64) * COUNTS
     taken = 0
     first = 0
     while (taken < places) & (first < count):
         at = first + tl.arange(0, BLOCK)
-        token = tl.load(worst + row.to(tl.int64) * worst_r + at, mask=at < count, other=-1)
+        token = tl.load(own_worst + at, mask=at < count, other=-1)
         listed = (token >= 0) & (token < length)
-        score = tl.load(ranked + row.to(tl.int64) * ranked_r + token, mask=listed, other=NEVER)
+        score = tl.load(own_ranked + token, mask=listed, other=NEVER)
         free = listed & (score != FORCED) & (score != NEVER)
         takes = free & (taken + tl.cumsum(free.to(tl.int32), 0) <= places)
-        tl.store(ranked + row.to(tl.int64) * ranked_r + token, tl.full([BLOCK], FORCED, tl.int32), mask=takes)
+        tl.store(own_ranked + token, tl.full([BLOCK], FORCED, tl.int32), mask=takes)
         digit = (tl.where(takes, score, low) - low) >> shift
-        tl.atomic_add(coarse + row * COARSE + digit, tl.full([BLOCK], -1, tl.int32), mask=takes, sem="relaxed")
+        tl.atomic_add(own_counts + digit, tl.full([BLOCK], -1, tl.int32), mask=takes, sem="relaxed")
         taken += tl.sum(takes.to(tl.int32), 0)
         first += BLOCK
-    wanted = planned(plan, row, PLAN_WANTED)
-    tl.store(plan + row * PLAN_SIZE + PLAN_WANTED, wanted - taken)
+    record(plan, row, PLAN_WANTED, wanted - taken)

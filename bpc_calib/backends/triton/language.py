@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-__all__ = ["ASM", "INTERPRET", "THREE_PASSES", "divide", "dot", "round_even"]
+__all__ = ["ASM", "INTERPRET", "THREE_PASSES", "divide", "dot", "fetch", "round_even"]
 
 # Read once, when the kernels are defined, as Triton does.
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
@@ -44,3 +44,13 @@ def round_even(x):
         return (x + 6755399441055744.0) - 6755399441055744.0
     else:
         return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def fetch(start, BYTES: tl.constexpr):
+    """Brings memory near that will be read soon, in pieces: `BYTES` from the pointer `start` on."""
+    if ASM:
+        line = start.to(tl.int64) + tl.arange(0, BYTES // 128) * 128
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L1 [$1]; mov.b32 $0, 0; }", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+        )

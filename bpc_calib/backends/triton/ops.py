@@ -1,16 +1,17 @@
 """The kernels as operators of torch, `torch.ops.bpc`: `torch.compile` sees only the shapes that they return.
 
-Operators take no dataclasses: here alone, `Cached` and `Choice` are spelled out.
+Operators take no dataclasses: here alone, `Cached`, `Choice`, `Encoder` and `Slots` are spelled out.
 """
 
 import torch
 from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder
 
-__all__ = ["choose", "dense_attention", "encode", "sparse_attention"]
+__all__ = ["append", "choose", "dense_attention", "encode", "sparse_attention"]
 
 
 @torch.library.custom_op("bpc::choose", mutates_args=())
@@ -85,3 +86,29 @@ def _(matrix, gram, metric, mean, keys):
         keys.new_empty(lead, dtype=torch.float32),
         keys.new_empty(lead, dtype=torch.uint8),
     )
+
+
+@torch.library.custom_op("bpc::append", mutates_args=("keys", "values", "codes", "gain", "error"))
+def append(
+    matrix: Tensor | None,
+    gram: Tensor | None,
+    metric: Tensor | None,
+    mean: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    place: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    codes: Tensor | None,
+    gain: Tensor | None,
+    error: Tensor | None,
+) -> None:
+    """`bpc_calib.method.appending.append`."""
+    encoder = None if matrix is None or gram is None else Encoder(matrix, gram, metric, mean)
+    with torch.cuda.device_of(key):
+        pipeline.append(encoder, key, value, place, Slots(keys, values, codes, gain, error))
+
+
+@append.register_fake
+def _(matrix, gram, metric, mean, key, value, place, keys, values, codes, gain, error):
+    return None

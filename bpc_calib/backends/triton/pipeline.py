@@ -7,15 +7,17 @@ import triton
 from torch import Tensor
 
 from bpc_calib.backends.triton import constants
-from bpc_calib.backends.triton.arguments import strided
+from bpc_calib.backends.triton.append import AppendShape, append_kernel
+from bpc_calib.backends.triton.arguments import Strided, strided
 from bpc_calib.backends.triton.attend import AttendShape, attend_kernel, reduce_kernel
-from bpc_calib.backends.triton.compact import compact_kernel
+from bpc_calib.backends.triton.compact import CompactShape, compact_kernel
 from bpc_calib.backends.triton.encode import Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.guard import guard_kernel
-from bpc_calib.backends.triton.narrow import fine_kernel, middle_kernel, upper_kernel
-from bpc_calib.backends.triton.plan import PLAN_SIZE
-from bpc_calib.backends.triton.prep import Given, Prepared, PrepShape, prep_kernel
-from bpc_calib.backends.triton.score import ScoreShape, best_kernel, score_kernel
+from bpc_calib.backends.triton.narrow import NarrowShape, fine_kernel, middle_kernel
+from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
+from bpc_calib.backends.triton.rank import RankShape, rank_kernel
+from bpc_calib.backends.triton.score import Limits, Scored, ScoreShape, score_kernel
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoding import GAIN_MAX, GAIN_OFFSET, Encoded, Encoder
 from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
@@ -23,46 +25,54 @@ from bpc_calib.method.selection import as_fraction
 
 __all__ = [
     "Ranking",
+    "append",
     "choose",
     "dense_attention",
     "encode_gram",
     "encode_with",
-    "prepare",
     "quantize_query",
     "quantized",
     "rank",
+    "score",
     "sparse_attention",
     "take",
 ]
 
 # Sizes to tune on a GPU; none changes a result.
-SCORED = 1024  # keys that one program scores, see `scored`
-COUNTED = 2048  # keys that one program counts and lists
+PROGRAMS = 512  # programs of one kernel, at most
+SCORED = 1024  # keys that a program scores at once, see `scored`
+RANKED = 1024  # keys that a program ranks at once, see `scored`
+COUNTED = 2048  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
-PROGRAMS = 512  # programs that share the lists of one attention
-LISTED = 64  # tokens attended at once, of 16-bit dtypes
-HASHED = 64  # keys that one program hashes
+LISTED = 64  # tokens attended at once, of 16-bit dtypes and head_dim 128
+HASHED = 64  # keys that a program hashes
 PART = 32  # dimensions of these keys at a time
+APPENDED = 2048  # entries of a matrix that the one warp of `append` reads at once
 
 COARSE, FINE = constants.COARSE.value, constants.FINE.value
 
-no_contraction = {"enable_fp_fusion": False}  # a * b + c rounded twice, as torch does
+# Triton's default for a * b + c, fused or rounded twice, differs between its versions.
+FUSED = {"enable_fp_fusion": True}
+ROUNDED_TWICE = {"enable_fp_fusion": False}  # as torch does: codes and scores are compared bit for bit
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """What the kernels of one `choose` pass on; a row is a KV head of a sequence."""
+    """What the kernels of one `choose` pass on; a row is a KV head of a sequence, and `room` are N tokens and a few."""
 
     values: Tensor  # int8 [rows, G, H]
-    totals: Tensor  # int32 [rows, G], sums of the values
     scale: Tensor  # float32 [rows]
     plan: Tensor  # int32 [rows, PLAN_SIZE], see `plan`
-    best: Tensor  # int32 [rows, G_UP], largest score of each head
-    ranked: Tensor  # int32 [rows, N and a few more]
-    coarse: Tensor  # int32 [rows, COARSE]
-    middle: Tensor  # int32 [rows, 2^...]
-    threshold: Tensor  # int32 [rows, 2]
-    fine: Tensor  # int32 [rows, FINE]
+    heads: Tensor  # int16 [rows, room, G_UP], scores of the heads without the gain
+    best: Tensor  # int32 [rows, programs, G_UP], largest score of each head, with the gain
+    ranked: Tensor  # int32 [rows, room]
+    counts: Tensor  # int32 [rows, COARSE + middle + FINE], the three histograms
+    limits: Limits
+
+    @property
+    def middle(self) -> int:
+        """How many bins the second histogram has."""
+        return self.counts.shape[1] - COARSE - FINE
 
 
 def middle_bins(group: str, heads: int, bits: int, gain: bool) -> int:
@@ -81,60 +91,65 @@ def packed(heads: int, bits: int) -> int:
     return max(16 // triton.next_power_of_2(heads), 256 // bits)
 
 
-def scored(heads: int) -> int:
-    """Keys that one program scores: fewer where many heads need the registers."""
-    return SCORED if heads <= 8 else SCORED // 2
+def scored(heads: int, keys: int = SCORED) -> int:
+    """Keys that one program scores or ranks at once: fewer where many heads need the registers."""
+    return keys if heads <= 8 else keys // 2
 
 
-def prep_warps(bits: int, dim: int) -> int:
-    """Warps of `prep_kernel`, which holds a whole projection in its registers."""
-    return 8 if bits * triton.next_power_of_2(dim) <= 1 << 12 else 16
+def programs(rows: int, tokens: int, block: int) -> int:
+    """Programs that share the tokens of a row, each at least one block."""
+    return max(1, min(triton.cdiv(tokens, block), PROGRAMS // rows))
 
 
-def prepare(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> Ranking:
+def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> Ranking:
     """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`."""
     batch, kv_heads, heads, dim = query.shape
     bits, rows, device = projection.shape[-2], batch * kv_heads, query.device
-    tokens, gain, lengths = cached.codes.shape[2], cached.gain is not None, cached.lengths
+    tokens, has_gain = cached.codes.shape[2], cached.gain is not None
     query, projection = _tight(query), _tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
+    codes = cached.codes.view(torch.int8)
+    counts = COARSE + middle_bins(choice.group, heads, bits, has_gain) + FINE
+    shape = ScoreShape(
+        H_KV=kv_heads, G=heads, G_UP=triton.next_power_of_2(heads), H=bits, D=dim,
+        PART=min(64, max(16, triton.next_power_of_2(dim))), GROUP=choice.group, GAIN=has_gain,
+        TIGHT=codes.stride(2) == bits // 8, PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=counts,
+    )  # fmt: skip
+    parts, room = programs(rows, tokens, shape.BLOCK), triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(rows, *shape, dtype=dtype, device=device)
+    def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(rows, *size, dtype=dtype, device=device)
 
     made = Ranking(
         values=empty(heads, bits, dtype=torch.int8),
-        totals=empty(heads),
         scale=empty(dtype=torch.float32),
         plan=empty(PLAN_SIZE.value),
-        best=empty(triton.next_power_of_2(heads)),
-        ranked=empty(triton.cdiv(tokens, 16) * 16),  # rows begin at multiples of 64 bytes
-        coarse=empty(COARSE),
-        middle=empty(middle_bins(choice.group, heads, bits, gain)),
-        threshold=empty(2),
-        fine=empty(FINE),
+        heads=empty(room, shape.G_UP, dtype=torch.int16),
+        best=empty(parts, shape.G_UP),
+        ranked=empty(room),
+        counts=empty(counts),
+        limits=_limits(cached, k, choice, batch, kv_heads),
     )
-    ks = bounds = None
-    if isinstance(k, Tensor):
-        ks, k = k.to(torch.int32), 0
-    if cached.valid is not None and (choice.recent or choice.sink):
-        bounds = _bounds(cached.valid, lengths, k if ks is None else ks, choice)
-        bounds = bounds.expand(batch, kv_heads, 3).contiguous()
-    if ks is not None:
-        ks = ks.expand(batch, kv_heads).contiguous()
-    if lengths is not None:
-        lengths = lengths.contiguous()
-    share = as_fraction(choice.safeguard)
-    prepared = Prepared(made.values, made.totals, made.scale, made.plan, made.best, made.coarse, made.middle, made.fine)
-    shape = PrepShape(
-        H_KV=kv_heads, G=heads, G_UP=made.best.shape[1], H=bits, D=dim, D_UP=triton.next_power_of_2(dim),
-        GROUP=choice.group, GAIN=gain, MIDDLE=made.middle.shape[1],
-    )  # fmt: skip
-    prep_kernel[(rows,)](
-        strided(query), strided(projection), prepared, Given(lengths, ks, bounds),
-        tokens, k, choice.recent, choice.sink, share.numerator, share.denominator, choice.scaling, shape,
-        num_warps=prep_warps(bits, dim), **no_contraction,
+    score_kernel[(parts, rows)](
+        strided(query), strided(projection), strided(codes), strided(cached.gain),
+        Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
+        tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     return made
+
+
+def _limits(cached: Cached, k: int | Tensor, choice: Choice, batch: int, kv_heads: int) -> Limits:
+    """What a kernel needs of the arguments of `choose`."""
+    valid, lengths, bounds = cached.valid, cached.lengths, None
+    if valid is not None and (choice.recent or choice.sink):
+        bounds = _bounds(valid, lengths, k, choice).expand(batch, kv_heads, 3).contiguous()
+    each = k.expand(batch, kv_heads) if isinstance(k, Tensor) else None
+    share = as_fraction(choice.safeguard)
+    return Limits(
+        lengths, 0 if lengths is None else lengths.stride(0),
+        each, *((0, 0) if each is None else each.stride()),
+        valid, *((0, 0) if valid is None else valid.stride()),
+        bounds, choice.recent, choice.sink, share.numerator, share.denominator,
+    )  # fmt: skip
 
 
 def _tight(tensor: Tensor) -> Tensor:
@@ -158,8 +173,8 @@ def _bounds(valid: Tensor, lengths: Tensor | None, k: int | Tensor, choice: Choi
 
 def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """`bpc_calib.quantize_query` for `[B, H_KV, G, D]`, as step 1 rounds."""
-    nothing = Cached(query.new_empty(*query.shape[:2], 0, 1, dtype=torch.int64))
-    return quantized(prepare(query, projection, nothing, 0, Choice(1.0, group="max")), len(query))
+    nothing = Cached(query.new_empty(*query.shape[:2], 0, -(-projection.shape[-2] // 64), dtype=torch.int64))
+    return quantized(score(query, projection, nothing, 0, Choice(1.0, group="max")), len(query))
 
 
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
@@ -168,29 +183,23 @@ def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
 
 
 def rank(ranking: Ranking, cached: Cached, choice: Choice) -> None:
-    """Steps 2 and 3: fills `ranked` and `coarse`."""
-    _, heads, bits = ranking.values.shape
+    """Steps 2 and 3: fills `ranked` and the first histogram."""
     kv_heads, tokens = cached.codes.shape[1:3]
-    rows = len(ranking.plan)
-    codes, gain, worst = cached.codes.view(torch.int8), cached.gain, _guarding(cached, choice)
-    valid = None if cached.valid is None else _tight(cached.valid)
-    shape = ScoreShape(
-        H_KV=kv_heads, G=heads, G_UP=triton.next_power_of_2(heads), H=bits, GROUP=choice.group,
-        TIGHT=codes.stride(2) == bits // 8, PACK=packed(heads, bits), BLOCK=scored(heads),
+    rows, parts, heads_up = ranking.best.shape
+    heads, room, worst = ranking.values.shape[1], ranking.ranked.shape[1], _guarding(cached, choice)
+    shape = RankShape(
+        H_KV=kv_heads, G=heads, G_UP=heads_up, GROUP=choice.group, GAIN=cached.gain is not None,
+        PARTS_UP=triton.next_power_of_2(parts), COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED),
     )  # fmt: skip
-    grid = (triton.cdiv(tokens, shape.BLOCK), rows)
-    common = (
-        ranking.values, ranking.totals, strided(codes), strided(gain), valid, 0 if valid is None else valid.stride(0),
-        ranking.plan, ranking.best,
+    rank_kernel[(programs(rows, tokens, shape.BLOCK), rows)](
+        ranking.heads, strided(cached.gain), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
+        ranking.counts, room, parts, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
-    if choice.group == "relative":
-        best_kernel[grid](*common, shape, num_warps=4)
-    score_kernel[grid](*common, ranking.ranked, ranking.ranked.stride(0), ranking.coarse, shape, num_warps=4)
     if worst is not None:
         worst = _tight(worst).flatten(0, 1)
         guard_kernel[(rows,)](
-            worst, ranking.plan, ranking.ranked, ranking.coarse, worst.shape[-1], worst.stride(-2),
-            ranking.ranked.stride(0), BLOCK=GUARDED, num_warps=4,
+            worst, ranking.plan, ranking.ranked, ranking.counts, worst.shape[-1], worst.stride(-2), room,
+            COUNTS=shape.COUNTS, BLOCK=GUARDED, num_warps=4, **ROUNDED_TWICE,
         )  # fmt: skip
 
 
@@ -200,24 +209,20 @@ def _guarding(cached: Cached, choice: Choice) -> Tensor | None:
     return worst if worst is not None and worst.shape[-1] and choice.safeguard else None
 
 
-def take(ranking: Ranking, width: int, *, ragged: bool) -> Tensor:
+def take(ranking: Ranking, width: int) -> Tensor:
     """Steps 4 and 5: int64 `[rows, width]`, -1 behind the last token of each row."""
-    rows, tokens = ranking.ranked.shape
-    blocks = triton.cdiv(tokens, COUNTED)
-    above = torch.empty(rows, blocks, FINE + 1, dtype=torch.int32, device=ranking.ranked.device)
+    rows, room = ranking.ranked.shape
+    parts = programs(rows, room, COUNTED)
+    above = torch.empty(rows, parts, FINE + 1, dtype=torch.int32, device=ranking.ranked.device)
     indices = torch.empty(rows, width, dtype=torch.int64, device=above.device)
-    if ragged:
-        indices.fill_(-1)
-    bins, stride = ranking.middle.shape[1], ranking.ranked.stride(0)
-    counts = (ranking.plan, ranking.coarse, ranking.middle)
-    if bins > 1:
-        middle_kernel[(blocks, rows)](ranking.ranked, *counts, stride, MIDDLE=bins, BLOCK=COUNTED, num_warps=4)
-    upper_kernel[(rows,)](ranking.coarse, ranking.middle, ranking.plan, ranking.threshold, MIDDLE=bins, num_warps=8)
-    last = (ranking.ranked, ranking.plan, ranking.threshold, ranking.fine, above)
-    fine_kernel[(blocks, rows)](*last, stride, blocks, BLOCK=COUNTED, num_warps=4)
-    compact_kernel[(blocks, rows)](
-        *last, indices, stride, blocks, width, BLOCKS_UP=triton.next_power_of_2(blocks), BLOCK=COUNTED, num_warps=4
-    )
+    grid, common = (parts, rows), (ranking.ranked, ranking.plan, ranking.counts)
+    sizes = (ranking.middle, ranking.counts.shape[1], COUNTED)
+    settings = {"num_warps": 4, "num_stages": 1} | ROUNDED_TWICE
+    if ranking.middle > 1:
+        middle_kernel[grid](*common, room, NarrowShape(*sizes), **settings)
+    fine_kernel[grid](*common, above, room, NarrowShape(*sizes), **settings)
+    shape = CompactShape(*sizes, PROGRAMS_UP=triton.next_power_of_2(parts))
+    compact_kernel[grid](*common, above, indices, room, width, shape, **settings)
     return indices
 
 
@@ -236,11 +241,27 @@ def choose(
         width = int(k.max()) if isinstance(k, Tensor) else k
     if not width:
         return cached.codes.new_empty(batch, kv_heads, 0)
-    ranking = prepare(query, projection, cached, k, choice)
+    ranking = score(query, projection, cached, k, choice)
     rank(ranking, cached, choice)
-    limits = (cached.valid, cached.lengths, _guarding(cached, choice))
-    ragged = not isinstance(k, int) or width != k or any(each is not None for each in limits)
-    return take(ranking, width, ragged=ragged).unflatten(0, (batch, kv_heads))
+    return take(ranking, width).unflatten(0, (batch, kv_heads))
+
+
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    """`bpc_calib.method.appending.append`."""
+    (batch, kv_heads, _, dim), width = key.shape, value.shape[-1]
+    bits, hashing, codes = 32, Hashing(None, None, None, None, 0), None
+    if encoder is not None and slots.codes is not None:
+        bits, hashing, codes = encoder.matrix.shape[-1], _hashing(encoder, batch, kv_heads), slots.codes
+    dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
+    append_kernel[(batch * kv_heads,)](
+        *map(strided, (_tight(key), _tight(value))), place, hashing,
+        *map(strided, (slots.keys, slots.values, codes, slots.gain, slots.error)),
+        AppendShape(
+            H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
+            PART=min(dim_up, APPENDED // bits), ROWS=min(dim_up, APPENDED // dim_up),
+        ),
+        num_warps=1, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
 
 
 def sparse_attention(
@@ -270,7 +291,8 @@ def _attention(
     if query.dtype == torch.float64:  # kernels get numbers as float32
         query, scale = query * (dim**-0.5 if scale is None else scale), 1.0
     dim_up = max(16, triton.next_power_of_2(dim))  # the least depth of a matrix product
-    block = 2 * LISTED // query.element_size()  # as many bytes for wider dtypes
+    # As many bytes for wider dtypes and larger heads: the least of today's GPUs have 99 KB for a block.
+    block = max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up)))
     # A power of two, so that few kernels are compiled while a list grows.
     chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, PROGRAMS)))
     splits = max(1, triton.cdiv(count, chunk))
@@ -283,11 +305,11 @@ def _attention(
         strided(query), strided(keys), strided(values), indices, lengths, part, weight, largest,
         dim**-0.5 if scale is None else scale, count,
         AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block),
-        num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1,
+        num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **FUSED,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
         part, weight, largest, out, splits,
-        D=dim, D_UP=dim_up, SPLITS_UP=triton.next_power_of_2(splits), BLOCK=16, num_warps=4,
+        D=dim, D_UP=dim_up, SPLITS_UP=triton.next_power_of_2(splits), BLOCK=16, num_warps=4, **FUSED,
     )  # fmt: skip
     return out
 
@@ -298,17 +320,22 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     batch, kv_heads, tokens, dim = keys.shape
     bits = encoder.matrix.shape[-1]
     encoded = _empty((batch, kv_heads, tokens), bits, keys.device)
+    encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
+        strided(keys), _hashing(encoder, batch, kv_heads),
+        encoded.codes, encoded.error, encoded.gain, tokens,
+        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, num_warps=4, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
+    return encoded
+
+
+def _hashing(encoder: Encoder, batch: int, kv_heads: int) -> Hashing:
+    """What a kernel needs of an encoder."""
     own = encoder.matrix.dim() == 4 and encoder.matrix.shape[0] > 1  # projections of each sequence
     matrix, gram, metric, mean = (
         None if each is None else each.expand(batch if own else 1, kv_heads, *each.shape[-rank:]).contiguous()
         for each, rank in ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1))
     )
-    encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
-        strided(keys), Hashing(matrix, gram, metric, mean, kv_heads if own else 0),
-        encoded.codes.view(torch.int32), encoded.error, encoded.gain, tokens,
-        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, num_warps=8, **no_contraction,
-    )  # fmt: skip
-    return encoded
+    return Hashing(matrix, gram, metric, mean, kv_heads if own else 0)
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
@@ -317,8 +344,8 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     encoded = _empty((rows, tokens), bits, scores.device)
     gram = gram.expand(rows, bits, bits).contiguous()
     greedy_kernel[(triton.cdiv(tokens, HASHED), rows)](
-        scores.contiguous(), squared_norm.expand(rows, tokens).contiguous(), gram, encoded.codes.view(torch.int32),
-        encoded.error, encoded.gain, tokens, bits * bits, H=bits, BLOCK=HASHED, num_warps=8, **no_contraction,
+        scores.contiguous(), squared_norm.expand(rows, tokens).contiguous(), gram, encoded.codes,
+        encoded.error, encoded.gain, tokens, bits * bits, H=bits, BLOCK=HASHED, num_warps=4, **ROUNDED_TWICE,
     )  # fmt: skip
     return encoded
 

@@ -1,17 +1,27 @@
-"""Step 2: one integer per key and KV head to rank by, from codes and gains alone, and a first histogram of them.
+"""Step 1: queries in int8, the plan of each row, and an integer per key and query head, from codes alone.
 
 A row of the matrix product holds `PACK` keys side by side, and its other factor repeats the queries on its block
 diagonal: so the result has a column for each of these keys and each head, and none is padding. The product takes a
 bit of every byte at a time, as a byte of 0 or 1: `c = 2 p . b - sum(p)`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided
-from bpc_calib.backends.triton.constants import COARSE, FORCED, GAIN_OFFSET, NEVER
+from bpc_calib.backends.triton.constants import (
+    COARSE,
+    FINE_BITS,
+    GAIN_OFFSET,
+    GAIN_UNIT,
+    INT32_MAX,
+    LARGEST_FACTOR,
+    LARGEST_LIMIT,
+    NEVER,
+    RELATIVE_LIMIT,
+)
 from bpc_calib.backends.triton.language import ASM
 from bpc_calib.backends.triton.plan import (
     PLAN_FIRST_TO,
@@ -19,11 +29,46 @@ from bpc_calib.backends.triton.plan import (
     PLAN_LIMIT,
     PLAN_LOW,
     PLAN_NEWEST_FROM,
+    PLAN_PLACES,
     PLAN_SHIFT,
+    PLAN_WANTED,
     planned,
+    record,
+    share,
+    whole,
 )
+from bpc_calib.backends.triton.quantize import bit_operand, quantized
 
-__all__ = ["ScoreShape", "best_kernel", "score_kernel"]
+__all__ = ["Limits", "ScoreShape", "Scored", "counted", "score_kernel"]
+
+
+class Scored(NamedTuple):
+    """Where the kernel writes: see `Ranking` of `pipeline`."""
+
+    rounded: Any  # `values` there; in kernels every tuple has an attribute of that name
+    scale: Any
+    plan: Any
+    heads: Any
+    best: Any
+    counts: Any
+
+
+class Limits(NamedTuple):
+    """Which tokens there are, how many are chosen, and which of them always."""
+
+    lengths: Any  # integers [B]; None: all `length`
+    lengths_b: int
+    ks: Any  # integers [B, H_KV]; None: `k` for all
+    ks_b: int
+    ks_h: int
+    valid: Any  # bool [B, N]; None: no padding
+    valid_b: int
+    valid_n: int
+    bounds: Any  # int32 [B, H_KV, 3]: real tokens, where the newest of them begin, where the first of them end
+    recent: int
+    sink: int
+    share_up: int  # the safeguard's share of k: numerator
+    share_down: int  # denominator
 
 
 class ScoreShape(NamedTuple):
@@ -33,10 +78,14 @@ class ScoreShape(NamedTuple):
     G: int
     G_UP: int
     H: int
+    D: int
+    PART: int  # dimensions of the queries at a time
     GROUP: str
+    GAIN: bool
     TIGHT: bool  # the codes of each row are contiguous
     PACK: int
     BLOCK: int
+    COUNTS: int  # bins of all histograms of a row, to clear
 
 
 @triton.jit
@@ -57,146 +106,139 @@ def bit_of_bytes(x, s: tl.constexpr):
 
 
 @triton.jit
-def head_scores(
-    values,
-    totals,
-    codes: Strided,
-    gain: Strided,
-    row,
-    first,
-    length,
-    shape: tl.constexpr,
-):
-    """int32 `[BLOCK / PACK, PACK, G_UP]` of the keys from `first` on."""
-    G: tl.constexpr = shape.G
-    G_UP: tl.constexpr = shape.G_UP
-    H: tl.constexpr = shape.H
-    PACK: tl.constexpr = shape.PACK
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
-    own_codes = codes.at + b * codes.b + h * codes.h
-    BYTES: tl.constexpr = H // 8
-    ROWS: tl.constexpr = shape.BLOCK // PACK
-    r = tl.arange(0, ROWS)
-    byte = tl.arange(0, PACK * BYTES)
-    key = first + r[:, None] * PACK + byte[None, :] // BYTES
-    if shape.TIGHT:  # the usual case, and one that the compiler sees to be contiguous
-        x = tl.load(
-            own_codes + first.to(tl.int64) * BYTES + r[:, None] * (PACK * BYTES) + byte[None, :],
-            mask=key < length,
-            other=0,
-        )
-    else:
-        x = tl.load(own_codes + key.to(tl.int64) * codes.n + byte[None, :] % BYTES, mask=key < length, other=0)
-    column = tl.arange(0, PACK * G_UP)
-    head = column % G_UP
-    mine = (byte[:, None] // BYTES == column[None, :] // G_UP) & (head[None, :] < G)
-    product = tl.zeros([ROWS, PACK * G_UP], tl.int32)
-    for s in tl.static_range(8):
-        p = tl.load(
-            values + (row * G + head[None, :]) * H + (byte[:, None] % BYTES) * 8 + s,
-            mask=mine,
-            other=0,
-        )
-        product = tl.dot(bit_of_bytes(x, s), p, product, out_dtype=tl.int32)
-    g = tl.arange(0, G_UP)
-    total = tl.load(totals + row * G + g, mask=g < G, other=0)
-    scores = 2 * tl.reshape(product, [ROWS, PACK, G_UP]) - total[None, None, :]
-    if gain.at is not None:
-        at = first + r[:, None] * PACK + tl.arange(0, PACK)[None, :]
-        own_gain = gain.at + b * gain.b + h * gain.h
-        gains = tl.load(own_gain + at.to(tl.int64) * gain.n, mask=at < length, other=0).to(tl.int32)
-        scores = scores * (gains + GAIN_OFFSET)[:, :, None]
-    return scores
-
-
-@triton.jit
-def counted(valid, valid_b, b, at, length):
+def counted(limits: Limits, b, at, length):
     """Which tokens are real."""
     inside = at < length
-    if valid is not None:
-        inside = inside & (tl.load(valid + b * valid_b + at, mask=inside, other=0) != 0)
+    if limits.valid is not None:
+        own = limits.valid + b * limits.valid_b
+        inside = inside & (tl.load(own + at.to(tl.int64) * limits.valid_n, mask=inside, other=0) != 0)
     return inside
 
 
 @triton.jit
-def best_kernel(
-    values,
-    totals,
-    codes: Strided,
-    gain: Strided,
-    valid,
-    valid_b,
-    plan,
-    best,
-    shape: tl.constexpr,
-):
-    """The largest score of each head: grid (blocks of keys, rows)."""
-    G_UP: tl.constexpr = shape.G_UP
-    PACK: tl.constexpr = shape.PACK
-    BLOCK: tl.constexpr = shape.BLOCK
-    row = tl.program_id(1)
+def make_plan(plan, limits: Limits, row, length, k, values, scale, scaling, shape: tl.constexpr):
+    """Writes what the later steps know of a row."""
+    G: tl.constexpr = shape.G
     b = (row // shape.H_KV).to(tl.int64)
-    first = tl.program_id(0) * BLOCK
-    length = planned(plan, row, PLAN_LENGTH)
-    if first < length:
-        scores = head_scores(values, totals, codes, gain, row, first, length, shape)
-        at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-        scores = tl.where(counted(valid, valid_b, b, at, length)[:, :, None], scores, NEVER)
-        g = tl.arange(0, G_UP)
-        tl.atomic_max(best + row * G_UP + g, tl.max(tl.max(scores, 0), 0), sem="relaxed")
+    h = (row % shape.H_KV).to(tl.int64)
+    # Scores lie in [low, low + span]; the later histograms count the lowest `shift` bits of their distance from low.
+    reach = tl.sum(tl.abs(values), 1)
+    most = tl.sum(reach, 0) if shape.GROUP == "sum" else tl.max(reach, 0)
+    most = most * (LARGEST_FACTOR if shape.GAIN else 1)
+    if shape.GROUP == "relative":
+        span = 5 * G * tl.minimum(2 * most, INT32_MAX // (5 * G))
+        low = -span
+    else:
+        span = 2 * most
+        low = -most
+    shift = FINE_BITS
+    for each in tl.static_range(FINE_BITS, 31):
+        shift += ((span >> each) >= COARSE).to(tl.int32)
+    product = scale * scaling
+    logit = tl.div_rn(tl.full([], GAIN_UNIT if shape.GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
+    limit = tl.where(product > 0, tl.minimum(logit * RELATIVE_LIMIT, LARGEST_LIMIT), LARGEST_LIMIT).to(tl.int32)
+
+    # Which tokens are forced: the newest, then the first, and never more than k of them.
+    if limits.ks is not None:
+        k = tl.load(limits.ks + b * limits.ks_b + h * limits.ks_h).to(tl.int32)
+    newest = tl.minimum(k, limits.recent)
+    if limits.bounds is not None:
+        count = tl.load(limits.bounds + 3 * row)
+        newest_from = tl.load(limits.bounds + 3 * row + 1)
+        first_to = tl.load(limits.bounds + 3 * row + 2)
+        first = tl.minimum(tl.minimum(k, count) - newest, limits.sink)
+    else:
+        newest_from = length - newest
+        first = tl.minimum(tl.minimum(k, length) - newest, limits.sink)
+        first_to = first
+    wanted = k - newest - first
+    places = tl.minimum((k.to(tl.int64) * limits.share_up // limits.share_down).to(tl.int32), wanted)
+    record(plan, row, PLAN_LENGTH, length)
+    record(plan, row, PLAN_NEWEST_FROM, newest_from)
+    record(plan, row, PLAN_FIRST_TO, first_to)
+    record(plan, row, PLAN_PLACES, places)
+    record(plan, row, PLAN_WANTED, wanted)
+    record(plan, row, PLAN_LOW, low)
+    record(plan, row, PLAN_SHIFT, shift)
+    record(plan, row, PLAN_LIMIT, limit)
 
 
 @triton.jit
+def codes_of(codes: Strided, b, h, first, length, shape: tl.constexpr):
+    """int8 `[BLOCK / PACK, PACK H / 8]`: the codes of the keys from `first` on."""
+    BYTES: tl.constexpr = shape.H // 8
+    PACK: tl.constexpr = shape.PACK
+    own = codes.at + b * codes.b + h * codes.h
+    r = tl.arange(0, shape.BLOCK // PACK)
+    byte = tl.arange(0, PACK * BYTES)
+    key = first + r[:, None] * PACK + byte[None, :] // BYTES
+    if shape.TIGHT:  # the usual case, and one that the compiler sees to be contiguous
+        at = own + tl.cast(first, tl.int64) * BYTES + r[:, None] * (PACK * BYTES) + byte[None, :]
+    else:
+        at = own + key.to(tl.int64) * codes.n + byte[None, :] % BYTES
+    return tl.load(at, mask=key < length, other=0)
+
+
+@triton.jit(do_not_specialize=["length", "k"])
 def score_kernel(
-    values,
-    totals,
+    query: Strided,
+    projection: Strided,
     codes: Strided,
     gain: Strided,
-    valid,
-    valid_b,
-    plan,
-    best,
-    ranked,
-    ranked_r,
-    coarse,
+    made: Scored,
+    limits: Limits,
+    length,
+    k,
+    scaling,
     shape: tl.constexpr,
 ):
-    """`ranked [rows, N]`, and its histogram `coarse [rows, COARSE]`: grid as above.
+    """`heads [rows, room, G_UP]`, the largest score of each head `best [rows, programs, G_UP]`, and the plan.
 
-    The histogram leaves out forced tokens and padding.
+    Grid (programs, rows). Every program quantizes the queries of its row anew: a launch less.
     """
     G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
-    GROUP: tl.constexpr = shape.GROUP
+    H: tl.constexpr = shape.H
     PACK: tl.constexpr = shape.PACK
     BLOCK: tl.constexpr = shape.BLOCK
+    ROWS: tl.constexpr = BLOCK // PACK
     row = tl.program_id(1)
     b = (row // shape.H_KV).to(tl.int64)
-    first = tl.program_id(0) * BLOCK
-    length = planned(plan, row, PLAN_LENGTH)
-    if first < length:
-        scores = head_scores(values, totals, codes, gain, row, first, length, shape)
-        g = tl.arange(0, G_UP)[None, None, :]
-        if GROUP == "relative":
-            # With 16 heads and fewer, the clamp of `group_scores` changes nothing.
-            below = scores - tl.load(best + row * G_UP + g)
-            if valid is not None:
-                below = tl.minimum(below, 0)  # padding is not among the best and may be above them
-            limit = planned(plan, row, PLAN_LIMIT)
-            nearest = below if G == G_UP else tl.where(g < G, below, NEVER)
-            within = tl.maximum(below, -limit)
-            within = within if G == G_UP else tl.where(g < G, within, 0)
-            score = 4 * G * tl.max(nearest, 2) + tl.sum(within, 2)
-        elif GROUP == "sum":
-            score = tl.sum(scores, 2)  # the scores of padding heads are 0
-        else:
-            score = tl.max(scores if G == G_UP else tl.where(g < G, scores, NEVER), 2)
-        at = first + tl.arange(0, BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-        real = counted(valid, valid_b, b, at, length)
-        forced = real & ((at >= planned(plan, row, PLAN_NEWEST_FROM)) | (at < planned(plan, row, PLAN_FIRST_TO)))
-        stored = tl.where(real, tl.where(forced, FORCED, score), NEVER)
-        tl.store(ranked + row.to(tl.int64) * ranked_r + at, stored, mask=at < length)
-        digit = (score - planned(plan, row, PLAN_LOW)) >> planned(plan, row, PLAN_SHIFT)
-        counts = tl.histogram(tl.reshape(digit, [BLOCK]), COARSE, mask=tl.reshape(real & ~forced, [BLOCK]))
-        tl.atomic_add(coarse + row * COARSE + tl.arange(0, COARSE), counts, mask=counts > 0, sem="relaxed")
+    h = (row % shape.H_KV).to(tl.int64)
+    room = whole(length)  # of a row of `heads`
+    if limits.lengths is not None:
+        length = tl.maximum(tl.minimum(tl.load(limits.lengths + b * limits.lengths_b).to(tl.int32), length), 0)
+    values, scale = quantized(query, projection, b, h, shape)
+    g = tl.arange(0, G_UP)
+    if tl.program_id(0) == 0:
+        bit = tl.arange(0, H)
+        at = (row * G + g[:, None]) * H + bit[None, :]
+        tl.store(made.rounded + at, values.to(tl.int8), mask=g[:, None] < G)
+        tl.store(made.scale + row, scale)
+        make_plan(made.plan, limits, row, length, k, values, scale, scaling, shape)
+    CLEARED: tl.constexpr = 1024
+    for start in range(tl.program_id(0) * CLEARED, shape.COUNTS, tl.num_programs(0) * CLEARED):
+        at = start + tl.arange(0, CLEARED)
+        tl.store(made.counts + row.to(tl.int64) * shape.COUNTS + at, tl.zeros([CLEARED], tl.int32), mask=at < shape.COUNTS)
+
+    totals = tl.sum(values, 1)
+    top = tl.full([ROWS, PACK, G_UP], NEVER, tl.int32)
+    first, last = share(length, BLOCK)
+    for start in range(first, last, BLOCK):
+        x = codes_of(codes, b, h, start, length, shape)
+        product = tl.zeros([ROWS, PACK * G_UP], tl.int32)
+        for s in tl.static_range(8):
+            product = tl.dot(bit_of_bytes(x, s), bit_operand(values, s, shape), product, out_dtype=tl.int32)
+        scores = 2 * tl.reshape(product, [ROWS, PACK, G_UP]) - totals[None, None, :]
+        at = start + tl.arange(0, ROWS)[:, None] * PACK + tl.arange(0, PACK)[None, :]
+        to = made.heads + (row.to(tl.int64) * room + at)[:, :, None] * G_UP + g[None, None, :]
+        tl.store(to, scores.to(tl.int16), mask=(at < whole(length))[:, :, None])
+        if shape.GROUP == "relative":
+            if shape.GAIN:
+                own_gain = gain.at + b * gain.b + h * gain.h
+                gains = tl.load(own_gain + at.to(tl.int64) * gain.n, mask=at < length, other=0).to(tl.int32)
+                scores = scores * (gains + GAIN_OFFSET)[:, :, None]
+            top = tl.maximum(top, tl.where(counted(limits, b, at, length)[:, :, None], scores, NEVER))
+    if shape.GROUP == "relative":
+        best = tl.max(tl.max(top, 0), 0)
+        tl.store(made.best + (row * tl.num_programs(0) + tl.program_id(0)) * G_UP + g, best)

@@ -1,0 +1,110 @@
+"""One new token per sequence, written into buffers of fixed size: key, value, and what hashing makes of the key."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from bpc_calib.backends.triton.arguments import Strided
+from bpc_calib.backends.triton.encode import Hashing, finish, greedy
+from bpc_calib.backends.triton.language import fetch
+
+__all__ = ["AppendShape", "append_kernel"]
+
+
+class AppendShape(NamedTuple):
+    """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
+
+    H_KV: int
+    H: int
+    D: int
+    D_UP: int
+    V: int  # dimensions of a value
+    V_UP: int
+    PART: int  # dimensions of the projection at a time
+    ROWS: int  # rows of the metric at a time
+
+
+@triton.jit
+def centred(key, mean, d, D: tl.constexpr):
+    """The dimensions `d` of a key, less the mean, in float32 (float64)."""
+    x = tl.load(key + d, mask=d < D, other=0)
+    x = x.to(tl.float64) if x.dtype == tl.float64 else x.to(tl.float32)
+    if mean is not None:
+        x = x - tl.load(mean + d, mask=d < D, other=0)
+    return x
+
+
+@triton.jit
+def copy(new: Strided, to: Strided, b, h, place, SIZE: tl.constexpr, UP: tl.constexpr):
+    """Copies a vector of one head into its buffer."""
+    d = tl.arange(0, UP)
+    x = tl.load(new.at + b * new.b + h * new.h + d, mask=d < SIZE, other=0)
+    tl.store(to.at + b * to.b + h * to.h + place * to.n + d, x.to(to.at.dtype.element_ty), mask=d < SIZE)
+
+
+@triton.jit
+def append_kernel(
+    key: Strided,
+    value: Strided,
+    place,
+    encoder: Hashing,
+    keys: Strided,
+    values: Strided,
+    codes: Strided,
+    gain: Strided,
+    error: Strided,
+    shape: tl.constexpr,
+):
+    """Writes slot `place [1]` of the buffers; without `codes` only key and value. Grid (rows), one warp.
+
+    In one warp the steps of the greedy pass need no barrier.
+    """
+    H: tl.constexpr = shape.H
+    D: tl.constexpr = shape.D
+    PART: tl.constexpr = shape.PART
+    row = tl.program_id(0)
+    b = (row // shape.H_KV).to(tl.int64)
+    h = (row % shape.H_KV).to(tl.int64)
+    at = tl.load(place).to(tl.int64)
+    copy(key, keys, b, h, at, D, shape.D_UP)
+    copy(value, values, b, h, at, shape.V, shape.V_UP)
+    if codes.at is not None:
+        own = b * encoder.b + h
+        wide = encoder.gram.dtype.element_ty
+        gram = encoder.gram + own * (H * H)
+        fetch(gram, H * H * (wide.primitive_bitwidth // 8))  # each step of the greedy pass reads a row
+        matrix = encoder.matrix + own * (D * H)
+        mean = encoder.mean
+        if mean is not None:
+            mean += own * D
+        own_key = key.at + b * key.b + h * key.h
+        bit = tl.arange(0, H)
+        part = tl.arange(0, PART)
+        products = tl.zeros([H, PART], wide)
+        for first in range(0, D, PART):
+            d = first + part
+            x = centred(own_key, mean, d, D)
+            P = tl.load(matrix + bit[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
+            products += P * x[None, :]
+        d = tl.arange(0, shape.D_UP)
+        if encoder.metric is not None:  # which is symmetric
+            metric = encoder.metric + own * (D * D)
+            along = tl.zeros([shape.D_UP], wide)
+            for first in range(0, D, shape.ROWS):
+                e = first + tl.arange(0, shape.ROWS)
+                inside = (e[:, None] < D) & (d[None, :] < D)
+                M = tl.load(metric + e[:, None] * D + d[None, :], mask=inside, other=0)
+                along += tl.sum(M * centred(own_key, mean, e, D)[:, None], 0)
+        else:
+            along = centred(own_key, mean, d, D)
+        squared_norm = tl.sum((centred(own_key, mean, d, D) * along)[None, :], 1)
+        low, high, squared_error, product = greedy(tl.sum(products, 1)[None, :], squared_norm, gram, H, 8)
+        own_gain = gain.at
+        if own_gain is not None:
+            own_gain += b * gain.b + h * gain.h + at * gain.n
+        own_error = error.at
+        if own_error is not None:
+            own_error += b * error.b + h * error.h + at * error.n
+        own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n
+        finish(low, high, squared_error, product, squared_norm, own_codes, own_error, own_gain, tl.arange(0, 1), 1, H)

@@ -1,0 +1,66 @@
+"""One new token per sequence in buffers of fixed size: the plain torch form."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bpc_calib.errors import InputError
+from bpc_calib.method.encoding import Encoded, Encoder, encode_with
+
+__all__ = ["Slots", "append", "check", "write"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Buffers with room for `N` tokens, that `append` writes to."""
+
+    keys: Tensor  # [B, H_KV, N, D]
+    values: Tensor  # [B, H_KV, N, V], of the dtype of the keys
+    codes: Tensor | None = None  # int64 [B, H_KV, N, W]; None: nothing is hashed
+    gain: Tensor | None = None  # uint8 [B, H_KV, N]; None: not kept
+    error: Tensor | None = None  # float32 [B, H_KV, N]; None: not kept
+
+
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    """Write one token of each sequence, in place: key, value, and the code, gain and error of the key.
+
+    Args:
+        encoder: for keys of their dtype; None if `slots.codes` is.
+        key: `[B, H_KV, 1, D]`.
+        value: `[B, H_KV, 1, V]`.
+        place: int64 `[1]`, the slot to write, on the device of the buffers and within them.
+        slots: the buffers.
+
+    Raises:
+        InputError: the shapes or dtypes do not fit.
+    """
+    check(encoder, key, value, place, slots)
+    write(key, value, None if encoder is None else encode_with(encoder, key), place, slots)
+
+
+def write(key: Tensor, value: Tensor, encoded: Encoded | None, place: Tensor, slots: Slots) -> None:
+    """Do the same as `append` for a key that is already hashed."""
+    pairs: list[tuple[Tensor | None, Tensor]] = [(slots.keys, key), (slots.values, value)]
+    if encoded is not None:
+        pairs += [(slots.codes, encoded.codes), (slots.gain, encoded.gain), (slots.error, encoded.error)]
+    for buffer, new in pairs:
+        if buffer is not None:
+            buffer.index_copy_(2, place, new)
+
+
+def check(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    """Raise `InputError` unless `append` accepts the arguments. Reads no tensor values, not to wait for a device."""
+    for name, new, buffer in (("key", key, slots.keys), ("value", value, slots.values)):
+        if buffer.dim() != 4 or new.shape != (*buffer.shape[:2], 1, buffer.shape[3]) or new.dtype != buffer.dtype:
+            raise InputError(
+                f"{name} {new.dtype} {list(new.shape)} does not fit its buffer {buffer.dtype} {list(buffer.shape)}"
+            )
+    if place.shape != (1,) or place.dtype.is_floating_point:
+        raise InputError(f"place must be integers [1], not {place.dtype} {list(place.shape)}")
+    if (encoder is None) != (slots.codes is None):
+        raise InputError("append needs an encoder where there are codes, and none where there are not")
+    if encoder is not None:
+        encoder.check(key)
+    for name, buffer in (("codes", slots.codes), ("gain", slots.gain), ("error", slots.error)):
+        if buffer is not None and buffer.shape[:3] != slots.keys.shape[:3]:
+            raise InputError(f"{name} {list(buffer.shape)} do not fit the keys' buffer {list(slots.keys.shape)}")
