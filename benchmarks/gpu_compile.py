@@ -106,7 +106,7 @@ def slice_steps(first: int, step: int, *, tiny: bool) -> list[Step]:
         except Exception as error:
             made.append((part, functools.partial(_cannot, error)))
             continue
-        kept = cases[:: max(1, len(cases) // 2)] if tiny else cases
+        kept = cases[:1] if tiny else cases
         made += [(f"{part}: {what}", functools.partial(_run, f"{part}: {what}", run)) for what, run in kept]
     return made[first::step]
 

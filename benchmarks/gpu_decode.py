@@ -24,7 +24,7 @@ import tiny as tiny_models
 __all__ = ["cases", "steps"]
 
 LENGTHS = ((1 << 17,), (1 << 19, 3 << 17, 1 << 18))  # of each list, the first that fits
-FEW = ((150,), (170,))
+FEW = ((150,),)
 WEIGHTS = 17_000_000_000  # bytes, with what the model needs while it is drawn
 FORMS: tuple[tuple[str, float | None], ...] = (
     ("BPC, 2 %", 0.02),

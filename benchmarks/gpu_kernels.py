@@ -17,7 +17,7 @@ from bpc_calib.bench.machine import cache_bytes
 __all__ = ["cases", "steps"]
 
 LENGTHS = (1 << 17, 1 << 19, (1 << 17) - 77, 1 << 15, 1 << 13, 100_003)
-FEW = (200, 163)
+FEW = (163,)
 CODE, KEYS = KV_HEADS * 9, KV_HEADS * DIM * 4  # bytes of a token: code and gain, keys and values
 
 
@@ -60,7 +60,7 @@ def _length(tokens: int, tiny: bool, emit: Emit) -> None:
     if torch.cuda.is_available():
         sets = working_sets(tokens, CODE, KEYS, 4 * cache_bytes(device()), free(device()))
     else:
-        sets = 2, 1
+        sets = 1, 1
     about = {"tokens": tokens, "what": "working sets used in turn, so that none stays in L2", "median": sets}
     if not sets[0]:
         emit(about | {"note": lacking(5 * tokens * KEYS, free(device()))})

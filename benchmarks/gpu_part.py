@@ -95,5 +95,7 @@ def run_steps(steps: Sequence[Step], file: Path, start: int) -> None:
         replace(file, json.dumps(state))
         try:
             run(emit)
+        except MemoryError as error:  # foreseen: nothing was filled
+            emit({"what": what, "median": None, "note": str(error)})
         except Exception as error:
             emit({"what": what, "failed": 1, "note": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"})

@@ -85,6 +85,7 @@ def _run(
 ) -> str | None:
     """Run one process; return why it did not end by itself without an error."""
     log = rows.with_suffix(".log")
+    rows.unlink(missing_ok=True)  # of an earlier command with the same folder
     began = changed = time.monotonic()
     place = None
     with log.open("w") as output:

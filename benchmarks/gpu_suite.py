@@ -41,7 +41,11 @@ TITLES = {
 WRITE = 2  # seconds between two versions of the results while a part runs
 
 
-class Stopped(BaseException):
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+received: list[int] = []  # looked at again and again: an exception at any place could leave a process behind
+
+
+class StoppedError(Exception):
     """A signal asks the suite to end."""
 
 
@@ -65,26 +69,16 @@ def main() -> None:
         measure(arguments.part, rows, int(arguments.start), limits, portion=arguments.slice or "")
         return
     ends = time.monotonic() + 60 * arguments.minutes
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, stop)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            sys.path.insert(0, folder)
-            os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-            link_packages(Path(folder))
-            logs = arguments.logs or Path(folder)
-            logs.mkdir(parents=True, exist_ok=True)
-            code = run(arguments, logs.resolve(), ends)
-    except Stopped as stopped:
-        code = 128 + int(str(stopped))
-    sys.exit(code)
-
-
-def stop(number: int, frame: object) -> None:
-    """Raise `Stopped` once: a second signal must not interrupt the writing of the results."""
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
-    raise Stopped(number)
+    for number in SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
+    with tempfile.TemporaryDirectory() as folder:
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        link_packages(Path(folder))
+        logs = arguments.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        code = run(arguments, logs.resolve(), ends)
+    sys.exit(128 + received[0] if received else code)
 
 
 def link_packages(folder: Path) -> None:
@@ -115,7 +109,7 @@ def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:
         result = merged(output, result, selected)
     parts = result["parts"]
     left = [name for name in PARTS if name in selected]
-    while left:
+    while left and not received:
         name, shares = left[0], sum(PARTS[each] for each in left)
         seconds = max(5.0, (ends - time.monotonic()) * PARTS[name] / shares)
         part(name, seconds, arguments.tiny, logs, functools.partial(keep, output, result, name))
@@ -158,7 +152,7 @@ def part(name: str, seconds: float, tiny: bool, logs: Path, keep: Callable[[dict
     words = [sys.executable, __file__, "--part", name, *(["--tiny"] if tiny else [])]
     print(f"{TITLES[name]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
     began = written = time.monotonic()
-    seen = Watched()
+    seen, changed = Watched(), False
 
     def made(running: str | None = None) -> dict[str, Any]:
         state = running or status(seen.rows, seen.fault, stopped=seen.stopped)
@@ -166,20 +160,20 @@ def part(name: str, seconds: float, tiny: bool, logs: Path, keep: Callable[[dict
         return facts | ({"fault": seen.fault} if seen.fault else {}) | {"rows": seen.rows}
 
     def look(now: Watched) -> None:
-        nonlocal seen, written
-        changed = len(now.rows) != len(seen.rows) or now.rows[-1:] != seen.rows[-1:]
+        nonlocal seen, written, changed
+        changed = changed or len(now.rows) != len(seen.rows) or now.rows[-1:] != seen.rows[-1:]
         seen = Watched(list(now.rows), now.fault, now.stopped)
+        if received:
+            raise StoppedError
         if changed and time.monotonic() - written > WRITE:
             keep(made("running"))
-            written = time.monotonic()
+            written, changed = time.monotonic(), False
 
     try:
         seen = watch(words, logs / f"{name}.json", seconds, look, own_group=True)
-    except Stopped:
+    except StoppedError:
         seen.fault, seen.stopped = "a signal ended it", True
-        raise
-    finally:
-        keep(made())
+    keep(made())
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def _counts(text: str) -> dict[str, int]:
 def report(what: str, text: str, code: int | None, seconds: float) -> dict[str, Any]:
     """The row of a run: counts, names of what did not pass, and the first error; code None: it ran out of time."""
     row: dict[str, Any] = {"what": what, **_counts(text)}
-    begun = BEGUN.findall(text)
+    begun = [each.rstrip() for each in BEGUN.findall(text)]
     notes = []
     if code is None:
         row["errors"] += 1
