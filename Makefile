@@ -46,8 +46,9 @@ test-floor: .venv-floor/ready
 	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' $(FLOOR_TESTS)
 
 # Everything worth measuring on an NVIDIA GPU, in 8 minutes; without one nothing. TORCH= must be a torch with CUDA.
+# GPU_OPTIONS='--parts compile tests' selects parts and keeps the results of the others.
 gpu: .venv/ready
-	.venv/bin/python benchmarks/gpu_suite.py
+	.venv/bin/python benchmarks/gpu_suite.py $(GPU_OPTIONS)
 
 # Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
 .venv/ready: pyproject.toml $(SOURCES)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_memory import free, lacking
+from gpu_part import Emit, Limits, Step
 from gpu_timing import device, reason
 from torch import Tensor
 
@@ -15,64 +17,94 @@ from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.selection import attended, worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
-__all__ = ["exactness"]
+__all__ = ["cases", "random_codes", "steps"]
 
 DIM, KV_HEADS = 128, 8
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # of the norm of the result
 
-# What is ranked: multiple of the full size, group, gain, bits, query heads; then special conditions.
+TOKENS = 1 << 17
+ODD = (TOKENS - 77, 100_003)  # lengths that no block of a kernel divides
+
+# What is ranked: how many keys, group, gain, bits, query heads; then special conditions.
 # Every value of every switch appears at least twice, the defaults first.
 CHOICES: list[tuple[int, str, bool, int, int, str]] = [
-    (1, "relative", True, 64, 4, ""),
-    (4, "relative", True, 64, 4, ""),
-    (1, "max", False, 64, 4, ""),
-    (4, "max", False, 64, 4, ""),
-    (1, "relative", True, 64, 4, "ragged"),
-    (1, "relative", True, 64, 4, "padded"),
-    (1, "relative", True, 64, 4, "safeguard"),
-    (1, "max", False, 64, 4, "safeguard, ragged, padded"),
-    (1, "relative", True, 64, 4, "ties"),
-    (1, "sum", True, 64, 4, "odd"),
-    (1, "relative", True, 128, 8, ""),
-    (1, "relative", True, 32, 1, ""),
-    (1, "max", True, 128, 1, "ties"),
-    (1, "sum", False, 32, 8, "safeguard"),
-    (1, "relative", False, 64, 8, "odd"),
-    (1, "sum", True, 128, 5, "ragged"),
-    (4, "sum", True, 128, 8, ""),
+    (TOKENS, "relative", True, 64, 4, ""),
+    (ODD[0], "relative", True, 64, 4, ""),
+    (4 * TOKENS, "relative", True, 64, 4, ""),
+    (TOKENS, "max", False, 64, 4, ""),
+    (4 * TOKENS, "max", False, 64, 4, ""),
+    (ODD[1], "max", False, 64, 4, ""),
+    (TOKENS, "relative", True, 64, 4, "ragged"),
+    (TOKENS, "relative", True, 64, 4, "padded"),
+    (TOKENS, "relative", True, 64, 4, "safeguard"),
+    (TOKENS, "max", False, 64, 4, "safeguard, ragged, padded"),
+    (TOKENS, "relative", True, 64, 4, "ties"),
+    (ODD[1], "sum", True, 64, 4, ""),
+    (TOKENS, "relative", True, 128, 8, ""),
+    (TOKENS, "relative", True, 32, 1, ""),
+    (TOKENS, "max", True, 128, 1, "ties"),
+    (ODD[0], "sum", False, 32, 8, "safeguard"),
+    (ODD[1], "relative", False, 64, 8, ""),
+    (TOKENS, "sum", True, 128, 5, "ragged"),
+    (4 * TOKENS, "sum", True, 128, 8, ""),
 ]
-FIRST = 7  # this many run before codes and attention, the others after
+FIRST = 9  # this many run before codes and attention, the others after
+
+Check = Callable[[bool], dict[str, Any]]  # False: run the kernels without comparing anything
 
 
-def exactness(emit: Callable[[dict[str, Any]], None], *, tiny: bool) -> None:
-    """Emit one row per check; `exact` is False if it failed."""
-    tokens = 200 if tiny else 1 << 17
-    generator = torch.Generator(device()).manual_seed(0)
-    checks: list[tuple[str, Callable[[], dict[str, Any]]]] = []
-    later: list[tuple[str, Callable[[], dict[str, Any]]]] = []  # not needed by any default, in case time runs out
-    for place, (times, group, gain, bits, heads, more) in enumerate(CHOICES):
+def steps(limits: Limits) -> list[Step]:
+    """One step per check; `exact` is False in the row of one that failed."""
+    return [(what, functools.partial(_emit, what, check)) for what, check in _checks(tiny=limits.tiny)]
+
+
+def cases(*, tiny: bool) -> list[tuple[str, Callable[[], Any]]]:
+    """The same kernels, to be compiled."""
+    return [(what, functools.partial(check, False)) for what, check in _checks(tiny=tiny)]
+
+
+def _emit(what: str, check: Check, emit: Emit) -> None:
+    try:
+        row = check(True)
+    except Exception as error:
+        row = {"exact": False, "note": reason(error)}
+    emit({"what": what, **row})
+
+
+def _checks(*, tiny: bool) -> list[tuple[str, Check]]:
+    checks: list[tuple[str, Check]] = []
+    later: list[tuple[str, Check]] = []  # not needed by any default, in case time runs out
+    for place, (tokens, group, gain, bits, heads, more) in enumerate(CHOICES):
+        tokens = _few(tokens) if tiny else tokens
         switches = f"group {group}, gain {'on' if gain else 'off'}, {bits} bits, {heads} query heads"
-        what = f"choose, {tokens * times:,} keys, {switches}" + (f", {more}" if more else "")
-        arguments = (tokens * times, group, gain, bits, heads, more, generator)
-        (checks if place < FIRST else later).append((what, functools.partial(choice, *arguments)))
-    for bits in (64, 32, 128):
+        what = f"choose, {tokens:,} keys, {switches}" + (f", {more}" if more else "")
+        run = functools.partial(choice, tokens, group, gain, bits, heads, more)
+        (checks if place < FIRST else later).append((what, run))
+    lengths = [_few(each) if tiny else each for each in (TOKENS, *ODD)]
+    for bits, tokens in ((64, lengths[0]), (64, lengths[1]), (32, lengths[0]), (128, lengths[2])):
         what = f"encode_gram, {tokens:,} keys, {bits} bits"
-        (checks if bits == 64 else later).append((what, functools.partial(gram, tokens, bits, generator)))
-    for form in ("plain", "metric and mean"):
+        (checks if bits == 64 else later).append((what, functools.partial(gram, tokens, bits)))
+    for form, tokens in (("plain", lengths[0]), ("metric and mean", lengths[0]), ("metric and mean", lengths[2])):
         what = f"encode_with, {tokens:,} keys, bfloat16, {form}"
-        checks.append((what, functools.partial(encode, tokens, form, generator)))
+        checks.append((what, functools.partial(encode, tokens, form)))
     for dtype in TOLERANCE:
-        for form in ("list", "ragged list", "dense"):
+        for form, tokens in (
+            ("list", lengths[0]), ("ragged list", lengths[1]), ("dense", lengths[0]), ("dense", lengths[2]),
+        ):  # fmt: skip
             what = f"attention, {tokens:,} keys, {str(dtype).removeprefix('torch.')}, {form}"
-            (checks if dtype == torch.bfloat16 else later).append(
-                (what, functools.partial(attention, tokens, dtype, form, generator))
-            )
-    for what, check in checks + later:
-        try:
-            row = check()
-        except Exception as error:
-            row = {"exact": False, "note": reason(error)}
-        emit({"what": what, **row})
+            run = functools.partial(attention, tokens, dtype, form)
+            (checks if dtype == torch.bfloat16 else later).append((what, run))
+    return (checks + later)[:: 5 if tiny else 1]  # the interpreter is slow
+
+
+def _few(tokens: int) -> int:
+    """Few keys, as odd as many."""
+    return 200 * (4 if tokens > TOKENS else 1) - (37 if tokens in ODD else 0)
+
+
+def _generator() -> torch.Generator:
+    """Seeded anew, so that a check does not hang on those before it."""
+    return torch.Generator(device()).manual_seed(0)
 
 
 def random_codes(*shape: int, bits: int, generator: torch.Generator) -> Tensor:
@@ -84,13 +116,13 @@ def random_codes(*shape: int, bits: int, generator: torch.Generator) -> Tensor:
     return words.view(torch.int64)
 
 
-def choice(
-    tokens: int, group: str, gain: bool, bits: int, heads: int, more: str, generator: torch.Generator
-) -> dict[str, Any]:
+def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str, compare: bool) -> dict[str, Any]:
     """Compare the kernels' choice with that of plain torch from the same int8 queries."""
-    where = device()
+    where, generator = device(), _generator()
     batch = 3 if "ragged" in more or "padded" in more else 1
-    tokens -= 37 if "odd" in more else 0
+    # Plain torch unpacks the codes and holds some copies of the scores.
+    if why := lacking(batch * KV_HEADS * tokens * (8 * bits + 24 * heads + 64), free(where)):
+        return {"note": why}
     query = torch.randn(batch, KV_HEADS, heads, DIM, generator=generator, device=where).bfloat16()
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=where)
     codes = random_codes(batch, KV_HEADS, tokens, bits=bits, generator=generator)
@@ -112,30 +144,40 @@ def choice(
         cached["worst"] = worst_first(torch.rand(batch, KV_HEADS, tokens, generator=generator, device=where))
 
     given = (Cached(codes, **cached), k, Choice(DIM**-0.5, group, **forced))
-    rounded = pipeline.quantized(pipeline.prepare(query, projection, *given), batch)
+    found = pipeline.choose(query, projection, *given)
+    rounded = pipeline.quantize_query(query, projection)
+    if not compare:
+        return {}
     expected = choose_quantized(rounded, *given)
-    differing = 0
-    for _ in range(2):  # and the same again: no order of atomics shows
-        found = pipeline.choose(query, projection, *given)
-        differing = max(differing, int((found != expected).sum()))
+    differing = int((found != expected).sum())
+    again = pipeline.choose(query, projection, *given)  # no order of atomics shows
+    differing = max(differing, int((again != expected).sum()))
     return {"exact": differing == 0, "differing": differing, "of": expected.numel()}
 
 
-def gram(tokens: int, bits: int, generator: torch.Generator) -> dict[str, Any]:
+def gram(tokens: int, bits: int, compare: bool) -> dict[str, Any]:
     """Compare codes, errors and gains from the same products."""
+    generator = _generator()
+    if why := lacking(KV_HEADS * tokens * bits * 4 * 6, free(device())):
+        return {"note": why}
     scores = torch.randn(KV_HEADS, tokens, bits, generator=generator, device=device())
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=device()) / DIM**0.5
     norm = 8 * torch.rand(KV_HEADS, tokens, generator=generator, device=device())
     norm[:, ::1000] = 0
-    expected = encoding.encode_gram(scores, projection @ projection.mT, norm)
     found = pipeline.encode_gram(scores, projection @ projection.mT, norm)
+    if not compare:
+        return {}
+    expected = encoding.encode_gram(scores, projection @ projection.mT, norm)
     parts = [(getattr(found, name) != getattr(expected, name)).sum() for name in ("codes", "error", "gain")]
     differing = int(sum(parts))
     return {"exact": differing == 0, "differing": differing, "of": 3 * norm.numel()}
 
 
-def encode(tokens: int, form: str, generator: torch.Generator) -> dict[str, Any]:
+def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
     """Compare codes across a matrix product, which rounds differently: at most one in a thousand may differ."""
+    generator = _generator()
+    if why := lacking(KV_HEADS * tokens * (64 * 4 * 6 + DIM * 12), free(device())):
+        return {"note": why}
     keys = torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, device=device()).bfloat16()
     projection = 0.3 * torch.randn(KV_HEADS, 64, DIM, generator=generator, device=device())
     metric = mean = None
@@ -143,16 +185,22 @@ def encode(tokens: int, form: str, generator: torch.Generator) -> dict[str, Any]
         root = torch.randn(KV_HEADS, 2 * DIM, DIM, generator=generator, device=device())
         metric, mean = root.mT @ root / (2 * DIM), torch.randn(KV_HEADS, DIM, generator=generator, device=device())
     encoder = make_encoder(projection, keys.dtype, metric=metric, mean=mean)
-    expected, found = encoding.encode_with(encoder, keys), pipeline.encode_with(encoder, keys)
+    found = pipeline.encode_with(encoder, keys)
+    if not compare:
+        return {}
+    expected = encoding.encode_with(encoder, keys)
     codes = int((found.codes != expected.codes).any(-1).sum())
     gains = int(((found.gain.int() - expected.gain.int()).abs() > 1).sum())
     most = max(1, found.gain.numel() // 1000)
     return {"exact": codes <= most and gains <= most, "differing": codes, "of": found.gain.numel()}
 
 
-def attention(tokens: int, dtype: torch.dtype, form: str, generator: torch.Generator) -> dict[str, Any]:
+def attention(tokens: int, dtype: torch.dtype, form: str, compare: bool) -> dict[str, Any]:
     """Compare attention with float64; also report the error of torch's own attention in the same dtype."""
-    where, batch = device(), 2
+    where, batch, generator = device(), 2, _generator()
+    # Keys, values and their gathered copies; in float64 one sequence at a time, copied again by SDPA.
+    if why := lacking(KV_HEADS * tokens * DIM * (batch * 6 * dtype.itemsize + 6 * 8), free(where)):
+        return {"note": why}
     query = torch.randn(batch, KV_HEADS, 4, DIM, generator=generator, device=where).to(dtype)
     keys, values = (
         torch.randn(batch, KV_HEADS, tokens, DIM, generator=generator, device=where).to(dtype) for _ in range(2)
@@ -168,6 +216,8 @@ def attention(tokens: int, dtype: torch.dtype, form: str, generator: torch.Gener
         if form == "ragged list":
             listed[1, :, k // 2 :] = -1
         found = pipeline.sparse_attention(query, keys, values, listed)
+    if not compare:
+        return {}
     exact = torch.empty(found.shape, dtype=torch.float64, device=where)
     for b in range(batch):  # one at a time: float64 takes much memory
         one = slice(b, b + 1)
