@@ -101,7 +101,7 @@ def reported(what, call):
         call()
     except Fault as fault:
         assert what in str(fault), fault
-        assert re.search(r"ptx_samples\.py:\d+", str(fault)), fault
+        assert re.search(r"\.py:\d+: ", str(fault)), fault
     else:
         raise AssertionError(f"nothing reported, but {what}")
 
