@@ -10,6 +10,10 @@ from typing import NamedTuple
 # quiet here as in its own process, although the libraries are already imported.
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
+# With `--emulate` the kernels are compiled and run from their PTX, on the CPU even where there is a GPU.
+if any(word.split("=")[0] == "--emulate" for word in sys.argv):
+    os.environ |= {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+
 import torch
 
 # Without a GPU the kernels run in Triton's interpreter; the definition of a kernel reads this variable.
@@ -18,6 +22,49 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 import pytest
 import tiny
 from typer.testing import CliRunner
+
+
+def pytest_addoption(parser):
+    parser.addoption("--emulate", type=int, metavar="ARCH", help="run Triton's kernels from their PTX, 90 for sm_90")
+    parser.addoption("--emulate-all", action="store_true", help="with --emulate, also the tests that are not marked so")
+    parser.addoption("--emulate-order", default="random", help="of blocks: random, reversed or ascending")
+    parser.addoption("--emulate-seed", type=int, default=0, help="of the random order of blocks and of atomics")
+
+
+def pytest_configure(config):
+    if config.option.emulate:
+        from ptx.emulation import emulate
+
+        from bpc_calib.backends import dispatch
+        from bpc_calib.backends.triton import device
+
+        dispatch.unfit = device.unfit = lambda device: None  # the CPU stands in for a GPU
+        config.emulation = emulate(config.option.emulate, config.option.emulate_order, config.option.emulate_seed)
+
+
+def pytest_collection_modifyitems(config, items):
+    """With `--emulate`, only tests of kernels: those marked `emulated`, or all."""
+    if config.option.emulate:
+        kept = [item for item in items if emulated(item, every=config.option.emulate_all)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def emulated(item, *, every):
+    """Whether a test is one of kernels, and is marked; `emulated(shape=["one head"])` is for these values alone."""
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    if item.path.name != "test_kernels.py" and values.get("pipeline") != "triton":
+        return False
+    marks = list(item.iter_markers("emulated"))
+    return every or any(all(values[name] in chosen for name, chosen in mark.kwargs.items()) for mark in marks)
+
+
+@pytest.fixture(autouse=True)
+def forget_tensors(request):
+    """The emulator keeps the tensors of a test until its end."""
+    yield
+    if emulation := getattr(request.config, "emulation", None):
+        emulation.watched.clear()
 
 
 class Ran(NamedTuple):

@@ -80,6 +80,9 @@ SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens
 }
 
 
+@pytest.mark.emulated(shape=["usual", "one head", "five heads"], group=["relative"], gain=[True])
+@pytest.mark.emulated(shape=["five heads"], group=["max"], gain=[False])
+@pytest.mark.emulated(shape=["sixteen heads of 128 bits"], group=["sum"], gain=[True])
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("group", ["relative", "max", "sum"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,6 +95,7 @@ def test_chooses_what_the_oracle_chooses(shape, group, gain, both):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.emulated(k=[59])
 @pytest.mark.parametrize("k", [1, 2, 59, 60])
 @pytest.mark.parametrize("rules", [{}, {"recent": 1, "sink": 4}, {"recent": 7}, {"recent": 1, "safeguard": 0.5}])
 def test_every_k(k, rules, both):
@@ -102,6 +106,7 @@ def test_every_k(k, rules, both):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.emulated(group=["max"])
 @pytest.mark.parametrize("group", ["relative", "max", "sum"])
 def test_all_ties_go_to_the_lowest_indices(group, both):
     projection, encoded = cache(1, 2, 2100, 64, 64)
@@ -123,6 +128,7 @@ def test_few_scores_so_many_ties(both):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("rules", [{}, {"recent": 3, "sink": 2}, {"recent": 1, "sink": 1, "safeguard": 0.4}])
 def test_padded_sequences_in_a_larger_buffer(rules, both):
     """Holes, another length and another k for each sequence; tokens, heads and sequences apart in memory."""
@@ -149,6 +155,7 @@ def test_padded_sequences_in_a_larger_buffer(rules, both):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.emulated
 def test_a_list_wider_than_k_ends_in_minus_one(both):
     projection, encoded = cache(1, 2, 257, 64, 64)
     found, expected = both(draw(1, 2, 4, 64, seed=3), projection, encoded, 49, width=52)
@@ -184,6 +191,7 @@ def test_each_sequence_with_projections_of_its_own(both):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.emulated(bits=[32, 64], tokens=[65], dtype=[torch.float32])
 @pytest.mark.parametrize(
     ("bits", "tokens"),
     [
@@ -206,6 +214,7 @@ def test_codes_from_the_same_products_are_exact(bits, tokens, dtype, pipeline):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
+@pytest.mark.emulated(bits=[64, 32], measured=[True])
 @pytest.mark.parametrize("measured", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "dim", "bits"),
@@ -303,6 +312,8 @@ def test_appends_without_codes(pipeline):
         backend.append(None, key, value, torch.tensor(3, device=DEVICE), slots)
 
 
+@pytest.mark.emulated(heads=[1, 5], dtype=[torch.float32, torch.bfloat16])
+@pytest.mark.emulated(heads=[7], dtype=[torch.float16, torch.float64])
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "dim", "tokens", "k"),
@@ -332,6 +343,7 @@ def test_attention_over_listed_tokens(dtype, heads, dim, tokens, k, pipeline):
     torch.testing.assert_close(found, expected, rtol=EXACT[dtype], atol=EXACT[dtype])
 
 
+@pytest.mark.emulated
 def test_attention_over_nothing_is_zero(pipeline):
     query, keys = draw(2, 2, 4, 64), draw(2, 2, 50, 64, seed=1)
     indices = torch.full((2, 2, 5), -1, device=DEVICE)

@@ -16,6 +16,7 @@ from bpc_calib.method.sparse_attention import sparse_attention
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
+@pytest.mark.emulated(group=["relative"], heads=[1, 16])
 @pytest.mark.parametrize("group", ["relative", "max", "sum"])
 @pytest.mark.parametrize(("heads", "bits"), [(1, 64), (4, 128), (16, 128)])
 def test_the_largest_scores_there_can_be(group, heads, bits):
@@ -39,6 +40,7 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
     assert torch.equal(pipeline.take(made, 9), select(ranked, 9)[0])
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
 def test_queries_in_int8(dtype):
     """Across a product that rounds in its own order: few entries differ, by one."""
@@ -53,6 +55,7 @@ def test_queries_in_int8(dtype):
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.emulated
 def test_scores_and_their_histogram():
     """The lowest bin is left out: it counts tokens that do not rank, too, and no kernel reads it."""
     projection, encoded = cache(2, 2, 1500, 64, 64, zero_keys=True)
@@ -75,6 +78,7 @@ def test_scores_and_their_histogram():
         assert torch.equal(made.counts[row, 1 : pipeline.COARSE], expected[1:].int())
 
 
+@pytest.mark.emulated
 def test_attention_over_everything():
     query, keys, values = draw(2, 2, 4, 64), draw(2, 2, 150, 64, seed=1), draw(2, 2, 150, 64, seed=2)
     lengths = torch.tensor([150, 70], device=DEVICE)
@@ -83,6 +87,14 @@ def test_attention_over_everything():
         everything = torch.arange(length, device=DEVICE).expand(2, -1)
         expected = sparse_attention(query[row], keys[row, :, :length], values[row, :, :length], everything)
         torch.testing.assert_close(found[row], expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
+
+
+@pytest.mark.emulated
+def test_the_papers_scores_by_popcount():
+    projection, encoded = cache(2, 2, 1100, 64, 64)
+    query = quantize_query(draw(2, 2, 4, 64, seed=3), projection)
+    found = backend.popcount_scores(query.values, encoded.codes)
+    assert torch.equal(found, hash_scores(query, encoded.codes, None).amax(-2))
 
 
 def test_the_same_every_time():
