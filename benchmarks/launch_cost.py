@@ -2,14 +2,13 @@
 
     time = FIXED + max(waves x latency of one block, issue of all instructions, bytes)
 
-- The latency of one block: each instruction takes as long as its result (`DEPENDENT`), or as long as the warps of the
-  block need to take turns; barriers and results of memory, shuffles and products take longer (`WAITS`).
+- The latency of one block: that of one warp with a scheduler for itself (`warp_time`), or the time that the warps of
+  the block need to take turns.
 - Waves: how often the GPU fills with blocks, by registers, shared memory and warps.
-- Issue: four instructions per clock and multiprocessor, with blocks spread evenly.
+- Issue: one instruction per clock and scheduler, of simple integers one per two clocks, with blocks spread evenly.
 - Bytes: what the loads and stores name, and at most the tensors. Tensors that this step made are in L2.
 
-Left out: contended atomics, partly used sectors, bank conflicts, clocks below the highest, and branches not taken:
-every instruction counts. Loads of one kind that wait for no other wait once.
+Left out: contended atomics, partly used sectors, bank conflicts, L1 and branches not taken: every instruction counts.
 """
 
 import math
@@ -18,24 +17,25 @@ from typing import Any
 
 from sass import Code, Span, code, ptx_loops, usage
 from trip_counts import RULES, Loop, loops
+from warp_time import Latencies, clocks
 
 __all__ = ["CONSTANTS", "Cost", "cost"]
 
 CLOCK = 1.755e9  # Hz; the highest clock of an H100 SXM under load (NVIDIA's data sheet of the H100: boost 1.98)
 MULTIPROCESSORS = 132  # H100 SXM, NVIDIA's data sheet
-ISSUED = 4  # warp instructions per clock and multiprocessor: four schedulers (H100 white paper)
+SCHEDULERS = 4  # of a multiprocessor; each issues one instruction of a warp per clock (H100 white paper)
 FIXED = 2.2e-6  # s; assumed: of a kernel that follows another in a CUDA graph, launch 1.3 and ramp and drain 0.9
 HBM = 0.9 * 3.35e12  # bytes/s; data sheet, and assumed that kernels reach 90 %
 L2 = 5.5e12  # bytes/s; assumed, as microbenchmarks of H100 report
 L2_KEEPS = 25 << 20  # bytes; half of the H100's 50 MB: a larger tensor is assumed to have left
-COLD, WARM = 0.65e-6, 0.30e-6  # s; assumed: one round trip to memory, and to L2
-DEPENDENT = 4  # clocks until the result of arithmetic is there (Volta to Hopper, microbenchmarks)
-WAITS = {"barrier": 30, "shared": 30, "shuffle": 25, "product": 33}  # clocks; microbenchmarks of Volta to Hopper
+COLD, WARM = 0.65e-6, 0.30e-6  # s; assumed: a round trip to memory, and to L2 of a GPU at work
+# Clocks until a result is there, as microbenchmarks of Volta to Hopper report, rounded.
+WAITS = {"shared": 30, "shuffle": 25, "product": 33, "other": 20, "together": 30}
 REGISTERS, SHARED, WARPS, BLOCKS = 65536, 228 << 10, 64, 32  # of a multiprocessor, compute capability 9.0
 CONSTANTS = {
-    "clock": CLOCK, "multiprocessors": MULTIPROCESSORS, "issued_per_clock": ISSUED, "fixed_seconds": FIXED,
+    "clock": CLOCK, "multiprocessors": MULTIPROCESSORS, "schedulers": SCHEDULERS, "fixed_seconds": FIXED,
     "hbm_bytes_per_second": HBM, "l2_bytes_per_second": L2, "l2_keeps_bytes": L2_KEEPS, "cold_load_seconds": COLD,
-    "warm_load_seconds": WARM, "dependent_clocks": DEPENDENT, **{f"{name}_clocks": n for name, n in WAITS.items()},
+    "warm_load_seconds": WARM, **{f"{name}_clocks": n for name, n in WAITS.items()},
 }  # fmt: skip
 
 
@@ -56,10 +56,12 @@ class Cost:
     shuffles: float
     waves: int
     latency: float
+    latency_without_loads: float  # if every load were there at once
     issue: float
     bytes: int
     memory: float
     microseconds: float
+    least_microseconds: float  # with `latency_without_loads`
     notes: list[str]
 
     def as_row(self) -> dict[str, Any]:
@@ -72,20 +74,22 @@ def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> Cost:
     made = code(assembly["cubin"])
     registers, stack = usage(assembly["cubin"])
     notes = timed_loops(made, launch, tokens)
-    counts, waits = made.executed()
+    counts = made.executed()
     blocks, warps = math.prod(launch.grid), metadata.num_warps
-
-    clocks = counts["all"] * max(DEPENDENT, warps / ISSUED) + counts["barrier"] * WAITS["barrier"]
-    clocks += sum(waits[kind] * WAITS[kind] for kind in ("shared", "shuffle", "product"))
-    loads = waits["global"]
-    trips = min(loads, 1 + in_loops(made)) if cold else 0  # one outside, and those in loops, go to memory
-    latency = clocks / CLOCK + trips * COLD + (loads - trips) * WARM
+    turns = max(counts["all"], 2 * counts["half"]) * warps / SCHEDULERS  # clocks to issue all of a block
+    first = COLD if cold else WARM
+    alone = clocks(made, Latencies(first * CLOCK, WARM * CLOCK, **WAITS))
+    latency = max(alone, turns) / CLOCK
+    without = max(clocks(made, Latencies(0, 0, **WAITS)), turns) / CLOCK
 
     fits = min(
-        BLOCKS, WARPS // warps, REGISTERS // (-(-registers * 32 // 256) * 256 * warps), SHARED // (metadata.shared + 1024)
+        BLOCKS,
+        WARPS // warps,
+        REGISTERS // (-(-registers * 32 // 256) * 256 * warps),
+        SHARED // (metadata.shared + 1024),
     )
     waves = -(-blocks // (MULTIPROCESSORS * max(1, fits)))
-    issue = -(-blocks // MULTIPROCESSORS) * warps * counts["all"] / ISSUED / CLOCK
+    issue = -(-blocks // MULTIPROCESSORS) * turns / CLOCK
     named = int(counts["bytes"] * 32 * warps * blocks)
     from_memory = min(cold, named)
     from_l2 = min(warm, named - from_memory)
@@ -94,20 +98,17 @@ def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> Cost:
         kernel=metadata.name, grid=launch.grid, warps=warps, registers=registers, shared=metadata.shared, stack=stack,
         instructions=round(counts["all"]), per_key=round(counts["all"] * 32 * warps * blocks / (tokens * rows), 2),
         loops=_shown(made, made.whole), barriers=round(counts["barrier"]), shuffles=round(counts["shuffle"]),
-        waves=waves, latency=_us(latency), issue=_us(issue), bytes=from_memory + from_l2, memory=_us(memory),
-        microseconds=_us(FIXED + max(waves * latency, issue, memory)), notes=notes,
+        waves=waves, latency=_us(latency),
+        latency_without_loads=_us(without), issue=_us(issue), bytes=from_memory + from_l2, memory=_us(memory),
+        microseconds=_us(FIXED + max(waves * latency, issue, memory)),
+        least_microseconds=_us(FIXED + max(waves * without, issue, memory)), notes=notes,
     )  # fmt: skip
-
-
-def in_loops(made: Code) -> float:
-    """How often a warp waits for global memory in loops."""
-    return sum(inner.trips * made.executed(inner)[1]["global"] for inner in made.whole.inner)
 
 
 def _shown(made: Code, span: Span) -> list[dict[str, float]]:
     found = []
     for inner in span.inner:
-        counts, _ = made.executed(inner)
+        counts = made.executed(inner)
         found.append({"trips": round(inner.trips, 2)} | {n: round(counts[n]) for n in ("all", "barrier", "shuffle")})
         found += _shown(made, inner)
     return found

@@ -1,4 +1,4 @@
-"""What the machine code of a kernel (SASS) executes: its loops, and the instructions that make a warp wait."""
+"""The machine code of a kernel (SASS): its instructions with their scheduling, its loops, what it executes."""
 
 import re
 import subprocess
@@ -7,25 +7,26 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 
-__all__ = ["KINDS", "Code", "Span", "code", "ptx_loops", "usage"]
+__all__ = ["Code", "Instruction", "Span", "code", "ptx_loops", "usage"]
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;")
-REGISTER = re.compile(r"\bR(\d+)(?:\.(64|128))?\b")
-WORDS = {"64": 2, "96": 3, "128": 4}  # registers that a wide load writes
-# Instructions whose result takes long, by what they wait for; a warp waits once for all that it began before.
-SLOW = {
-    "LDG": "global", "LD": "global", "ATOMG": "global", "ATOM": "global", "LDS": "shared", "LDSM": "shared",
-    "ATOMS": "shared", "SHFL": "shuffle", "MUFU": "shared", "S2R": "shuffle",
-    "HMMA": "product", "IMMA": "product", "QMMA": "product", "DMMA": "product", "HGMMA": "product", "IGMMA": "product",
-}  # fmt: skip
+# An instruction, and the upper half of its bits, which hold what the compiler tells the scheduler.
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]+ \*/\s+/\* 0x([0-9a-f]+) \*/")
+BARRIERS = 6  # that a thread has to wait for results of unknown latency
 # What is counted, by the beginning of an instruction.
 KINDS = {
-    "barrier": ("BAR.",), "shuffle": ("SHFL", "REDUX"), "global": ("LDG", "LD.", "STG", "ST.", "LDGSTS"),
-    "shared": ("LDS", "STS"), "atomic": ("ATOM", "RED."), "product": ("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA"),
+    "barrier": ("BAR.",), "shuffle": ("SHFL", "REDUX"), "global": ("LDG.", "LD.", "STG", "ST.", "LDGSTS"),
+    "shared": ("LDS", "STS"), "atomic": ("ATOMG", "RED."),
+    "product": ("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA"),
+    # At half the rate of others (CUDA C++ Programming Guide, throughput of instructions, 8.0 and 9.0).
+    "half": (
+        "IADD3", "LOP3", "ISETP", "SEL", "SHF", "PRMT", "IMNMX", "VIMNMX", "LEA", "FSETP", "FMNMX", "FSEL", "PLOP3",
+        "ICMP", "IABS", "BMSK", "SGXT", "VIADD",
+    ),
 }  # fmt: skip
 # The same operations in PTX and in SASS: where a loop of SASS has more of them, the assembler has unrolled it.
 PTX_ANCHORS = re.compile(
@@ -47,59 +48,53 @@ class Span:
     def holds(self, place: int) -> bool:
         return self.first <= place <= self.last
 
+    def own(self) -> list[int]:
+        """The places that are in no inner loop."""
+        return [
+            place for place in range(self.first, self.last + 1) if not any(inner.holds(place) for inner in self.inner)
+        ]
+
+
+class Instruction(NamedTuple):
+    """One instruction, and how it is scheduled: the layout of these bits is the same from Volta to Blackwell."""
+
+    text: str  # without its predicate
+    stall: int  # clocks until the next
+    sets: tuple[int, ...]  # barriers that are open until its result is there, or its operands are read
+    waits: tuple[int, ...]  # barriers that it waits for
+
+    @property
+    def name(self) -> str:
+        return self.text.split(" ")[0]
+
 
 @dataclass
 class Code:
     """The instructions of a kernel."""
 
-    instructions: list[str]
+    instructions: list[Instruction]
     whole: Span
 
-    def executed(self, span: Span | None = None) -> tuple[Counter[str], Counter[str]]:
-        """How often a warp executes each kind of instruction, and waits for each kind of result, in all loops."""
+    def executed(self, span: Span | None = None) -> Counter[str]:
+        """How often a warp executes each kind of instruction, in all loops."""
         span = span or self.whole
-        counts, waits = self._own(span)
+        counts = self._own(span)
         for inner in span.inner:
-            more, longer = self.executed(inner)
-            for total, part in ((counts, more), (waits, longer)):
-                for kind, count in part.items():
-                    total[kind] += inner.trips * count  # type: ignore[assignment]
-        return counts, waits
+            for kind, count in self.executed(inner).items():
+                counts[kind] += inner.trips * count  # type: ignore[assignment]
+        return counts
 
-    def _own(self, span: Span) -> tuple[Counter[str], Counter[str]]:
+    def _own(self, span: Span) -> Counter[str]:
         """Of one pass through a span without the loops in it."""
         counts: Counter[str] = Counter()
-        waits: Counter[str] = Counter()
-        pending: dict[int, str] = {}
-        for place in range(span.first, span.last + 1):
-            if any(inner.holds(place) for inner in span.inner):
-                continue
-            text = re.sub(r"^@!?U?P\w+\s+", "", self.instructions[place])
-            name = text.split(" ")[0]
+        for place in span.own():
+            name = self.instructions[place].name
             counts["all"] += 1
             for kind, beginnings in KINDS.items():
                 counts[kind] += name.startswith(beginnings)
-            if kind_of_memory(name):
+            if name.startswith(KINDS["global"] + KINDS["atomic"]):
                 counts["bytes"] += _bytes(name)
-            asked = REGISTER.findall(text)
-            slow = SLOW.get(name.split(".")[0])
-            read = asked[1:] if slow and slow != "product" else asked
-            needed = {pending[int(number)] for number, _ in read if int(number) in pending}
-            for kind in needed:  # all that began before are over by then
-                waits[kind] += 1
-                pending = {register: other for register, other in pending.items() if other != kind}
-            waits["shuffle"] += name.startswith("REDUX")  # its result is in a register of all lanes
-            if name.startswith("DEPBAR") and "SB0" in text:  # waits for cp.async, or for all but the latest of them
-                waits["global"] += 1
-            if slow and asked:
-                width = next((WORDS[word] for word in name.split(".") if word in WORDS), 1)
-                pending |= dict.fromkeys(range(int(asked[0][0]), int(asked[0][0]) + width), slow)
-        return counts, waits
-
-
-def kind_of_memory(name: str) -> bool:
-    """Whether an instruction reads or writes global memory."""
-    return name.startswith(("LDG", "LD.", "STG", "ST.", "RED", "ATOMG", "ATOM."))
+        return counts
 
 
 def _bytes(name: str) -> int:
@@ -125,8 +120,8 @@ def usage(cubin: bytes) -> tuple[int, int]:
 def code(cubin: bytes) -> Code:
     """The instructions up to the last EXIT (behind it are the rare paths of divisions and roots), and their loops."""
     listed = INSTRUCTION.findall(_listing("-sass", cubin))
-    places = {int(address, 16): place for place, (address, _) in enumerate(listed)}
-    texts = [text for _, text in listed]
+    places = {int(address, 16): place for place, (address, *_) in enumerate(listed)}
+    texts = [text for _, text, _ in listed]
     last = max(place for place, text in enumerate(texts) if re.fullmatch(r"EXIT", text))
     jumps = []
     for place, text in enumerate(texts[:last]):
@@ -135,7 +130,13 @@ def code(cubin: bytes) -> Code:
             jumps.append((to, place))
     whole = _nested(last, jumps)
     _anchored(whole, texts, SASS_ANCHORS)
-    return Code(texts, whole)
+    return Code([_scheduled(text, int(bits, 16)) for _, text, bits in listed], whole)
+
+
+def _scheduled(text: str, bits: int) -> Instruction:
+    sets = tuple(barrier for at in (46, 49) if (barrier := bits >> at & 7) < BARRIERS)
+    waits = tuple(barrier for barrier in range(BARRIERS) if bits >> 52 + barrier & 1)
+    return Instruction(re.sub(r"^@!?U?P\w+\s+", "", text), max(1, bits >> 41 & 15), sets, waits)
 
 
 def ptx_loops(ptx: str) -> Span:
@@ -169,8 +170,4 @@ def _nested(last: int, jumps: Iterable[tuple[int, int]]) -> Span:
 def _anchored(span: Span, lines: list[str], anchors: re.Pattern[str]) -> None:
     for inner in span.inner:
         _anchored(inner, lines, anchors)
-    span.anchors = sum(
-        anchors.match(lines[place]) is not None
-        for place in range(span.first, span.last + 1)
-        if not any(inner.holds(place) for inner in span.inner)
-    )
+    span.anchors = sum(anchors.match(lines[place]) is not None for place in span.own())
