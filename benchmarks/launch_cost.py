@@ -157,13 +157,13 @@ def _pair(span: Span, source: list[Loop], name: str, notes: list[str]) -> None:
     if len(kept) < len(span.inner):
         notes.append(f"{len(span.inner) - len(kept)} loops of {name} are not in its source: taken once")
     for inner, loop in zip(kept, left, strict=True):
-        inner.trips = loop.trips or 0
+        inner.trips, inner.source = loop.trips or 0, loop
         _pair(inner, loop.inner, name, notes)
 
 
 def _unroll(span: Span, in_ptx: Span) -> None:
     """Divide trips by how many rounds of a loop of PTX one round in machine code holds, by what both must contain."""
-    pairs = [(a, b) for a in span.inner for b in in_ptx.inner if a.trips == b.trips]
+    pairs = [(a, b) for a in span.inner for b in in_ptx.inner if a.source is b.source is not None]
     for inner, same in pairs:
         _unroll(inner, same)
         if inner.anchors and same.anchors and inner.trips:

@@ -44,6 +44,7 @@ class Span:
     anchors: int = 0  # operations by which a loop of PTX and of SASS are compared
     inner: list["Span"] = field(default_factory=list)
     trips: float = 1
+    source: object = None  # the loop in the source that it comes from
 
     def holds(self, place: int) -> bool:
         return self.first <= place <= self.last

@@ -12,8 +12,11 @@ from typing import Any
 
 __all__ = ["RULES", "Loop", "loops"]
 
-# Trips of the loops of a kernel, by its name and the place of the loop in it; None as their trips is not known.
-RULES: dict[tuple[str, int], Callable[[Mapping[str, Any]], int]] = {}
+# Trips of loops whose bounds depend on data, by the kernel's name and the loop's place; from the compiled constants.
+RULES: dict[tuple[str, int], Callable[[Mapping[str, Any]], int]] = {
+    ("compact_kernel", 1): lambda constants: 0,  # fills what is behind the last token: of a full list, nothing
+    ("guard_kernel", 0): lambda constants: 1,  # stops at the first tokens of the safeguard's list
+}
 
 ASSIGNED = re.compile(r"\s*%([\w.$-]+)(?::\d+)? = (.*)")
 NAME = re.compile(r"%([\w.$-]+(?:#\d+)?)")
