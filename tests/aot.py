@@ -172,7 +172,7 @@ def everything(arch: int, cases: dict[str, Case]) -> Iterator[dict[str, object]]
         if case.dtype == "float64" and arch >= NO_FLOAT64:
             continue
         for entry, call in launched(case):
-            common = {"arch": arch, "case": name, "entry": entry, "dtype": case.dtype}
+            common = {"arch": arch, "case": name, "entry": entry, "dtype": case.dtype, "dim": case.dim}
             try:
                 call()
             except Exception as error:  # whatever the compiler raises: the other calls are still worth knowing
@@ -198,7 +198,7 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
     return {
         "kernel": kernel.metadata.name,
         "triton": triton.__version__,
-        "constants": [str(value) for value in kernel.src.constants.values()],
+        "constants": _constants(kernel.src),
         "registers": int(resources[1]),
         "stack": int(resources[2]),
         "warps": kernel.metadata.num_warps,
@@ -209,6 +209,16 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
         "int8_mma": len(re.findall(r"\b(?:IMMA|IGMMA|UTCIMMA)|mma\.\S*\.s8", sass + ptx)),
         "cp_async": ptx.count("cp.async"),
     }
+
+
+def _constants(source: "triton.compiler.ASTSource") -> dict[str, str]:
+    """What is compiled in, by name; the fields of a shape, which is one argument, by theirs."""
+    named: dict[str, str] = {}
+    for place, value in source.constants.items():
+        name = ".".join([source.fn.arg_names[place[0]], *map(str, place[1:])])
+        fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
+        named |= {field: str(each) for field, each in fields.items()}
+    return named
 
 
 def _tool(*arguments: str) -> str:

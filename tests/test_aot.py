@@ -21,6 +21,7 @@ REGISTERS = {
     "upper_kernel": 64, "fine_kernel": 224, "compact_kernel": 112, "attend_kernel": 200, "reduce_kernel": 80,
     "encode_kernel": 240, "greedy_kernel": 184,
 }  # fmt: skip
+WIDE = ("float32", "float64")  # may take every register
 # In the usual step: 4 heads, 64 bits, head_dim 128.
 USUAL = {"prep_kernel": 96, "best_kernel": 112, "score_kernel": 152, "attend_kernel": 128, "encode_kernel": 224}
 
@@ -52,11 +53,11 @@ def faults_of(report):
     if "failed" in report:
         return [report["failed"]]
     name, registers = report["kernel"], report["registers"]
-    most = REGISTERS.get(name, 255)
+    most = 255 if report["dtype"] in WIDE else REGISTERS.get(name, 255)
     if report["case"] == "usual":
         most = min(most, USUAL.get(name, 255))
     faults = [f"{registers} registers, more than {most}"] * (registers > most)
-    if report["stack"]:
+    if report["stack"] and report["dtype"] != "float64":  # which is served to be right, not to be fast
         faults.append(f"spills {report['stack']} bytes")
     if report["shared"] > report["shared_limit"]:
         faults.append(f"asks for {report['shared']} bytes of shared memory, and {report['shared_limit']} are there")
@@ -72,11 +73,14 @@ def scores_by_int8_products(reports):
 
 
 def loads_rows_ahead(reports):
-    """Attention that goes over several blocks of rows in 16 bits loads them with asynchronous copies."""
+    """Attention over several blocks of rows in 16 bits copies them asynchronously, but for rows of a few bytes."""
     looping = [
         report
         for report in reports
-        if report["kernel"].startswith("attend") and report["loops"] and report["dtype"] in ("bfloat16", "float16")
+        if report["kernel"].startswith("attend")
+        and report["loops"]
+        and report["dtype"] not in WIDE
+        and report["dim"] >= 64
     ]
     assert len(looping) >= 2
     assert all(report["cp_async"] > 0 for report in looping), looping
