@@ -1,182 +1,237 @@
-"""Compiles every kernel ahead of time, without a GPU, and prints what came out: one JSON line a kernel and GPU.
+"""Compiles what run time compiles, for a GPU that is not here, and prints what came out: one JSON line a kernel.
 
-Run on its own (`python tests/aot.py 90`): the interpreter and the compiler cannot share a process.
+    python tests/aot.py 90                every case
+    python tests/aot.py 90 some           those that a push compiles
+    python tests/aot.py 86 dense          one case, by its name
+
+The entry points of `pipeline` run on tensors that nobody fills, and Triton compiles what it is asked to launch. Runs on
+its own: the interpreter and the compiler cannot share a process.
 """
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"  # read when the kernels are imported
 
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from ptx import driver
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.backends.triton.arguments import Strided
-from bpc_calib.backends.triton.attend import AttendShape, attend_kernel, reduce_kernel
-from bpc_calib.backends.triton.compact import compact_kernel
-from bpc_calib.backends.triton.encode import encode_kernel, greedy_kernel
-from bpc_calib.backends.triton.guard import guard_kernel
-from bpc_calib.backends.triton.narrow import fine_kernel, middle_kernel, upper_kernel
-from bpc_calib.backends.triton.prep import PrepShape, prep_kernel
-from bpc_calib.backends.triton.score import ScoreShape, best_kernel, score_kernel
+from bpc_calib.backends.triton.paper import popcount_scores
+from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.encoding import make_encoder
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INTEGERS = {"length", "k", "recent", "sink", "share_up", "share_down", "count", "blocks", "width", "splits", "n"}
-FLOATS = {"scaling", "scale"}
-STRIDES = ("_b", "_b", "_b")  # of `Strided`, each divisible
-TYPES = {  # of what each pointer points at; those of the model's dtype are in DTYPED
-    "values": "i8", "rounded": "i8", "scale": "fp32", "codes": "i8", "gain": "u8", "valid": "u1", "indices": "i64",
-    "lengths": "i32", "worst": "i32", "matrix": "fp32", "gram": "fp32", "metric": "fp32", "mean": "fp32",
-    "error": "fp32", "part": "fp32", "weight": "fp32", "largest": "fp32", "scores": "fp32",
-    "squared_norm": "fp32",
+NO_FLOAT64 = 100  # from this capability on Triton's compiler fails at products of float64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call's arguments; the defaults are those of the usual static step."""
+
+    entries: str = "choose sparse"
+    dtype: str = "bfloat16"
+    dim: int = 128
+    heads: int = 4
+    bits: int = 64
+    group: str = "relative"
+    gain: bool = True
+    lengths: bool = True
+    ks: bool = True  # a tensor of numbers in place of one
+    valid: bool = False
+    forced: bool = False  # recent and first tokens
+    safeguard: bool = False
+    strided: bool = False  # codes with room between them
+    centred: bool = True  # an encoder with a metric and a mean
+    batch: int = 1
+    tokens: int = 131072
+    k: int = 2621
+
+
+# Those of a push: each kernel, and the settings that change its code most.
+SOME = {
+    "usual": Case("choose sparse encode append"),
+    "dense": Case("dense", dim=256),
+    "largest": Case(dim=256, heads=16, bits=128),
+    "float32": Case("choose sparse encode", dtype="float32", heads=5, group="max", gain=False, bits=32, centred=False),
+    "padding": Case("choose", heads=7, group="sum", valid=True, forced=True, safeguard=True, strided=True),
+    "paper": Case("paper gram"),
+    "long lists": Case("sparse", k=20000),
+}
+MORE = {
+    **{f"head_dim {dim}": Case("choose sparse dense encode append", dim=dim) for dim in (8, 64, 80, 96, 256)},
+    **{
+        f"{dtype}, head_dim {dim}": Case("choose sparse dense encode append", dtype=dtype, dim=dim)
+        for dtype in ("float16", "float32", "float64")
+        for dim in (64, 128, 256)
+    },
+    **{
+        f"{heads} heads, {bits} bits, {group}, gain {gain}": Case(
+            "choose encode gram append", heads=heads, bits=bits, group=group, gain=gain, centred=gain
+        )
+        for heads, bits, group, gain in (
+            (1, 64, "relative", True), (5, 32, "max", False), (8, 128, "relative", True), (7, 64, "sum", True),
+            (16, 64, "relative", False), (16, 128, "relative", True), (4, 64, "max", False), (16, 32, "sum", True),
+        )
+    },
+    **{f"{dtype}, largest": Case(dtype=dtype, dim=256, heads=16, bits=128) for dtype in ("float32", "float64")},
+    "one number": Case("choose", lengths=False, ks=False),
+    "lengths alone": Case("choose", ks=False),
+    "padding, one number": Case("choose", lengths=False, ks=False, valid=True, forced=True),
+    "padding, no forced tokens": Case("choose", valid=True),
+    "padding, 16 heads": Case("choose", heads=16, valid=True, forced=True, safeguard=True),
+    "safeguard, 128 bits": Case("choose", bits=128, safeguard=True, forced=True),
+    "own projections": Case("choose encode append", batch=2),
+    "few tokens": Case("choose sparse dense", tokens=300, k=20),
+    "many tokens": Case("choose sparse", tokens=524288, k=10485),
+    "most tokens": Case("choose", tokens=4 << 20, k=20000),
+    "dense, short": Case("dense", tokens=4096),
 }  # fmt: skip
 
 
-def signature(kernel, constants, changes):
-    """The types, constants and hints under which the runtime would compile it for aligned tensors."""
-    types, fixed, hints = {}, {}, {}
+def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The calls of a case, by their names."""
+    dtype, rows, tokens = getattr(torch, case.dtype), (case.batch, 8), case.tokens
+    words, entries = -(-case.bits // 64), case.entries.split()
+    stored = entries != ["choose"]
+    query = torch.empty(*rows, case.heads, case.dim, dtype=dtype)
+    keys, values = (torch.empty(*rows, tokens if stored else 1, case.dim, dtype=dtype) for _ in range(2))
+    lengths = torch.full((case.batch,), tokens)
+    own = rows if case.batch > 1 else rows[1:]
+    projection = torch.randn(*own, case.bits, case.dim).to(dtype)
+    metric, mean = (
+        (torch.eye(case.dim).expand(*own, -1, -1), torch.zeros(*own, case.dim)) if case.centred else (None,) * 2
+    )
+    encoder = make_encoder(projection, dtype, metric=metric, mean=mean)
 
-    def typed(name, place):
-        """The type of one pointer or number; its constant and its hint are kept under its place."""
-        if name in constants:
-            fixed[place] = constants[name]
-            return "constexpr"
-        stride = re.search(r"_[br]$", name)
-        if name in changes:
-            kind = changes[name]
-        elif name in INTEGERS or stride:
-            kind = "i32"
-        elif name in FLOATS:
-            kind = "fp32"
-        else:
-            kind = "*" + TYPES.get(name, "i32")
-        if kind.startswith("*") or stride:
-            hints[place] = [["tt.divisibility", 16]]
-        return kind
+    def choose() -> object:
+        codes = torch.empty(*rows, tokens, words + case.strided, dtype=torch.int64)[..., :words]
+        cached = Cached(
+            codes,
+            torch.empty(*rows, tokens, dtype=torch.uint8) if case.gain else None,
+            torch.ones(case.batch, tokens, dtype=torch.bool) if case.valid else None,
+            lengths if case.lengths else None,
+            torch.empty(*rows, 3000, dtype=torch.int32) if case.safeguard else None,
+        )
+        forced = {"recent": 8, "sink": 4} if case.forced else {}
+        choice = Choice(case.dim**-0.5, case.group, **forced, safeguard=0.1 * case.safeguard)
+        k = torch.full((case.batch, 1), case.k) if case.ks else case.k
+        return pipeline.choose(query, projection, cached, k, choice, width=case.k)
 
-    for place, name in enumerate(kernel.arg_names):
-        group = kernel.fn.__annotations__.get(name)
-        fields = getattr(group, "_fields", None)
-        if group is Strided:
-            types[name] = Strided(*(typed(full, (place, i)) for i, full in enumerate((name, *STRIDES))))
-        elif fields is not None:
-            names = [f"{name}_b" if field == "b" else field for field in fields]
-            types[name] = group(*(typed(full, (place, i)) for i, full in enumerate(names)))
-        else:
-            types[name] = typed(name, (place,))
-    return types, fixed, hints
+    def gram() -> object:
+        products = torch.empty(8, 100, case.bits)
+        return pipeline.encode_gram(products, torch.empty(8, case.bits, case.bits), torch.empty(8, 100))
+
+    def append() -> object:
+        from bpc_calib.method.appending import Slots
+
+        gain, error = torch.empty(*rows, tokens, dtype=torch.uint8), torch.empty(*rows, tokens)
+        codes = torch.empty(*rows, tokens, words, dtype=torch.int64)
+        stores = {"keys": keys, "values": values, "codes": codes, "gain": gain if case.gain else None, "error": error}
+        new = keys[:, :, :1].contiguous()
+        pipeline.append(encoder, new, new, torch.tensor([tokens - 1]), Slots(**stores))
+        pipeline.append(None, new, new, torch.tensor([tokens - 1]), Slots(keys=keys, values=values))
+
+    def paper() -> object:
+        return popcount_scores(
+            torch.empty(*rows, case.heads, 64, dtype=torch.int8), torch.empty(*rows, tokens, 1, dtype=torch.int64)
+        )
+
+    listed = torch.empty(*rows, case.k, dtype=torch.int64)
+    calls = {
+        "choose": choose,
+        "sparse": lambda: pipeline.sparse_attention(query, keys, values, listed),
+        "dense": lambda: pipeline.dense_attention(query, keys, values, lengths),
+        "encode": lambda: (pipeline.encode_with(encoder, keys[:, :, :1]), pipeline.encode_with(encoder, keys)),
+        "append": append,
+        "gram": gram,
+        "paper": paper,
+    }
+    if not hasattr(pipeline, "append"):
+        entries = [entry for entry in entries if entry != "append"]
+    yield from ((entry, calls[entry]) for entry in entries)
 
 
-def compiled(kernel, arch, constants, changes=None, **options):
-    """Registers, stack, shared memory and SASS of a kernel, and how many of its instructions matter here."""
-    source = ASTSource(kernel, *signature(kernel, constants, changes or {}))
-    options = {"num_warps": 4, "enable_fp_fusion": True} | options
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+def everything(arch: int, cases: dict[str, Case]) -> Iterator[dict[str, object]]:
+    """A report of each kernel that the cases launch, once; and of each call that fails."""
+    limit = driver.SHARED[arch]
+    driver.SHARED[arch] = 1 << 30  # so that a kernel that asks for too much is reported like all others
+    found: list[driver.Launch] = []
+    driver.install(arch, found.append)
+    seen: set[str] = set()
+    for name, case in cases.items():
+        if case.dtype == "float64" and arch >= NO_FLOAT64:
+            continue
+        for entry, call in launched(case):
+            common = {"arch": arch, "case": name, "entry": entry, "dtype": case.dtype, "dim": case.dim}
+            try:
+                call()
+            except Exception as error:  # whatever the compiler raises: the other calls are still worth knowing
+                lines = str(error).strip().splitlines() or [""]
+                yield {"failed": f"{type(error).__name__}: {lines[0]}", **common, "arguments": asdict(case)}
+            for launch in found:
+                if (made := launch.kernel.metadata.hash) not in seen:
+                    seen.add(made)
+                    yield {**common, **report(launch.kernel), "shared_limit": limit}
+            found.clear()
+
+
+def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
+    """Registers, stack and shared memory of a kernel, and how many of its instructions matter here."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(kernel.asm["cubin"])
         file.flush()
         usage = _tool("-res-usage", file.name)
         sass = _tool("-sass", file.name)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert resources is not None, usage
+    ttir, ptx = kernel.asm["ttir"], kernel.asm["ptx"]
     return {
-        "kernel": kernel.__name__,
-        "arch": arch,
+        "kernel": kernel.metadata.name,
         "triton": triton.__version__,
-        "constants": {name: str(value) for name, value in spread(constants).items()},
-        "registers": registers,
-        "stack": stack,
-        "warps": options["num_warps"],
-        "shared": made.metadata.shared,
+        "constants": _constants(kernel.src),
+        "registers": int(resources[1]),
+        "stack": int(resources[2]),
+        "warps": kernel.metadata.num_warps,
+        "shared": kernel.metadata.shared,
         "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)", sass)),
-        "int8_mma": len(re.findall(r"\b(?:IMMA|IGMMA|UTCIMMA)|mma\.\S*\.s8", sass + made.asm["ptx"])),
-        "cp_async": made.asm["ptx"].count("cp.async"),
+        "loops": len(re.findall(r"scf\.(?:for|while)\b", kernel.asm["ttgir"])),
+        "int8_products": len(re.findall(r"tt\.dot\b.*xi8", ttir)),
+        "int8_mma": len(re.findall(r"\b(?:IMMA|IGMMA|UTCIMMA)|mma\.\S*\.s8", sass + ptx)),
+        "cp_async": ptx.count("cp.async"),
     }
 
 
-def spread(constants):
-    """With the fields of a shape in place of it."""
-    shape = constants.get("shape")
-    return constants if shape is None else constants | shape._asdict()
+def _constants(source: "triton.compiler.ASTSource") -> dict[str, str]:
+    """What is compiled in, by name; the fields of a shape, which is one argument, by theirs."""
+    named: dict[str, str] = {}
+    for place, value in source.constants.items():
+        name = ".".join([source.fn.arg_names[place[0]], *map(str, place[1:])])
+        fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
+        named |= {field: str(each) for field, each in fields.items()}
+    return named
 
 
-def _tool(*arguments):
+def _tool(*arguments: str) -> str:
     return subprocess.run([TOOLS / "cuobjdump", *arguments], capture_output=True, text=True, check=True).stdout
 
 
-EXACT = {"enable_fp_fusion": False}
-GROUPS = [  # heads, bits, group, gain
-    (1, 64, "relative", True), (4, 64, "relative", True), (5, 32, "max", False), (8, 128, "relative", True),
-    (7, 64, "sum", True), (16, 64, "relative", False), (16, 128, "relative", True), (4, 64, "max", False),
-]  # fmt: skip
-
-
-def everything(arch):
-    """Every kernel under the settings that change it."""
-    for dtype, dim in (*(("bf16", dim) for dim in (8, 64, 80, 96, 128, 256)), ("fp16", 128)):
-        typed = dict.fromkeys(("query", "keys", "values", "out", "projection"), f"*{dtype}")
-        yield from of_the_model(arch, typed, dim, full=(dtype, dim) == ("bf16", 128))
-    for bits in (32, 64, 128):
-        constants = {"H": bits, "BLOCK": pipeline.HASHED}
-        yield compiled(greedy_kernel, arch, constants, {"codes": "*i32"}, num_warps=8, **EXACT)
-    for heads, bits, group, gain in GROUPS:
-        yield from of_the_codes(arch, heads, bits, group, gain)
-    yield compiled(fine_kernel, arch, {"BLOCK": pipeline.COUNTED})
-    for blocks in (1, 256, 2048):
-        yield compiled(compact_kernel, arch, {"BLOCKS_UP": blocks, "BLOCK": pipeline.COUNTED})
-    yield compiled(guard_kernel, arch, {"BLOCK": pipeline.GUARDED})
-
-
-def of_the_model(arch, typed, dim, *, full):
-    """The kernels that read queries, keys or values."""
-    up = max(16, triton.next_power_of_2(dim))
-    for chunk, missing in ((64, "lengths"), (256, "lengths"), (256, "indices"))[0 if full else 1 :]:
-        shape = AttendShape(H_KV=8, G=4, D=dim, D_UP=up, CHUNK=chunk, BLOCK=pipeline.LISTED)
-        constants = {"shape": shape, missing: None}
-        yield compiled(attend_kernel, arch, constants, typed | {"scale": "fp32"}, num_stages=3)
-    yield compiled(reduce_kernel, arch, {"D": dim, "D_UP": up, "SPLITS_UP": 64, "BLOCK": 16}, typed)
-    for bits in (32, 64, 128) if full else (64,):
-        for missing in ((), ("metric", "mean")) if full else ((),):
-            constants = {"H_KV": 8, "D": dim, "H": bits, "PART": pipeline.PART, "BLOCK": pipeline.HASHED}
-            constants |= dict.fromkeys(missing)
-            yield compiled(encode_kernel, arch, constants, typed | {"codes": "*i32"}, num_warps=8, **EXACT)
-    shapes = [(4, 64, ("lengths", "ks", "bounds"))]
-    if full:
-        shapes.append((4, 64, ()))
-    if dim == 256:
-        shapes.append((16, 128, ()))  # the widest
-    for heads, bits, missing in shapes:
-        middle = pipeline.middle_bins("relative", heads, bits, True)
-        shape = PrepShape(
-            H_KV=8, G=heads, G_UP=heads, H=bits, D=dim, D_UP=up, GROUP="relative", GAIN=True, MIDDLE=middle
-        )
-        constants = {"shape": shape} | dict.fromkeys(missing)
-        types = typed | {"scale": "*fp32"}
-        warps = pipeline.prep_warps(bits, dim)
-        yield compiled(prep_kernel, arch, constants, types, num_warps=warps, **EXACT)
-
-
-def of_the_codes(arch, heads, bits, group, gain):
-    """The kernels that read codes and scores."""
-    shape = ScoreShape(
-        H_KV=8, G=heads, G_UP=triton.next_power_of_2(heads), H=bits, GROUP=group, TIGHT=bits != 32,
-        PACK=pipeline.packed(heads, bits), BLOCK=pipeline.scored(heads),
-    )  # fmt: skip
-    constants = {"shape": shape} | ({} if gain else {"gain": None})
-    for missing in ({"valid": None}, {}):
-        if group == "relative":
-            yield compiled(best_kernel, arch, constants | missing)
-        yield compiled(score_kernel, arch, constants | missing)
-    bins = pipeline.middle_bins(group, heads, bits, gain)
-    sizes = {"MIDDLE": bins}
-    if bins > 1:
-        yield compiled(middle_kernel, arch, sizes | {"BLOCK": pipeline.COUNTED})
-    yield compiled(upper_kernel, arch, sizes, num_warps=8)
+def chosen(words: list[str]) -> dict[str, Case]:
+    if words == ["some"]:
+        return SOME
+    everything = SOME | MORE
+    return {word: everything[word] for word in words} or everything
 
 
 if __name__ == "__main__":
-    for report in everything(int(sys.argv[1])):
-        print(json.dumps(report), flush=True)
+    for line in everything(int(sys.argv[1]), chosen(sys.argv[2:])):
+        print(json.dumps(line), flush=True)

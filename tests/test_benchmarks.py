@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_time demo_model evaluation fingerprint gpu_suite hashing_time needles outlier_needle pictures "
-    "position_shift projections steady_decode tables".split()
+    "calibration_time demo_model evaluation fingerprint gpu_suite hashing_time kernel_cost needles outlier_needle "
+    "pictures position_shift projections steady_decode tables".split()
 )
 
 
@@ -112,6 +112,22 @@ def test_projections(benchmark_result):
     assert found["headline: exact"]["recall"]["value"] == 1 > found["headline: score-aware"]["recall"]["value"]
     assert {name.split(":")[0] for name in found} > {"others", "groups", "searches", "ranks", "shares", "top-p"}
     assert all("needle" in row and 0 < row["read"] <= 1 for row in rows)
+
+
+def test_kernel_cost(tmp_path):
+    """In its own process, for the kernels of this one may be interpreted."""
+    pytest.importorskip("triton")
+    words = [sys.executable, BENCHMARKS / "kernel_cost.py", "--tiny", "-o", tmp_path / "result.json"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    assert "warning" not in ran.stderr, "a loop of a kernel whose trips nobody knows"
+    (step,) = json.loads((tmp_path / "result.json").read_text())["steps"]
+    assert step["launched"] == len(step["launches"]) + sum(step["torch_operations"].values())
+    assert all(math.isfinite(number) for number in numbers(step))
+    for row in step["launches"]:
+        assert row["instructions"] > 0 == row["stack"]
+        assert 0 < row["least_microseconds"] <= row["microseconds"]
+    assert any(loop["trips"] > 1 for row in step["launches"] for loop in row["loops"])
 
 
 def test_fingerprint(run, capsys):
