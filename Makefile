@@ -11,13 +11,13 @@ SOURCES := $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache_
 # Tests side by side, one thread in each: the tensors are tiny, and threads that share a core wait for each other.
 WORKERS ?= 2
 PYTEST_OPTIONS := -n $(WORKERS) --dist worksteal
-test test-all test-floor: export OMP_NUM_THREADS = 1
+emulate test test-all test-floor: export OMP_NUM_THREADS = 1
 # What new versions of dependencies can break: models, caches, files, the Hub, the command line, compiled kernels.
 FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_cli.py \
   test_corpora.py test_decomposition.py test_dispatch.py test_encoding.py test_families.py test_generate.py \
   test_harness.py test_hub.py test_package.py test_runtime.py test_selection.py)
 
-.PHONY: demo demo-model lint test test-all test-floor gpu clean
+.PHONY: demo demo-model emulate lint test test-all test-floor gpu clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -64,6 +64,10 @@ gpu: .venv/ready
 	.venv-floor/bin/pip install -q -e '.[test]' $(FLOORS)
 	.venv-floor/bin/pip install -q triton==3.6.0
 	touch $@
+
+# The kernels as compiled for an A100 and an H100, from their PTX, without a GPU; add --emulate-all for every test.
+emulate: .venv/ready
+	for arch in 80 90; do .venv/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch tests/test_kernels.py tests/test_backends.py || exit; done
 
 clean:
 	rm -rf .venv .venv-floor build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,10 +14,21 @@ from ptx.driver import install
 from ptx.emulation import Emulation
 from ptx.program import Fault
 
+SUMS = {torch.int32: tl.int32, torch.float32: tl.float32, torch.float64: tl.float64}
+
 
 @triton.jit
 def product_kernel(
-    a, b, out, a_stride, b_stride, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, TURNED: tl.constexpr
+    a,
+    b,
+    out,
+    a_stride,
+    b_stride,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TURNED: tl.constexpr,
+    SUM: tl.constexpr,
 ):
     """`out [M, N] = a [M, K] @ b [K, N]`, or with `b [N, K]` where it is turned."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
@@ -26,10 +37,7 @@ def product_kernel(
         right = tl.load(b + n[:, None] * b_stride + k[None, :]).T
     else:
         right = tl.load(b + k[:, None] * b_stride + n[None, :])
-    if a.dtype.element_ty == tl.int8:
-        made = tl.dot(left, right, out_dtype=tl.int32)
-    else:
-        made = tl.dot(left, right)
+    made = tl.dot(left, right, out_dtype=SUM)
     tl.store(out + m[:, None] * N + n[None, :], made)
 
 
@@ -69,7 +77,7 @@ def products(runs, arch):
         b = b if turned else b.mT.contiguous()
         wide = {torch.int8: torch.int32, torch.float64: torch.float64}.get(dtype, torch.float32)
         out = torch.empty(m, n, dtype=wide)
-        product_kernel[(1,)](a, b, out, a.stride(0), b.stride(0), m, n, k, turned, num_warps=4)
+        product_kernel[(1,)](a, b, out, a.stride(0), b.stride(0), m, n, k, turned, SUMS[wide], num_warps=4)
         # sums of integers below 2^24 are exact in each of the types
         assert torch.equal(out.double(), expected), (dtype, shape, turned)
         assert re.search(r"\bwgmma\.mma_async" if arch == 90 and m == 64 else r"\bmma\.sync", runs.seen[-1]), dtype
@@ -87,7 +95,10 @@ def faults(runs):
     runs.change = None
     reported("out of bounds", lambda: sums_kernel[(1,)](x[:250].clone(), out, 251, 256, num_warps=4))
     a, b = (torch.ones(64, 64, dtype=torch.bfloat16) for _ in range(2))
-    reported("out of bounds", lambda: product_kernel[(1,)](a, b, a.float(), 65, 64, 64, 64, 64, False, num_warps=4))
+    reported(
+        "out of bounds",
+        lambda: product_kernel[(1,)](a, b, a.float(), 65, 64, 64, 64, 64, False, tl.float32, num_warps=4),
+    )
 
 
 def without(text, number):
@@ -97,13 +108,14 @@ def without(text, number):
 
 
 def reported(what, call):
+    found = None
     try:
         call()
     except Fault as fault:
-        assert what in str(fault), fault
-        assert re.search(r"\.py:\d+: ", str(fault)), fault
-    else:
-        raise AssertionError(f"nothing reported, but {what}")
+        found = str(fault)
+    assert found is not None, f"nothing reported, but {what}"
+    assert what in found, found
+    assert re.search(r"\.py:\d+: ", found), found
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ OF_BLOCKS = {
 @pytest.mark.parametrize("name", OF_BLOCKS)
 def test_blocks_that_depend_on_their_order(name, order):
     for seed in range(3):
-        with pytest.raises(Fault, match="another block|two blocks"):
+        with pytest.raises(Fault, match=r"another block|two blocks"):
             run(OF_BLOCKS[name], numbers() + 5, grid=2, emulation=Emulation(order, seed))
 
 
@@ -250,9 +250,7 @@ def byte(x, y, i):
 LANE = np.arange(64) % 32
 INSTRUCTIONS = {  # what becomes of A, B and C, which are %r1, %r2 and %r3
     "prmt.b32 %r4, %r1, %r2, 0x5410;": python(lambda a, b, c: a & 0xFFFF | (b & 0xFFFF) << 16),
-    "prmt.b32 %r4, %r1, %r2, %r3;": python(
-        lambda a, b, c: sum(byte(a, b, c >> 4 * j & 15) << 8 * j for j in range(4))
-    ),
+    "prmt.b32 %r4, %r1, %r2, %r3;": python(lambda a, b, c: sum(byte(a, b, c >> 4 * j & 15) << 8 * j for j in range(4))),
     "lop3.b32 %r4, %r1, %r2, %r3, 0xe8;": A & B | A & C | B & C,
     "lop3.b32 %r4, %r1, %r2, %r3, 0x96;": A ^ B ^ C,
     "shf.l.wrap.b32 %r4, %r1, %r2, %r3;": python(lambda a, b, c: (b << 32 | a) << (c & 31) >> 32),

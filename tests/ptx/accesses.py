@@ -52,7 +52,11 @@ def _load(instruction: Instruction, use: Operands) -> Step:
     def step(block: Any, mask: Any) -> None:
         registers = block.registers
         at, stamps = _lanes(mask, address(registers), block.clock.stamps)
-        found = block.shared.load(at - SHARED_AT, unit, count, stamps) if shared else block.memory.load(at, unit, count, stamps)
+        found = (
+            block.shared.load(at - SHARED_AT, unit, count, stamps)
+            if shared
+            else block.memory.load(at, unit, count, stamps)
+        )
         for j, put in enumerate(puts):
             value = np.ascontiguousarray(found[:, j])
             if mask is not None:
@@ -100,7 +104,8 @@ def _store(instruction: Instruction, use: Operands) -> Step:
 
 ATOMIC: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor, "exch": lambda old, new: new, "cas": lambda old, expected, new: new if old == expected else old,
+    "xor": np.bitwise_xor, "exch": lambda old, new: new,
+    "cas": lambda old, expected, new: new if old == expected else old,
 }  # fmt: skip
 
 
@@ -110,7 +115,7 @@ def _atomic(instruction: Instruction, use: Operands) -> Step:
     (name,) = (each for each in parts if each in ATOMIC)
     space, _ = _space(instruction, HOW | set(ATOMIC))
     to, where, *of = instruction.operands if parts[0] == "atom" else ("_", *instruction.operands)
-    if kind in ("b32", "b64") and name == "add" or kind not in KINDS:
+    if (kind in ("b32", "b64") and name == "add") or kind not in KINDS:
         raise Fault(f"unknown atomic of {kind}")
     function, dtype, address = ATOMIC[name], KINDS[kind], use.address(where)
     unit, reads = np.dtype(dtype).itemsize, [use.read(each, kind) for each in of]
@@ -161,7 +166,9 @@ def _copy(instruction: Instruction, use: Operands) -> Step:
     if parts[2] in ("wait_group", "wait_all"):
         left = int(operands[0], 0) if operands else None
         return lambda block, mask: _wait(block, mask, left)
-    if parts[2] not in ("ca", "cg") or any(each not in ("shared", "shared_cta", "global") and not each.startswith(HINTS) for each in parts[3:]):
+    if parts[2] not in ("ca", "cg") or any(
+        each not in ("shared", "shared_cta", "global") and not each.startswith(HINTS) for each in parts[3:]
+    ):
         raise Fault("unknown asynchronous copy")
     to, of, size = use.address(operands[0]), use.address(operands[1]), int(operands[2], 0)
     taken = use.read(operands[3], "u32") if len(operands) > 3 else None

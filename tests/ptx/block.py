@@ -6,6 +6,7 @@ import numpy as np
 
 from ptx.accesses import ACCESSES
 from ptx.arithmetic import ARITHMETIC
+from ptx.bits import BITS
 from ptx.groups import GROUPS
 from ptx.matrices import MATRICES
 from ptx.memory import Clock, Global, Shared
@@ -16,7 +17,7 @@ from ptx.warps import WARPS
 
 __all__ = ["Block", "Compiled"]
 
-STEPS = ARITHMETIC | MOVES | ACCESSES | WARPS | MATRICES | GROUPS
+STEPS = ARITHMETIC | BITS | MOVES | ACCESSES | WARPS | MATRICES | GROUPS
 # Order memory for the hardware; here all is in order. The fences of a proxy, too.
 NOTHING = {"fence", "membar", "griddepcontrol", "nop"}
 MOST_JUMPS = 1_000_000

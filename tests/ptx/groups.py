@@ -40,7 +40,7 @@ def _described(block: Any, group: int, descriptor: int, rows: int, depth: int, k
 def _multiply(instruction: Instruction, use: Operands) -> Step:
     if instruction.opcode[1] in ("fence", "commit_group", "wait_group"):
         return lambda block, mask: None
-    (rows, columns, depth), parts = product_shape(instruction), instruction.opcode
+    (_, columns, depth), parts = product_shape(instruction), instruction.opcode
     result, kind = parts[-3], parts[-1]
     if parts[1] != "mma_async" or kind not in BYTES or parts[-2] != kind or result not in ("f32", "s32"):
         raise Fault("unknown product")

@@ -64,7 +64,7 @@ def _multiply(instruction: Instruction, use: Operands) -> Step:
     del unknown, other
     held = "b64" if kind == "f64" else "b32"
     wide = {"f32": np.float32, "s32": np.int32, "f64": np.float64}[result]
-    to, a, b, c = ([each for each in listed(operand[1:-1])] for operand in instruction.operands)
+    to, a, b, c = (listed(operand[1:-1]) for operand in instruction.operands)
     puts = [store(use.write(each, result)) for each in to]
     places = [[use.read(each, held) for each in operands] for operands in (a, b)]
     sums = [use.read(each, result) for each in c]

@@ -43,7 +43,10 @@ class Clock:
     # word later may rely on. `seen` holds up to which time, by word.
     def release(self, words: Any) -> None:
         for word in np.unique(words).tolist():
-            self.released[word] = self.released.get(word, frozenset()) | {(self.block, self.now + 127), *self.seen.items()}
+            self.released[word] = self.released.get(word, frozenset()) | {
+                (self.block, self.now + 127),
+                *self.seen.items(),
+            }
 
     def acquire(self, words: Any) -> None:
         for word in np.unique(words).tolist():
@@ -74,16 +77,18 @@ class Memory:
 
     def places(self, at: Any, unit: int, count: int) -> tuple[Any, Any]:
         """The places of `count` units from each offset on: in the data, and in the stamps."""
-        whole = unit * count
+        whole = unit * count  # a power of 2
         if at.min() < 0 or at.max() > self.size - whole:
             outside = at[(at < 0) | (at > self.size - whole)][0]
             self.fault(f"{whole} bytes at {outside}, out of bounds of {self.size} bytes")
-        if (at % whole).any():
-            self.fault(f"{whole} bytes at {at[at % whole != 0][0]}, misaligned")
-        data = (at // unit)[:, None] + np.arange(count) if count > 1 else (at // unit)[:, None]
+        if np.bitwise_or.reduce(at) & (whole - 1):
+            self.fault(f"{whole} bytes at {at[at & (whole - 1) != 0][0]}, misaligned")
+        data = (at >> (unit.bit_length() - 1))[:, None]
+        if count > 1:
+            data = data + np.arange(count)
         if unit == self.grain:
             return data, data
-        return data, (at // self.grain)[:, None] + np.arange(whole // self.grain)
+        return data, (at >> (self.grain.bit_length() - 1))[:, None] + np.arange(whole // self.grain)
 
     def load(self, at: Any, unit: int, count: int, stamps: Any) -> Any:
         """Unsigned [lanes, count]."""
@@ -256,4 +261,3 @@ class Global:
     def store(self, address: Any, values: Any, stamps: Any) -> None:
         for segment, lanes, at in self.parts(address):
             segment.store(at, values[lanes], stamps[lanes])
-

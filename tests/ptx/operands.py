@@ -1,4 +1,4 @@
-"""Operands as places in one list, where a block keeps registers, constants and special registers as arrays [threads]."""
+"""Operands as places in one list, where a block keeps registers, constants and the like as arrays [threads]."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import numpy as np
 
 from ptx.program import Fault, Instruction, Program
 
-__all__ = ["KINDS", "SHARED_AT", "UNSIGNED", "Operands", "Step", "apply", "blend", "store"]
+__all__ = ["KINDS", "SHARED_AT", "UNSIGNED", "Operands", "Step", "apply", "blend", "only", "store"]
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 KINDS: dict[str, Any] = {
@@ -145,9 +145,7 @@ def store(place: Place) -> Callable[[list[Any], Any, Any], None]:
     return put
 
 
-def apply(
-    use: Operands, instruction: Instruction, function: Callable[..., Any], kinds: list[str], result: str
-) -> Step:
+def apply(use: Operands, instruction: Instruction, function: Callable[..., Any], kinds: list[str], result: str) -> Step:
     """The step that writes `function` of the operands behind the first, which have the types `kinds`."""
     reads = [use.read(text, kind) for text, kind in zip(instruction.operands[1:], kinds, strict=False)]
     if len(reads) != len(kinds):
@@ -171,3 +169,9 @@ def apply(
         registers[at] = value if mask is None else blend(mask, value, registers[at])
 
     return general
+
+
+def only(instruction: Instruction, known: set[str]) -> None:
+    """An instruction has a type at its end and nothing between but what is known."""
+    if unknown := set(instruction.opcode[1:-1]) - known:
+        raise Fault(f"unknown part {', '.join(sorted(unknown))}")

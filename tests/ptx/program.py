@@ -9,7 +9,7 @@ WIDTHS = {"pred": 0, "8": 1, "16": 2, "32": 4, "64": 8}
 NAME = re.compile(r"%?[A-Za-z_$][\w$]*")
 
 
-class Fault(Exception):
+class Fault(Exception):  # noqa: N818
     """What is wrong with a kernel, or what the emulator does not know."""
 
 
@@ -94,7 +94,9 @@ class Program:
         self.code.append(Instruction(text, parts, tuple(listed(operands)), guard, bool(negated), source))
 
     def _declare(self, text: str) -> None:
-        kind, names = re.match(r"\.reg\s+\.(?:pred|[a-z])?(\w+)\s+(.*)$", text.replace(".pred", ".xpred"), re.S).groups()
+        kind, names = re.match(
+            r"\.reg\s+\.(?:pred|[a-z])?(\w+)\s+(.*)$", text.replace(".pred", ".xpred"), re.S
+        ).groups()
         for name in names.split(","):
             name = re.sub(r"<\d+>", "", name.strip())
             if len(self._scopes) > 1:  # a block of inline assembly, which may be there many times
