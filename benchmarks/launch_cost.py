@@ -21,7 +21,7 @@ from warp_time import Latencies, clocks
 
 __all__ = ["CONSTANTS", "Cost", "cost"]
 
-CLOCK = 1.755e9  # Hz; the highest clock of an H100 SXM under load (NVIDIA's data sheet of the H100: boost 1.98)
+CLOCK = 1.755e9  # Hz; assumed under load (data sheets: boost 1.755 of the PCIe card, 1.98 of SXM)
 MULTIPROCESSORS = 132  # H100 SXM, NVIDIA's data sheet
 SCHEDULERS = 4  # of a multiprocessor; each issues one instruction of a warp per clock (H100 white paper)
 FIXED = 2.2e-6  # s; assumed: of a kernel that follows another in a CUDA graph, launch 1.3 and ramp and drain 0.9

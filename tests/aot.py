@@ -201,6 +201,7 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
         "constants": _constants(kernel.src),
         "registers": int(resources[1]),
         "stack": int(resources[2]),
+        "local": len(re.findall(r"\b(?:STL|LDL)\b", sass)),  # what a spill takes
         "warps": kernel.metadata.num_warps,
         "shared": kernel.metadata.shared,
         "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)", sass)),
