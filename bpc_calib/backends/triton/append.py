@@ -11,6 +11,9 @@ from bpc_calib.backends.triton.language import fetch
 
 __all__ = ["AppendShape", "append_kernel"]
 
+COPIES = tl.constexpr(4)  # of the greedy pass: one per warp
+UNROLL = tl.constexpr(32)  # steps of it whose rows of the Gram matrix are loaded at once
+
 
 class AppendShape(NamedTuple):
     """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
@@ -56,13 +59,14 @@ def append_kernel(
     error: Strided,
     shape: tl.constexpr,
 ):
-    """Writes slot `place [1]` of the buffers; without `codes` only key and value. Grid (rows), one warp.
+    """Writes slot `place [1]` of the buffers; without `codes` only key and value. Grid (rows).
 
-    In one warp the steps of the greedy pass need no barrier.
+    All warps share the products, and each makes the greedy pass for itself, over a copy: so its steps need no barrier.
     """
     H: tl.constexpr = shape.H
     D: tl.constexpr = shape.D
     PART: tl.constexpr = shape.PART
+    ROWS: tl.constexpr = shape.ROWS
     row = tl.program_id(0)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
@@ -73,33 +77,35 @@ def append_kernel(
         own = b * encoder.b + h
         wide = encoder.gram.dtype.element_ty
         gram = encoder.gram + own * (H * H)
-        fetch(gram, H * H * (wide.primitive_bitwidth // 8))  # each step of the greedy pass reads a row
+        fetch(gram, H * H * (wide.primitive_bitwidth // 8))  # the greedy pass reads it last
         matrix = encoder.matrix + own * (D * H)
         mean = encoder.mean
         if mean is not None:
             mean += own * D
         own_key = key.at + b * key.b + h * key.h
         bit = tl.arange(0, H)
-        part = tl.arange(0, PART)
         products = tl.zeros([H, PART], wide)
-        for first in range(0, D, PART):
-            d = first + part
-            x = centred(own_key, mean, d, D)
-            P = tl.load(matrix + bit[:, None] * D + d[None, :], mask=d[None, :] < D, other=0)
-            products += P * x[None, :]
+        for first in tl.static_range(0, D, PART):
+            part = first + tl.arange(0, PART)
+            P = tl.load(matrix + bit[:, None] * D + part[None, :], mask=part[None, :] < D, other=0)
+            products += P * centred(own_key, mean, part, D)[None, :]
         d = tl.arange(0, shape.D_UP)
-        if encoder.metric is not None:  # which is symmetric
+        x = centred(own_key, mean, d, D)
+        squared_norm = tl.sum(x * x, 0)
+        if encoder.metric is not None:
             metric = encoder.metric + own * (D * D)
-            along = tl.zeros([shape.D_UP], wide)
-            for first in range(0, D, shape.ROWS):
-                e = first + tl.arange(0, shape.ROWS)
+            squares = tl.zeros([ROWS, shape.D_UP], wide)
+            for first in tl.static_range(0, D, ROWS):
+                e = first + tl.arange(0, ROWS)
                 inside = (e[:, None] < D) & (d[None, :] < D)
                 M = tl.load(metric + e[:, None] * D + d[None, :], mask=inside, other=0)
-                along += tl.sum(M * centred(own_key, mean, e, D)[:, None], 0)
-        else:
-            along = centred(own_key, mean, d, D)
-        squared_norm = tl.sum((centred(own_key, mean, d, D) * along)[None, :], 1)
-        low, high, squared_error, product = greedy(tl.sum(products, 1)[None, :], squared_norm, gram, H, 8)
+                rows = x if ROWS == shape.D_UP else centred(own_key, mean, e, D)
+                squares += M * rows[:, None] * x[None, :]
+            squared_norm = tl.sum(tl.sum(squares, 1), 0)
+        copy = tl.arange(0, COPIES)
+        scores = tl.broadcast_to(tl.sum(products, 1)[None, :], [COPIES, H])
+        norms = tl.zeros([COPIES], wide) + squared_norm
+        low, high, squared_error, product = greedy(scores, norms, gram, H, COPIES, UNROLL)
         own_gain = gain.at
         if own_gain is not None:
             own_gain += b * gain.b + h * gain.h + at * gain.n
@@ -107,4 +113,4 @@ def append_kernel(
         if own_error is not None:
             own_error += b * error.b + h * error.h + at * error.n
         own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n
-        finish(low, high, squared_error, product, squared_norm, own_codes, own_error, own_gain, tl.arange(0, 1), 1, H)
+        finish(low, high, squared_error, product, norms, own_codes, own_error, own_gain, copy, 1, H)

@@ -108,19 +108,20 @@ def reduce_kernel(
     top = tl.full([], float("-inf"), wide)
     total = tl.zeros([], wide)
     sums = tl.zeros([D_UP], wide)
-    for first in range(0, SPLITS_UP, BLOCK):
+    for first in tl.static_range(0, SPLITS_UP, BLOCK):
         split = first + tl.arange(0, BLOCK)
         at = (row.to(tl.int64) * splits + split) * tl.num_programs(0) + head
+        # All loads first: none waits for another.
         tops = tl.load(largest + at, mask=split < splits, other=float("-inf"))
+        weights = tl.load(weight + at, mask=split < splits, other=0)
+        mask = (split[:, None] < splits) & (d[None, :] < D)
+        parts = tl.load(part + at[:, None] * D + d[None, :], mask=mask, other=0)
         next_top = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)
         share = tl.exp(tops - base)
         fade = tl.exp(top - base)
-        total = total * fade + tl.sum(share * tl.load(weight + at, mask=split < splits, other=0), 0)
-        mask = (split[:, None] < splits) & (d[None, :] < D)
-        sums = sums * fade + tl.sum(
-            share[:, None] * tl.load(part + at[:, None] * D + d[None, :], mask=mask, other=0), 0
-        )
+        total = total * fade + tl.sum(share * weights, 0)
+        sums = sums * fade + tl.sum(share[:, None] * parts, 0)
         top = next_top
     out += (row.to(tl.int64) * tl.num_programs(0) + head) * D
     mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # without any token: 0

@@ -31,12 +31,14 @@ def only(mine, x):
 
 
 @triton.jit
-def greedy(scores, squared_norm, gram, H: tl.constexpr, UNROLL: tl.constexpr = 1):
+def greedy(scores, squared_norm, gram, H: tl.constexpr, COPIES: tl.constexpr = 1, UNROLL: tl.constexpr = 1):
     """`bpc_calib.method.encoding.encode_gram` of one block: the same sums in the same order, so the same bits.
 
+    `COPIES` of a row of `gram` are read, 1 or the tokens of the block: the copies lay out all tensors of the pass.
     Returns both words of the codes, int64, squared errors and products `<k, u P>`, `[BLOCK]` each.
     """
     bit = tl.arange(0, H)
+    copy = tl.arange(0, COPIES) * 0
     running = scores
     squared_error = squared_norm
     product = tl.zeros_like(squared_norm)
@@ -46,10 +48,10 @@ def greedy(scores, squared_norm, gram, H: tl.constexpr, UNROLL: tl.constexpr = 1
         mine = bit == i
         t = only(mine, running)
         u = tl.where(t >= 0, 1.0, -1.0).to(scores.dtype)  # sign(0) = +1
-        along = tl.load(gram + i * H + bit)
+        along = tl.load(gram + i * H + bit[None, :] + copy[:, None])
         squared_error = squared_error - (2 * tl.abs(t) - tl.load(gram + i * H + i))
         product = product + u * only(mine, scores)
-        running = running - u[:, None] * tl.where(bit > i, along, 0.0)[None, :]
+        running = running - u[:, None] * tl.where(bit[None, :] > i, along, 0.0)
         positive = (t >= 0).to(tl.int64) << (i % 64)
         low |= tl.where(i < 64, positive, 0)
         if H > 64:

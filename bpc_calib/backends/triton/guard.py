@@ -46,4 +46,5 @@ def guard_kernel(worst, plan, ranked, counts, count, worst_r, room, COUNTS: tl.c
         tl.atomic_add(own_counts + digit, tl.full([BLOCK], -1, tl.int32), mask=takes, sem="relaxed")
         taken += tl.sum(takes.to(tl.int32), 0)
         first += BLOCK
+    tl.debug_barrier()  # until all warps have read it
     record(plan, row, PLAN_WANTED, wanted - taken)

@@ -45,9 +45,10 @@ RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 2048  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
 LISTED = 64  # tokens attended at once, of 16-bit dtypes and head_dim 128
+COMBINED = 8192  # entries of parts of attention read at once
 HASHED = 64  # keys that a program hashes
 PART = 32  # dimensions of these keys at a time
-APPENDED = 2048  # entries of a matrix that the one warp of `append` reads at once
+APPENDED = 16384  # entries of a matrix that `append` reads at once
 
 COARSE, FINE = constants.COARSE.value, constants.FINE.value
 
@@ -260,7 +261,7 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
             H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
             PART=min(dim_up, APPENDED // bits), ROWS=min(dim_up, APPENDED // dim_up),
         ),
-        num_warps=1, num_stages=1, **ROUNDED_TWICE,
+        num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
 
 
@@ -296,6 +297,7 @@ def _attention(
     # A power of two, so that few kernels are compiled while a list grows.
     chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, PROGRAMS)))
     splits = max(1, triton.cdiv(count, chunk))
+    splits_up = triton.next_power_of_2(splits)
     wide = torch.promote_types(query.dtype, torch.float32)
     part = torch.empty(rows, splits, heads, dim, dtype=wide, device=query.device)
     weight = torch.empty(rows, splits, heads, dtype=wide, device=query.device)
@@ -309,7 +311,8 @@ def _attention(
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
         part, weight, largest, out, splits,
-        D=dim, D_UP=dim_up, SPLITS_UP=triton.next_power_of_2(splits), BLOCK=16, num_warps=4, **FUSED,
+        D=dim, D_UP=dim_up, SPLITS_UP=splits_up, BLOCK=min(splits_up, max(1, COMBINED // dim_up)), num_warps=4,
+        **FUSED,
     )  # fmt: skip
     return out
 
