@@ -21,7 +21,7 @@ class Latencies:
     shared: float
     shuffle: float
     product: float
-    other: float  # special functions, conversions, system registers
+    other: float  # special functions, conversions, system registers, and reading operands from registers
     together: float  # until all warps have come to a barrier
 
 
@@ -84,6 +84,9 @@ def _issue(instruction: Instruction, state: _State, latencies: Latencies) -> Non
             state.loading.add(barrier)
         else:
             state.loading.discard(barrier)
+    for barrier in instruction.reads:
+        state.open_until[barrier] = state.now + latencies.other
+        state.loading.discard(barrier)
     state.now += instruction.stall
 
 
@@ -96,4 +99,4 @@ def _latency(name: str, latencies: Latencies, loads: float) -> float:
         return latencies.shuffle
     if name.startswith(("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA")):
         return latencies.product
-    return latencies.other  # among them stores, which open a barrier until their operands are read
+    return latencies.other

@@ -39,11 +39,17 @@ def centred(key, mean, d, D: tl.constexpr):
 
 
 @triton.jit
-def copy(new: Strided, to: Strided, b, h, place, SIZE: tl.constexpr, UP: tl.constexpr):
-    """Copies a vector of one head into its buffer."""
+def loaded(new: Strided, b, h, SIZE: tl.constexpr, UP: tl.constexpr):
+    """The new vector of one head."""
     d = tl.arange(0, UP)
-    x = tl.load(new.at + b * new.b + h * new.h + d, mask=d < SIZE, other=0)
-    tl.store(to.at + b * to.b + h * to.h + place * to.n + d, x.to(to.at.dtype.element_ty), mask=d < SIZE)
+    return tl.load(new.at + b * new.b + h * new.h + d, mask=d < SIZE, other=0)
+
+
+@triton.jit
+def stored(vector, to: Strided, b, h, place, SIZE: tl.constexpr, UP: tl.constexpr):
+    """Writes the vector of one head into its buffer."""
+    d = tl.arange(0, UP)
+    tl.store(to.at + b * to.b + h * to.h + place * to.n + d, vector, mask=d < SIZE)
 
 
 @triton.jit
@@ -71,8 +77,10 @@ def append_kernel(
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
     at = tl.load(place).to(tl.int64)
-    copy(key, keys, b, h, at, D, shape.D_UP)
-    copy(value, values, b, h, at, shape.V, shape.V_UP)
+    new_key = loaded(key, b, h, D, shape.D_UP)
+    new_value = loaded(value, b, h, shape.V, shape.V_UP)
+    stored(new_key, keys, b, h, at, D, shape.D_UP)
+    stored(new_value, values, b, h, at, shape.V, shape.V_UP)
     if codes.at is not None:
         own = b * encoder.b + h
         wide = encoder.gram.dtype.element_ty

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.constants import COARSE, FINE, FINE_BITS
-from bpc_calib.backends.triton.narrow import distances, find
+from bpc_calib.backends.triton.narrow import distances, find, scores_of
 from bpc_calib.backends.triton.plan import PLAN_FOUND, PLAN_LEFT, PLAN_LENGTH, PLAN_LOW, planned, share
 
 __all__ = ["CompactShape", "compact_kernel"]
@@ -35,18 +35,20 @@ def compact_kernel(ranked, plan, counts, above, indices, room, width, shape: tl.
     low = planned(plan, row, PLAN_LOW)
     own_counts = counts + row.to(tl.int64) * shape.COUNTS + COARSE + shape.MIDDLE
     own_left = planned(plan, row, PLAN_LEFT)
+    upper_bits = planned(plan, row, PLAN_FOUND) << FINE_BITS
+    first, last = share(length, BLOCK)
     lowest, left = find(own_counts, own_left, FINE)
-    threshold = (planned(plan, row, PLAN_FOUND) << FINE_BITS) + lowest
+    threshold = upper_bits + lowest
 
     before = tl.arange(0, shape.PROGRAMS_UP)
     held = above + (row.to(tl.int64) * tl.num_programs(0) + before) * (FINE + 1) + lowest
     over = tl.sum(tl.load(held + 1, mask=before < program, other=0), 0)  # keys above the threshold so far
     level = tl.sum(tl.load(held, mask=before < program, other=0), 0) - over  # keys equal to it so far
     own_indices = indices + row.to(tl.int64) * width
-    first, last = share(length, BLOCK)
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        distance, forced, ranks = distances(ranked, row, at, length, low, room)
+        scores = scores_of(ranked, row, start, last, room, BLOCK)
+        distance, forced, ranks = distances(scores, low)
         sure = forced | (ranks & (distance > threshold))
         equal = ranks & (distance == threshold)
         # Both counts in one integer: a block has far fewer than 2^16 keys.

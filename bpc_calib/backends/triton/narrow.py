@@ -24,7 +24,7 @@ from bpc_calib.backends.triton.plan import (
     whole,
 )
 
-__all__ = ["NarrowShape", "distances", "find", "fine_kernel", "middle_kernel"]
+__all__ = ["NarrowShape", "distances", "find", "fine_kernel", "middle_kernel", "scores_of"]
 
 AT_ONCE = tl.constexpr(4096)  # bins that `find` keeps in registers
 
@@ -60,9 +60,15 @@ def find(histogram, wanted, BINS: tl.constexpr):
 
 
 @triton.jit
-def distances(ranked, row, at, length, low, room):
+def scores_of(ranked, row, first, last, room, BLOCK: tl.constexpr):
+    """The scores of the tokens from `first` on, padding from `last` on."""
+    at = first + tl.arange(0, BLOCK)
+    return tl.load(ranked + row.to(tl.int64) * room + at, mask=at < whole(last), other=NEVER)
+
+
+@triton.jit
+def distances(score, low):
     """How far scores are above the least possible one; which are forced; which rank, neither forced nor padding."""
-    score = tl.load(ranked + row.to(tl.int64) * room + at, mask=at < whole(length), other=NEVER)
     ranks = (score != FORCED) & (score != NEVER)
     return tl.where(ranks, score, low) - low, score == FORCED, ranks
 
@@ -77,13 +83,15 @@ def middle_kernel(ranked, plan, counts, room, shape: tl.constexpr):
     length = planned(plan, row, PLAN_LENGTH)
     low = planned(plan, row, PLAN_LOW)
     shift = planned(plan, row, PLAN_SHIFT)
-    found, left = find(own, planned(plan, row, PLAN_WANTED), COARSE)
+    wanted = planned(plan, row, PLAN_WANTED)
+    first, last = share(length, BLOCK)
+    found, left = find(own, wanted, COARSE)
     if tl.program_id(0) == 0:
         record(plan, row, PLAN_UPPER, found)
         record(plan, row, PLAN_UPPER_LEFT, left)
-    first, last = share(length, BLOCK)
     for start in range(first, last, BLOCK):
-        distance, _, ranks = distances(ranked, row, start + tl.arange(0, BLOCK), length, low, room)
+        scores = scores_of(ranked, row, start, last, room, BLOCK)
+        distance, _, ranks = distances(scores, low)
         in_bin = ranks & ((distance >> shift) == found)
         digit = (distance >> FINE_BITS) & ((1 << (shift - FINE_BITS)) - 1)
         tl.atomic_add(own + COARSE + digit, tl.full([BLOCK], 1, tl.int32), mask=in_bin, sem="relaxed")
@@ -102,19 +110,19 @@ def fine_kernel(ranked, plan, counts, above, room, shape: tl.constexpr):
     own = counts + row.to(tl.int64) * shape.COUNTS
     length = planned(plan, row, PLAN_LENGTH)
     low = planned(plan, row, PLAN_LOW)
-    if MIDDLE == 1:
-        found, left = find(own, planned(plan, row, PLAN_WANTED), COARSE)
-    else:
-        found, left = find(own + COARSE, planned(plan, row, PLAN_UPPER_LEFT), MIDDLE)
-        found += planned(plan, row, PLAN_UPPER) << (planned(plan, row, PLAN_SHIFT) - FINE_BITS)
+    wanted = planned(plan, row, PLAN_WANTED if MIDDLE == 1 else PLAN_UPPER_LEFT)
+    upper_bits = planned(plan, row, PLAN_UPPER) << (planned(plan, row, PLAN_SHIFT) - FINE_BITS) if MIDDLE > 1 else 0
+    first, last = share(length, BLOCK)
+    found, left = find(own if MIDDLE == 1 else own + COARSE, wanted, COARSE if MIDDLE == 1 else MIDDLE)
+    found += upper_bits
     if tl.program_id(0) == 0:
         record(plan, row, PLAN_FOUND, found)
         record(plan, row, PLAN_LEFT, left)
     sure = 0
     held = tl.zeros([FINE], tl.int32)
-    first, last = share(length, BLOCK)
     for start in range(first, last, BLOCK):
-        distance, forced, ranks = distances(ranked, row, start + tl.arange(0, BLOCK), length, low, room)
+        scores = scores_of(ranked, row, start, last, room, BLOCK)
+        distance, forced, ranks = distances(scores, low)
         upper = distance >> FINE_BITS
         in_bin = ranks & (upper == found)
         # Both counts in one integer: a block has far fewer than 2^16 keys.

@@ -40,11 +40,13 @@ __all__ = [
 
 # Sizes to tune on a GPU; none changes a result.
 PROGRAMS = 512  # programs of one kernel, at most
+SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `AT_MOST_168`
 SCORED = 1024  # keys that a program scores at once, see `scored`
 RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 2048  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
-LISTED = 64  # tokens attended at once, of 16-bit dtypes and head_dim 128
+SPLITS = 512  # parts of the lists of one attention, at most
+LISTED = 32  # tokens attended at once, of 16-bit dtypes and head_dim 128
 COMBINED = 8192  # entries of parts of attention read at once
 HASHED = 64  # keys that a program hashes
 PART = 32  # dimensions of these keys at a time
@@ -55,6 +57,9 @@ COARSE, FINE = constants.COARSE.value, constants.FINE.value
 # Triton's default for a * b + c, fused or rounded twice, differs between its versions.
 FUSED = {"enable_fp_fusion": True}
 ROUNDED_TWICE = {"enable_fp_fusion": False}  # as torch does: codes and scores are compared bit for bit
+
+# Registers of a thread: three programs of four warps then share a multiprocessor. Triton for ROCm has no such option.
+AT_MOST_168 = {} if torch.version.hip else {"maxnreg": 168}
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,9 @@ def scored(heads: int, keys: int = SCORED) -> int:
     return keys if heads <= 8 else keys // 2
 
 
-def programs(rows: int, tokens: int, block: int) -> int:
+def programs(rows: int, tokens: int, block: int, most: int = PROGRAMS) -> int:
     """Programs that share the tokens of a row, each at least one block."""
-    return max(1, min(triton.cdiv(tokens, block), PROGRAMS // rows))
+    return max(1, min(triton.cdiv(tokens, block), most // rows))
 
 
 def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> Ranking:
@@ -115,7 +120,7 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
         PART=min(64, max(16, triton.next_power_of_2(dim))), GROUP=choice.group, GAIN=has_gain,
         TIGHT=codes.stride(2) == bits // 8, PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=counts,
     )  # fmt: skip
-    parts, room = programs(rows, tokens, shape.BLOCK), triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
+    parts, room = programs(rows, tokens, shape.BLOCK, SCORING), triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(rows, *size, dtype=dtype, device=device)
@@ -133,7 +138,8 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
     score_kernel[(parts, rows)](
         strided(query), strided(projection), strided(codes), strided(cached.gain),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
-        tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape,
+        num_warps=4, num_stages=1, **AT_MOST_168, **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 
@@ -295,7 +301,7 @@ def _attention(
     # As many bytes for wider dtypes and larger heads: the least of today's GPUs have 99 KB for a block.
     block = max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up)))
     # A power of two, so that few kernels are compiled while a list grows.
-    chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, PROGRAMS)))
+    chunk = max(2 * block, triton.next_power_of_2(triton.cdiv(count * rows, SPLITS)))
     splits = max(1, triton.cdiv(count, chunk))
     splits_up = triton.next_power_of_2(splits)
     wide = torch.promote_types(query.dtype, torch.float32)

@@ -119,8 +119,6 @@ def counted(limits: Limits, b, at, length):
 def make_plan(plan, limits: Limits, row, length, k, values, scale, scaling, shape: tl.constexpr):
     """Writes what the later steps know of a row."""
     G: tl.constexpr = shape.G
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
     # Scores lie in [low, low + span]; the later histograms count the lowest `shift` bits of their distance from low.
     reach = tl.sum(tl.abs(values), 1)
     most = tl.sum(reach, 0) if shape.GROUP == "sum" else tl.max(reach, 0)
@@ -139,8 +137,6 @@ def make_plan(plan, limits: Limits, row, length, k, values, scale, scaling, shap
     limit = tl.where(product > 0, tl.minimum(logit * RELATIVE_LIMIT, LARGEST_LIMIT), LARGEST_LIMIT).to(tl.int32)
 
     # Which tokens are forced: the newest, then the first, and never more than k of them.
-    if limits.ks is not None:
-        k = tl.load(limits.ks + b * limits.ks_b + h * limits.ks_h).to(tl.int32)
     newest = tl.minimum(k, limits.recent)
     if limits.bounds is not None:
         count = tl.load(limits.bounds + 3 * row)
@@ -179,6 +175,17 @@ def codes_of(codes: Strided, b, h, first, length, shape: tl.constexpr):
     return tl.load(at, mask=key < length, other=0)
 
 
+@triton.jit
+def gains_of(gain: Strided, b, h, first, length, shape: tl.constexpr):
+    """uint8 `[BLOCK / PACK, PACK]`: the gains of the keys from `first` on; 0 where none are needed."""
+    PACK: tl.constexpr = shape.PACK
+    at = first + tl.arange(0, shape.BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
+    if shape.GAIN and shape.GROUP == "relative":
+        return tl.load(gain.at + b * gain.b + h * gain.h + at.to(tl.int64) * gain.n, mask=at < length, other=0)
+    else:
+        return tl.zeros([shape.BLOCK // PACK, PACK], tl.uint8)
+
+
 @triton.jit(do_not_specialize=["length", "k"])
 def score_kernel(
     query: Strided,
@@ -208,6 +215,9 @@ def score_kernel(
     room = whole(length)  # of a row of `heads`
     if limits.lengths is not None:
         length = tl.maximum(tl.minimum(tl.load(limits.lengths + b * limits.lengths_b).to(tl.int32), length), 0)
+    if limits.ks is not None:
+        k = tl.load(limits.ks + b * limits.ks_b + h * limits.ks_h).to(tl.int32)
+    first, last = share(length, BLOCK)
     values, scale = quantized(query, projection, b, h, shape)
     g = tl.arange(0, G_UP)
     if tl.program_id(0) == 0:
@@ -223,9 +233,9 @@ def score_kernel(
 
     totals = tl.sum(values, 1)
     top = tl.full([ROWS, PACK, G_UP], NEVER, tl.int32)
-    first, last = share(length, BLOCK)
     for start in range(first, last, BLOCK):
-        x = codes_of(codes, b, h, start, length, shape)
+        x = codes_of(codes, b, h, start, last, shape)
+        gains = gains_of(gain, b, h, start, last, shape)
         product = tl.zeros([ROWS, PACK * G_UP], tl.int32)
         for s in tl.static_range(8):
             product = tl.dot(bit_of_bytes(x, s), bit_operand(values, s, shape), product, out_dtype=tl.int32)
@@ -235,9 +245,7 @@ def score_kernel(
         tl.store(to, scores.to(tl.int16), mask=(at < whole(length))[:, :, None])
         if shape.GROUP == "relative":
             if shape.GAIN:
-                own_gain = gain.at + b * gain.b + h * gain.h
-                gains = tl.load(own_gain + at.to(tl.int64) * gain.n, mask=at < length, other=0).to(tl.int32)
-                scores = scores * (gains + GAIN_OFFSET)[:, :, None]
+                scores = scores * (gains.to(tl.int32) + GAIN_OFFSET)[:, :, None]
             top = tl.maximum(top, tl.where(counted(limits, b, at, length)[:, :, None], scores, NEVER))
     if shape.GROUP == "relative":
         best = tl.max(tl.max(top, 0), 0)
