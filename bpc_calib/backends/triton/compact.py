@@ -5,9 +5,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.constants import COARSE, FINE, FINE_BITS
-from bpc_calib.backends.triton.narrow import distances, find, scores_of
-from bpc_calib.backends.triton.plan import PLAN_FOUND, PLAN_LEFT, PLAN_LENGTH, PLAN_LOW, planned, share
+from bpc_calib.backends.triton.constants import COARSE, FINE
+from bpc_calib.backends.triton.narrow import find, scores_of
+from bpc_calib.backends.triton.plan import PLAN_LEAST, PLAN_LEFT, PLAN_LENGTH, planned, share
 
 __all__ = ["CompactShape", "compact_kernel"]
 
@@ -32,13 +32,13 @@ def compact_kernel(ranked, plan, counts, above, indices, room, width, shape: tl.
     row = tl.program_id(1)
     program = tl.program_id(0)
     length = planned(plan, row, PLAN_LENGTH)
-    low = planned(plan, row, PLAN_LOW)
     own_counts = counts + row.to(tl.int64) * shape.COUNTS + COARSE + shape.MIDDLE
     own_left = planned(plan, row, PLAN_LEFT)
-    upper_bits = planned(plan, row, PLAN_FOUND) << FINE_BITS
+    least = planned(plan, row, PLAN_LEAST)
     first, last = share(length, BLOCK)
+    next_scores = scores_of(ranked, row, first, last, room, BLOCK)  # always a block ahead
     lowest, left = find(own_counts, own_left, FINE)
-    threshold = upper_bits + lowest
+    threshold = least + lowest
 
     before = tl.arange(0, shape.PROGRAMS_UP)
     held = above + (row.to(tl.int64) * tl.num_programs(0) + before) * (FINE + 1) + lowest
@@ -47,10 +47,10 @@ def compact_kernel(ranked, plan, counts, above, indices, room, width, shape: tl.
     own_indices = indices + row.to(tl.int64) * width
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        scores = scores_of(ranked, row, start, last, room, BLOCK)
-        distance, forced, ranks = distances(scores, low)
-        sure = forced | (ranks & (distance > threshold))
-        equal = ranks & (distance == threshold)
+        scores = next_scores
+        next_scores = scores_of(ranked, row, start + BLOCK, last, room, BLOCK)
+        sure = scores > threshold
+        equal = scores == threshold
         # Both counts in one integer: a block has far fewer than 2^16 keys.
         each = (sure.to(tl.int32) << 16) + equal.to(tl.int32)
         so_far = tl.cumsum(each, 0)

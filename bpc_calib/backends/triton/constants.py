@@ -23,6 +23,6 @@ INT32_MAX = tl.constexpr((1 << 31) - 1)
 FORCED = INT32_MAX  # in place of a score: attended whatever its rank
 NEVER = INT32_MIN  # in place of a score: padding
 
-COARSE = tl.constexpr(64)  # bins of the first histogram: a size to tune on a GPU, which changes no result
+COARSE = tl.constexpr(256)  # bins of the first histogram: a size to tune on a GPU, which changes no result
 FINE_BITS = tl.constexpr(8)  # the lowest bits of a score, which the last histogram counts
 FINE = tl.constexpr(1 << FINE_BITS.value)  # bins of the last histogram

@@ -1,4 +1,4 @@
-"""Step 4: finds the least score of the chosen keys, digit by digit: its upper 6 bits, the middle ones, the lowest 8.
+"""Step 4: finds the least score of the chosen keys, digit by digit: its upper 8 bits, the middle ones, the lowest 8.
 
 Step 2 counts the upper digit. Each later histogram counts only the few keys in the bin found before it.
 """
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.constants import COARSE, FINE, FINE_BITS, FORCED, NEVER
+from bpc_calib.backends.triton.constants import COARSE, FINE, FINE_BITS, NEVER
 from bpc_calib.backends.triton.plan import (
-    PLAN_FOUND,
+    PLAN_LEAST,
     PLAN_LEFT,
     PLAN_LENGTH,
     PLAN_LOW,
@@ -24,7 +24,7 @@ from bpc_calib.backends.triton.plan import (
     whole,
 )
 
-__all__ = ["NarrowShape", "distances", "find", "fine_kernel", "middle_kernel", "scores_of"]
+__all__ = ["NarrowShape", "find", "fine_kernel", "middle_kernel", "scores_of"]
 
 AT_ONCE = tl.constexpr(4096)  # bins that `find` keeps in registers
 
@@ -61,16 +61,12 @@ def find(histogram, wanted, BINS: tl.constexpr):
 
 @triton.jit
 def scores_of(ranked, row, first, last, room, BLOCK: tl.constexpr):
-    """The scores of the tokens from `first` on, padding from `last` on."""
+    """The scores of the tokens from `first` on, `NEVER` from `last` on.
+
+    No threshold is as high as `FORCED` or as low as `NEVER`, so comparisons treat both as they should.
+    """
     at = first + tl.arange(0, BLOCK)
     return tl.load(ranked + row.to(tl.int64) * room + at, mask=at < whole(last), other=NEVER)
-
-
-@triton.jit
-def distances(score, low):
-    """How far scores are above the least possible one; which are forced; which rank, neither forced nor padding."""
-    ranks = (score != FORCED) & (score != NEVER)
-    return tl.where(ranks, score, low) - low, score == FORCED, ranks
 
 
 @triton.jit
@@ -85,15 +81,17 @@ def middle_kernel(ranked, plan, counts, room, shape: tl.constexpr):
     shift = planned(plan, row, PLAN_SHIFT)
     wanted = planned(plan, row, PLAN_WANTED)
     first, last = share(length, BLOCK)
+    next_scores = scores_of(ranked, row, first, last, room, BLOCK)  # always a block ahead
     found, left = find(own, wanted, COARSE)
+    least = low + (found << shift)  # score in the bin
     if tl.program_id(0) == 0:
         record(plan, row, PLAN_UPPER, found)
         record(plan, row, PLAN_UPPER_LEFT, left)
     for start in range(first, last, BLOCK):
-        scores = scores_of(ranked, row, start, last, room, BLOCK)
-        distance, _, ranks = distances(scores, low)
-        in_bin = ranks & ((distance >> shift) == found)
-        digit = (distance >> FINE_BITS) & ((1 << (shift - FINE_BITS)) - 1)
+        scores = next_scores
+        next_scores = scores_of(ranked, row, start + BLOCK, last, room, BLOCK)
+        in_bin = (scores >= least) & (scores < least + (1 << shift))
+        digit = tl.where(in_bin, scores - least, 0) >> FINE_BITS
         tl.atomic_add(own + COARSE + digit, tl.full([BLOCK], 1, tl.int32), mask=in_bin, sem="relaxed")
 
 
@@ -113,25 +111,26 @@ def fine_kernel(ranked, plan, counts, above, room, shape: tl.constexpr):
     wanted = planned(plan, row, PLAN_WANTED if MIDDLE == 1 else PLAN_UPPER_LEFT)
     upper_bits = planned(plan, row, PLAN_UPPER) << (planned(plan, row, PLAN_SHIFT) - FINE_BITS) if MIDDLE > 1 else 0
     first, last = share(length, BLOCK)
+    next_scores = scores_of(ranked, row, first, last, room, BLOCK)  # always a block ahead
     found, left = find(own if MIDDLE == 1 else own + COARSE, wanted, COARSE if MIDDLE == 1 else MIDDLE)
     found += upper_bits
+    least = low + (found << FINE_BITS)  # score in the bin
     if tl.program_id(0) == 0:
-        record(plan, row, PLAN_FOUND, found)
+        record(plan, row, PLAN_LEAST, least)
         record(plan, row, PLAN_LEFT, left)
     sure = 0
     held = tl.zeros([FINE], tl.int32)
     for start in range(first, last, BLOCK):
-        scores = scores_of(ranked, row, start, last, room, BLOCK)
-        distance, forced, ranks = distances(scores, low)
-        upper = distance >> FINE_BITS
-        in_bin = ranks & (upper == found)
+        scores = next_scores
+        next_scores = scores_of(ranked, row, start + BLOCK, last, room, BLOCK)
+        in_bin = (scores >= least) & (scores < least + FINE)
         # Both counts in one integer: a block has far fewer than 2^16 keys.
-        both = tl.sum(((forced | (ranks & (upper > found))).to(tl.int32) << 16) + in_bin.to(tl.int32), 0)
+        both = tl.sum(((scores >= least + FINE).to(tl.int32) << 16) + in_bin.to(tl.int32), 0)
         sure += both >> 16
         here = both & 0xFFFF
         if here > 0:
             # No mask: Triton may reorder a histogram's values and its mask apart. Bin 0 counts the other keys, too.
-            held += tl.histogram(tl.where(in_bin, distance & (FINE - 1), 0), FINE)
+            held += tl.histogram(tl.where(in_bin, scores - least, 0), FINE)
             held -= tl.where(tl.arange(0, FINE) == 0, BLOCK - here, 0)
     j = tl.arange(0, FINE)
     mine = above + (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * (FINE + 1)

@@ -43,10 +43,10 @@ PROGRAMS = 512  # programs of one kernel, at most
 SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `AT_MOST_168`
 SCORED = 1024  # keys that a program scores at once, see `scored`
 RANKED = 1024  # keys that a program ranks at once, see `scored`
-COUNTED = 2048  # keys that a program counts and lists at once
+COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
 SPLITS = 512  # parts of the lists of one attention, at most
-LISTED = 32  # tokens attended at once, of 16-bit dtypes and head_dim 128
+LISTED = 64  # tokens attended at once, of 16-bit dtypes and head_dim 128
 COMBINED = 8192  # entries of parts of attention read at once
 HASHED = 64  # keys that a program hashes
 PART = 32  # dimensions of these keys at a time
@@ -196,7 +196,8 @@ def rank(ranking: Ranking, cached: Cached, choice: Choice) -> None:
     heads, room, worst = ranking.values.shape[1], ranking.ranked.shape[1], _guarding(cached, choice)
     shape = RankShape(
         H_KV=kv_heads, G=heads, G_UP=heads_up, GROUP=choice.group, GAIN=cached.gain is not None,
-        PARTS_UP=triton.next_power_of_2(parts), COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED),
+        FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(parts), COUNTS=ranking.counts.shape[1],
+        BLOCK=scored(heads, RANKED),
     )  # fmt: skip
     rank_kernel[(programs(rows, tokens, shape.BLOCK), rows)](
         ranking.heads, strided(cached.gain), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
@@ -301,7 +302,7 @@ def _attention(
     # As many bytes for wider dtypes and larger heads: the least of today's GPUs have 99 KB for a block.
     block = max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up)))
     # A power of two, so that few kernels are compiled while a list grows.
-    chunk = max(2 * block, triton.next_power_of_2(triton.cdiv(count * rows, SPLITS)))
+    chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, SPLITS)))
     splits = max(1, triton.cdiv(count, chunk))
     splits_up = triton.next_power_of_2(splits)
     wide = torch.promote_types(query.dtype, torch.float32)

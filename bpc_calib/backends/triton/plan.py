@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "PLAN_FIRST_TO", "PLAN_FOUND", "PLAN_LEFT", "PLAN_LENGTH", "PLAN_LIMIT", "PLAN_LOW", "PLAN_NEWEST_FROM",
+    "PLAN_FIRST_TO", "PLAN_LEAST", "PLAN_LEFT", "PLAN_LENGTH", "PLAN_LIMIT", "PLAN_LOW", "PLAN_NEWEST_FROM",
     "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED", "SIDE_BY_SIDE", "planned",
     "record", "share", "whole",
 ]  # fmt: skip
@@ -22,7 +22,7 @@ PLAN_LIMIT = tl.constexpr(7)  # as in `group_scores`
 PLAN_UPPER = tl.constexpr(8)  # the threshold's bin in the first histogram
 PLAN_UPPER_LEFT = tl.constexpr(9)  # how many keys of this bin are needed
 # `fine` writes these.
-PLAN_FOUND = tl.constexpr(10)  # all bits of the threshold but the lowest 8
+PLAN_LEAST = tl.constexpr(10)  # the least score that has all bits of the threshold but the lowest 8
 PLAN_LEFT = tl.constexpr(11)  # how many keys with these bits are needed
 PLAN_SIZE = tl.constexpr(16)
 

@@ -31,6 +31,7 @@ class RankShape(NamedTuple):
     G_UP: int
     GROUP: str
     GAIN: bool
+    FORCES: bool  # whether the newest or the first tokens are forced
     PARTS_UP: int  # programs that left their best scores
     COUNTS: int
     BLOCK: int
@@ -95,10 +96,14 @@ def rank_kernel(
             scores = scores * (gains + GAIN_OFFSET)[:, None]
         score = grouped(scores, bests, limit, limits.valid is not None, shape)
         real = counted(limits, b, at, length)
-        forced = real & ((at >= newest_from) | (at < first_to))
-        stored = tl.where(real, tl.where(forced, FORCED, score), NEVER)
+        stored = tl.where(real, score, NEVER)
+        ranks = real
+        if shape.FORCES:
+            forced = real & ((at >= newest_from) | (at < first_to))
+            stored = tl.where(forced, FORCED, stored)
+            ranks = real & ~forced
         tl.store(ranked + row.to(tl.int64) * room + at, stored, mask=inside)
         # No mask: Triton may reorder a histogram's values and its mask apart.
-        held += tl.histogram(tl.where(real & ~forced, (score - low) >> shift, 0), COARSE)
+        held += tl.histogram(tl.where(ranks, (score - low) >> shift, 0), COARSE)
     if first < last:
         tl.atomic_add(counts + row.to(tl.int64) * shape.COUNTS + tl.arange(0, COARSE), held, mask=held > 0, sem="relaxed")
