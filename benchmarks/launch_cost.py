@@ -167,4 +167,6 @@ def _unroll(span: Span, in_ptx: Span) -> None:
     for inner, same in pairs:
         _unroll(inner, same)
         if inner.anchors and same.anchors and inner.trips:
-            inner.trips /= max(1, round(inner.anchors / same.anchors))
+            rounds = max(1, round(inner.anchors / same.anchors))
+            # The assembler unrolls by powers of two; anything else is a loop that PTX lists in several pieces.
+            inner.trips /= rounds if rounds & (rounds - 1) == 0 else 1

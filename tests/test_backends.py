@@ -260,6 +260,8 @@ def small_integers(*shape, most, seed):
     return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 
 
+@pytest.mark.emulated(form=["metric and mean"], bits=[32, 128])
+@pytest.mark.emulated(form=["neither gain nor error"], dtype=[torch.float32], dim=[64])
 @pytest.mark.parametrize("form", ["metric and mean", "plain", "neither gain nor error"])
 @pytest.mark.parametrize(("dtype", "dim", "width", "bits"), APPENDED)
 def test_appends_a_token(dtype, dim, width, bits, form, pipeline):
@@ -296,6 +298,7 @@ def test_appends_a_token(dtype, dim, width, bits, form, pipeline):
         assert found is expected is None or torch.equal(found, expected), name
 
 
+@pytest.mark.emulated
 def test_appends_without_codes(pipeline):
     backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
     slots = Slots(torch.zeros(1, 2, 5, 64, device=DEVICE), torch.zeros(1, 2, 5, 64, device=DEVICE))

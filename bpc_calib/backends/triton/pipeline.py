@@ -54,10 +54,9 @@ APPENDED = 16384  # entries of a matrix that `append` reads at once
 
 COARSE, FINE = constants.COARSE.value, constants.FINE.value
 
-# Triton's default for a * b + c, fused or rounded twice, differs between its versions.
-FUSED = {"enable_fp_fusion": True}
-ROUNDED_TWICE = {"enable_fp_fusion": False}  # as torch does: codes and scores are compared bit for bit
-
+# Passed at every launch, as Triton's default differs between its versions: a * b + c is rounded twice. So torch rounds,
+# and codes are compared bit for bit; and fused, the lanes that share a sum may round it differently.
+ROUNDED_TWICE = {"enable_fp_fusion": False}
 # Registers of a thread: three programs of four warps then share a multiprocessor. Triton for ROCm has no such option.
 AT_MOST_168 = {} if torch.version.hip else {"maxnreg": 168}
 
@@ -314,12 +313,12 @@ def _attention(
         strided(query), strided(keys), strided(values), indices, lengths, part, weight, largest,
         dim**-0.5 if scale is None else scale, count,
         AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block),
-        num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **FUSED,
+        num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
         part, weight, largest, out, splits,
         D=dim, D_UP=dim_up, SPLITS_UP=splits_up, BLOCK=min(splits_up, max(1, COMBINED // dim_up)), num_warps=4,
-        **FUSED,
+        **ROUNDED_TWICE,
     )  # fmt: skip
     return out
 
