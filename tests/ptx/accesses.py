@@ -102,6 +102,20 @@ def _store(instruction: Instruction, use: Operands) -> Step:
     return step
 
 
+def _prefetch(instruction: Instruction, use: Operands) -> Step:
+    """Changes nothing; what is fetched must be in a tensor."""
+    if tuple(instruction.opcode[1:]) not in (("global", "L1"), ("global", "L2")):
+        raise Fault("unknown prefetch")
+    address = use.address(instruction.operands[0])
+
+    def step(block: Any, mask: Any) -> None:
+        (at,) = _lanes(mask, address(block.registers))
+        for segment, _, offsets in block.memory.parts(at):
+            segment.places(offsets, 1, 1)
+
+    return step
+
+
 ATOMIC: dict[str, Any] = {
     "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
     "xor": np.bitwise_xor, "exch": lambda old, new: new,
@@ -214,5 +228,5 @@ def _wait(block: Any, mask: Any, left: int | None) -> None:
 
 
 ACCESSES: dict[str, Callable[[Instruction, Operands], Step]] = {
-    "ld": _load, "st": _store, "atom": _atomic, "red": _atomic, "cp": _copy,
+    "ld": _load, "st": _store, "atom": _atomic, "red": _atomic, "cp": _copy, "prefetch": _prefetch,
 }  # fmt: skip
