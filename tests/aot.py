@@ -23,10 +23,11 @@ from pathlib import Path
 
 import torch
 import triton
-from ptx import driver
+from ptx import driver, lints
 
 from bpc_calib.backends.triton import pipeline
 from bpc_calib.backends.triton.paper import popcount_scores
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
 
@@ -132,8 +133,6 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         return pipeline.encode_gram(products, torch.empty(8, case.bits, case.bits), torch.empty(8, 100))
 
     def append() -> object:
-        from bpc_calib.method.appending import Slots
-
         gain, error = torch.empty(*rows, tokens, dtype=torch.uint8), torch.empty(*rows, tokens)
         codes = torch.empty(*rows, tokens, words, dtype=torch.int64)
         stores = {"keys": keys, "values": values, "codes": codes, "gain": gain if case.gain else None, "error": error}
@@ -156,8 +155,6 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         "gram": gram,
         "paper": paper,
     }
-    if not hasattr(pipeline, "append"):
-        entries = [entry for entry in entries if entry != "append"]
     yield from ((entry, calls[entry]) for entry in entries)
 
 
@@ -197,6 +194,7 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
     ttir, ptx = kernel.asm["ttir"], kernel.asm["ptx"]
     return {
         "kernel": kernel.metadata.name,
+        "lints": lints.found_in(kernel),
         "triton": triton.__version__,
         "constants": _constants(kernel.src),
         "registers": int(resources[1]),

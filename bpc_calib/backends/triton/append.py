@@ -71,15 +71,16 @@ def append_kernel(
     """
     H: tl.constexpr = shape.H
     D: tl.constexpr = shape.D
+    D_UP: tl.constexpr = shape.D_UP
     PART: tl.constexpr = shape.PART
     ROWS: tl.constexpr = shape.ROWS
     row = tl.program_id(0)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
     at = tl.load(place).to(tl.int64)
-    new_key = loaded(key, b, h, D, shape.D_UP)
+    new_key = loaded(key, b, h, D, D_UP)
     new_value = loaded(value, b, h, shape.V, shape.V_UP)
-    stored(new_key, keys, b, h, at, D, shape.D_UP)
+    stored(new_key, keys, b, h, at, D, D_UP)
     stored(new_value, values, b, h, at, shape.V, shape.V_UP)
     if codes.at is not None:
         own = b * encoder.b + h
@@ -97,17 +98,17 @@ def append_kernel(
             part = first + tl.arange(0, PART)
             P = tl.load(matrix + bit[:, None] * D + part[None, :], mask=part[None, :] < D, other=0)
             products += P * centred(own_key, mean, part, D)[None, :]
-        d = tl.arange(0, shape.D_UP)
+        d = tl.arange(0, D_UP)
         x = centred(own_key, mean, d, D)
         squared_norm = tl.sum(x * x, 0)
         if encoder.metric is not None:
             metric = encoder.metric + own * (D * D)
-            squares = tl.zeros([ROWS, shape.D_UP], wide)
+            squares = tl.zeros([ROWS, D_UP], wide)
             for first in tl.static_range(0, D, ROWS):
                 e = first + tl.arange(0, ROWS)
                 inside = (e[:, None] < D) & (d[None, :] < D)
                 M = tl.load(metric + e[:, None] * D + d[None, :], mask=inside, other=0)
-                rows = x if ROWS == shape.D_UP else centred(own_key, mean, e, D)
+                rows = x if ROWS == D_UP else centred(own_key, mean, e, D)
                 squares += M * rows[:, None] * x[None, :]
             squared_norm = tl.sum(tl.sum(squares, 1), 0)
         copy = tl.arange(0, COPIES)

@@ -57,7 +57,8 @@ COARSE, FINE = constants.COARSE.value, constants.FINE.value
 # Passed at every launch, as Triton's default differs between its versions: a * b + c is rounded twice. So torch rounds,
 # and codes are compared bit for bit; and fused, the lanes that share a sum may round it differently.
 ROUNDED_TWICE = {"enable_fp_fusion": False}
-# Registers of a thread: three programs of four warps then share a multiprocessor. Triton for ROCm has no such option.
+# Registers of a thread: three programs of four warps then share a multiprocessor. With more heads or bits a program
+# needs more. Triton for ROCm has no such option.
 AT_MOST_168 = {} if torch.version.hip else {"maxnreg": 168}
 
 
@@ -138,7 +139,7 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
         strided(query), strided(projection), strided(codes), strided(cached.gain),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
         tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape,
-        num_warps=4, num_stages=1, **AT_MOST_168, **ROUNDED_TWICE,
+        num_warps=4, num_stages=1, **(AT_MOST_168 if heads <= 8 and bits <= 64 else {}), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 

@@ -46,7 +46,8 @@ def record(plan, row, slot: tl.constexpr, value):
 def share(length, BLOCK: tl.constexpr):
     """The tokens `first` to `last` of this program: whole blocks, in the order of the programs; maybe none."""
     size = tl.cdiv(tl.cdiv(length, BLOCK), tl.num_programs(0)) * BLOCK
-    first = tl.program_id(0) * size  # not clipped to the length: the compiler sees that it is a multiple of a block
+    # Not clipped to the length: the compiler sees that it is a multiple of a block.
+    first = (tl.program_id(0).to(tl.int64) * size).to(tl.int32)
     return first, tl.minimum(first + size, length)
 
 

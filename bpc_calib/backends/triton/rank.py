@@ -81,7 +81,7 @@ def rank_kernel(
     bests = tl.zeros([G_UP], tl.int32)
     if shape.GROUP == "relative":
         part = tl.arange(0, shape.PARTS_UP)
-        of_part = best + (row * parts + part[:, None]) * G_UP + g[None, :]
+        of_part = best + (row.to(tl.int64) * parts + part[:, None]) * G_UP + g[None, :]
         bests = tl.max(tl.load(of_part, mask=part[:, None] < parts, other=NEVER), 0)
     held = tl.zeros([COARSE], tl.int32)
     first, last = share(length, BLOCK)

@@ -249,4 +249,4 @@ def score_kernel(
             top = tl.maximum(top, tl.where(counted(limits, b, at, length)[:, :, None], scores, NEVER))
     if shape.GROUP == "relative":
         best = tl.max(tl.max(top, 0), 0)
-        tl.store(made.best + (row * tl.num_programs(0) + tl.program_id(0)) * G_UP + g, best)
+        tl.store(made.best + (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * G_UP + g, best)
