@@ -30,7 +30,7 @@ L2 = 5.5e12  # bytes/s; assumed, as microbenchmarks of H100 report
 L2_KEEPS = 25 << 20  # bytes; half of the H100's 50 MB: a larger tensor is assumed to have left
 COLD, WARM = 0.65e-6, 0.30e-6  # s; assumed: a round trip to memory, and to L2 of a GPU at work
 # Clocks until a result is there, as microbenchmarks of Volta to Hopper report, rounded.
-WAITS = {"shared": 30, "shuffle": 25, "product": 33, "other": 20, "together": 30}
+WAITS = {"shared": 30, "shuffle": 25, "product": 33, "other": 20, "together": 30, "near": 35}
 REGISTERS, SHARED, WARPS, BLOCKS = 65536, 228 << 10, 64, 32  # of a multiprocessor, compute capability 9.0
 CONSTANTS = {
     "clock": CLOCK, "multiprocessors": MULTIPROCESSORS, "schedulers": SCHEDULERS, "fixed_seconds": FIXED,
@@ -167,4 +167,6 @@ def _unroll(span: Span, in_ptx: Span) -> None:
     for inner, same in pairs:
         _unroll(inner, same)
         if inner.anchors and same.anchors and inner.trips:
-            inner.trips /= max(1, round(inner.anchors / same.anchors))
+            rounds = max(1, round(inner.anchors / same.anchors))
+            # The assembler unrolls by powers of two; anything else is a loop that PTX lists in several pieces.
+            inner.trips /= rounds if rounds & (rounds - 1) == 0 else 1

@@ -61,7 +61,8 @@ class Instruction(NamedTuple):
 
     text: str  # without its predicate
     stall: int  # clocks until the next
-    sets: tuple[int, ...]  # barriers that are open until its result is there, or its operands are read
+    sets: tuple[int, ...]  # barriers that are open until its result is there
+    reads: tuple[int, ...]  # barriers that are open until its operands are read
     waits: tuple[int, ...]  # barriers that it waits for
 
     @property
@@ -88,13 +89,15 @@ class Code:
     def _own(self, span: Span) -> Counter[str]:
         """Of one pass through a span without the loops in it."""
         counts: Counter[str] = Counter()
+        ahead = any(self.instructions[place].name.startswith("LDGSTS") for each in span.inner for place in each.own())
         for place in span.own():
             name = self.instructions[place].name
             counts["all"] += 1
             for kind, beginnings in KINDS.items():
                 counts[kind] += name.startswith(beginnings)
             if name.startswith(KINDS["global"] + KINDS["atomic"]):
-                counts["bytes"] += _bytes(name)
+                # Copies ahead of a loop that copies are those that its last rounds leave out.
+                counts["bytes"] += 0 if ahead and name.startswith("LDGSTS") else _bytes(name)
         return counts
 
 
@@ -135,9 +138,9 @@ def code(cubin: bytes) -> Code:
 
 
 def _scheduled(text: str, bits: int) -> Instruction:
-    sets = tuple(barrier for at in (46, 49) if (barrier := bits >> at & 7) < BARRIERS)
+    sets, reads = (tuple(b for b in (bits >> at & 7,) if b < BARRIERS) for at in (46, 49))
     waits = tuple(barrier for barrier in range(BARRIERS) if bits >> 52 + barrier & 1)
-    return Instruction(re.sub(r"^@!?U?P\w+\s+", "", text), max(1, bits >> 41 & 15), sets, waits)
+    return Instruction(re.sub(r"^@!?U?P\w+\s+", "", text), max(1, bits >> 41 & 15), sets, reads, waits)
 
 
 def ptx_loops(ptx: str) -> Span:

@@ -21,7 +21,8 @@ class Latencies:
     shared: float
     shuffle: float
     product: float
-    other: float  # special functions, conversions, system registers
+    near: float  # global memory that the kernel has fetched to L1 before, with a prefetch: loads in loops after it
+    other: float  # special functions, conversions, system registers, and reading operands from registers
     together: float  # until all warps have come to a barrier
 
 
@@ -30,8 +31,10 @@ class _State:
     now: float = 0
     open_until: dict[int, float] = field(default_factory=dict)
     loading: set[int] = field(default_factory=set)  # barriers of loads
+    fetched: bool = False  # lines of memory are on their way to L1
     copies: list[float] = field(default_factory=list)  # when each group of asynchronous copies is there
     waited: bool = False  # for a load, in this pass
+    looping: bool = False
 
 
 def clocks(code: Code, latencies: Latencies) -> float:
@@ -44,7 +47,7 @@ def clocks(code: Code, latencies: Latencies) -> float:
 def _pass(code: Code, span: Span, state: _State, latencies: Latencies) -> None:
     """Go once through a span; through the loops in it as often as they run, each like its second pass."""
     inner = {each.first: each for each in span.inner}
-    state.waited = False
+    state.waited, state.looping = False, span is not code.whole
     place = span.first
     while place <= span.last:
         loop = inner.get(place)
@@ -58,7 +61,7 @@ def _pass(code: Code, span: Span, state: _State, latencies: Latencies) -> None:
             began = state.now
             _pass(code, loop, state, latencies)
             state.now += (loop.trips - 2) * (state.now - began)
-        state.waited = True
+        state.waited, state.looping = True, span is not code.whole
         place = loop.last + 1
 
 
@@ -69,6 +72,9 @@ def _issue(instruction: Instruction, state: _State, latencies: Latencies) -> Non
             state.waited |= barrier in state.loading
     name = instruction.name
     loads = latencies.later if state.waited else latencies.first
+    if state.looping and state.fetched:
+        loads = latencies.near
+    state.fetched |= name.startswith("CCTL") and "PF1" in name
     if name.startswith("LDGDEPBAR"):
         state.copies.append(state.now + loads)
     elif name.startswith("DEPBAR") and "SB0" in instruction.text:
@@ -84,6 +90,9 @@ def _issue(instruction: Instruction, state: _State, latencies: Latencies) -> Non
             state.loading.add(barrier)
         else:
             state.loading.discard(barrier)
+    for barrier in instruction.reads:
+        state.open_until[barrier] = state.now + latencies.other
+        state.loading.discard(barrier)
     state.now += instruction.stall
 
 
@@ -96,4 +105,4 @@ def _latency(name: str, latencies: Latencies, loads: float) -> float:
         return latencies.shuffle
     if name.startswith(("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA")):
         return latencies.product
-    return latencies.other  # among them stores, which open a barrier until their operands are read
+    return latencies.other
