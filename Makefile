@@ -14,8 +14,12 @@ PYTEST_OPTIONS := -n $(WORKERS) --dist worksteal
 emulate test test-all test-floor: export OMP_NUM_THREADS = 1
 # What new versions of dependencies can break: models, caches, files, the Hub, the command line, compiled kernels.
 FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_cli.py \
-  test_corpora.py test_decomposition.py test_dispatch.py test_encoding.py test_families.py test_generate.py \
+  test_corpora.py test_decomposition.py test_dispatch.py test_emulator.py test_encoding.py test_families.py test_generate.py \
   test_harness.py test_hub.py test_package.py test_runtime.py test_selection.py)
+
+EMULATED_TESTS := tests/test_kernels.py tests/test_backends.py
+# The kernels as compiled for an A100 and an H100, run from their PTX without a GPU: $(call emulated,ENVIRONMENT,OPTIONS).
+emulated = for arch in 80 90; do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(2) $(EMULATED_TESTS) || exit; done
 
 .PHONY: demo demo-model emulate lint test test-all test-floor gpu clean
 
@@ -36,14 +40,18 @@ lint: .venv/ready
 # What every push must pass.
 test: lint
 	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'not slow'
+	$(call emulated,.venv)
 
 # Every test there is, and the floors.
 test-all: lint
 	.venv/bin/pytest $(PYTEST_OPTIONS)
+	$(call emulated,.venv,--emulate-all)
 	$(MAKE) test-floor
+	$(call emulated,.venv-floor,--emulate-all)
 
 test-floor: .venv-floor/ready
 	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' $(FLOOR_TESTS)
+	$(call emulated,.venv-floor)
 
 # Everything worth measuring on an NVIDIA GPU, in 8 minutes; without one nothing. TORCH= must be a torch with CUDA.
 # GPU_OPTIONS='--parts compile tests' selects parts and keeps the results of the others.
@@ -65,9 +73,9 @@ gpu: .venv/ready
 	.venv-floor/bin/pip install -q triton==3.6.0
 	touch $@
 
-# The kernels as compiled for an A100 and an H100, from their PTX, without a GPU; add --emulate-all for every test.
+# The part of `make test` that runs kernels from their PTX.
 emulate: .venv/ready
-	for arch in 80 90; do .venv/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch tests/test_kernels.py tests/test_backends.py || exit; done
+	$(call emulated,.venv)
 
 clean:
 	rm -rf .venv .venv-floor build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,9 @@ from typing import Any
 
 from markdown_table import Results, link, table
 
-__all__ = ["bench", "decode", "layer", "layer_short", "model_bytes", "step_bytes"]
+__all__ = [
+    "bench", "decode", "kernel_cost", "kernel_cost_launches", "layer", "layer_short", "model_bytes", "step_bytes",
+]  # fmt: skip
 
 Row = dict[str, Any]
 
@@ -62,6 +64,36 @@ def step_bytes(results: Results) -> str:
         lines.append([f"{tokens:,}", f"{k:,}", *cells])
     heads = ["tokens", "attended", "dense, MB", "codes and gains, MB", "keys and values attended, MB"]
     return table([*heads, "a step of BPC, MB", "dense / BPC"], lines)
+
+
+def kernel_cost(results: Results) -> str:
+    """A model of a step on an H100, before and now."""
+    lines = []
+    for before, now in zip(results["kernel_cost_before"]["steps"], results["kernel_cost"]["steps"], strict=True):
+        times = [f"{each['microseconds']:.0f} ({each['least_microseconds']:.0f})" for each in (before, now)]
+        launches = [str(each["launched"]) for each in (before, now)]
+        dense = f"{now['dense_microseconds_by_bytes']:.0f}"
+        lines.append([f"{now['tokens']:,}", *launches, *times, dense])
+    heads = ["tokens", "launches before", "now", "us before (free loads)", "us now (free loads)", "dense by bytes, us"]
+    return table(heads, lines)
+
+
+def kernel_cost_launches(results: Results) -> str:
+    """The launches of one step in that model."""
+    lines = []
+    for when, name in (("before", "kernel_cost_before"), ("now", "kernel_cost")):
+        step = next(each for each in results[name]["steps"] if each["tokens"] == 131_072)
+        for row in step["launches"]:
+            numbers = [f"{row['per_key']:.0f}", str(row["registers"]), f"{row['shared']:,}"]
+            numbers += [f"{row['barriers']:.0f}", f"{row['shuffles']:.0f}", f"{row['microseconds']:.1f}"]
+            lines.append([when, f"`{row['kernel'].removesuffix('_kernel')}`", *numbers])
+        operations = sum(step["torch_operations"].values())
+        if operations:
+            lines.append(
+                [when, f"{operations} operations of torch", "", "", "", "", "", f"{step['torch_microseconds']:.1f}"]
+            )
+    heads = ["", "launch", "instructions per key", "registers", "shared memory, bytes", "barriers", "shuffles", "us"]
+    return table(heads, lines)
 
 
 def model_bytes(results: Results) -> str:

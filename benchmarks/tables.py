@@ -37,6 +37,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "decode": performance_tables.decode,
     "step-bytes": performance_tables.step_bytes,
     "model-bytes": performance_tables.model_bytes,
+    "kernel-cost": performance_tables.kernel_cost,
+    "kernel-cost-launches": performance_tables.kernel_cost_launches,
     "bench": performance_tables.bench,
     "evaluation-files": evaluation_tables.evaluation_files,
     "evaluation": evaluation_tables.evaluation,

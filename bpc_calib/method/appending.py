@@ -43,9 +43,9 @@ def write(key: Tensor, value: Tensor, encoded: Encoded | None, place: Tensor, sl
     pairs: list[tuple[Tensor | None, Tensor]] = [(slots.keys, key), (slots.values, value)]
     if encoded is not None:
         pairs += [(slots.codes, encoded.codes), (slots.gain, encoded.gain), (slots.error, encoded.error)]
-    for buffer, new in pairs:
-        if buffer is not None:
-            buffer.index_copy_(2, place, new)
+    for to, new in pairs:
+        if to is not None:
+            to.index_copy_(2, place, new)
 
 
 def check(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
@@ -61,6 +61,6 @@ def check(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, sl
         raise InputError("append needs an encoder where there are codes, and none where there are not")
     if encoder is not None:
         encoder.check(key)
-    for name, buffer in (("codes", slots.codes), ("gain", slots.gain), ("error", slots.error)):
-        if buffer is not None and buffer.shape[:3] != slots.keys.shape[:3]:
-            raise InputError(f"{name} {list(buffer.shape)} do not fit the keys' buffer {list(slots.keys.shape)}")
+    for name, kept in (("codes", slots.codes), ("gain", slots.gain), ("error", slots.error)):
+        if kept is not None and kept.shape[:3] != slots.keys.shape[:3]:
+            raise InputError(f"{name} {list(kept.shape)} do not fit the keys' buffer {list(slots.keys.shape)}")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Strided", "strided"]
+__all__ = ["Strided", "strided", "tight"]
 
 
 class Strided(NamedTuple):
@@ -19,3 +19,8 @@ class Strided(NamedTuple):
 def strided(tensor: Tensor | None) -> Strided:
     """For a launch; without a tensor, `at` is None."""
     return Strided(None, 0, 0, 0) if tensor is None else Strided(tensor, *tensor.stride()[:3])
+
+
+def tight(tensor: Tensor) -> Tensor:
+    """With a contiguous last dimension, which all kernels require."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-__all__ = ["ASM", "INTERPRET", "THREE_PASSES", "divide", "dot", "fetch", "round_even"]
+__all__ = ["ASM", "INTERPRET", "ROUNDED_TWICE", "THREE_PASSES", "divide", "dot", "fetch", "round_even"]
 
 # Read once, when the kernels are defined, as Triton does.
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
@@ -13,6 +13,10 @@ INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
 ASM = tl.constexpr(not INTERPRET.value and torch.version.hip is None)
 # float32 products on matrix units: each as three products of 10-bit fractions, nearly as exact.
 THREE_PASSES = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
+
+# Passed at every launch, as Triton's default differs between its versions: a * b + c is rounded twice. So torch rounds,
+# and codes are compared bit for bit; and fused, the lanes that share a sum may round it differently.
+ROUNDED_TWICE = {"enable_fp_fusion": False}
 
 
 @triton.jit

@@ -72,7 +72,6 @@ def scores_of(ranked, row, first, last, room, BLOCK: tl.constexpr):
 @triton.jit
 def middle_kernel(ranked, plan, counts, room, shape: tl.constexpr):
     """Finds the bin of the first histogram, and counts the next bits in it: grid (programs, rows)."""
-    MIDDLE: tl.constexpr = shape.MIDDLE
     BLOCK: tl.constexpr = shape.BLOCK
     row = tl.program_id(1)
     own = counts + row.to(tl.int64) * shape.COUNTS

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bpc_calib.backends.triton.language import ROUNDED_TWICE
+
 __all__ = ["popcount_scores"]
 
 PLANES = 7  # bits of a magnitude of at most 127
@@ -78,9 +80,9 @@ def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
         raise ValueError(f"the paper's codes have 64 bits, not {bits}")
     planes = torch.empty(rows, heads, PLANES + 2, 2, dtype=torch.int32, device=codes.device)
     scores = torch.empty(batch, kv_heads, tokens, dtype=torch.int32, device=codes.device)
-    planes_kernel[(rows * heads,)](values.contiguous(), planes, BITS=bits, PLANES=PLANES, num_warps=1, enable_fp_fusion=False)
+    planes_kernel[(rows * heads,)](values.contiguous(), planes, BITS=bits, PLANES=PLANES, num_warps=1, **ROUNDED_TWICE)
     popcount_kernel[(triton.cdiv(tokens, BLOCK), rows)](
         planes, codes, scores, tokens, *codes.stride()[:3],
-        H_KV=kv_heads, G=heads, PLANES=PLANES, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        H_KV=kv_heads, G=heads, PLANES=PLANES, BLOCK=BLOCK, num_warps=4, **ROUNDED_TWICE,
     )  # fmt: skip
     return scores

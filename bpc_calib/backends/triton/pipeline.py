@@ -1,4 +1,4 @@
-"""The steps with the signatures of the plain torch functions: allocates tensors and launches the kernels in order."""
+"""The kernels behind the signatures of the plain torch functions: here `choose`, launch by launch."""
 
 from dataclasses import dataclass
 
@@ -7,19 +7,18 @@ import triton
 from torch import Tensor
 
 from bpc_calib.backends.triton import constants
-from bpc_calib.backends.triton.append import AppendShape, append_kernel
-from bpc_calib.backends.triton.arguments import Strided, strided
-from bpc_calib.backends.triton.attend import AttendShape, attend_kernel, reduce_kernel
+from bpc_calib.backends.triton.arguments import strided, tight
+from bpc_calib.backends.triton.attention import dense_attention, sparse_attention
 from bpc_calib.backends.triton.compact import CompactShape, compact_kernel
-from bpc_calib.backends.triton.encode import Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.guard import guard_kernel
+from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with
+from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.backends.triton.narrow import NarrowShape, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
 from bpc_calib.backends.triton.score import Limits, Scored, ScoreShape, score_kernel
-from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, within
-from bpc_calib.method.encoding import GAIN_MAX, GAIN_OFFSET, Encoded, Encoder
+from bpc_calib.method.encoding import GAIN_MAX, GAIN_OFFSET
 from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 
@@ -45,18 +44,9 @@ SCORED = 1024  # keys that a program scores at once, see `scored`
 RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
-SPLITS = 512  # parts of the lists of one attention, at most
-LISTED = 64  # tokens attended at once, of 16-bit dtypes and head_dim 128
-COMBINED = 8192  # entries of parts of attention read at once
-HASHED = 64  # keys that a program hashes
-PART = 32  # dimensions of these keys at a time
-APPENDED = 16384  # entries of a matrix that `append` reads at once
 
 COARSE, FINE = constants.COARSE.value, constants.FINE.value
 
-# Passed at every launch, as Triton's default differs between its versions: a * b + c is rounded twice. So torch rounds,
-# and codes are compared bit for bit; and fused, the lanes that share a sum may round it differently.
-ROUNDED_TWICE = {"enable_fp_fusion": False}
 # Registers of a thread: three programs of four warps then share a multiprocessor. With more heads or bits a program
 # needs more. Triton for ROCm has no such option.
 AT_MOST_168 = {} if torch.version.hip else {"maxnreg": 168}
@@ -112,7 +102,7 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
     batch, kv_heads, heads, dim = query.shape
     bits, rows, device = projection.shape[-2], batch * kv_heads, query.device
     tokens, has_gain = cached.codes.shape[2], cached.gain is not None
-    query, projection = _tight(query), _tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
+    query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
     codes = cached.codes.view(torch.int8)
     counts = COARSE + middle_bins(choice.group, heads, bits, has_gain) + FINE
     shape = ScoreShape(
@@ -120,7 +110,10 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
         PART=min(64, max(16, triton.next_power_of_2(dim))), GROUP=choice.group, GAIN=has_gain,
         TIGHT=codes.stride(2) == bits // 8, PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=counts,
     )  # fmt: skip
-    parts, room = programs(rows, tokens, shape.BLOCK, SCORING), triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
+    parts, room = (
+        programs(rows, tokens, shape.BLOCK, SCORING),
+        triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value,
+    )
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(rows, *size, dtype=dtype, device=device)
@@ -153,15 +146,10 @@ def _limits(cached: Cached, k: int | Tensor, choice: Choice, batch: int, kv_head
     share = as_fraction(choice.safeguard)
     return Limits(
         lengths, 0 if lengths is None else lengths.stride(0),
-        each, *((0, 0) if each is None else each.stride()),
-        valid, *((0, 0) if valid is None else valid.stride()),
+        each, 0 if each is None else each.stride(0), 0 if each is None else each.stride(1),
+        valid, 0 if valid is None else valid.stride(0), 0 if valid is None else valid.stride(1),
         bounds, choice.recent, choice.sink, share.numerator, share.denominator,
     )  # fmt: skip
-
-
-def _tight(tensor: Tensor) -> Tensor:
-    """With a contiguous last dimension, which all kernels require."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _bounds(valid: Tensor, lengths: Tensor | None, k: int | Tensor, choice: Choice) -> Tensor:
@@ -196,15 +184,15 @@ def rank(ranking: Ranking, cached: Cached, choice: Choice) -> None:
     heads, room, worst = ranking.values.shape[1], ranking.ranked.shape[1], _guarding(cached, choice)
     shape = RankShape(
         H_KV=kv_heads, G=heads, G_UP=heads_up, GROUP=choice.group, GAIN=cached.gain is not None,
-        FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(parts), COUNTS=ranking.counts.shape[1],
-        BLOCK=scored(heads, RANKED),
+        FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(parts),
+        COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED),
     )  # fmt: skip
     rank_kernel[(programs(rows, tokens, shape.BLOCK), rows)](
         ranking.heads, strided(cached.gain), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
         ranking.counts, room, parts, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     if worst is not None:
-        worst = _tight(worst).flatten(0, 1)
+        worst = tight(worst).flatten(0, 1)
         guard_kernel[(rows,)](
             worst, ranking.plan, ranking.ranked, ranking.counts, worst.shape[-1], worst.stride(-2), room,
             COUNTS=shape.COUNTS, BLOCK=GUARDED, num_warps=4, **ROUNDED_TWICE,
@@ -252,117 +240,3 @@ def choose(
     ranking = score(query, projection, cached, k, choice)
     rank(ranking, cached, choice)
     return take(ranking, width).unflatten(0, (batch, kv_heads))
-
-
-def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
-    """`bpc_calib.method.appending.append`."""
-    (batch, kv_heads, _, dim), width = key.shape, value.shape[-1]
-    bits, hashing, codes = 32, Hashing(None, None, None, None, 0), None
-    if encoder is not None and slots.codes is not None:
-        bits, hashing, codes = encoder.matrix.shape[-1], _hashing(encoder, batch, kv_heads), slots.codes
-    dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
-    append_kernel[(batch * kv_heads,)](
-        *map(strided, (_tight(key), _tight(value))), place, hashing,
-        *map(strided, (slots.keys, slots.values, codes, slots.gain, slots.error)),
-        AppendShape(
-            H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
-            PART=min(dim_up, APPENDED // bits), ROWS=min(dim_up, APPENDED // dim_up),
-        ),
-        num_warps=4, num_stages=1, **ROUNDED_TWICE,
-    )  # fmt: skip
-
-
-def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
-) -> Tensor:
-    """`bpc_calib.method.sparse_attention.sparse_attention`."""
-    return _attention(query, keys, values, scale, indices=indices.contiguous(), lengths=None)
-
-
-def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None = None) -> Tensor:
-    """`bpc_calib.method.dense_attention.dense_attention`, of sequences without padding."""
-    return _attention(query, keys, values, scale, indices=None, lengths=lengths.contiguous())
-
-
-def _attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: float | None,
-    *,
-    indices: Tensor | None,
-    lengths: Tensor | None,
-) -> Tensor:
-    """Steps 6 and 7: over the tokens `indices`, or without them over the first `lengths [B]`."""
-    batch, kv_heads, heads, dim = query.shape
-    rows, count = batch * kv_heads, keys.shape[2] if indices is None else indices.shape[-1]
-    if query.dtype == torch.float64:  # kernels get numbers as float32
-        query, scale = query * (dim**-0.5 if scale is None else scale), 1.0
-    dim_up = max(16, triton.next_power_of_2(dim))  # the least depth of a matrix product
-    # As many bytes for wider dtypes and larger heads: the least of today's GPUs have 99 KB for a block.
-    block = max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up)))
-    # A power of two, so that few kernels are compiled while a list grows.
-    chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, SPLITS)))
-    splits = max(1, triton.cdiv(count, chunk))
-    splits_up = triton.next_power_of_2(splits)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    part = torch.empty(rows, splits, heads, dim, dtype=wide, device=query.device)
-    weight = torch.empty(rows, splits, heads, dtype=wide, device=query.device)
-    largest = torch.empty_like(weight)
-    out = torch.empty(batch, kv_heads, heads, dim, dtype=query.dtype, device=query.device)
-    attend_kernel[(splits, rows)](
-        strided(query), strided(keys), strided(values), indices, lengths, part, weight, largest,
-        dim**-0.5 if scale is None else scale, count,
-        AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block),
-        num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,
-    )  # fmt: skip
-    reduce_kernel[(heads, rows)](
-        part, weight, largest, out, splits,
-        D=dim, D_UP=dim_up, SPLITS_UP=splits_up, BLOCK=min(splits_up, max(1, COMBINED // dim_up)), num_warps=4,
-        **ROUNDED_TWICE,
-    )  # fmt: skip
-    return out
-
-
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
-    """`bpc_calib.method.encoding.encode_with` for keys `[B, H_KV, N, D]`."""
-    encoder.check(keys)
-    batch, kv_heads, tokens, dim = keys.shape
-    bits = encoder.matrix.shape[-1]
-    encoded = _empty((batch, kv_heads, tokens), bits, keys.device)
-    encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
-        strided(keys), _hashing(encoder, batch, kv_heads),
-        encoded.codes, encoded.error, encoded.gain, tokens,
-        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, num_warps=4, num_stages=1, **ROUNDED_TWICE,
-    )  # fmt: skip
-    return encoded
-
-
-def _hashing(encoder: Encoder, batch: int, kv_heads: int) -> Hashing:
-    """What a kernel needs of an encoder."""
-    own = encoder.matrix.dim() == 4 and encoder.matrix.shape[0] > 1  # projections of each sequence
-    matrix, gram, metric, mean = (
-        None if each is None else each.expand(batch if own else 1, kv_heads, *each.shape[-rank:]).contiguous()
-        for each, rank in ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1))
-    )
-    return Hashing(matrix, gram, metric, mean, kv_heads if own else 0)
-
-
-def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
-    """`bpc_calib.method.encoding.encode_gram` for products `[rows, N, H]`."""
-    rows, tokens, bits = scores.shape
-    encoded = _empty((rows, tokens), bits, scores.device)
-    gram = gram.expand(rows, bits, bits).contiguous()
-    greedy_kernel[(triton.cdiv(tokens, HASHED), rows)](
-        scores.contiguous(), squared_norm.expand(rows, tokens).contiguous(), gram, encoded.codes,
-        encoded.error, encoded.gain, tokens, bits * bits, H=bits, BLOCK=HASHED, num_warps=4, **ROUNDED_TWICE,
-    )  # fmt: skip
-    return encoded
-
-
-def _empty(shape: tuple[int, ...], bits: int, device: torch.device) -> Encoded:
-    return Encoded(
-        codes=torch.empty(*shape, -(-bits // 64), dtype=torch.int64, device=device),
-        error=torch.empty(shape, dtype=torch.float32, device=device),
-        gain=torch.empty(shape, dtype=torch.uint8, device=device),
-    )

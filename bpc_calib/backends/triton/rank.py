@@ -59,9 +59,7 @@ def grouped(scores, best, limit, padded: tl.constexpr, shape: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["parts"])
-def rank_kernel(
-    heads, gain: Strided, best, plan, limits: Limits, ranked, counts, room, parts, shape: tl.constexpr
-):
+def rank_kernel(heads, gain: Strided, best, plan, limits: Limits, ranked, counts, room, parts, shape: tl.constexpr):
     """`ranked [rows, room]`, and the first histogram of `counts [rows, COUNTS]`: grid (programs, rows).
 
     Bin 0 of the histogram counts too many: forced tokens and padding. Nothing reads it (`find`).
@@ -106,4 +104,5 @@ def rank_kernel(
         # No mask: Triton may reorder a histogram's values and its mask apart.
         held += tl.histogram(tl.where(ranks, (score - low) >> shift, 0), COARSE)
     if first < last:
-        tl.atomic_add(counts + row.to(tl.int64) * shape.COUNTS + tl.arange(0, COARSE), held, mask=held > 0, sem="relaxed")
+        own_counts = counts + row.to(tl.int64) * shape.COUNTS
+        tl.atomic_add(own_counts + tl.arange(0, COARSE), held, mask=held > 0, sem="relaxed")

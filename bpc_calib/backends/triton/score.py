@@ -32,7 +32,6 @@ from bpc_calib.backends.triton.plan import (
     PLAN_PLACES,
     PLAN_SHIFT,
     PLAN_WANTED,
-    planned,
     record,
     share,
     whole,
@@ -227,9 +226,10 @@ def score_kernel(
         tl.store(made.scale + row, scale)
         make_plan(made.plan, limits, row, length, k, values, scale, scaling, shape)
     CLEARED: tl.constexpr = 1024
+    own_counts = made.counts + row.to(tl.int64) * shape.COUNTS
     for start in range(tl.program_id(0) * CLEARED, shape.COUNTS, tl.num_programs(0) * CLEARED):
         at = start + tl.arange(0, CLEARED)
-        tl.store(made.counts + row.to(tl.int64) * shape.COUNTS + at, tl.zeros([CLEARED], tl.int32), mask=at < shape.COUNTS)
+        tl.store(own_counts + at, tl.zeros([CLEARED], tl.int32), mask=at < shape.COUNTS)
 
     totals = tl.sum(values, 1)
     top = tl.full([ROWS, PACK, G_UP], NEVER, tl.int32)

@@ -1,0 +1,81 @@
+"""Launches of the kernels that hash: many keys, or the one of a new token."""
+
+import torch
+import triton
+from torch import Tensor
+
+from bpc_calib.backends.triton.append import AppendShape, append_kernel
+from bpc_calib.backends.triton.arguments import strided, tight
+from bpc_calib.backends.triton.encode import Hashing, encode_kernel, greedy_kernel
+from bpc_calib.backends.triton.language import ROUNDED_TWICE
+from bpc_calib.method.appending import Slots
+from bpc_calib.method.encoding import Encoded, Encoder
+
+__all__ = ["append", "encode_gram", "encode_with"]
+
+# Sizes to tune on a GPU; none changes a result.
+HASHED = 64  # keys that one program hashes
+PART = 32  # dimensions of these keys at a time
+APPENDED = 16384  # entries of a matrix that `append` reads at once
+
+
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    """`bpc_calib.method.appending.append`."""
+    (batch, kv_heads, _, dim), width = key.shape, value.shape[-1]
+    bits, hashing, codes = 32, Hashing(None, None, None, None, 0), None
+    if encoder is not None and slots.codes is not None:
+        bits, hashing, codes = encoder.matrix.shape[-1], _hashing(encoder, batch, kv_heads), slots.codes
+    dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
+    append_kernel[(batch * kv_heads,)](
+        *map(strided, (tight(key), tight(value))), place, hashing,
+        *map(strided, (slots.keys, slots.values, codes, slots.gain, slots.error)),
+        AppendShape(
+            H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
+            PART=min(dim_up, APPENDED // bits), ROWS=min(dim_up, APPENDED // dim_up),
+        ),
+        num_warps=4, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
+
+
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+    """`bpc_calib.method.encoding.encode_with` for keys `[B, H_KV, N, D]`."""
+    encoder.check(keys)
+    batch, kv_heads, tokens, dim = keys.shape
+    bits = encoder.matrix.shape[-1]
+    encoded = _empty((batch, kv_heads, tokens), bits, keys.device)
+    encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
+        strided(keys), _hashing(encoder, batch, kv_heads),
+        encoded.codes, encoded.error, encoded.gain, tokens,
+        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, num_warps=4, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
+    return encoded
+
+
+def _hashing(encoder: Encoder, batch: int, kv_heads: int) -> Hashing:
+    """What a kernel needs of an encoder."""
+    own = encoder.matrix.dim() == 4 and encoder.matrix.shape[0] > 1  # projections of each sequence
+    matrix, gram, metric, mean = (
+        None if each is None else each.expand(batch if own else 1, kv_heads, *each.shape[-rank:]).contiguous()
+        for each, rank in ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1))
+    )
+    return Hashing(matrix, gram, metric, mean, kv_heads if own else 0)
+
+
+def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
+    """`bpc_calib.method.encoding.encode_gram` for products `[rows, N, H]`."""
+    rows, tokens, bits = scores.shape
+    encoded = _empty((rows, tokens), bits, scores.device)
+    gram = gram.expand(rows, bits, bits).contiguous()
+    greedy_kernel[(triton.cdiv(tokens, HASHED), rows)](
+        scores.contiguous(), squared_norm.expand(rows, tokens).contiguous(), gram, encoded.codes,
+        encoded.error, encoded.gain, tokens, bits * bits, H=bits, BLOCK=HASHED, num_warps=4, **ROUNDED_TWICE,
+    )  # fmt: skip
+    return encoded
+
+
+def _empty(shape: tuple[int, ...], bits: int, device: torch.device) -> Encoded:
+    return Encoded(
+        codes=torch.empty(*shape, -(-bits // 64), dtype=torch.int64, device=device),
+        error=torch.empty(shape, dtype=torch.float32, device=device),
+        gain=torch.empty(shape, dtype=torch.uint8, device=device),
+    )
