@@ -1,5 +1,6 @@
 """The PTX emulator: every fault that it must report, and its instructions against numpy and torch."""
 
+import json
 import os
 import subprocess
 import sys
@@ -308,3 +309,25 @@ def test_compiled_kernels(arch, tmp_path):
     command = [sys.executable, str(HERE / "ptx_samples.py"), str(arch)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_prefetch_changes_nothing_but_must_be_in_a_tensor():
+    out = numbers()
+    run("\tadd.s64 %rd2, %rd0, 252;\n\tprefetch.global.L1 [%rd2];", out)
+    assert torch.equal(out, numbers())
+    with pytest.raises(Fault, match="out of bounds"):
+        run("\tadd.s64 %rd2, %rd0, 256;\n\tprefetch.global.L1 [%rd2];", out)
+
+
+@pytest.mark.slow
+def test_the_emulator_sees_barriers_that_the_kernels_lack():
+    """Nearly all: a few are there twice over, and one less of them does no harm."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(HERE / "ptx_barriers.py"), "90"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = json.loads(done.stdout)
+    assert len(made["barriers"]) >= 9
+    for kernel, count in made["barriers"].items():
+        assert made["seen"][kernel] >= min(count, max(1, count // 2)), kernel
+    assert sum(made["seen"].values()) >= 0.9 * sum(made["barriers"].values()), made
