@@ -13,7 +13,7 @@ from bpc_calib.backends.protocol import Backend
 from bpc_calib.method import appending
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
-from bpc_calib.method.encoding import encode_gram, encode_with, make_encoder
+from bpc_calib.method.encoding import Encoded, encode_gram, encode_with, make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
@@ -313,6 +313,13 @@ def test_appends_without_codes(pipeline):
         backend.append(None, key, value, place, Slots(slots.keys.half(), slots.values))
     with pytest.raises(InputError, match=r"place must be integers \[1\]"):
         backend.append(None, key, value, torch.tensor(3, device=DEVICE), slots)
+    codes = torch.zeros(1, 2, 5, 1, dtype=torch.int64, device=DEVICE)
+    wide, narrow = (make_encoder(draw(2, bits, 64), torch.float32) for bits in (128, 64))
+    with pytest.raises(InputError, match=r"codes"):
+        backend.append(wide, key, value, place, Slots(slots.keys, slots.values, codes))
+    kept = Slots(slots.keys, slots.values, codes, torch.zeros(1, 2, 5, device=DEVICE))
+    with pytest.raises(InputError, match=r"gain torch.float32 \[1, 2, 5\] does not fit the keys' buffer"):
+        backend.append(narrow, key, value, place, kept)
 
 
 @pytest.mark.emulated(heads=[1, 5], dtype=[torch.float32, torch.bfloat16])
@@ -357,6 +364,16 @@ def test_attention_over_nothing_is_zero(pipeline):
     )
     assert (found[1] == 0).all()
     torch.testing.assert_close(found, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
+
+
+def test_no_tokens(both):
+    """Only a list that is wider than the number of tokens."""
+    codes = torch.empty(1, 2, 0, 1, dtype=torch.int64, device=DEVICE)
+    encoded = Encoded(codes, None, None)
+    valid, projection = torch.ones(1, 0, dtype=torch.bool, device=DEVICE), draw(2, 64, 64, seed=1)
+    rules = {"gain": False, "group": "max", "recent": 1, "valid": valid, "width": 4}
+    found, _ = both(draw(1, 2, 4, 64), projection, encoded, 0, **rules)
+    assert found.tolist() == [[[-1] * 4] * 2]
 
 
 def test_a_length_beyond_the_buffer_is_the_buffer(both):

@@ -55,9 +55,21 @@ def test_queries_in_int8(dtype):
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("heads", [1, 4, 9])
+def test_queries_too_small_to_invert(heads):
+    """127 over the largest overflows: values go to the ends of their range, and zeros stay zeros."""
+    projection = torch.eye(32, device=DEVICE).expand(2, 32, 32).clone()
+    projection[:, 5:] = 0
+    query = torch.full((1, 2, heads, 32), 1e-41, device=DEVICE)
+    found = pipeline.quantize_query(query, projection)
+    assert torch.equal(found.values, quantize_query(query, projection).values)
+    assert found.values[..., :5].eq(127).all()
+    assert found.values[..., 5:].eq(0).all()
+
+
 @pytest.mark.emulated
 def test_scores_and_their_histogram():
-    """The lowest bin is left out: it counts tokens that do not rank, too, and no kernel reads it."""
+    """The lowest bin is left out: it counts tokens that do not rank, too, and no result depends on it."""
     projection, encoded = cache(2, 2, 1500, 64, 64, zero_keys=True)
     query = draw(2, 2, 4, 64, seed=3)
     cached, choice = Cached(encoded.codes, encoded.gain), Choice(0.1, recent=2, sink=1)
@@ -150,6 +162,10 @@ def test_operators_tell_their_shapes():
     lengths = torch.tensor([40, 9], device=DEVICE)
     torch.library.opcheck(ops.dense_attention, (query, keys, keys, lengths, 0.1), test_utils=checks)
     encoder = make_encoder(projection, keys.dtype)
+    slots = (keys.clone(), keys.clone(), encoded.codes, encoded.gain, None)
+    new = (keys[:, :, :1], keys[:, :, 1:2], torch.tensor([7], device=DEVICE))
+    arguments = (encoder.matrix, encoder.gram, None, None, *new, *slots)
+    torch.library.opcheck(ops.append, arguments, test_utils=checks)
     torch.library.opcheck(ops.encode, (encoder.matrix, encoder.gram, None, None, keys), test_utils=checks)
 
 

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bpc_calib.errors import InputError
+from bpc_calib.method.codes import check_codes
 from bpc_calib.method.encoding import Encoded, Encoder, encode_with
 
 __all__ = ["Slots", "append", "check", "write"]
@@ -59,8 +61,16 @@ def check(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, sl
         raise InputError(f"place must be integers [1], not {place.dtype} {list(place.shape)}")
     if (encoder is None) != (slots.codes is None):
         raise InputError("append needs an encoder where there are codes, and none where there are not")
-    if encoder is not None:
+    if encoder is not None and slots.codes is not None:
         encoder.check(key)
-    for name, kept in (("codes", slots.codes), ("gain", slots.gain), ("error", slots.error)):
-        if kept is not None and kept.shape[:3] != slots.keys.shape[:3]:
-            raise InputError(f"{name} {list(kept.shape)} do not fit the keys' buffer {list(slots.keys.shape)}")
+        check_codes(slots.codes, encoder.matrix.shape[-1])
+    lead = slots.keys.shape[:3]
+    for name, kept, dims, dtype in (
+        ("codes", slots.codes, 4, torch.int64),
+        ("gain", slots.gain, 3, torch.uint8),
+        ("error", slots.error, 3, torch.float32),
+    ):
+        if kept is not None and (kept.dim() != dims or kept.shape[:3] != lead or kept.dtype != dtype):
+            raise InputError(
+                f"{name} {kept.dtype} {list(kept.shape)} does not fit the keys' buffer {list(slots.keys.shape)}"
+            )

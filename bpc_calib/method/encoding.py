@@ -65,9 +65,9 @@ class Encoder:
         return wide, wide if self.metric is None else wide @ self.metric
 
     def change(self, how: Callable[[Tensor], Tensor]) -> "Encoder":
-        """Return a copy with `how` applied to every tensor."""
+        """Return a copy with `how`, which keeps the last two dimensions, applied to every tensor."""
         metric, mean = (None if tensor is None else how(tensor) for tensor in (self.metric, self.mean))
-        return Encoder(how(self.matrix), how(self.gram), metric, mean)
+        return Encoder(how(self.matrix.mT).mT, how(self.gram), metric, mean)  # transposed, as it lies in memory
 
 
 def make_encoder(

@@ -54,7 +54,7 @@ AT_MOST_168 = {} if torch.version.hip else {"maxnreg": 168}
 
 @dataclass(frozen=True)
 class Ranking:
-    """What the kernels of one `choose` pass on; a row is a KV head of a sequence, and `room` are N tokens and a few."""
+    """What the kernels of one `choose` pass on; a row is a KV head of a sequence; `room` is N rounded up."""
 
     values: Tensor  # int8 [rows, G, H]
     scale: Tensor  # float32 [rows]
@@ -157,7 +157,7 @@ def _bounds(valid: Tensor, lengths: Tensor | None, k: int | Tensor, choice: Choi
     if lengths is not None:
         valid = within(lengths, valid.shape[1], valid)
     so_far = valid.cumsum(-1).unsqueeze(1)
-    count = so_far[..., -1]
+    count = valid.sum(-1, keepdim=True)
     wanted = k if isinstance(k, Tensor) else torch.full_like(count, k)
     newest = wanted.clamp(max=choice.recent)
     first = torch.minimum(wanted, count).sub(newest).clamp(max=choice.sink)
@@ -184,7 +184,7 @@ def rank(ranking: Ranking, cached: Cached, choice: Choice) -> None:
     heads, room, worst = ranking.values.shape[1], ranking.ranked.shape[1], _guarding(cached, choice)
     shape = RankShape(
         H_KV=kv_heads, G=heads, G_UP=heads_up, GROUP=choice.group, GAIN=cached.gain is not None,
-        FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(parts),
+        FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(max(1, SCORING // rows)),
         COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED),
     )  # fmt: skip
     rank_kernel[(programs(rows, tokens, shape.BLOCK), rows)](
@@ -217,7 +217,7 @@ def take(ranking: Ranking, width: int) -> Tensor:
     if ranking.middle > 1:
         middle_kernel[grid](*common, room, NarrowShape(*sizes), **settings)
     fine_kernel[grid](*common, above, room, NarrowShape(*sizes), **settings)
-    shape = CompactShape(*sizes, PROGRAMS_UP=triton.next_power_of_2(parts))
+    shape = CompactShape(*sizes, PROGRAMS_UP=triton.next_power_of_2(max(1, PROGRAMS // rows)))
     compact_kernel[grid](*common, above, indices, room, width, shape, **settings)
     return indices
 

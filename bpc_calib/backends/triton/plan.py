@@ -14,7 +14,7 @@ PLAN_LENGTH = tl.constexpr(0)  # tokens in use
 PLAN_NEWEST_FROM = tl.constexpr(1)  # the newest tokens, from this one on, are forced
 PLAN_FIRST_TO = tl.constexpr(2)  # the first tokens before this one are forced
 PLAN_PLACES = tl.constexpr(3)  # tokens that the safeguard may force
-PLAN_WANTED = tl.constexpr(4)  # tokens to choose beside the forced ones
+PLAN_WANTED = tl.constexpr(4)  # tokens to choose beside the forced ones; `guard` lowers it
 PLAN_LOW = tl.constexpr(5)  # the least score there can be
 PLAN_SHIFT = tl.constexpr(6)  # bits of a score below those that the first histogram counts
 PLAN_LIMIT = tl.constexpr(7)  # as in `group_scores`
@@ -46,7 +46,7 @@ def record(plan, row, slot: tl.constexpr, value):
 def share(length, BLOCK: tl.constexpr):
     """The tokens `first` to `last` of this program: whole blocks, in the order of the programs; maybe none."""
     size = tl.cdiv(tl.cdiv(length, BLOCK), tl.num_programs(0)) * BLOCK
-    # Not clipped to the length: the compiler sees that it is a multiple of a block.
+    # Not clipped to the length: the compiler sees a multiple of a block. In 64 bits, so that no length can overflow.
     first = (tl.program_id(0).to(tl.int64) * size).to(tl.int32)
     return first, tl.minimum(first + size, length)
 

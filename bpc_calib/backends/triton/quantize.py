@@ -39,7 +39,8 @@ def quantized(query: Strided, projection: Strided, b, h, shape: tl.constexpr):
     largest = tl.max(tl.max(tl.abs(exact), 1), 0)
     # As torch rounds LARGEST_QUERY / largest; where that overflows, values go to the ends of their range.
     inverse = tl.where(largest > 0, divide(tl.full([], 1, wide), tl.where(largest > 0, largest, 1)) * LARGEST_QUERY, 0)
-    values = round_even(tl.minimum(tl.maximum(exact * inverse, -LARGEST_QUERY), LARGEST_QUERY)).to(tl.int32)
+    scaled = tl.where(exact == 0, 0, exact * inverse)  # 0 stays 0, also times an inverse that overflows
+    values = round_even(tl.minimum(tl.maximum(scaled, -LARGEST_QUERY), LARGEST_QUERY)).to(tl.int32)
     if G_UP != HEADS:
         values = tl.sum(tl.reshape(values, [HEADS // G_UP, G_UP, H]), 0)  # all but the first G rows are 0
     return values, divide(largest, tl.full([], LARGEST_QUERY, wide)).to(tl.float32)

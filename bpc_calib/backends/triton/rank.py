@@ -62,7 +62,7 @@ def grouped(scores, best, limit, padded: tl.constexpr, shape: tl.constexpr):
 def rank_kernel(heads, gain: Strided, best, plan, limits: Limits, ranked, counts, room, parts, shape: tl.constexpr):
     """`ranked [rows, room]`, and the first histogram of `counts [rows, COUNTS]`: grid (programs, rows).
 
-    Bin 0 of the histogram counts too many: forced tokens and padding. Nothing reads it (`find`).
+    Bin 0 of the histogram counts too many: forced tokens and padding. `find` does not depend on it.
     """
     G_UP: tl.constexpr = shape.G_UP
     BLOCK: tl.constexpr = shape.BLOCK

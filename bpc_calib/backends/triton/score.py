@@ -198,9 +198,10 @@ def score_kernel(
     scaling,
     shape: tl.constexpr,
 ):
-    """`heads [rows, room, G_UP]`, the largest score of each head `best [rows, programs, G_UP]`, and the plan.
+    """Scores `heads [rows, room, G_UP]`, and for "relative" the largest of each head, `best [rows, programs, G_UP]`.
 
-    Grid (programs, rows). Every program quantizes the queries of its row anew: a launch less.
+    Also writes the quantized queries and the plan, and clears `counts`. Grid (programs, rows). Every program quantizes
+    the queries of its row anew, which saves a launch.
     """
     G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
