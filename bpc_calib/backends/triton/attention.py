@@ -58,7 +58,8 @@ def _attention(
         strided(query), strided(keys), strided(values), indices, lengths, part, weight, largest,
         dim**-0.5 if scale is None else scale, count,
         AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block),
-        num_warps=4, num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,
+        num_warps=4 if query.element_size() * dim_up <= 512 else 8,
+        num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
         part, weight, largest, out, splits,

@@ -23,11 +23,13 @@ class Hashing(NamedTuple):
 
 
 @triton.jit
-def only(mine, x):
-    """The entry of each row of `x [.., H]` where `mine [H]`, exactly."""
-    # As an integer: where a row lies in a whole warp, adding integers is one instruction.
-    kind: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
-    return tl.sum(tl.where(mine[None, :], x.to(kind, bitcast=True), 0), 1).to(x.dtype, bitcast=True)
+def only(mine, x, WARP: tl.constexpr):
+    """The entry of each row of `x [.., H]` where `mine [H]`, exactly: a sum of one term and zeros."""
+    if WARP:  # a row lies in a whole warp: to add integers is one instruction
+        kind: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+        return tl.sum(tl.where(mine[None, :], x.to(kind, bitcast=True), 0), 1).to(x.dtype, bitcast=True)
+    else:  # in few threads: the compiler would put integers into slow local memory
+        return tl.sum(tl.where(mine[None, :], x, 0.0), 1)
 
 
 @triton.jit
@@ -46,11 +48,11 @@ def greedy(scores, squared_norm, gram, H: tl.constexpr, COPIES: tl.constexpr = 1
     high = low  # the others
     for i in tl.range(0, H, loop_unroll_factor=UNROLL):
         mine = bit == i
-        t = only(mine, running)
+        t = only(mine, running, COPIES > 1)
         u = tl.where(t >= 0, 1.0, -1.0).to(scores.dtype)  # sign(0) = +1
         along = tl.load(gram + i * H + bit[None, :] + copy[:, None])
         squared_error = squared_error - (2 * tl.abs(t) - tl.load(gram + i * H + i))
-        product = product + u * only(mine, scores)
+        product = product + u * only(mine, scores, COPIES > 1)
         running = running - u[:, None] * tl.where(bit[None, :] > i, along, 0.0)
         positive = (t >= 0).to(tl.int64) << (i % 64)
         low |= tl.where(i < 64, positive, 0)

@@ -16,7 +16,12 @@ __all__ = ["append", "encode_gram", "encode_with"]
 # Sizes to tune on a GPU; none changes a result.
 HASHED = 64  # keys that one program hashes
 PART = 32  # dimensions of these keys at a time
-APPENDED = 16384  # entries of a matrix that `append` reads at once
+APPENDED = 8192  # entries of a matrix that `append` reads at once
+
+
+def hash_warps(bits: int, size: int) -> int:
+    """Warps that hash keys of `size` bytes per number: four, which need no barrier, where their registers suffice."""
+    return 4 if bits <= 64 and size == 2 else 8
 
 
 def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
@@ -31,7 +36,7 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
         *map(strided, (slots.keys, slots.values, codes, slots.gain, slots.error)),
         AppendShape(
             H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
-            PART=min(dim_up, APPENDED // bits), ROWS=min(dim_up, APPENDED // dim_up),
+            PART=min(dim_up, APPENDED // bits), ROWS=dim_up if dim_up <= 128 else APPENDED // dim_up,
         ),
         num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
@@ -46,7 +51,8 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
         strided(keys), _hashing(encoder, batch, kv_heads),
         encoded.codes, encoded.error, encoded.gain, tokens,
-        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED,
+        num_warps=hash_warps(bits, keys.element_size()), num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     return encoded
 
@@ -68,7 +74,8 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     gram = gram.expand(rows, bits, bits).contiguous()
     greedy_kernel[(triton.cdiv(tokens, HASHED), rows)](
         scores.contiguous(), squared_norm.expand(rows, tokens).contiguous(), gram, encoded.codes,
-        encoded.error, encoded.gain, tokens, bits * bits, H=bits, BLOCK=HASHED, num_warps=4, **ROUNDED_TWICE,
+        encoded.error, encoded.gain, tokens, bits * bits, H=bits, BLOCK=HASHED,
+        num_warps=hash_warps(bits, 2), **ROUNDED_TWICE,
     )  # fmt: skip
     return encoded
 
