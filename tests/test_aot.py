@@ -102,10 +102,11 @@ def loads_rows_ahead(reports):
 def test_every_launch_says_whether_products_and_sums_may_fuse():
     """Triton fuses by default, which changes results: each launch says what it wants."""
     launches, lines = 0, []
-    for file in sorted(Path(kernels.__file__).parent.glob("*.py")):
-        tree = ast.parse(file.read_text())
+    trees = {file.name: ast.parse(file.read_text()) for file in sorted(Path(kernels.__file__).parent.glob("*.py"))}
+    deciding = set().union(*(deciding_in(tree) for tree in trees.values()))  # files import them by their names
+    for name, tree in trees.items():
         launches += len(list(launches_of(tree)))
-        lines += [f"{file.name}:{call.lineno}: {ast.unparse(call.func)}" for call in undecided(tree)]
+        lines += [f"{name}:{call.lineno}: {ast.unparse(call.func)}" for call in undecided(tree, deciding)]
     assert not lines, "without enable_fp_fusion: " + ", ".join(lines)
     assert launches >= 8
 
@@ -128,14 +129,9 @@ def launches_of(tree):
             yield node
 
 
-def undecided(tree):
+def undecided(tree, imported=frozenset()):
     """Launches without `enable_fp_fusion`, by keyword or in a dictionary with a name."""
-    deciding = set()
-    for _ in range(3):  # dictionaries may be made of others
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign | ast.AnnAssign) and decides(node.value, deciding):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                deciding |= {ast.unparse(target) for target in targets}
+    deciding = deciding_in(tree, imported)
     return [
         call
         for call in launches_of(tree)
@@ -144,6 +140,17 @@ def undecided(tree):
             for word in call.keywords
         )
     ]
+
+
+def deciding_in(tree, imported=frozenset()):
+    """Names of dictionaries that hold `enable_fp_fusion`."""
+    deciding = set(imported)
+    for _ in range(3):  # dictionaries may be made of others
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and decides(node.value, deciding):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                deciding |= {ast.unparse(target) for target in targets}
+    return deciding
 
 
 def decides(value, deciding):

@@ -305,7 +305,11 @@ class ForgetsPadding(BPCLayer):
 class NeverHashes(BPCLayer):
     """A layer that gives all new keys the code of the first."""
 
-    encode = staticmethod(lambda encoder, keys: BPCLayer.encode(encoder, keys[:, :, :1].expand_as(keys)))
+    def hash(self, visible):
+        before, projection = self.hashed, super().hash(visible)
+        codes = self.buffers["codes"]
+        codes[:, :, before : self.hashed] = codes[:, :, before : before + 1].clone()
+        return projection
 
 
 class ForgetsToReorder(BPCLayer):
