@@ -251,8 +251,14 @@ def test_projections_shared_by_heads_or_sequences(lead, pipeline):
 
 
 APPENDED = [  # dtype, head_dim, dimensions of a value, bits
-    (torch.float32, 64, 64, 64), (torch.bfloat16, 128, 64, 128), (torch.float16, 80, 80, 32),
-    (torch.bfloat16, 256, 256, 64), (torch.float32, 8, 16, 64), *((dtype, 64, 64, 64) for dtype in FLOAT64),
+    (torch.float32, 64, 64, 64), (torch.float16, 80, 80, 32),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (
+            (torch.bfloat16, 128, 64, 128), (torch.bfloat16, 256, 256, 64), (torch.float32, 8, 16, 64),
+            *((dtype, 64, 64, 64) for dtype in FLOAT64),
+        )
+    ),
 ]  # fmt: skip
 
 
