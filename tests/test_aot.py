@@ -18,14 +18,14 @@ GPUS = {
 # The most registers that a kernel may take under any setting; 255, that of all others, is where the compiler spills.
 REGISTERS = {
     "append_kernel": 255, "score_kernel": 255, "rank_kernel": 168, "guard_kernel": 40, "middle_kernel": 128,
-    "fine_kernel": 128, "compact_kernel": 128, "attend_kernel": 200, "reduce_kernel": 128, "encode_kernel": 240,
+    "fine_kernel": 128, "compact_kernel": 128, "attend_kernel": 200, "reduce_kernel": 128, "encode_kernel": 255,
     "greedy_kernel": 184,
 }  # fmt: skip
 WIDE = ("float32", "float64")  # may take every register
 # In the usual step: 4 heads, 64 bits, head_dim 128.
 USUAL = {
-    "append_kernel": 208, "score_kernel": 168, "rank_kernel": 96, "middle_kernel": 64, "fine_kernel": 80,
-    "compact_kernel": 104, "attend_kernel": 128, "encode_kernel": 224,
+    "append_kernel": 208, "score_kernel": 192, "rank_kernel": 96, "middle_kernel": 64, "fine_kernel": 80,
+    "compact_kernel": 104, "attend_kernel": 128, "encode_kernel": 248,
 }  # fmt: skip
 
 # A push compiles some settings for one GPU, as all go through the same passes, and the widest attention for one with

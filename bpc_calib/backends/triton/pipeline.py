@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from bpc_calib.backends.triton import constants
 from bpc_calib.backends.triton.arguments import strided, tight
@@ -12,7 +13,7 @@ from bpc_calib.backends.triton.attention import dense_attention, sparse_attentio
 from bpc_calib.backends.triton.compact import CompactShape, compact_kernel
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with
-from bpc_calib.backends.triton.language import ROUNDED_TWICE
+from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
 from bpc_calib.backends.triton.narrow import NarrowShape, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
@@ -39,17 +40,13 @@ __all__ = [
 
 # Sizes to tune on a GPU; none changes a result.
 PROGRAMS = 512  # programs of one kernel, at most
-SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `AT_MOST_168`
+SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `few_registers`
 SCORED = 1024  # keys that a program scores at once, see `scored`
 RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
 
 COARSE, FINE = constants.COARSE.value, constants.FINE.value
-
-# Registers of a thread: three programs of four warps then share a multiprocessor. With more heads or bits a program
-# needs more. Triton for ROCm has no such option.
-AT_MOST_168 = {} if torch.version.hip else {"maxnreg": 168}
 
 
 @dataclass(frozen=True)
@@ -97,6 +94,17 @@ def programs(rows: int, tokens: int, block: int, most: int = PROGRAMS) -> int:
     return max(1, min(triton.cdiv(tokens, block), most // rows))
 
 
+def few_registers(heads: int, bits: int) -> dict[str, int]:
+    """At most 168 per thread on compute capability 9.0: then three programs of four warps share a multiprocessor.
+
+    With more heads or bits a program needs more, and so it does on 10.0.
+    """
+    if INTERPRET.value or heads > 8 or bits > 64:
+        return {}
+    target = driver.active.get_current_target()
+    return {"maxnreg": 168} if (target.backend, target.arch) == ("cuda", 90) else {}
+
+
 def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> Ranking:
     """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`."""
     batch, kv_heads, heads, dim = query.shape
@@ -133,7 +141,7 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
         tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape,
         num_warps=4 if heads <= 8 else 8, num_stages=1,
-        **(AT_MOST_168 if heads <= 8 and bits <= 64 else {}), **ROUNDED_TWICE,
+        **few_registers(heads, bits), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 
