@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
+from bpc_calib.backends.dispatch import fit
 from bpc_calib.calibration.keys import collect_keys, shift_offsets, spread_positions
 from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.fitting import fit
 from bpc_calib.method.metric import query_metric
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
