@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bpc_calib.errors import InputError
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK, check_keys, decompose
 from bpc_calib.method.encoding import Encoder, encode_with, make_encoder
 
-__all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine"]
+__all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine", "residual_norms"]
 
 RIDGE = 1e-6  # share of the number of keys, because bits that are always equal make the equations singular
 
@@ -119,6 +120,31 @@ def refine(products: Callable[[Tensor], Products], projection: Tensor, rounds: i
         best = torch.where(better.unsqueeze(-1), projection, best)
         best_norms = torch.where(better, norms, best_norms)
     return best, best_norms
+
+
+def residual_norms(
+    keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> Tensor:
+    """Measure a projection on keys that it was not fitted to: the norms of `Fit`, with the codes of `encode`.
+
+    Args:
+        keys: `[..., N, D]`, any floating dtype.
+        projection: float32 `[..., H, D]`.
+        metric: `[..., D, D]` of the fit; None is the identity.
+        mean: float32 `[..., D]` of the fit; None is 0.
+
+    Returns:
+        `|K - mean - U P|_F` after 0..H bits in the metric, float64 `[..., H + 1]`.
+
+    Raises:
+        InputError: the shapes, dtypes or values do not fit, or a key is not finite.
+    """
+    check_keys(keys, None)
+    if not keys.isfinite().all():
+        raise InputError("keys hold NaN or infinity")
+    if mean is not None:
+        keys = keys.to(torch.float64) - mean.unsqueeze(-2)
+    return _products(keys, projection, metric, None).residual_norms
 
 
 def _products(keys: Tensor, projection: Tensor, metric: Tensor | None, weights: Tensor | None) -> Products:
