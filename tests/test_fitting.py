@@ -11,7 +11,7 @@ from bpc_calib import InputError, decompose, encode
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK
 from bpc_calib.method.encoding import encode_with, make_encoder
-from bpc_calib.method.fitting import _products, fit, least_squares
+from bpc_calib.method.fitting import _products, fit, least_squares, residual_norms
 from bpc_calib.method.float32 import proven_codes, sum_by_signs
 from bpc_calib.method.metric import query_metric, second_moment
 
@@ -175,3 +175,22 @@ def test_sums_by_signs_do_not_depend_on_the_order():
     found = sum_by_signs(signs, keys)
     assert torch.equal(found, sum_by_signs(signs[order], keys[order]))
     assert (found - signs.double().mT @ keys).abs().max() <= 2.0**-43 * keys.shape[-2] * keys.abs().max()
+
+
+@pytest.mark.parametrize("metric", [None, METRIC])
+def test_residual_norms_of_the_fitted_keys_are_those_of_the_fit(metric):
+    keys = random_keys(5000, 16, dtype=torch.bfloat16)
+    found = fit(keys, 32, rounds=2, metric=metric, centred=True)
+    again = residual_norms(keys, found.projection, metric=metric, mean=found.mean)
+    torch.testing.assert_close(again, found.residual_norms, rtol=1e-12, atol=0)
+    other = random_keys(3000, 16, seed=9)
+    codes = encode(other - found.mean, found.projection, metric=metric).codes
+    signs = unpack_codes(codes, 32).float()
+    error = other - found.mean - signs @ found.projection
+    inner = error.double() if metric is None else error.double() @ metric.double()
+    expected = (error.double() * inner).sum().sqrt()
+    measured = residual_norms(other, found.projection, metric=metric, mean=found.mean)
+    torch.testing.assert_close(measured[-1], expected, rtol=1e-5, atol=0)
+    other[7, 3] = torch.nan
+    with pytest.raises(InputError, match="keys hold NaN or infinity"):
+        residual_norms(other, found.projection)

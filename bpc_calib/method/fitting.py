@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bpc_calib.errors import InputError
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK, check_keys, decompose
 from bpc_calib.method.encoding import Encoder, encode_with, make_encoder
 from bpc_calib.method.float32 import float64_is_slow, proven_codes, sum_by_signs
 
-__all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine"]
+__all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine", "residual_norms"]
 
 RIDGE = 1e-6  # share of the number of keys, because bits that are always equal make the equations singular
 
@@ -84,13 +85,7 @@ def least_squares(
     Returns:
         The projection, float32, and its residual norms, float64 `[..., H + 1]`, as in `Fit`.
     """
-    squared_norm, single = _squared_norm(keys, metric, weights), float64_is_slow(keys.device)
-
-    def products(projection: Tensor) -> Products:
-        encoder = make_encoder(projection, torch.float64, metric=metric)
-        return _products(keys, encoder, weights, squared_norm, single=single)
-
-    return refine(products, projection, rounds)
+    return refine(_sums(keys, metric, weights), projection, rounds)
 
 
 @dataclass(frozen=True)
@@ -126,6 +121,42 @@ def refine(products: Callable[[Tensor], Products], projection: Tensor, rounds: i
         best = torch.where(better.unsqueeze(-1), projection, best)
         best_norms = torch.where(better, norms, best_norms)
     return best, best_norms
+
+
+def residual_norms(
+    keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> Tensor:
+    """Measure a projection on keys that it was not fitted to: the norms of `Fit`, with the codes of `encode`.
+
+    Args:
+        keys: `[..., N, D]`, any floating dtype.
+        projection: float32 `[..., H, D]`.
+        metric: `[..., D, D]` of the fit; None is the identity.
+        mean: float32 `[..., D]` of the fit; None is 0.
+
+    Returns:
+        `|K - mean - U P|_F` after 0..H bits in the metric, float64 `[..., H + 1]`.
+
+    Raises:
+        InputError: the shapes, dtypes or values do not fit, or a key is not finite.
+    """
+    check_keys(keys, None)
+    if not keys.isfinite().all():
+        raise InputError("keys hold NaN or infinity")
+    if mean is not None:
+        keys = keys.to(torch.float64) - mean.unsqueeze(-2)
+    return _sums(keys, metric, None)(projection).residual_norms
+
+
+def _sums(keys: Tensor, metric: Tensor | None, weights: Tensor | None) -> Callable[[Tensor], Products]:
+    """Return the function from a projection to the products of its codes with these keys."""
+    squared_norm, single = _squared_norm(keys, metric, weights), float64_is_slow(keys.device)
+
+    def products(projection: Tensor) -> Products:
+        encoder = make_encoder(projection, torch.float64, metric=metric)
+        return _products(keys, encoder, weights, squared_norm, single=single)
+
+    return products
 
 
 def _products(
