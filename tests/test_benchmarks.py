@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_time demo_model evaluation fingerprint gpu_suite hashing_time kernel_cost needles outlier_needle "
+    "calibration_time demo_model evaluation fingerprint gpu_suite hashing_time kernel_cost keys_per_head needles outlier_needle "
     "pictures position_shift projections steady_decode tables".split()
 )
 
@@ -206,3 +206,9 @@ def test_mypy_checks_every_script():
         if f'"{path.stem}"' not in listed
     ]
     assert not missing
+
+
+def test_keys_per_head(benchmark_result):
+    rows = benchmark_result("keys_per_head")["rows"]
+    assert [row["keys"] for row in rows] == ["exact", "256", "512"]
+    assert all(row["kl"] >= 0 for row in rows)
