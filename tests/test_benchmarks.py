@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_time demo_model evaluation fingerprint gpu_suite hashing_time kernel_cost keys_per_head needles outlier_needle "
-    "pictures position_shift projections steady_decode tables".split()
+    "calibration_time demo_model evaluation fingerprint fitting_time gpu_suite hashing_time kernel_cost keys_per_head "
+    "needles outlier_needle pictures position_shift projections steady_decode tables".split()
 )
 
 
@@ -212,3 +212,9 @@ def test_keys_per_head(benchmark_result):
     rows = benchmark_result("keys_per_head")["rows"]
     assert [row["keys"] for row in rows] == ["exact", "256", "512"]
     assert all(row["kl"] >= 0 for row in rows)
+
+
+def test_fitting_time(benchmark_result):
+    rows = benchmark_result("fitting_time")["rows"]
+    assert [row["head_dim"] for row in rows] == [64, 128, 256]
+    assert all(row["speedup"] > 0 for row in rows)
