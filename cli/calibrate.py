@@ -17,6 +17,7 @@ from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Model, Quiet
 from bpc_cli.progress import stage_bars
+from bpc_cli.stage_times import StageTimes
 
 METHOD_HELP = "; ".join(f"{method.name} {method.summary}" for method in PROJECTION_METHODS.values())
 
@@ -127,20 +128,17 @@ def calibrate(
     tokenizer = open_tokenizer(opened)
     loaded = open_weights(opened, quiet)
 
-    last = time.monotonic()
-    seconds = {"load": last - started}
+    times = StageTimes(started)
+    times.add("load")
     with stage_bars(STAGES, quiet) as show:
 
         def progress(stage: str, done: int, total: int) -> None:
-            nonlocal last
-            now = time.monotonic()
-            seconds[stage] = seconds.get(stage, 0.0) + now - last
-            last = now
-            show(stage, done, total)
+            times.add(stage, done)
+            show(stage, done, total, "")
 
         artifact = bpc_calib.calibrate(loaded, tokenizer, corpora, plan, progress=progress)
     save(artifact, target, overwrite=force)
-    result = report(artifact, target, opened.device, time.monotonic() - started, seconds)
+    result = report(artifact, target, opened.device, time.monotonic() - started, times)
     if as_json:
         print_json(result)
     else:

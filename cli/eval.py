@@ -18,7 +18,7 @@ from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import BUDGET_HELP, PROJECTIONS, AsJson, Force, Model, Output, Quiet
 from bpc_cli.parsing import parse_budgets, parse_layers, split
-from bpc_cli.progress import progress_bar
+from bpc_cli.progress import progress_bar, working
 from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def eval_(
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
-    _run_harness(result, write, wanted, methods, loaded, tokenizer, projections)
+    _run_harness(result, write, wanted, methods, loaded, tokenizer, projections, quiet)
     write(result)
     if as_json:
         print_json(result)
@@ -199,6 +199,7 @@ def _run_harness(
     model: Any,
     tokenizer: Any,
     artifact: "ProjectionArtifact | None",
+    quiet: bool,
 ) -> None:
     """Add the rows of lm_eval's tasks; what is known is written before each, in case lm_eval fails."""
     if not wanted.harness_tasks:
@@ -209,6 +210,7 @@ def _run_harness(
         if result["rows"]:
             write(result)
         limit = result["settings"]["prompts"]
-        result["rows"] += harness.run(
-            model, tokenizer, artifact, task, methods, wanted.budgets, limit=limit, **wanted.rules
-        )
+        with working(f"Running {HARNESS}{task}", quiet):
+            result["rows"] += harness.run(
+                model, tokenizer, artifact, task, methods, wanted.budgets, limit=limit, **wanted.rules
+            )

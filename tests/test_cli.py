@@ -41,7 +41,7 @@ def calibrate(bpc, model_folder, text_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*words, model=model_folder, corpus=text_folder):
-        return bpc("calibrate", "-m", model, "--corpus", corpus, "--samples", 4, "--bits", 32, *words)
+        return bpc("calibrate", "-m", model, "--corpus", corpus, "--samples", 4, "--bits", 32, "-q", *words)
 
     return run
 
@@ -80,13 +80,14 @@ def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
 
 
 def test_json_is_the_only_output(calibrate, bpc, model_folder):
-    ran = calibrate("--json", "-q", "-o", "a.safetensors")
+    ran = calibrate("--json", "-o", "a.safetensors")
     result = json.loads(ran.out)
     assert ran.err == ""
     assert result["output"] == "a.safetensors"
     assert result["tokens"] == 512
     assert set(result["residual_by_layer"]) == {"0", "1", "2"}
     assert result["peak_memory_bytes"] > 1e8
+    assert result["tokens_per_second"] > 0
     assert set(result["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
     shown = json.loads(bpc("inspect", "a.safetensors", "--json", "-m", model_folder).out)
     assert shown["valid"] is True
@@ -439,7 +440,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing(model_folder, tmp_path):
     (tmp_path / "text.txt").write_text(tiny.prose(200_000))
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
-    words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "6000"]
+    words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "6000", "-q"]
     ran = subprocess.Popen(
         [*command, *words],
         cwd=tmp_path / "work",
