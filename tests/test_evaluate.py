@@ -158,6 +158,38 @@ def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
     again = bpc(*words)
     assert again.code == 1
     assert "exists; pass --force" in again.err
+    assert bpc(*words, "--force", "--methods", "full", "-q").code == 0
+    output.write_text('{"mine": 1}')
+    refused = bpc(*words, "--force").err
+    assert refused.endswith(
+        "result.json: exists and is not a result of this command, so it is never replaced: give another name\n"
+    )
+    assert output.read_text() == '{"mine": 1}'
+    output.unlink()
+    (plot / "recall.png").write_text("mine")
+    assert "recall.png: exists and is not a picture" in bpc(*words, "--force").err
+
+
+def test_options_without_effect_are_noted(bpc, folder, artifact):
+    words = (
+        "eval",
+        "-m",
+        folder,
+        "-a",
+        artifact[0],
+        *SMALL,
+        "--methods",
+        "full",
+        "--tasks",
+        "single",
+        "--corpus",
+        "demo",
+    )
+    lines = bpc(*words).err.splitlines()
+    assert lines[:2] == [
+        "--corpus has no effect: the task text is not among --tasks",
+        "--artifact has no effect: the method bpc is not among --methods",
+    ]
 
 
 def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
