@@ -1,6 +1,7 @@
 """Calibration as a whole: the kept keys, the contents of the artifact, and its reproducibility."""
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, decompose, describe, make_plan
-from bpc_calib.calibration.keys import collect_keys, shift_offsets, spread_positions
-from bpc_calib.method.fitting import fit
+from bpc_calib.calibration.held_out import held_out_samples
+from bpc_calib.calibration.positions import first_positions, key_positions, shift_offsets, spread_positions
+from bpc_calib.method.fitting import fit, residual_norms
 from bpc_calib.method.metric import query_metric
 from bpc_calib.models.observation import observing
 
@@ -49,12 +51,11 @@ def test_offsets_cover_the_room_and_are_denser_at_the_front(samples, length, mor
 
 def test_memory_is_limited_by_the_number_of_kept_keys():
     model = tiny.model()
-    description = describe(model.config)
     samples = torch.randint(0, 256, (6, 100), generator=torch.Generator().manual_seed(0))
-    everything, nothing = collect_keys(model, description, samples, positions=[list(range(100))] * 6, offsets=[0] * 6)
+    everything, nothing = tiny.collect_keys(model, samples, [list(range(100))] * 6, [0] * 6)
     assert nothing == {}
     positions = spread_positions(6, 100, 50, random.Random(0))
-    kept, _ = collect_keys(model, description, samples, positions=positions, offsets=[0] * 6)
+    kept, _ = tiny.collect_keys(model, samples, positions, [0] * 6)
     flat = [100 * i + position for i, row in enumerate(positions) for position in row]
     for layer, keys in kept.items():
         assert keys.shape == (2, 50, 8)
@@ -67,9 +68,7 @@ def test_moments_match_the_queries_at_the_kept_positions():
     samples = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
     positions = spread_positions(3, 40, 12, random.Random(0))
     offsets = [0, 7, 30]
-    _, moments = collect_keys(
-        model, describe(model.config), samples, positions=positions, offsets=offsets, moments=True
-    )
+    _, moments = tiny.collect_keys(model, samples, positions, offsets, moments=True)
     expected = {layer: torch.zeros(2, 8, 8, dtype=torch.float64) for layer in moments}
     places: list[int] = []
 
@@ -128,7 +127,6 @@ def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
     from bpc_calib.text.samples import draw_samples
 
     model = tiny.model()
-    description = describe(model.config)
     tokens, _ = draw_samples(
         [open_corpus(f"notes={text_folder}")],
         tiny.tokenizer(),
@@ -138,16 +136,17 @@ def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
         vocab_size=tiny.VOCAB,
     )
     paper = method == "paper"
-    keys, moments = collect_keys(
-        model,
-        description,
-        tokens,
-        positions=spread_positions(5, 128, 200, random.Random("0/positions")),
-        offsets=[0] * 5 if paper else shift_offsets(5, 128, 128, random.Random("0/position-shift")),
-        moments=not paper,
-    )
+    plan = make_plan(describe(model.config), samples=5, bits=32, keys_per_head=200, method=method)
+    assert (plan.fitted, plan.held_out) == ([0, 1, 3, 4], [2])
+    positions, offsets = key_positions(plan), first_positions(plan)
+    assert offsets == [0] * 5 if paper else shift_offsets(5, 128, 128, random.Random("0/position-shift"))
+    places = ([part[i] for i in plan.fitted] for part in (tokens, positions, offsets))
+    keys, moments = tiny.collect_keys(model, *places, moments=not paper)
+    aside, _ = tiny.collect_keys(model, tokens[2:3], positions[2:3], offsets[2:3])
     settings = {"corpora": [f"notes={text_folder}"], "samples": 5, "bits": 32, "keys_per_head": 200}
     save(tiny.calibrated(model, tiny.tokenizer(), method=method, **settings), tmp_path / "a.safetensors")
+    held_out = load(tmp_path / "a.safetensors").metadata["metrics"]["held_out"]
+    assert (held_out["samples"], held_out["keys_per_head"]) == (1, 50)
     for layer, held in load(tmp_path / "a.safetensors").layers.items():
         generator = torch.Generator().manual_seed(0)
         if paper:
@@ -162,6 +161,9 @@ def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
         assert np.array_equal(held.projection, found.projection.numpy())
         relative = found.residual_norms / found.residual_norms[:, :1]
         np.testing.assert_allclose(held.residual, relative.numpy(), rtol=1e-6)
+        mean = None if paper else found.mean
+        measured = residual_norms(aside[layer], found.projection, metric=None if paper else metric, mean=mean)
+        assert held_out["residual_by_head"][str(layer)] == (measured[:, -1] / measured[:, 0]).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -188,12 +190,31 @@ def test_the_papers_method_has_one_iteration_and_no_shift(text_folder):
 
 
 def test_heads_are_fitted_in_groups_if_memory_is_short(made, text_folder, monkeypatch):
-    monkeypatch.setattr("bpc_calib.calibration.calibrate.FITTED_AT_ONCE", 1)
+    monkeypatch.setattr("bpc_calib.calibration.layer_fit.FITTED_AT_ONCE", 1)
     again = tiny.calibrated(
         tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
     )
     for layer, held in made.layers.items():
         np.testing.assert_allclose(held.projection, again.layers[layer].projection, rtol=1e-6, atol=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(samples=st.integers(1, 500), corpora=st.integers(1, 4))
+def test_held_out_samples_are_a_sixteenth_and_spread_over_the_corpora(samples, corpora):
+    aside = held_out_samples(samples)
+    assert len(aside) == (max(1, samples // 16) if samples > 1 else 0)
+    assert all(0 <= each < samples for each in aside)
+    assert all(b - a >= 2 for a, b in itertools.pairwise(aside))
+    shares = [samples // corpora + (i < samples % corpora) for i in range(corpora)]
+    edges = [0, *itertools.accumulate(shares)]
+    counts = [sum(start <= each < end for each in aside) for start, end in itertools.pairwise(edges)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_one_sample_is_fitted_and_not_measured(text_folder):
+    artifact = tiny.calibrated(tiny.model(), tiny.tokenizer(), corpora=[str(text_folder)], samples=1)
+    assert "held_out" not in artifact.metadata["metrics"]
+    assert artifact.metadata["calibration"]["keys_per_head"] == 128
 
 
 def test_progress_counts_every_step_of_each_stage(text_folder):
@@ -254,7 +275,7 @@ def test_arguments_out_of_range(arguments, message):
 def test_defaults_fit_the_model():
     description = describe(tiny.config())
     assert make_plan(description).sequence_length == 128
-    assert make_plan(description).keys_per_head == 180 * 128
+    assert make_plan(description).keys_per_head == 169 * 128  # 11 samples are kept aside
     large = dataclasses.replace(description, context_limit=131_072)
     assert make_plan(large).sequence_length == 8192
     assert make_plan(large).keys_per_head == 65_536

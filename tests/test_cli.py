@@ -60,7 +60,7 @@ def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
     ran = calibrate()
     assert ran.code == 0
     assert "Wrote tiny-llama-bpc32.safetensors" in ran.out
-    assert "512 tokens, 512 keys per KV head" in ran.out
+    assert "512 tokens, 384 keys per KV head" in ran.out
     assert ran.err == ""
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama-bpc32.safetensors"]
     shown = bpc("inspect", "tiny-llama-bpc32.safetensors", "--model", model_folder)
@@ -111,7 +111,7 @@ def test_dry_run_plans_and_writes_nothing(calibrate, tmp_path):
         assert part in ran.out
     plan = json.loads(calibrate("--dry-run", "--json").out)
     assert plan["tokens"] == 512
-    assert plan["keys_bytes"] == 3 * 2 * 512 * 8 * 4
+    assert plan["keys_bytes"] == 3 * 2 * 384 * 8 * 4
     assert plan["output_bytes"] == 3 * 2 * (32 * 8 + 33 + 8 * 8 + 8) * 4  # projection, residual, metric, mean
     assert plan["weights_bytes"] == 4 * sum(p.numel() for p in tiny.model().parameters())
     assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ import tiny
 import torch
 
 from bpc_calib import ModelError, describe
-from bpc_calib.calibration.keys import collect_keys
 from bpc_calib.models.observation import observing, verify
 
 families = pytest.mark.parametrize("family", list(tiny.FAMILIES))
@@ -21,7 +20,7 @@ def test_collected_keys_equal_the_cached_keys(family):
     description = describe(model.config)
     verify(model, description)
     samples = tokens()
-    keys, _ = collect_keys(model, description, samples, positions=[list(range(40))] * 3, offsets=[0] * 3)
+    keys, _ = tiny.collect_keys(model, samples, [list(range(40))] * 3, [0] * 3)
     assert list(keys) == description.full_layers
     for i, sample in enumerate(samples):
         cache = model(sample[None], use_cache=True).past_key_values
@@ -39,9 +38,7 @@ def test_a_position_shift_rotates_the_keys_and_keeps_the_function(family):
     plain = model(sample).logits
     shifted = model(sample, position_ids=torch.arange(40)[None] + 61).logits
     torch.testing.assert_close(shifted, plain, rtol=1e-3, atol=1e-4)
-    still, moved = (
-        collect_keys(model, description, sample, positions=[list(range(40))], offsets=[offset])[0] for offset in (0, 61)
-    )
+    still, moved = (tiny.collect_keys(model, sample, [list(range(40))], [offset])[0] for offset in (0, 61))
     for layer in description.full_layers:
         without_rope = family == "smollm3" and layer == 1
         assert torch.allclose(still[layer], moved[layer], atol=1e-4) == without_rope
@@ -118,8 +115,8 @@ def test_notices_a_layer_that_bypasses_the_interface():
     attention.forward = lambda hidden_states, **arguments: (hidden_states, None)
     with pytest.raises(ModelError, match=r"layers \[1\] bypass"):
         verify(model, description)
-    with pytest.raises(ModelError, match="bypass"):
-        collect_keys(model, description, tokens(), positions=[[0]] * 3, offsets=[0] * 3)
+    with pytest.raises(ModelError, match=r"saw layers \[0, 2\], expected each of \[0, 1, 2\] once"):
+        tiny.collect_keys(model, tokens(), [[0]] * 3, [0] * 3)
 
 
 def test_notices_heads_that_differ_from_the_description():

@@ -10,7 +10,7 @@ from test_decomposition import draws, random_keys
 from bpc_calib import InputError, decompose, encode
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK
-from bpc_calib.method.fitting import fit, least_squares
+from bpc_calib.method.fitting import fit, least_squares, residual_norms
 from bpc_calib.method.metric import query_metric, second_moment
 
 METRIC = query_metric(second_moment(random_keys(300, 16, seed=8)), 0.5)
@@ -137,3 +137,22 @@ def test_the_same_bytes_with_one_or_two_threads(heads, seed):
         torch.set_num_threads(threads)
     assert torch.equal(found[0].projection, found[1].projection)
     assert torch.equal(found[0].residual_norms, found[1].residual_norms)
+
+
+@pytest.mark.parametrize("metric", [None, METRIC])
+def test_residual_norms_of_the_fitted_keys_are_those_of_the_fit(metric):
+    keys = random_keys(5000, 16, dtype=torch.bfloat16)
+    found = fit(keys, 32, rounds=2, metric=metric, centred=True)
+    again = residual_norms(keys, found.projection, metric=metric, mean=found.mean)
+    torch.testing.assert_close(again, found.residual_norms, rtol=1e-12, atol=0)
+    other = random_keys(3000, 16, seed=9)
+    codes = encode(other - found.mean, found.projection, metric=metric).codes
+    signs = unpack_codes(codes, 32).float()
+    error = other - found.mean - signs @ found.projection
+    inner = error.double() if metric is None else error.double() @ metric.double()
+    expected = (error.double() * inner).sum().sqrt()
+    measured = residual_norms(other, found.projection, metric=metric, mean=found.mean)
+    torch.testing.assert_close(measured[-1], expected, rtol=1e-5, atol=0)
+    other[7, 3] = torch.nan
+    with pytest.raises(InputError, match="keys hold NaN or infinity"):
+        residual_norms(other, found.projection)

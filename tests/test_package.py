@@ -27,7 +27,7 @@ ROOMS = {
     "text": {"errors", "hub"},
     "models": {"errors", "hub", "compat", "demo"},
     "backends": {"errors", "compat", "method"},
-    "calibration": {"errors", "method", "models", "text"},
+    "calibration": {"errors", "method", "models", "text", "backends"},
     "runtime": {"errors", "compat", "method", "models", "backends"},
     "evaluation": {"errors", "method", "models", "text", "runtime"},
     "bench": {"errors", "compat", "method", "models", "backends", "runtime"},

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib import calibrate, describe, make_plan
+from bpc_calib.calibration.keys import sample_keys
 
 VOCAB = 260  # 256 bytes and four special tokens
 
@@ -135,6 +136,19 @@ def prose(words: int = 3000, seed: int = 0) -> str:
     names = "the a small old bright river stone lantern garden and over under carried opened saw 12 345 x y".split()
     picks = torch.randint(len(names), (words,), generator=torch.Generator().manual_seed(seed)).tolist()
     return " ".join(names[i] + (".\n" if n % 12 == 11 else "") for n, i in enumerate(picks))
+
+
+def collect_keys(
+    model: Any, samples: torch.Tensor, positions: list[list[int]], offsets: list[int], *, moments: bool = False
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Return the keys `[kv_heads, N, head_dim]` of samples `[S, T]` by layer, and the sums of their moments."""
+    description = describe(model.config)
+    found = [
+        sample_keys(model, description, *each, offset=offset, moments=moments)
+        for *each, offset in zip(samples, positions, offsets, strict=True)
+    ]
+    keys = {layer: torch.cat([each.keys[layer] for each in found], dim=1) for layer in found[0].keys}
+    return keys, {layer: torch.stack([each.moments[layer] for each in found]).sum(0) for layer in found[0].moments}
 
 
 def write_playground(folder: Path) -> None:

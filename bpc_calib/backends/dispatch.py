@@ -16,6 +16,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.fitting import Fit
 
 __all__ = [
     "BACKENDS",
@@ -25,6 +26,7 @@ __all__ = [
     "dense_attention",
     "encode_with",
     "find",
+    "fit",
     "named",
     "sparse_attention",
 ]
@@ -97,6 +99,31 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     request = Request(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1)
     return _serving(request).encode_with(encoder, keys)
+
+
+def fit(
+    keys: Tensor,
+    bits: int = 64,
+    *,
+    iterations: int = 8,
+    rounds: int = 0,
+    metric: Tensor | None = None,
+    centred: bool = False,
+    weights: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    """`bpc_calib.method.fitting.fit`."""
+    one = keys[(None,) * max(0, 4 - keys.dim())]
+    return _serving(Request(one, one.shape[:3])).fit(
+        keys,
+        bits,
+        iterations=iterations,
+        rounds=rounds,
+        metric=metric,
+        centred=centred,
+        weights=weights,
+        generator=generator,
+    )
 
 
 def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:

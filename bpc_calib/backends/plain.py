@@ -8,12 +8,13 @@ from bpc_calib.method.appending import append
 from bpc_calib.method.choosing import Choice, choose, rank
 from bpc_calib.method.dense_attention import dense_attention
 from bpc_calib.method.encoding import encode_with
+from bpc_calib.method.fitting import fit
 from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
 
 __all__ = [
-    "append", "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves",
+    "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query", "serves",
     "sparse_attention", "stages",
 ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.fitting import Fit
 from bpc_calib.method.scoring import QuantizedQuery
 
 __all__ = ["Backend", "Request", "Stage"]
@@ -52,6 +53,20 @@ class Backend(Protocol):
 
     def encode_with(self, encoder: Encoder, keys: Tensor) -> Encoded:
         """`bpc_calib.method.encoding.encode_with`."""
+
+    def fit(
+        self,
+        keys: Tensor,
+        bits: int = 64,
+        *,
+        iterations: int = 8,
+        rounds: int = 0,
+        metric: Tensor | None = None,
+        centred: bool = False,
+        weights: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Fit:
+        """`bpc_calib.method.fitting.fit`."""
 
     def append(self, encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
         """`bpc_calib.method.appending.append`."""

@@ -1,7 +1,6 @@
 """Calibration: from text to keys, to their decomposition, to the artifact."""
 
 import os
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bpc_artifacts import LayerProjection, ProjectionArtifact
-from bpc_calib.calibration.keys import collect_keys, shift_offsets, spread_positions
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib.calibration.held_out import held_out_metrics
+from bpc_calib.calibration.keys import sample_keys
+from bpc_calib.calibration.layer_fit import LayerFit, fit_layer
 from bpc_calib.calibration.plan import Plan, make_plan
+from bpc_calib.calibration.positions import first_positions, key_positions
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.fitting import fit
-from bpc_calib.method.metric import query_metric
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
 from bpc_calib.text.corpus_list import check_corpora, open_corpora
@@ -26,8 +26,6 @@ from bpc_calib.text.samples import draw_samples
 __all__ = ["Collected", "calibrate", "collect", "project"]
 
 Progress = Callable[[str, int, int], None]
-
-FITTED_AT_ONCE = 1 << 28  # bytes of float64 keys; a fit needs up to four copies of them
 
 
 def calibrate(
@@ -67,12 +65,12 @@ def calibrate(
 
 @dataclass(frozen=True)
 class Collected:
-    """The results of one pass over the text: see `collect_keys`."""
+    """The results of one pass over the text, by the index of the full-attention layer."""
 
-    keys: dict[int, Tensor]
-    moments: dict[int, Tensor]
+    keys: dict[int, Tensor]  # [kv_heads, N, head_dim] of the fitted samples
+    held_out: dict[int, Tensor]  # [kv_heads, M, head_dim] of the held-out samples; empty without any
+    moments: dict[int, Tensor]  # float64 [kv_heads, head_dim, head_dim] of the fitted samples' queries
     sources: list[dict[str, Any]]
-    dtype: torch.dtype
 
 
 def collect(model: Any, tokenizer: Any, plan: Plan, corpora: Sequence[Corpus], progress: Progress) -> Collected:
@@ -87,79 +85,59 @@ def collect(model: Any, tokenizer: Any, plan: Plan, corpora: Sequence[Corpus], p
         vocab_size=plan.model.vocab_size,
         progress=lambda done: progress("text", done, plan.samples),
     )
-    shape = (plan.samples, plan.sequence_length)
-    offsets = [0] * plan.samples
-    if plan.position_shift:
-        limit = plan.model.context_limit or plan.sequence_length
-        offsets = shift_offsets(*shape, limit, random.Random(f"{plan.seed}/position-shift"))
-    keys, moments = collect_keys(
-        model,
-        plan.model,
-        tokens,
-        positions=spread_positions(*shape, plan.keys_per_head, random.Random(f"{plan.seed}/positions")),
-        offsets=offsets,
-        moments=plan.method.power is not None,
-        progress=lambda done: progress("keys", done, plan.samples),
+    layers, aside = plan.model.full_layers, set(plan.held_out)
+    kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    kept_aside: dict[int, list[Tensor]] = {layer: [] for layer in layers if aside}
+    moments: dict[int, Tensor] = {}
+    for i, (positions, offset) in enumerate(zip(key_positions(plan), first_positions(plan), strict=True)):
+        summed = plan.method.power is not None and i not in aside
+        found = sample_keys(model, plan.model, tokens[i], positions, offset=offset, moments=summed)
+        for layer in layers:
+            (kept_aside if i in aside else kept)[layer].append(found.keys[layer])
+            if summed:
+                moment = found.moments[layer]
+                moments[layer] = moments[layer] + moment if layer in moments else moment
+        progress("keys", i + 1, plan.samples)
+    joined, joined_aside = (
+        {layer: torch.cat(each.pop(layer), dim=1) for layer in list(each)} for each in (kept, kept_aside)
     )
-    return Collected(keys, moments, sources, model.dtype)
+    return Collected(joined, joined_aside, moments, sources)
 
 
 def project(collected: Collected, plan: Plan, device: torch.device, progress: Progress) -> ProjectionArtifact:
     """Fit every layer and free its keys."""
-    layers = {}
+    fits: dict[int, LayerFit] = {}
+    dtype = next(iter(collected.keys.values())).dtype
     for done, layer in enumerate(list(collected.keys), start=1):
-        keys, moment = collected.keys.pop(layer), collected.moments.get(layer)
+        keys, aside, moment = collected.keys.pop(layer), collected.held_out.get(layer), collected.moments.get(layer)
         try:
-            layers[layer] = _project(keys, moment, plan, _decomposition_device(device))
+            fits[layer] = fit_layer(keys, aside, moment, plan, _decomposition_device(device))
         except InputError as fault:
             raise ModelError(f"{plan.model.id}: layer {layer}: {fault}; try another dtype") from fault
         progress("decompose", done, len(plan.model.full_layers))
-    return ProjectionArtifact(layers, _metadata(plan, collected, layers))
-
-
-def _project(keys: Tensor, moment: Tensor | None, plan: Plan, device: torch.device) -> LayerProjection:
-    """Fit the keys `[kv_heads, N, D]` of one layer, in groups of heads that fit a fixed amount of memory."""
-    method = plan.method
-    heads = max(1, FITTED_AT_ONCE // (keys[0].numel() * 8))
-    metric = None if moment is None or method.power is None else query_metric(moment, method.power)
-    fits = []
-    for first in range(0, len(keys), heads):
-        part = slice(first, first + heads)
-        fits.append(
-            fit(
-                keys[part].to(device),
-                plan.bits,
-                iterations=method.iterations,
-                rounds=method.rounds,
-                metric=None if metric is None else metric[part].to(device),
-                centred=method.centred,
-                generator=torch.Generator().manual_seed(plan.seed),
-            )
-        )
-    means = [fitted.mean.cpu() for fitted in fits if fitted.mean is not None]
-    norms = torch.cat([fitted.residual_norms.cpu() for fitted in fits])
-    # The clamp avoids 0 / 0 for a head whose keys are all zero.
-    residual = norms / norms[:, :1].clamp(min=torch.finfo(torch.float64).tiny)
-    return LayerProjection(
-        projection=torch.cat([fitted.projection.cpu() for fitted in fits]).numpy(),
-        residual=residual.float().numpy(),
-        metric=None if metric is None else metric.numpy(),
-        mean=torch.cat(means).numpy() if means else None,
-    )
+    layers = {layer: found.layer for layer, found in fits.items()}
+    return ProjectionArtifact(layers, _metadata(plan, collected.sources, dtype, fits))
 
 
 def _decomposition_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
 
 
-def _metadata(plan: Plan, collected: Collected, layers: dict[int, LayerProjection]) -> dict[str, Any]:
+def _metadata(
+    plan: Plan, sources: list[dict[str, Any]], dtype: torch.dtype, fits: dict[int, LayerFit]
+) -> dict[str, Any]:
     method = plan.method
-    final = {str(index): float(layer.residual[:, -1].mean(dtype=np.float64)) for index, layer in layers.items()}
+    final = {str(index): float(found.layer.residual[:, -1].mean(dtype=np.float64)) for index, found in fits.items()}
+    metrics: dict[str, Any] = {"residual": sum(final.values()) / len(final), "residual_by_layer": final}
+    held_out = {layer: found.held_out for layer, found in fits.items() if found.held_out is not None}
+    if held_out:
+        keys = sum(len(key_positions(plan)[sample]) for sample in plan.held_out)
+        metrics["held_out"] = held_out_metrics(held_out, len(plan.held_out), keys)
     return {
         "format_version": 1,
         "bpc_version": version("bpc-calib"),
         "key_space": "post_rope",
-        "layers": list(layers),
+        "layers": list(fits),
         "algorithm": {
             "name": method.name,
             "bits": plan.bits,
@@ -172,12 +150,12 @@ def _metadata(plan: Plan, collected: Collected, layers: dict[int, LayerProjectio
         },
         "model": plan.model.metadata(),
         "calibration": {
-            "sources": collected.sources,
+            "sources": sources,
             "samples": plan.samples,
             "sequence_length": plan.sequence_length,
             "tokens": plan.tokens,
             "keys_per_head": plan.keys_per_head,
-            "dtype": str(collected.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
         },
-        "metrics": {"residual": sum(final.values()) / len(final), "residual_by_layer": final},
+        "metrics": metrics,
     }

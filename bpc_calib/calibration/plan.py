@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from bpc_calib.calibration.held_out import held_out_samples
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits
@@ -25,6 +26,16 @@ class Plan:
     keys_per_head: int
     position_shift: bool
     seed: int
+
+    @property
+    def held_out(self) -> list[int]:
+        """The samples whose keys are kept aside to measure the projections."""
+        return held_out_samples(self.samples)
+
+    @property
+    def fitted(self) -> list[int]:
+        """The samples whose keys are fitted."""
+        return sorted(set(range(self.samples)) - set(self.held_out))
 
     @property
     def tokens(self) -> int:
@@ -93,7 +104,7 @@ def make_plan(
         bits=bits,
         samples=samples,
         sequence_length=length,
-        keys_per_head=min(keys_per_head, samples * length),
+        keys_per_head=min(keys_per_head, (samples - len(held_out_samples(samples))) * length),
         position_shift=shifts,
         seed=seed,
     )

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, pack_codes
 
-__all__ = ["Decomposition", "decompose"]
+__all__ = ["Decomposition", "check_arguments", "check_keys", "cholesky", "decompose", "draw", "norms_by_bit"]
 
 # Keys per block. Blocks are summed in order: the block size decides the rounding, so it is part of the method.
 BLOCK = 4096
@@ -56,10 +56,7 @@ def decompose(
     Raises:
         InputError: the shapes, dtypes or values do not fit, or a key is not finite.
     """
-    check_bits(bits)
-    check_keys(keys, weights)
-    if iterations < 1:
-        raise InputError(f"iterations must be at least 1, not {iterations}")
+    check_arguments(keys, weights, bits, iterations)
     count, dim = keys.shape[-2:]
     residual = keys.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     if weights is None:
@@ -73,10 +70,7 @@ def decompose(
         residual = residual @ root  # M = L L^T: the dot product of rows of K L is the metric product of rows of K
     kept = weights.sum(-1).clamp(min=1)
 
-    if generator is None:
-        generator = torch.Generator().manual_seed(0)
-    draws = torch.randn(bits, dim, dtype=torch.float64, generator=generator).to(keys.device)
-
+    draws = draw(bits, dim, generator).to(keys.device)
     if count > BLOCK:
         residual = pad(residual, (0, 0, 0, -count % BLOCK))
         weights = pad(weights, (0, -count % BLOCK))
@@ -85,7 +79,7 @@ def decompose(
 
     projection = residual.new_empty(*keys.shape[:-2], bits, dim)
     positive = torch.empty(*keys.shape[:-1], bits, dtype=torch.bool, device=keys.device)
-    squared_norm = [_in_order(blocks.square().sum(-2)).sum(-1)]
+    squared_norm = _in_order(blocks.square().sum(-2)).sum(-1)
     for bit in range(bits):
         v = draws[bit].expand(*keys.shape[:-2], dim)
         for _ in range(iterations):
@@ -94,15 +88,43 @@ def decompose(
         blocks.addcmul_(signs.unsqueeze(-1), v[..., None, None, :], value=-1)
         projection[..., bit, :] = v
         positive[..., bit] = signs.flatten(-2)[..., :count] > 0
-        # |R - u^T v|^2 = |R|^2 - N |v|^2, because v = u R / N
-        squared_norm.append(squared_norm[-1] - kept * v.square().sum(-1))
+    norms = norms_by_bit(squared_norm, projection, kept)
     if root is not None:
         projection = torch.linalg.solve_triangular(root, projection, upper=False, left=False)
     return Decomposition(
         projection=projection.float(),
         codes=pack_codes(positive),
-        residual_norms=torch.stack(squared_norm, dim=-1).clamp(min=0).sqrt(),
+        residual_norms=norms,
     )
+
+
+def draw(bits: int, dim: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draw the first direction of each bit, float64 `[bits, dim]`, on the CPU; None is a new generator with seed 0."""
+    if generator is None:
+        generator = torch.Generator().manual_seed(0)
+    return torch.randn(bits, dim, dtype=torch.float64, generator=generator)
+
+
+def norms_by_bit(squared_norm: Tensor, projection: Tensor, kept: Tensor) -> Tensor:
+    """Return `|R|` after 0..H bits, float64 `[..., H + 1]`.
+
+    Args:
+        squared_norm: `|K|^2` before the first bit, `[...]`.
+        projection: `v` of each bit, float64 `[..., H, D]`, in the space of `K L`.
+        kept: number of keys, `[...]`.
+    """
+    after = [squared_norm]
+    for v in projection.unbind(-2):
+        after.append(after[-1] - kept * v.square().sum(-1))  # |R - u^T v|^2 = |R|^2 - N |v|^2, because v = u R / N
+    return torch.stack(after, dim=-1).clamp(min=0).sqrt()
+
+
+def check_arguments(keys: Tensor, weights: Tensor | None, bits: int, iterations: int) -> None:
+    """Raise `InputError` unless the arguments of `decompose` fit."""
+    check_bits(bits)
+    check_keys(keys, weights)
+    if iterations < 1:
+        raise InputError(f"iterations must be at least 1, not {iterations}")
 
 
 def check_keys(keys: Tensor, weights: Tensor | None) -> None:

@@ -1,16 +1,17 @@
 """Fit a projection to keys: centring, binary principal components in a metric, rounds of least squares."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bpc_calib.errors import InputError
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK, check_keys, decompose
-from bpc_calib.method.encoding import encode_with, make_encoder
+from bpc_calib.method.encoding import Encoder, encode_with, make_encoder
 
-__all__ = ["Fit", "fit", "least_squares"]
+__all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine", "residual_norms"]
 
 RIDGE = 1e-6  # share of the number of keys, because bits that are always equal make the equations singular
 
@@ -57,7 +58,7 @@ def fit(
     metric = None if metric is None else metric.to(keys.device)
     mean = None
     if centred:
-        mean = _mean(keys, weights)
+        mean = mean_key(keys, weights)
         keys = keys.to(torch.float64) - mean.unsqueeze(-2)
     found = decompose(keys, bits, iterations=iterations, metric=metric, weights=weights, generator=generator)
     projection, residual_norms = found.projection, found.residual_norms
@@ -83,23 +84,71 @@ def least_squares(
     Returns:
         The projection, float32, and its residual norms, float64 `[..., H + 1]`, as in `Fit`.
     """
-    squares, cross, norms = _products(keys, projection, metric, weights)
-    best, best_norms = projection, norms
+    return refine(lambda projection: _products(keys, projection, metric, weights), projection, rounds)
+
+
+@dataclass(frozen=True)
+class Products:
+    """What a round of least squares needs of the keys and their codes `U`; all float64."""
+
+    squares: Tensor  # [..., H, H], U^T U
+    cross: Tensor  # [..., H, D], U^T K
+    squared_norm: Tensor  # [...], |K|^2 in the metric
+    encoder: Encoder
+
+    @property
+    def residual_norms(self) -> Tensor:
+        """`|K - U P|` after 0..H bits, `[..., H + 1]`."""
+        gained = (self.cross * self.encoder.matrix.mT).sum(-1).cumsum(-1)
+        spent = (self.squares * self.encoder.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+        norm = self.squared_norm.unsqueeze(-1)
+        return torch.cat([norm, norm - 2 * gained + spent], dim=-1).clamp(min=0).sqrt()
+
+
+def refine(products: Callable[[Tensor], Products], projection: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+    """Run the rounds of `least_squares`; `products` hashes the keys with a projection."""
+    found = products(projection)
+    best, best_norms = projection, found.residual_norms
     for _ in range(rounds):
+        squares = found.squares
         count = squares.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=1)[..., None, None]
         ridge = RIDGE * count * torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
-        projection = torch.linalg.solve(squares + ridge, cross).float()
-        squares, cross, norms = _products(keys, projection, metric, weights)
+        projection = torch.linalg.solve(squares + ridge, found.cross).float()
+        found = products(projection)
+        norms = found.residual_norms
         better = norms[..., -1:] < best_norms[..., -1:]
         best = torch.where(better.unsqueeze(-1), projection, best)
         best_norms = torch.where(better, norms, best_norms)
     return best, best_norms
 
 
-def _products(
-    keys: Tensor, projection: Tensor, metric: Tensor | None, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `U^T U [..., H, H]`, `U^T K [..., H, D]` and the residual norms, summed over blocks of keys in order."""
+def residual_norms(
+    keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> Tensor:
+    """Measure a projection on keys that it was not fitted to: the norms of `Fit`, with the codes of `encode`.
+
+    Args:
+        keys: `[..., N, D]`, any floating dtype.
+        projection: float32 `[..., H, D]`.
+        metric: `[..., D, D]` of the fit; None is the identity.
+        mean: float32 `[..., D]` of the fit; None is 0.
+
+    Returns:
+        `|K - mean - U P|_F` after 0..H bits in the metric, float64 `[..., H + 1]`.
+
+    Raises:
+        InputError: the shapes, dtypes or values do not fit, or a key is not finite.
+    """
+    check_keys(keys, None)
+    if not keys.isfinite().all():
+        raise InputError("keys hold NaN or infinity")
+    if mean is not None:
+        keys = keys.to(torch.float64) - mean.unsqueeze(-2)
+    return _products(keys, projection, metric, None).residual_norms
+
+
+def _products(keys: Tensor, projection: Tensor, metric: Tensor | None, weights: Tensor | None) -> Products:
+    """Sum over blocks of keys in order."""
     encoder = make_encoder(projection, torch.float64, metric=metric)
     squares = cross = norm = torch.zeros((), dtype=torch.float64, device=keys.device)
     for block, weight in _blocks(keys, weights):
@@ -109,14 +158,10 @@ def _products(
         in_metric = block if encoder.metric is None else block @ encoder.metric
         squares, cross = squares + codes.mT @ codes, cross + codes.mT @ block
         norm = norm + (block * in_metric).sum(-2).sum(-1)  # one sum over both dimensions would depend on the threads
-    # |K - U P|^2 after 0..H bits, from these products only.
-    gained = (cross * encoder.matrix.mT).sum(-1).cumsum(-1)
-    spent = (squares * encoder.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
-    norm = norm.unsqueeze(-1)
-    return squares, cross, torch.cat([norm, norm - 2 * gained + spent], dim=-1).clamp(min=0).sqrt()
+    return Products(squares, cross, norm, encoder)
 
 
-def _mean(keys: Tensor, weights: Tensor | None) -> Tensor:
+def mean_key(keys: Tensor, weights: Tensor | None) -> Tensor:
     """Return the mean of the keys of weight 1, float32 `[..., D]`."""
     total = torch.zeros((), dtype=torch.float64, device=keys.device)
     for block, _ in _blocks(keys, weights):

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import choose, encode_with
+from bpc_calib.backends.dispatch import choose, encode_with, fit
 from bpc_calib.errors import ModelError
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
-from bpc_calib.method.fitting import fit
 from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.runtime.layers import SparseLayer

@@ -27,6 +27,7 @@ __all__ = [
     "splat",
     "vector_at",
     "widen",
+    "widened",
 ]
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -112,8 +113,8 @@ def widen(context, number):
     return types.float32(number), build
 
 
-def vector_at(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
+def vector_at(builder: Any, address: Any, kind: Any, align: int = 1) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
 
 
 def splat(builder: Any, number: Any, count: int) -> Any:
@@ -126,7 +127,7 @@ def _float_at(builder: Any, address: Any, place: Any) -> Any:
     return builder.load(builder.inttoptr(builder.add(address, builder.mul(place, I64(4))), F32.as_pointer()))
 
 
-def _widened(builder: Any, address: Any, dtype: Any) -> Any:
+def widened(builder: Any, address: Any, dtype: Any) -> Any:
     """What `widen` makes of the next `WIDE` numbers."""
     if dtype == types.float32:
         return vector_at(builder, address, FLOATS)
@@ -153,7 +154,7 @@ def dot_four(context, like, row, query, dim, out, stride):
         with cgutils.for_range(builder, builder.udiv(dim, I64(WIDE))) as loop:
             first = builder.mul(loop.index, I64(WIDE))
             place = builder.add(row, builder.mul(first, I64(signature.args[0].dtype.bitwidth // 8)))
-            numbers = _widened(builder, place, signature.args[0].dtype)
+            numbers = widened(builder, place, signature.args[0].dtype)
             for head, total in enumerate(sums):
                 begin = builder.add(first, builder.mul(dim, I64(head)))
                 query = vector_at(builder, builder.add(queries, builder.mul(begin, I64(4))), FLOATS)
@@ -185,7 +186,7 @@ def add_four(context, like, one, two, three, four, weights, stride, sums, dim):
         with cgutils.for_range(builder, builder.udiv(dim, I64(WIDE))) as loop:
             first = builder.mul(loop.index, I64(WIDE))
             along = builder.mul(first, I64(signature.args[0].dtype.bitwidth // 8))
-            numbers = [_widened(builder, builder.add(row, along), signature.args[0].dtype) for row in rows]
+            numbers = [widened(builder, builder.add(row, along), signature.args[0].dtype) for row in rows]
             for head in range(4):
                 place = builder.add(sums, builder.mul(builder.add(first, builder.mul(dim, I64(head))), I64(4)))
                 total = vector_at(builder, place, FLOATS)

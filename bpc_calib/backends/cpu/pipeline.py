@@ -20,13 +20,23 @@ from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 
-__all__ = ["FEW", "choose", "encode_gram", "encode_with", "quantize_query", "run_stages", "sparse_attention"]
+__all__ = [
+    "FEW",
+    "LIKE",
+    "choose",
+    "encode_gram",
+    "encode_with",
+    "like",
+    "quantize_query",
+    "run_stages",
+    "sparse_attention",
+]
 
 FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 
 
-def _like(tensor: Tensor) -> Any:
+def like(tensor: Tensor) -> Any:
     return np.empty(0, LIKE[tensor.dtype])
 
 
@@ -119,7 +129,7 @@ def run_stages(
             marks=marks, least=least, candidates=candidates, counts=counts,
             values=values.data_ptr(), scale=scale.data_ptr(), indices=indices.data_ptr(), width=width,
         )  # fmt: skip
-        choose_kernel(_like(query), tuple(step))
+        choose_kernel(like(query), tuple(step))
     return indices, QuantizedQuery(values, scale)
 
 
@@ -157,7 +167,7 @@ def sparse_attention(
             rows=rows, kv_heads=kv_heads, heads=heads, dim=dim, tokens=keys.shape[2], parts=split,
             partial=partial, weights=weights, work=work, faults=faults, out=out.data_ptr(),
         )  # fmt: skip
-        known = attend_kernel(_like(keys), tuple(call))
+        known = attend_kernel(like(keys), tuple(call))
     if not known:
         raise InputError(f"indices must be below the {keys.shape[2]} tokens there are, and one is {int(indices.max())}")
     return out.to(query.dtype)
@@ -184,7 +194,7 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
         rows=len(matrix), kv_heads=keys.shape[1], tokens=tokens, dim=dim, bits=matrix.shape[1],
         codes=encoded.codes.data_ptr(), errors=encoded.error.data_ptr(), gains=encoded.gain.data_ptr(),
     )  # fmt: skip
-    run(hash_kernel, _like(keys), tuple(call))
+    run(hash_kernel, like(keys), tuple(call))
     return encoded
 
 

@@ -3,42 +3,71 @@
 import functools
 import logging
 import time
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from filelock import FileLock
 
+from bpc_calib.backends.cpu.decompose import decompose_kernel
 from bpc_calib.backends.cpu.folder import kernel_folder
-from bpc_calib.backends.cpu.pipeline import FEW, choose, encode_with, sparse_attention
+from bpc_calib.backends.cpu.language import WIDE
+from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel
+from bpc_calib.backends.cpu.pipeline import FEW, LIKE, choose, encode_with, sparse_attention
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
 
-__all__ = ["make_ready"]
+__all__ = ["make_fitting_ready", "make_ready"]
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
 def make_ready(dtype: torch.dtype) -> None:
-    """Compile the kernels for keys of a dtype, or load them, and log how long it took where it takes long."""
-    folder, name = kernel_folder(), str(dtype).removeprefix("torch.")
+    """Compile the kernels of a decoding step for keys of a dtype, or load them."""
+    _once(f"the kernels for {_name(dtype)}", "some 20 to 60 s", _name(dtype), lambda: _decode(dtype))
+
+
+@functools.cache
+def make_fitting_ready(dtype: torch.dtype) -> None:
+    """Compile the kernels that fit projections to keys of a dtype, or load them."""
+    what = f"the kernels that fit projections to {_name(dtype)}"
+    _once(what, "some 10 to 30 s", f"{_name(dtype)}-fitting", lambda: _fit(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _once(what: str, duration: str, name: str, compile_all: Callable[[], None]) -> None:
+    """Compile or load, and log how long it took where it takes long; `name` is that of a marker file."""
+    folder = kernel_folder()
     if folder is None:
-        logger.warning(
-            "compiling the kernels for %s on the CPU, at every start: no folder could be made for them", name
-        )
-        return _compile(dtype)
+        logger.warning("compiling %s on the CPU, at every start: no folder could be made for them", what)
+        return compile_all()
     with FileLock(folder / "lock"):  # two processes would mix up what they keep
         marker = folder / name
         if marker.exists():
-            return _compile(dtype)
-        logger.warning("compiling the kernels for %s on the CPU, some 20 to 60 s, once on this machine", name)
+            return compile_all()
+        logger.warning("compiling %s on the CPU, %s, once on this machine", what, duration)
         began = time.perf_counter()
-        _compile(dtype)
+        compile_all()
         marker.touch()
         logger.warning("compiled in %.1f s", time.perf_counter() - began)
 
 
-def _compile(dtype: torch.dtype) -> None:
-    """Call every kernel once, on next to nothing."""
+def _fit(dtype: torch.dtype) -> None:
+    """Call every kernel of `fitting` once."""
+    like, keys = np.empty(0, LIKE[dtype]), torch.zeros(1, WIDE, dtype=dtype)
+    mean, square, wide = np.zeros(WIDE), np.eye(WIDE), np.zeros((32, WIDE))
+    arguments = (like, keys.data_ptr(), 1, mean)
+    norm_kernel(*arguments, square)
+    decompose_kernel(*arguments, square, wide, 1, np.zeros_like(wide))
+    products_kernel(*arguments, np.zeros((WIDE, 32)), np.zeros((32, 32)), np.zeros((32, 32)), wide)
+
+
+def _decode(dtype: torch.dtype) -> None:
+    """Call every kernel of a step once, on next to nothing."""
     query, keys = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 2, 16, dtype=dtype)
     cached = Cached(torch.zeros(1, 1, 2, 1, dtype=torch.int64))
     chosen = choose(query, torch.zeros(1, 32, 16, dtype=dtype), cached, 1, Choice(scaling=1.0))

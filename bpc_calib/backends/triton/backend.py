@@ -15,9 +15,10 @@ from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.fitting import fit
 
 __all__ = [
-    "append", "choose", "dense_attention", "encode_with", "popcount_scores", "quantize_query", "serves",
+    "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query", "serves",
     "sparse_attention", "stages",
 ]  # fmt: skip
 

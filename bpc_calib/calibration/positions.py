@@ -1,0 +1,63 @@
+"""Where calibration looks: the positions of the kept keys, and the first position of each sample."""
+
+import random
+from itertools import pairwise
+
+from bpc_calib.calibration.plan import Plan
+
+__all__ = ["first_positions", "key_positions", "shift_offsets", "spread_positions"]
+
+
+def key_positions(plan: Plan) -> list[list[int]]:
+    """Return, for each sample, the ascending indices of the tokens whose keys are kept.
+
+    The fitted samples share `plan.keys_per_head`; every held-out sample has as many as a fitted one, at least one.
+    """
+    fitted, held_out = plan.fitted, plan.held_out
+    each = max(1, plan.keys_per_head // len(fitted))
+    chosen: list[list[int]] = [[]] * plan.samples
+    for samples, keys, use in (
+        (fitted, plan.keys_per_head, "positions"),
+        (held_out, len(held_out) * each, "held-out-positions"),
+    ):
+        rng = random.Random(f"{plan.seed}/{use}")
+        spread = spread_positions(len(samples), plan.sequence_length, keys, rng)
+        for sample, positions in zip(samples, spread, strict=True):
+            chosen[sample] = positions
+    return chosen
+
+
+def first_positions(plan: Plan) -> list[int]:
+    """Return the position of the first token of each sample: 0 without a position shift."""
+    if not plan.position_shift:
+        return [0] * plan.samples
+    limit = plan.model.context_limit or plan.sequence_length
+    return shift_offsets(plan.samples, plan.sequence_length, limit, random.Random(f"{plan.seed}/position-shift"))
+
+
+def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> list[int]:
+    """Draw the first position of each sample of `length` tokens, from 0 to `limit - length`, denser towards 0.
+
+    Shifted samples have the RoPE rotations of long contexts. Short and long contexts both contain the early
+    positions, so these count more: the offset is `room * u^2` with one `u` from each of `samples` equal parts
+    of [0, 1). benchmarks/results/position_shift_*.json compares this choice with others.
+    """
+    room = limit - length
+    parts = list(range(samples))
+    rng.shuffle(parts)
+    return [int((room + 1) * ((part + rng.random()) / samples) ** 2) for part in parts]
+
+
+def spread_positions(samples: int, length: int, keys: int, rng: random.Random) -> list[list[int]]:
+    """Draw ascending positions in `[0, length)` for each sample: one from each of several equal parts.
+
+    All samples together have at most `keys` positions, and the counts of two samples differ by at most one.
+    """
+    if keys >= samples * length:
+        return [list(range(length))] * samples
+    chosen = []
+    for sample in range(samples):
+        parts = keys * (sample + 1) // samples - keys * sample // samples
+        edges = [length * part // parts for part in range(parts + 1)] if parts else []
+        chosen.append([rng.randrange(*edge) for edge in pairwise(edges)])
+    return chosen
