@@ -101,7 +101,7 @@ def test_calibration_time(benchmark_result):
 
 def test_evaluation(benchmark_result):
     result = benchmark_result("evaluation")
-    assert result["calibration"]["samples"] == 2
+    assert result["calibration"]["samples"] == 3
     assert {row["task"] for row in result["rows"]} == {"text", "needle"}
     full, *others = (row for row in result["rows"] if row["task"] == "needle")
     assert (full["method"], full["read"]) == ("full", 1.0)

@@ -19,8 +19,8 @@ from bpc_calib.calibration.positions import first_positions, key_positions
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
-from bpc_calib.text.corpora import open_corpus
-from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus, expand
+from bpc_calib.text.corpus_list import check_corpora, open_corpora
+from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
 from bpc_calib.text.samples import draw_samples
 
 __all__ = ["Collected", "calibrate", "collect", "project"]
@@ -51,15 +51,15 @@ def calibrate(
     Raises:
         ModelError: the model is not supported, or a key is not finite.
         CorpusError: a text cannot be read, or a corpus is too short.
-        InputError: the plan is for another model, or there is no corpus.
+        InputError: the plan is for another model, there is no corpus, a text is given twice, or there are fewer samples
+            than corpora.
     """
     description = describe(model.config)
     plan = plan or make_plan(description)
     if plan.model.config_sha256 != description.config_sha256:
         raise InputError(f"the plan is for {plan.model.id}, but the model is {description.id}: make a plan for it")
-    if not corpora or isinstance(corpora, str):
-        raise InputError(f"corpora must be a list of at least one corpus, not {corpora!r}")
-    opened = [spec if isinstance(spec, Corpus) else open_corpus(os.fspath(spec)) for spec in expand(corpora)]
+    opened = open_corpora(corpora)
+    check_corpora(opened, plan.samples)
     return project(collect(model, tokenizer, plan, opened, progress), plan, model.device, progress)
 
 
