@@ -110,7 +110,7 @@ def test_dry_run_plans_and_writes_nothing(calibrate, tmp_path):
         assert part in ran.out
     plan = json.loads(calibrate("--dry-run", "--json").out)
     assert plan["tokens"] == 512
-    assert plan["keys_bytes"] == 3 * 2 * 384 * 8 * 4
+    assert plan["keys_bytes"] == 3 * 2 * 512 * 8 * 4
     assert plan["output_bytes"] == 3 * 2 * (32 * 8 + 33 + 8 * 8 + 8) * 4  # projection, residual, metric, mean
     assert plan["weights_bytes"] == 4 * sum(p.numel() for p in tiny.model().parameters())
     assert list(tmp_path.iterdir()) == []
@@ -435,7 +435,7 @@ def test_a_terminal_without_unicode_still_gets_the_table(made, bpc_process):
     assert "tiny-llama" in ran.out
 
 
-def test_ctrl_c_exits_130_and_leaves_nothing(model_folder, tmp_path):
+def test_ctrl_c_exits_130_and_leaves_the_finished_work(model_folder, tmp_path):
     (tmp_path / "text.txt").write_text(tiny.prose(200_000))
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
@@ -449,9 +449,10 @@ def test_ctrl_c_exits_130_and_leaves_nothing(model_folder, tmp_path):
     )
     time.sleep(8)  # in the middle of the work
     ran.send_signal(signal.SIGINT)
-    assert ran.stderr.read() == "Interrupted.\n"
+    kept = "tiny-llama-bpc64.safetensors.work"
+    assert ran.stderr.read() == f"The finished work is in {kept}: the same command goes on with it\nInterrupted.\n"
     assert ran.wait() == 130
-    assert list((tmp_path / "work").iterdir()) == []
+    assert [path.name for path in (tmp_path / "work").iterdir()] == [kept]
 
 
 def test_a_full_disk_is_one_line(bpc, model_folder, text_folder, tmp_path):
@@ -472,6 +473,7 @@ def test_a_full_disk_is_one_line(bpc, model_folder, text_folder, tmp_path):
         check=False,
     )
     assert ran.returncode == 1
-    assert ran.stderr.startswith("Error: tiny-llama-bpc64.safetensors: cannot be written: ")
+    sample = "tiny-llama-bpc64.safetensors.work/samples/000000.safetensors"
+    assert ran.stderr.startswith(f"Error: {sample}: cannot be written: File too large (")
     assert ran.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == []
