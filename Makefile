@@ -5,7 +5,7 @@ PYTHON ?= python3
 # torch without CUDA is FLOOR_TORCH=torch==2.8.0+cpu; that of PyPI brings 3 GB beside it.
 FLOOR_TORCH ?= torch==2.8.0
 FLOOR_PYTHON ?= python3.10
-FLOORS := numpy==1.26.0 transformers==5.17.0 datasets==4.0.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 numba==0.61.2 \
+FLOORS := numpy==1.26.0 transformers==5.17.0 datasets==4.0.0 filelock==3.21.2 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 numba==0.61.2 \
   lm_eval==0.4.10 matplotlib==3.8.0
 SOURCES := $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache__/*')
 # Tests side by side, one thread in each: the tensors are tiny, and threads that share a core wait for each other.

@@ -40,15 +40,20 @@ def try_replacing(path: Path, size: int, overwrite: bool, kind: Kind | None = No
 
 
 @contextmanager
-def replacing(path: Path, overwrite: bool, kind: Kind | None = None, *, trial: bool = False) -> Iterator[Path]:
+def replacing(
+    path: Path, overwrite: bool, kind: Kind | None = None, *, trial: bool = False, locked: bool = False
+) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`. At the end, that file replaces `path`, unless this is a trial.
+
+    Where the caller holds a lock on `path`, the temporary file has a fixed name, and the next caller removes what a
+    killed process left of it.
 
     Raises:
         ArtifactError: there is no such folder; `path` exists and `overwrite` is false; it exists and is not of this
             kind (None: any regular file); or it cannot be written.
     """
     target = Path(os.path.realpath(path))  # replaces the target of a link, not the link
-    temporary = target.with_name(f".bpc-{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".{target.name}.tmp" if locked else f".bpc-{secrets.token_hex(8)}.tmp")
     try:
         if not target.parent.is_dir():
             raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")

@@ -9,10 +9,12 @@ text is forced token by token; docs/projections.md has the tables.
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import rankings
@@ -20,9 +22,14 @@ import report
 import torch
 
 from bpc_calib import describe, disable, enable
-from bpc_calib.calibration.calibrate import Collected, collect, project
-from bpc_calib.calibration.plan import make_plan
+from bpc_calib.calibration.collecting import collect
+from bpc_calib.calibration.contents import contents
+from bpc_calib.calibration.layer_fit import fit_layer
+from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projection_method import PROJECTION_METHODS, ProjectionMethod
+from bpc_calib.calibration.run_text import read_text
+from bpc_calib.calibration.stored_keys import read_layer
+from bpc_calib.calibration.work_folder import open_work_folder
 from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
 from bpc_calib.evaluation.comparison import FORCED, HARD
 from bpc_calib.evaluation.evaluate import OTHER_TEXT, ask, draw_prompts
@@ -34,7 +41,7 @@ from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.rules import ranking_defaults
 from bpc_calib.text.corpora import open_corpus
-from bpc_calib.text.known_corpora import expand
+from bpc_calib.text.known_corpora import Corpus, expand
 from bpc_calib.text.samples import draw_samples
 
 BEST = PROJECTION_METHODS["score-aware"]
@@ -222,6 +229,34 @@ def main() -> None:
     report.write(arguments.output, {"settings": settings | HARD, "rows": list(rows.values())})
 
 
+@dataclass(frozen=True)
+class Collected:
+    """The kept keys of a text, and what else a fit needs, by layer."""
+
+    keys: dict[int, torch.Tensor]
+    aside: dict[int, torch.Tensor | None]
+    moments: dict[int, torch.Tensor]
+    sources: list[dict[str, Any]]
+
+
+def keys_of(model: Any, tokenizer: Any, plan: Plan, corpora: list[Corpus]) -> Collected:
+    """Collect the keys of a text."""
+
+    def quiet(stage: str, done: int, total: int) -> None:
+        pass
+
+    with tempfile.TemporaryDirectory() as folder, open_work_folder(Path(folder), plan, model.device) as work:
+        text = read_text(corpora, tokenizer, work, quiet)
+        moments = collect(model, text, work, quiet)
+        layers, aside = plan.model.full_layers, plan.held_out
+        return Collected(
+            {layer: read_layer(work.path, layer, plan.fitted) for layer in layers},
+            {layer: read_layer(work.path, layer, aside) if aside else None for layer in layers},
+            moments,
+            text.sources,
+        )
+
+
 class Calibrations:
     """Projections by method and text; the keys of each text are collected once."""
 
@@ -247,8 +282,7 @@ class Calibrations:
         if key not in self.collected:
             print(f"collecting keys: {key}", file=sys.stderr)
             opened = [open_corpus(spec) for spec in expand([corpora])]
-            quiet = lambda stage, done, total: None  # noqa: E731
-            self.collected[key] = collect(self.model, self.tokenizer, replace(chosen, method=BEST), opened, quiet)
+            self.collected[key] = keys_of(self.model, self.tokenizer, replace(chosen, method=BEST), opened)
         return self.collected[key], replace(chosen, method=variant.method)
 
     def artifact(self, variant: Variant) -> Any:
@@ -256,8 +290,11 @@ class Calibrations:
         key = json.dumps([asdict(variant.method) | {"name": ""}, variant.bits, variant.calibration])  # type: ignore[arg-type]
         if key not in self.artifacts:
             began = time.perf_counter()
-            copied = replace(collected, keys=dict(collected.keys))
-            self.artifacts[key] = project(copied, chosen, self.model.device, lambda stage, done, total: None)
+            fits = {
+                layer: fit_layer(keys, collected.aside[layer], collected.moments[layer], chosen, self.model.device)
+                for layer, keys in collected.keys.items()
+            }
+            self.artifacts[key] = contents(chosen, collected.sources, "unknown", fits)
             print(f"projected in {time.perf_counter() - began:.1f} s: {key}", file=sys.stderr)
         return self.artifacts[key]
 

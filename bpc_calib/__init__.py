@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from bpc_calib.backends.dispatch import choose, sparse_attention
     from bpc_calib.calibration.calibrate import calibrate
     from bpc_calib.calibration.plan import Plan, make_plan
-    from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError
+    from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError, WorkError
     from bpc_calib.method.choosing import Cached, Choice
     from bpc_calib.method.decomposition import Decomposition, decompose
     from bpc_calib.method.encoding import Encoded, encode
@@ -38,6 +38,7 @@ __all__ = [
     "ModelError",
     "Plan",
     "QuantizedQuery",
+    "WorkError",
     "attended",
     "calibrate",
     "choose",
@@ -63,7 +64,7 @@ _MODULES = {
     "bpc_calib.backends.dispatch": ("choose", "sparse_attention"),
     "bpc_calib.calibration.calibrate": ("calibrate",),
     "bpc_calib.calibration.plan": ("Plan", "make_plan"),
-    "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError"),
+    "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError", "WorkError"),
     "bpc_calib.method.choosing": ("Cached", "Choice"),
     "bpc_calib.method.decomposition": ("Decomposition", "decompose"),
     "bpc_calib.method.encoding": ("Encoded", "encode"),

@@ -2,7 +2,7 @@
 
 from bpc_artifacts.errors import BPCError
 
-__all__ = ["BPCError", "CorpusError", "InputError", "ModelError", "first_line"]
+__all__ = ["BPCError", "CorpusError", "InputError", "ModelError", "WorkError", "first_line"]
 
 
 class InputError(BPCError, ValueError):
@@ -15,6 +15,10 @@ class ModelError(BPCError):
 
 class CorpusError(BPCError):
     """A text cannot be found, read or used."""
+
+
+class WorkError(BPCError):
+    """A work folder is in use, is damaged, cannot be written, or belongs to another calibration."""
 
 
 def first_line(fault: BaseException) -> str:

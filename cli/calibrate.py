@@ -3,7 +3,7 @@
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from bpc_calib.text.known_corpora import DEFAULT_CORPORA, DEMO, HUB_CORPORA
 from bpc_cli.calibration_checks import idle_options, open_text
 from bpc_cli.calibration_plan import print_plan
 from bpc_cli.calibration_report import STAGES, print_report, report
+from bpc_cli.calibration_work import WorkOptions, finish, open_work, was_finished
 from bpc_cli.command import command
 from bpc_cli.console import note, print_json
 from bpc_cli.libraries import quiet_libraries
@@ -98,6 +99,7 @@ def calibrate(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file if it exists.")] = False,
+    work: WorkOptions,
     load: LoadOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and stop before any weights are loaded.")
@@ -110,38 +112,44 @@ def calibrate(
     Example: bpc calibrate -m meta-llama/Llama-3.1-8B-Instruct
     """
     started = time.monotonic()
-    from bpc_artifacts import check_writable, save
+    from bpc_artifacts import check_writable
 
     if output is not None:  # before anything slow
-        check_writable(output, 0, overwrite=force)
+        check_writable(output, 0, overwrite=force or was_finished(output, work))
     quiet_libraries(quiet=quiet)
     import bpc_calib
+    from bpc_calib.calibration.calibrate import calibrate_in
+    from bpc_calib.calibration.run_text import read_text
 
     opened = open_model(model, load)
     plan = bpc_calib.make_plan(opened.description, **asdict(numbers))
     target = output or Path(f"{plan.model.id.split('/')[-1]}-bpc{plan.bits}.safetensors")
-    check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=force)
+    overwrite = force or was_finished(target, work)
+    check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
     names = text.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
-    corpora = open_text(names, text.text_field, plan.samples, hub=not dry_run)  # a plan reads nothing from the Hub
+    corpora = open_text(names, text.text_field, plan.samples)
     for message in () if quiet else idle_options(plan, corpora, text.text_field, numbers):
         note(message)
     if dry_run:
         print_plan(plan, opened, target, [corpus.name for corpus in corpora], as_json)
         return
-    tokenizer = open_tokenizer(opened)
-    loaded = open_weights(opened, quiet)
-
     times = StageTimes(started)
-    times.add("load")
-    with stage_bars(STAGES, quiet) as show:
+    with open_work(target, work, plan, opened.device, quiet) as folder, stage_bars(STAGES, quiet) as show:
 
         def progress(stage: str, done: int, total: int) -> None:
             times.add(stage, done)
             show(stage, done, total, "")
 
-        artifact = bpc_calib.calibrate(loaded, tokenizer, corpora, plan, progress=progress)
-    save(artifact, target, overwrite=force)
-    result = report(artifact, target, opened.device, time.monotonic() - started, times)
+        def load_model() -> Any:
+            loaded = open_weights(opened, quiet)
+            times.add("load")
+            return loaded
+
+        drawn = read_text(corpora, open_tokenizer(opened), folder, progress)
+        artifact = calibrate_in(folder, drawn, load_model, progress)
+        finish(artifact, target, folder, overwrite=overwrite, keep=work.keep_work)
+        reused = {"samples": len(folder.samples), "layers": len(folder.layers)}
+    result = report(artifact, target, opened.device, time.monotonic() - started, times) | {"reused": reused}
     if as_json:
         print_json(result)
     else:

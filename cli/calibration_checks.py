@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from bpc_calib.text.known_corpora import HUB_CORPORA, expand
-
 if TYPE_CHECKING:
     from bpc_calib.calibration.plan import Plan
     from bpc_calib.text.known_corpora import Corpus
@@ -14,12 +12,11 @@ __all__ = ["idle_options", "open_text"]
 FIELD_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")  # of files that have fields
 
 
-def open_text(specs: list[str], text_field: str | None, samples: int, *, hub: bool) -> "list[Corpus]":
-    """Open the corpora: each text once, each with a sample; without `hub`, those of the Hub stay unopened."""
+def open_text(specs: list[str], text_field: str | None, samples: int) -> "list[Corpus]":
+    """Open the corpora: each text once, each with a sample; those of the Hub stay unopened."""
     from bpc_calib.text.corpus_list import check_corpora, open_corpora
 
-    known = [HUB_CORPORA.get(name, name) for name in expand(specs)]
-    corpora = open_corpora(specs if hub else known, text_field=text_field or "text")
+    corpora = open_corpora(specs, text_field=text_field or "text", hub=False)
     check_corpora(corpora, samples)
     return corpora
 

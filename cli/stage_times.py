@@ -18,9 +18,9 @@ class StageTimes:
     _reached: dict[str, int] = field(default_factory=dict)
 
     def add(self, stage: str, done: int = 1) -> None:
-        """Count the time since the last call, and the steps up to `done`; a first call counts at most one step."""
+        """Count the time since the last call, and the steps since the last call with this stage."""
         now = self.clock()
-        before = self._reached.get(stage, max(done - 1, 0))
+        before = self._reached.get(stage, done)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
         self.steps[stage] = self.steps.get(stage, 0) + done - before
         self._reached[stage] = done

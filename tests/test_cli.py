@@ -111,7 +111,7 @@ def test_dry_run_plans_and_writes_nothing(calibrate, tmp_path):
         assert part in ran.out
     plan = json.loads(calibrate("--dry-run", "--json").out)
     assert plan["tokens"] == 512
-    assert plan["keys_bytes"] == 3 * 2 * 384 * 8 * 4
+    assert plan["keys_bytes"] == 3 * 2 * 512 * 8 * 4
     assert plan["output_bytes"] == 3 * 2 * (32 * 8 + 33 + 8 * 8 + 8) * 4  # projection, residual, metric, mean
     assert plan["weights_bytes"] == 4 * sum(p.numel() for p in tiny.model().parameters())
     assert list(tmp_path.iterdir()) == []
@@ -160,7 +160,7 @@ def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
     assert ran.code == 0
     assert ran.err.splitlines() == [
         "--text-field body has no effect: no corpus is a local JSON or parquet file",
-        "--keys-per-head 100,000 is more than there are: all 512 keys are kept",
+        "--keys-per-head 100,000 is more than there are: all 384 keys are kept",
         "--position-shift has no effect: 128 tokens are all that the model allows",
     ]
     assert bpc(*words, *idle, "--quiet").err == ""
@@ -482,7 +482,7 @@ def test_a_terminal_without_unicode_still_gets_the_table(made, bpc_process):
     assert "tiny-llama" in ran.out
 
 
-def test_ctrl_c_exits_130_and_leaves_nothing(model_folder, tmp_path):
+def test_ctrl_c_exits_130_and_leaves_the_finished_work(model_folder, tmp_path):
     (tmp_path / "text.txt").write_text(tiny.prose(200_000))
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
@@ -494,11 +494,14 @@ def test_ctrl_c_exits_130_and_leaves_nothing(model_folder, tmp_path):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
-    time.sleep(8)  # in the middle of the work
+    kept = "tiny-llama-bpc64.safetensors.work"
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "work" / kept).glob("samples/*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
     ran.send_signal(signal.SIGINT)
-    assert ran.stderr.read() == "Interrupted.\n"
+    assert ran.stderr.read() == f"The finished work is in {kept}: the same command goes on with it\nInterrupted.\n"
     assert ran.wait() == 130
-    assert list((tmp_path / "work").iterdir()) == []
+    assert [path.name for path in (tmp_path / "work").iterdir()] == [kept]
 
 
 def test_a_full_disk_is_one_line(bpc, model_folder, text_folder, tmp_path):
@@ -519,6 +522,7 @@ def test_a_full_disk_is_one_line(bpc, model_folder, text_folder, tmp_path):
         check=False,
     )
     assert ran.returncode == 1
-    assert ran.stderr.startswith("Error: tiny-llama-bpc64.safetensors: cannot be written: ")
+    sample = "tiny-llama-bpc64.safetensors.work/samples/000000.safetensors"
+    assert ran.stderr.startswith(f"Error: {sample}: cannot be written: File too large (")
     assert ran.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == []

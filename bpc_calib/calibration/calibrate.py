@@ -1,29 +1,25 @@
 """Calibration: from text to keys, to their decomposition, to the artifact."""
 
 import os
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.calibration.held_out import held_out_metrics
-from bpc_calib.calibration.keys import sample_keys
-from bpc_calib.calibration.layer_fit import LayerFit, fit_layer
+from bpc_calib.calibration.collecting import collect
+from bpc_calib.calibration.contents import contents
 from bpc_calib.calibration.plan import Plan, make_plan
-from bpc_calib.calibration.positions import first_positions, key_positions
-from bpc_calib.errors import InputError, ModelError
+from bpc_calib.calibration.projecting import project
+from bpc_calib.calibration.run_text import Text, read_text
+from bpc_calib.calibration.work_folder import WorkFolder, open_work_folder
+from bpc_calib.errors import InputError
 from bpc_calib.models.description import describe
-from bpc_calib.models.observation import verify
 from bpc_calib.text.corpus_list import check_corpora, open_corpora
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
-from bpc_calib.text.samples import draw_samples
 
-__all__ = ["Collected", "calibrate", "collect", "project"]
+__all__ = ["calibrate", "calibrate_in"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -34,6 +30,7 @@ def calibrate(
     corpora: Sequence[str | os.PathLike[str] | Corpus] = DEFAULT_CORPORA,
     plan: Plan | None = None,
     *,
+    work_dir: str | os.PathLike[str] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> ProjectionArtifact:
     """Find the projections of a causal language model from text (the paper's OPC).
@@ -46,6 +43,8 @@ def calibrate(
         corpora: names of `HUB_CORPORA`, `demo`, paths, `NAME=PATH`, or results of `open_corpus`; each corpus gets an
             equal share of the samples.
         plan: the settings (`make_plan`); None is the default plan for this model.
+        work_dir: a folder for the finished samples and layers; the same call with the same folder goes on where a
+            former one stopped. It stays until you delete it. None: a temporary folder, removed at the end.
         progress: is called with a stage ("text", "keys", "decompose"), the number of finished steps and their total.
 
     Raises:
@@ -53,109 +52,25 @@ def calibrate(
         CorpusError: a text cannot be read, or a corpus is too short.
         InputError: the plan is for another model, there is no corpus, a text is given twice, or there are fewer samples
             than corpora.
+        WorkError: the work folder is in use, is damaged, cannot be written, or belongs to another calibration.
     """
     description = describe(model.config)
     plan = plan or make_plan(description)
     if plan.model.config_sha256 != description.config_sha256:
         raise InputError(f"the plan is for {plan.model.id}, but the model is {description.id}: make a plan for it")
-    opened = open_corpora(corpora)
+    opened = open_corpora(corpora, hub=False)
     check_corpora(opened, plan.samples)
-    return project(collect(model, tokenizer, plan, opened, progress), plan, model.device, progress)
+    with ExitStack() as stack:
+        folder = work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="bpc-"))
+        work = stack.enter_context(open_work_folder(Path(folder), plan, model.device))
+        text = read_text(opened, tokenizer, work, progress)
+        return calibrate_in(work, text, lambda: model, progress)
 
 
-@dataclass(frozen=True)
-class Collected:
-    """The results of one pass over the text, by the index of the full-attention layer."""
-
-    keys: dict[int, Tensor]  # [kv_heads, N, head_dim] of the fitted samples
-    held_out: dict[int, Tensor]  # [kv_heads, M, head_dim] of the held-out samples; empty without any
-    moments: dict[int, Tensor]  # float64 [kv_heads, head_dim, head_dim] of the fitted samples' queries
-    sources: list[dict[str, Any]]
-
-
-def collect(model: Any, tokenizer: Any, plan: Plan, corpora: Sequence[Corpus], progress: Progress) -> Collected:
-    """Draw samples from the text and collect their keys from the model."""
-    verify(model, plan.model)
-    tokens, sources = draw_samples(
-        list(corpora),
-        tokenizer,
-        samples=plan.samples,
-        sequence_length=plan.sequence_length,
-        seed=plan.seed,
-        vocab_size=plan.model.vocab_size,
-        progress=lambda done: progress("text", done, plan.samples),
-    )
-    layers, aside = plan.model.full_layers, set(plan.held_out)
-    kept: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    kept_aside: dict[int, list[Tensor]] = {layer: [] for layer in layers if aside}
-    moments: dict[int, Tensor] = {}
-    for i, (positions, offset) in enumerate(zip(key_positions(plan), first_positions(plan), strict=True)):
-        summed = plan.method.power is not None and i not in aside
-        found = sample_keys(model, plan.model, tokens[i], positions, offset=offset, moments=summed)
-        for layer in layers:
-            (kept_aside if i in aside else kept)[layer].append(found.keys[layer])
-            if summed:
-                moment = found.moments[layer]
-                moments[layer] = moments[layer] + moment if layer in moments else moment
-        progress("keys", i + 1, plan.samples)
-    joined, joined_aside = (
-        {layer: torch.cat(each.pop(layer), dim=1) for layer in list(each)} for each in (kept, kept_aside)
-    )
-    return Collected(joined, joined_aside, moments, sources)
-
-
-def project(collected: Collected, plan: Plan, device: torch.device, progress: Progress) -> ProjectionArtifact:
-    """Fit every layer and free its keys."""
-    fits: dict[int, LayerFit] = {}
-    dtype = next(iter(collected.keys.values())).dtype
-    for done, layer in enumerate(list(collected.keys), start=1):
-        keys, aside, moment = collected.keys.pop(layer), collected.held_out.get(layer), collected.moments.get(layer)
-        try:
-            fits[layer] = fit_layer(keys, aside, moment, plan, _decomposition_device(device))
-        except InputError as fault:
-            raise ModelError(f"{plan.model.id}: layer {layer}: {fault}; try another dtype") from fault
-        progress("decompose", done, len(plan.model.full_layers))
-    layers = {layer: found.layer for layer, found in fits.items()}
-    return ProjectionArtifact(layers, _metadata(plan, collected.sources, dtype, fits))
-
-
-def _decomposition_device(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-
-
-def _metadata(
-    plan: Plan, sources: list[dict[str, Any]], dtype: torch.dtype, fits: dict[int, LayerFit]
-) -> dict[str, Any]:
-    method = plan.method
-    final = {str(index): float(found.layer.residual[:, -1].mean(dtype=np.float64)) for index, found in fits.items()}
-    metrics: dict[str, Any] = {"residual": sum(final.values()) / len(final), "residual_by_layer": final}
-    held_out = {layer: found.held_out for layer, found in fits.items() if found.held_out is not None}
-    if held_out:
-        keys = sum(len(key_positions(plan)[sample]) for sample in plan.held_out)
-        metrics["held_out"] = held_out_metrics(held_out, len(plan.held_out), keys)
-    return {
-        "format_version": 1,
-        "bpc_version": version("bpc-calib"),
-        "key_space": "post_rope",
-        "layers": list(fits),
-        "algorithm": {
-            "name": method.name,
-            "bits": plan.bits,
-            "iterations": method.iterations,
-            "metric": method.power is not None,
-            "least_squares": method.rounds,
-            "centred": method.centred,
-            "position_shift": plan.position_shift,
-            "seed": plan.seed,
-        },
-        "model": plan.model.metadata(),
-        "calibration": {
-            "sources": sources,
-            "samples": plan.samples,
-            "sequence_length": plan.sequence_length,
-            "tokens": plan.tokens,
-            "keys_per_head": plan.keys_per_head,
-            "dtype": str(dtype).removeprefix("torch."),
-        },
-        "metrics": metrics,
-    }
+def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress: Progress) -> ProjectionArtifact:
+    """Do what is left of a calibration. `load` returns the model; it is called only if a sample is left."""
+    moments = work.summed[1]
+    if len(work.samples) < work.plan.samples:
+        moments = collect(load(), text, work, progress)
+    fits = project(work, moments, progress)
+    return contents(work.plan, text.sources, work.journal.weights["dtype"], fits)

@@ -42,10 +42,31 @@ class Plan:
         """Tokens of all samples."""
         return self.samples * self.sequence_length
 
+    @property
+    def summed(self) -> list[int]:
+        """The samples whose queries' moments are summed for the query metric."""
+        return [] if self.method.power is None else self.fitted
+
+    @property
+    def held_out_keys_per_head(self) -> int:
+        """Keys per KV head that are kept aside: every held-out sample has as many as a fitted one, at least one."""
+        return len(self.held_out) * max(1, self.keys_per_head // len(self.fitted))
+
     def key_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the collected keys in main memory, for keys of `itemsize` bytes per number."""
+        """Return the bytes of the keys of all layers in the work folder, for keys of `itemsize` bytes per number."""
         model = self.model
-        return len(model.full_layers) * model.kv_heads * self.keys_per_head * model.head_dim * itemsize
+        keys = self.keys_per_head + self.held_out_keys_per_head
+        return len(model.full_layers) * model.kv_heads * keys * model.head_dim * itemsize
+
+    def work_bytes(self, itemsize: int) -> int:
+        """Return about the most bytes of the work folder, for keys of `itemsize` bytes per number."""
+        model = self.model
+        moments = len(model.full_layers) * model.kv_heads * model.head_dim**2 * 8 if self.summed else 0
+        tokens = self.tokens * 4
+        # Three files of moments while the newest is written; the layers, and the artifact that joins them.
+        tables = 3 * moments + 2 * self.artifact_bytes + tokens
+        files = self.samples + len(model.full_layers) + 8
+        return self.key_bytes(itemsize) + tables + files * (4096 + 256 * len(model.full_layers))
 
     @property
     def artifact_bytes(self) -> int:

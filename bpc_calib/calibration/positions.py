@@ -14,11 +14,10 @@ def key_positions(plan: Plan) -> list[list[int]]:
     The fitted samples share `plan.keys_per_head`; every held-out sample has as many as a fitted one, at least one.
     """
     fitted, held_out = plan.fitted, plan.held_out
-    each = max(1, plan.keys_per_head // len(fitted))
     chosen: list[list[int]] = [[]] * plan.samples
     for samples, keys, use in (
         (fitted, plan.keys_per_head, "positions"),
-        (held_out, len(held_out) * each, "held-out-positions"),
+        (held_out, plan.held_out_keys_per_head, "held-out-positions"),
     ):
         rng = random.Random(f"{plan.seed}/{use}")
         spread = spread_positions(len(samples), plan.sequence_length, keys, rng)

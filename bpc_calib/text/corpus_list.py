@@ -6,13 +6,17 @@ from pathlib import Path
 
 from bpc_calib.errors import InputError
 from bpc_calib.text.corpora import open_corpus
-from bpc_calib.text.known_corpora import Corpus, expand
+from bpc_calib.text.known_corpora import HUB_CORPORA, Corpus, expand
 
 __all__ = ["check_corpora", "open_corpora"]
 
 
-def open_corpora(specs: Sequence[str | os.PathLike[str] | Corpus], *, text_field: str = "text") -> list[Corpus]:
+def open_corpora(
+    specs: Sequence[str | os.PathLike[str] | Corpus], *, text_field: str = "text", hub: bool = True
+) -> list[Corpus]:
     """Open corpora, each as `open_corpus` does; `demo` is short for several.
+
+    Without `hub`, corpora of the Hub stay without a commit until `pin`, and no network is needed.
 
     Raises:
         CorpusError: a corpus cannot be opened.
@@ -22,7 +26,7 @@ def open_corpora(specs: Sequence[str | os.PathLike[str] | Corpus], *, text_field
         raise InputError(f"corpora must be a list of at least one corpus, not {specs!r}")
     opened = [
         spec if isinstance(spec, Corpus) else open_corpus(os.fspath(spec), text_field=text_field)
-        for spec in expand(specs)
+        for spec in (expand(specs) if hub else [HUB_CORPORA.get(spec, spec) for spec in expand(specs)])
     ]
     check_corpora(opened)
     return opened

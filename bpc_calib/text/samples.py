@@ -13,7 +13,7 @@ from bpc_calib.errors import CorpusError, ModelError
 from bpc_calib.text.corpora import documents
 from bpc_calib.text.known_corpora import Corpus
 
-__all__ = ["beginning", "draw_samples", "pack", "pieces"]
+__all__ = ["beginning", "check_vocabulary", "draw_corpus", "draw_samples", "pack", "pieces", "shares", "source"]
 
 CHARACTERS_PER_TOKEN = 6  # higher than in real text, so that most pieces fill a sample
 SPARE_CHARACTERS = 64 << 20  # limit of the second and later pieces of documents that are kept in memory
@@ -41,44 +41,79 @@ def draw_samples(
         CorpusError: a corpus has too little text for its share; the message has the number of its samples.
         ModelError: the tokenizer does not belong to the model.
     """
-    drawn: list[list[int]] = []
+    drawn: list[Tensor] = []
     sources = []
-    for place, corpus in enumerate(corpora):
-        wanted = samples // len(corpora) + (place < samples % len(corpora))
-        if not wanted:
-            continue
-        rng = random.Random(f"{seed}/text/{corpus.name}")
-        texts = pieces(documents(corpus, rng), sequence_length * CHARACTERS_PER_TOKEN, rng, mix=2 * wanted)
-        taken: list[list[int]] = []
-        for sample in islice(pack(texts, tokenizer, sequence_length), wanted):
-            taken.append(sample)
-            progress(len(drawn) + len(taken))
-        if len(taken) < wanted:
-            raise CorpusError(
-                f"corpus {corpus.name} has text for {len(taken)} samples of {sequence_length} tokens, but needs "
-                f"{wanted}: use fewer or shorter samples, or add text"
+    for corpus, wanted in zip(corpora, shares(samples, len(corpora)), strict=True):
+        if wanted:
+            before = sum(map(len, drawn))
+            tokens = draw_corpus(
+                corpus,
+                tokenizer,
+                samples=wanted,
+                sequence_length=sequence_length,
+                seed=seed,
+                progress=lambda done, before=before: progress(before + done),  # type: ignore[misc]
             )
-        drawn += taken
-        tokens = torch.tensor(taken, dtype=torch.int32).numpy()
-        sources.append(
-            {
-                "name": corpus.name,
-                "path": corpus.path,
-                "revision": corpus.revision,
-                "split": corpus.split,
-                "field": corpus.field,
-                "samples": wanted,
-                "tokens": wanted * sequence_length,
-                "sha256": hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest(),
-            }
+            check_vocabulary(tokens, vocab_size)
+            drawn.append(tokens)
+            sources.append(source(corpus, tokens))
+    return torch.cat(drawn).to(torch.int64), sources
+
+
+def shares(samples: int, corpora: int) -> list[int]:
+    """Return the number of samples of each corpus: equal, or one more for the first ones."""
+    return [samples // corpora + (place < samples % corpora) for place in range(corpora)]
+
+
+def draw_corpus(
+    corpus: Corpus,
+    tokenizer: Any,
+    *,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Tensor:
+    """Draw the samples of one corpus: int32 `[samples, sequence_length]`.
+
+    Raises:
+        CorpusError: the corpus has too little text; the message has the number of its samples.
+    """
+    rng = random.Random(f"{seed}/text/{corpus.name}")
+    texts = pieces(documents(corpus, rng), sequence_length * CHARACTERS_PER_TOKEN, rng, mix=2 * samples)
+    taken: list[Tensor] = []
+    for sample in islice(pack(texts, tokenizer, sequence_length), samples):
+        taken.append(torch.tensor(sample, dtype=torch.int32))
+        progress(len(taken))
+    if len(taken) < samples:
+        raise CorpusError(
+            f"corpus {corpus.name} has text for {len(taken)} samples of {sequence_length} tokens, but needs "
+            f"{samples}: use fewer or shorter samples, or add text"
         )
-    result = torch.tensor(drawn, dtype=torch.int64)
-    if int(result.max()) >= vocab_size:
+    return torch.stack(taken)
+
+
+def source(corpus: Corpus, tokens: Tensor) -> dict[str, Any]:
+    """Return the table of a corpus in the artifact's metadata, for its samples: int32 `[samples, T]`."""
+    return {
+        "name": corpus.name,
+        "path": corpus.path,
+        "revision": corpus.revision,
+        "split": corpus.split,
+        "field": corpus.field,
+        "samples": len(tokens),
+        "tokens": tokens.numel(),
+        "sha256": hashlib.sha256(tokens.numpy().astype("<i4").tobytes()).hexdigest(),
+    }
+
+
+def check_vocabulary(tokens: Tensor, vocab_size: int) -> None:
+    """Raise `ModelError` if the tokenizer does not belong to the model."""
+    if (last := int(tokens.max())) >= vocab_size:
         raise ModelError(
-            f"the tokenizer returns token {int(result.max())}, but the model has only {vocab_size} tokens: "
+            f"the tokenizer returns token {last}, but the model has only {vocab_size} tokens: "
             "use the model's own tokenizer"
         )
-    return result, sources
 
 
 def pieces(texts: Iterable[str], length: int, rng: random.Random, *, mix: int) -> Iterator[str]:

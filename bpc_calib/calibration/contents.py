@@ -1,0 +1,61 @@
+"""The contents of the artifact: the projections of all layers, and how they were found."""
+
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_calib.calibration.held_out import held_out_metrics
+from bpc_calib.calibration.layer_fit import LayerFit
+from bpc_calib.calibration.plan import Plan
+
+__all__ = ["contents"]
+
+
+def contents(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[int, LayerFit]) -> ProjectionArtifact:
+    """Return the artifact of these layers; docs/artifact-format.md describes its metadata.
+
+    Args:
+        sources: see `text.samples.source`.
+        dtype: the name of the model's dtype.
+        fits: every full-attention layer, ascending.
+    """
+    return ProjectionArtifact(
+        {layer: found.layer for layer, found in fits.items()}, _metadata(plan, sources, dtype, fits)
+    )
+
+
+def _metadata(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[int, LayerFit]) -> dict[str, Any]:
+    method = plan.method
+    final = {str(index): float(found.layer.residual[:, -1].mean(dtype=np.float64)) for index, found in fits.items()}
+    metrics: dict[str, Any] = {"residual": sum(final.values()) / len(final), "residual_by_layer": final}
+    held_out = {layer: found.held_out for layer, found in fits.items() if found.held_out is not None}
+    if held_out:
+        metrics["held_out"] = held_out_metrics(held_out, len(plan.held_out), plan.held_out_keys_per_head)
+    return {
+        "format_version": 1,
+        "bpc_version": version("bpc-calib"),
+        "key_space": "post_rope",
+        "layers": list(fits),
+        "algorithm": {
+            "name": method.name,
+            "bits": plan.bits,
+            "iterations": method.iterations,
+            "metric": method.power is not None,
+            "least_squares": method.rounds,
+            "centred": method.centred,
+            "position_shift": plan.position_shift,
+            "seed": plan.seed,
+        },
+        "model": plan.model.metadata(),
+        "calibration": {
+            "sources": sources,
+            "samples": plan.samples,
+            "sequence_length": plan.sequence_length,
+            "tokens": plan.tokens,
+            "keys_per_head": plan.keys_per_head,
+            "dtype": dtype,
+        },
+        "metrics": metrics,
+    }

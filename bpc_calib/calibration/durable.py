@@ -1,0 +1,53 @@
+"""Files that are whole or absent, whenever the process or the machine stops."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from bpc_calib.errors import WorkError
+
+__all__ = ["make_folder", "sync_folder", "write_file"]
+
+
+def write_file(path: Path, blob: bytes) -> None:
+    """Write a file in one step: a reader finds the former content or all of the new one.
+
+    Raises:
+        WorkError: the file cannot be written; nothing changed.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")  # one name: the next attempt replaces what a killed run left
+    try:
+        with open(temporary, "wb") as file:
+            file.write(blob)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as fault:
+        with suppress(OSError):
+            temporary.unlink()
+        with suppress(OSError):
+            free = shutil.disk_usage(path.parent).free
+            room = f" ({len(blob):,} bytes are needed and {free:,} are free)"
+        raise WorkError(
+            f"{path}: cannot be written: {fault.strerror or fault}{room}; make room, then the same command goes on"
+        ) from fault
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it. Raises `WorkError`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise WorkError(f"{path}: this folder cannot be made: {fault.strerror or fault}") from fault
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder survive a loss of power, where the system can do that."""
+    if os.name != "nt":  # Windows opens no folders
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

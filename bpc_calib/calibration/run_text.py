@@ -1,0 +1,95 @@
+"""The text of a run: drawn once, and the same when the run goes on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_calib.calibration.journal import check_same
+from bpc_calib.calibration.stored_tensors import is_intact, keep_intact, read_tensors, write_tensors
+from bpc_calib.calibration.work_folder import WorkFolder
+from bpc_calib.errors import WorkError
+from bpc_calib.text.corpora import pin
+from bpc_calib.text.known_corpora import Corpus
+from bpc_calib.text.samples import check_vocabulary, draw_corpus, shares, source
+
+__all__ = ["Text", "read_text"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """The samples of a run."""
+
+    tokens: Tensor  # int32 [samples, sequence_length]
+    sources: list[dict[str, Any]]  # `calibration.sources` of the artifact
+
+
+def read_text(
+    corpora: Sequence[Corpus], tokenizer: Any, work: WorkFolder, progress: Callable[[str, int, int], None]
+) -> Text:
+    """Draw the samples of each corpus, or take those of the Hub from the work folder; note them in its journal.
+
+    Text of the Hub that the work folder has is at the same commit as before, and needs no network.
+
+    Raises:
+        CorpusError: a text cannot be read, or is too short.
+        ModelError: the tokenizer does not belong to the model.
+        WorkError: the text is not that of the work folder.
+    """
+    plan = work.plan
+    tokens: list[Tensor] = []
+    sources: list[dict[str, Any]] = []
+    for place, (corpus, wanted) in enumerate(zip(corpora, shares(plan.samples, len(corpora)), strict=True)):
+        if not wanted:
+            continue
+        before = sum(map(len, tokens))
+
+        def show(done: int, before: int = before) -> None:
+            progress("text", before + done, plan.samples)
+
+        stored = work.path / "text" / f"{place}.safetensors"
+        noted = work.journal.sources[place] if place < len(work.journal.sources) else None
+        if corpus.repo and corpus.revision is None:
+            corpus = replace(corpus, revision=noted["revision"]) if noted else pin(corpus)
+        drawn = _stored_tokens(stored) if corpus.repo and noted else None
+        if drawn is None:
+            drawn = draw_corpus(
+                corpus,
+                tokenizer,
+                samples=wanted,
+                sequence_length=plan.sequence_length,
+                seed=plan.seed,
+                progress=show,
+            )
+        else:
+            show(wanted)
+        check_vocabulary(drawn, plan.model.vocab_size)
+        found = source(corpus, drawn)
+        if noted is not None:
+            _check_text(work.path, noted, found)
+        else:
+            if corpus.repo:
+                write_tensors(stored, {"tokens": drawn})
+            work.note(replace(work.journal, sources=[*work.journal.sources, found]))
+        tokens.append(drawn)
+        sources.append(found)
+    return Text(torch.cat(tokens), sources)
+
+
+def _stored_tokens(path: Path) -> Tensor | None:
+    intact = keep_intact({0: path}, lambda path: is_intact(path, {"tokens"}))
+    return read_tensors(path)["tokens"].clone() if intact else None
+
+
+def _check_text(folder: Path, noted: dict[str, Any], found: dict[str, Any]) -> None:
+    name = found["name"]
+    changed = {"sha256"} == {key for key in found if found[key] != noted.get(key)}
+    if changed:
+        raise WorkError(
+            f"{folder} has the work of another text: corpus {name} has changed since; "
+            "restore it, choose another --work-dir, or delete the folder"
+        )
+    check_same(folder, {f"corpus {name}": noted}, {f"corpus {name}": found})

@@ -1,0 +1,131 @@
+"""The work folder: the finished work of a calibration, so that a run that was stopped goes on where it was.
+
+    journal.json        what must be the same to go on
+    text/0.safetensors  the tokens of corpus 0, if it came from the Hub
+    samples/            one file per finished sample: its keys
+    moments/            the running sums of the queries' moments, after the last two fitted samples
+    layers/             one file per finished layer: its projections
+    artifact.safetensors
+
+Every file is written in one step and has checksums.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bpc_calib.calibration.durable import make_folder
+from bpc_calib.calibration.journal import Journal, check_same, new_journal, read_journal, write_journal
+from bpc_calib.calibration.layer_fit import LayerFit
+from bpc_calib.calibration.locking import locked
+from bpc_calib.calibration.plan import Plan
+from bpc_calib.calibration.stored_keys import intact_samples
+from bpc_calib.calibration.stored_layers import intact_layers
+from bpc_calib.calibration.stored_moments import newest_moments
+from bpc_calib.errors import WorkError
+
+__all__ = ["WorkFolder", "check_room", "open_work_folder", "remove_work"]
+
+LOCK, JOURNAL, ARTIFACT = "lock", "journal.json", "artifact.safetensors"
+FOLDERS = ("text", "samples", "moments", "layers")
+
+
+@dataclass
+class WorkFolder:
+    """An open work folder. Only `journal` changes."""
+
+    path: Path
+    plan: Plan
+    device: torch.device
+    journal: Journal
+    samples: set[int]  # finished by earlier runs
+    summed: tuple[int, dict[int, Tensor]]  # by earlier runs: the last sample in the sums of moments, and the sums
+    layers: dict[int, LayerFit]  # finished by earlier runs
+
+    @property
+    def artifact(self) -> Path:
+        """Where the artifact is kept until it is at its place."""
+        return self.path / ARTIFACT
+
+    def note(self, journal: Journal) -> None:
+        """Replace the journal. Raises `WorkError`."""
+        write_journal(self.path / JOURNAL, journal)
+        self.journal = journal
+
+
+@contextmanager
+def open_work_folder(path: Path, plan: Plan, device: torch.device) -> Iterator[WorkFolder]:
+    """Open the work folder of a calibration, or make it; remove it at the end if it holds no finished work.
+
+    Raises:
+        WorkError: another run uses the folder, it belongs to another calibration, its journal is damaged, it holds
+            files of others, or it cannot be written.
+    """
+    _check_ours(path)
+    make_folder(path)
+    with locked(
+        path / LOCK, f"{path}: another run is using this work folder: wait for it, or choose another --work-dir"
+    ):
+        try:
+            journal = read_journal(path / JOURNAL)
+            fresh = new_journal(plan, device)
+            if journal is None:
+                _remove(path, [*FOLDERS, ARTIFACT])  # left by a run that was removing it
+                journal = fresh
+            check_same(path, journal.settings, fresh.settings)
+            for name in FOLDERS:
+                make_folder(path / name)
+            summed = newest_moments(path, plan)
+            intact = intact_samples(path, plan)
+            samples = intact - {sample for sample in plan.summed if sample > summed[0]}
+            work = WorkFolder(path, plan, device, journal, samples, summed, intact_layers(path, plan))
+            work.note(journal)
+            yield work
+        finally:
+            if not any(file.suffix == ".safetensors" for name in FOLDERS for file in (path / name).glob("*")):
+                remove_work(path)
+
+
+def check_room(work: WorkFolder, itemsize: int) -> None:
+    """Raise `WorkError` unless the disk has room for the rest of the work, with keys of `itemsize` bytes per number."""
+    stored = sum(file.stat().st_size for name in FOLDERS for file in (work.path / name).iterdir())
+    needed = max(0, work.plan.work_bytes(itemsize) - stored)
+    free = shutil.disk_usage(work.path).free
+    if needed > free:
+        raise WorkError(
+            f"{work.path}: the work needs {needed:,} bytes and {free:,} are free: "
+            f"free {needed - free:,} bytes, or choose a --work-dir on another disk"
+        )
+
+
+def remove_work(path: Path) -> None:
+    """Remove the files of a work folder, and the folder if nothing else is in it; the caller holds its lock."""
+    # The journal is last: until then, the same command finds what is left.
+    _remove(path, [ARTIFACT, *(file.name for file in path.glob(".*.tmp")), *FOLDERS, JOURNAL, LOCK])
+    with suppress(OSError):
+        path.rmdir()
+
+
+def _remove(path: Path, names: list[str]) -> None:
+    for name in names:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                (path / name).unlink()
+
+
+def _check_ours(path: Path) -> None:
+    try:
+        names = {file.name for file in path.iterdir()} if path.exists() else set()
+    except OSError as fault:
+        raise WorkError(f"{path}: is not a folder that can be read: {fault.strerror or fault}") from fault
+    ours = {LOCK, JOURNAL, ARTIFACT, *FOLDERS}
+    others = sorted(name for name in names - ours if not name.endswith(".tmp"))
+    if JOURNAL not in names and others:
+        raise WorkError(f"{path}: holds other files ({others[0]}): give a new or an empty folder as --work-dir")

@@ -1,0 +1,93 @@
+"""The work folder of `bpc calibrate`: where it is, who may use it, and when it goes."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bpc_cli.console import note
+
+if TYPE_CHECKING:
+    from bpc_artifacts import ProjectionArtifact
+    from bpc_calib.calibration.plan import Plan
+    from bpc_calib.calibration.work_folder import WorkFolder
+
+__all__ = ["WorkOptions", "finish", "open_work", "was_finished"]
+
+
+@dataclass(frozen=True)
+class WorkOptions:
+    """The folder that lets a stopped calibration go on."""
+
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for finished samples and layers: after a stop, the same command goes on with them. "
+            "Default: the output file's name with .work added.",
+            show_default=False,
+        ),
+    ] = None
+    keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep the work folder at the end.")] = False
+
+    def folder(self, target: Path) -> Path:
+        """The work folder of an output file."""
+        return self.work_dir or Path(f"{target}.work")
+
+
+def was_finished(target: Path, options: WorkOptions) -> bool:
+    """Whether a run was stopped after it wrote the output file and before it removed its work folder."""
+    from bpc_calib.calibration.work_folder import ARTIFACT
+
+    kept = options.folder(target) / ARTIFACT
+    try:
+        return kept.read_bytes() == target.read_bytes()
+    except OSError:
+        return False
+
+
+@contextmanager
+def open_work(target: Path, options: WorkOptions, plan: "Plan", device: str, quiet: bool) -> "Iterator[WorkFolder]":
+    """Lock the output file and its work folder; say what earlier runs have finished."""
+    import torch
+
+    from bpc_calib.calibration.locking import locked
+    from bpc_calib.calibration.work_folder import open_work_folder
+
+    folder, real = options.folder(target), Path(os.path.realpath(target))
+    lock = real.with_name(f".{real.name}.lock")
+    try:
+        with (
+            locked(lock, f"{target}: another run is writing this file: wait for it, or choose another output"),
+            open_work_folder(folder, plan, torch.device(device)) as work,
+        ):
+            if (work.samples or work.layers) and not quiet:
+                note(
+                    f"Going on with {folder}: {len(work.samples)} of {plan.samples} samples and "
+                    f"{len(work.layers)} of {len(plan.model.full_layers)} layers are finished"
+                )
+            yield work
+    except KeyboardInterrupt:
+        if folder.exists():
+            note(f"The finished work is in {folder}: the same command goes on with it")
+        raise
+
+
+def finish(artifact: "ProjectionArtifact", target: Path, work: "WorkFolder", *, overwrite: bool, keep: bool) -> None:
+    """Write the artifact, then remove the work folder: one of them is always whole."""
+    from bpc_artifacts import save
+    from bpc_artifacts.replacing import replacing
+    from bpc_calib.calibration.durable import sync_folder
+    from bpc_calib.calibration.work_folder import remove_work
+
+    save(artifact, work.artifact, overwrite=True)
+    with replacing(target, overwrite, locked=True) as temporary:
+        temporary.write_bytes(work.artifact.read_bytes())
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+    sync_folder(Path(os.path.realpath(target)).parent)
+    if not keep:
+        remove_work(work.path)
