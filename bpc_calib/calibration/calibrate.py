@@ -16,6 +16,7 @@ from bpc_calib.calibration.run_text import Text, open_corpora, read_text
 from bpc_calib.calibration.work_folder import WorkFolder, open_work_folder
 from bpc_calib.errors import InputError
 from bpc_calib.models.description import describe
+from bpc_calib.models.placement import input_device
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus, expand
 
 __all__ = ["calibrate", "calibrate_in"]
@@ -60,7 +61,7 @@ def calibrate(
         raise InputError(f"corpora must be a list of at least one corpus, not {corpora!r}")
     with ExitStack() as stack:
         folder = work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="bpc-"))
-        work = stack.enter_context(open_work_folder(Path(folder), plan, model.device))
+        work = stack.enter_context(open_work_folder(Path(folder), plan, input_device(model)))
         names = [each if isinstance(each, Corpus) else os.fspath(each) for each in expand(corpora)]
         text = read_text(open_corpora(names, work), tokenizer, work, progress)
         return calibrate_in(work, text, lambda: model, progress)
