@@ -115,7 +115,7 @@ def test_notices_a_layer_that_bypasses_the_interface():
     attention.forward = lambda hidden_states, **arguments: (hidden_states, None)
     with pytest.raises(ModelError, match=r"layers \[1\] bypass"):
         verify(model, description)
-    with pytest.raises(ModelError, match=r"saw layers \[0, 2\], expected each of \[0, 1, 2\] once"):
+    with pytest.raises(ModelError, match=r"saw the layers \{0: 1, 1: 0, 2: 1\} times, expected 1 times each"):
         tiny.collect_keys(model, tokens(), [[0]] * 3, [0] * 3)
 
 

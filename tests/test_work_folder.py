@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -353,28 +354,36 @@ def test_a_process_killed_at_any_moment_goes_on(bpc_killed, tmp_path):
         (tmp_path / "a.safetensors").unlink()
 
 
-def test_one_output_file_has_one_run(bpc_killed, tmp_path):
+def test_a_second_run_to_the_same_file_or_folder_is_refused(bpc_killed, bpc, model_folder, text_folder, tmp_path):
+    work = tmp_path / "a.safetensors.work"
+    fixed = ["calibrate", "-m", model_folder, "--corpus", text_folder, "--samples", 6, "--bits", 32]
+
     def second():
-        if not (tmp_path / "a.safetensors.work" / "journal.json").exists():
+        if not (work / "journal.json").exists():
             return False
-        done = subprocess.run(  # in this moment the first one works
-            [sys.executable, "-c", SECOND, str(tmp_path / ".a.safetensors.lock")], capture_output=True, text=True
-        )
-        assert done.stdout == "a: busy\n"
+        (first,) = multiprocessing.active_children()
+        os.kill(first.pid, signal.SIGSTOP)  # it holds its locks until the kill
+        for words, message in (
+            (("-o", tmp_path / "a.safetensors"), "a.safetensors: another run is writing this file: wait for it"),
+            (("-o", tmp_path / "b.safetensors", "--work-dir", work), "another run is using this work folder"),
+        ):
+            ran = bpc(*fixed, *words)
+            assert ran.code == 1
+            assert message in ran.err
+            assert ran.err.count("\n") == 1
         return True
 
-    code, _, _ = bpc_killed("a.safetensors", kill=second)
-    assert code == -9
+    assert bpc_killed("a.safetensors", kill=second)[0] == -9
+    assert bpc_killed("a.safetensors")[0] == 0
+    assert not work.exists()
 
 
-SECOND = """
-import sys
-from pathlib import Path
-from bpc_calib import WorkError
-from bpc_calib.calibration.locking import locked
-try:
-    with locked(Path(sys.argv[1]), "a: busy"):
-        pass
-except WorkError as fault:
-    print(fault)
-"""
+def test_the_folder_is_kept_if_asked(bpc, model_folder, text_folder, tmp_path):
+    words = ["-m", model_folder, "--corpus", text_folder, "--samples", 4, "--bits", 32, "--keep-work", "--json"]
+    for reused in ({"samples": 0, "layers": 0}, {"samples": 4, "layers": 3}):
+        ran = bpc("calibrate", *words, "-o", tmp_path / "a.safetensors", "--work-dir", tmp_path / "w")
+        assert json.loads(ran.out)["reused"] == reused
+    assert (tmp_path / "w" / "artifact.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+    assert bpc("calibrate", *words, "-o", tmp_path / "b.safetensors", "--work-dir", tmp_path / "w").code == 0
+    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "b.safetensors", "w"}

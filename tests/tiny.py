@@ -172,8 +172,14 @@ if __name__ == "__main__":
 
 
 def calibrated(
-    model: Any, tokenizer: Any, corpora: list[str], *, progress: Any = lambda *step: None, **settings: Any
+    model: Any,
+    tokenizer: Any,
+    corpora: list[str],
+    *,
+    work_dir: Path | None = None,
+    progress: Any = lambda *step: None,
+    **settings: Any,
 ) -> ProjectionArtifact:
     """Run `calibrate` with a plan from these settings."""
     plan = make_plan(describe(model.config), **settings)
-    return calibrate(model, tokenizer, corpora, plan, progress=progress)
+    return calibrate(model, tokenizer, corpora, plan, work_dir=work_dir, progress=progress)

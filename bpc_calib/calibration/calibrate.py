@@ -16,6 +16,7 @@ from bpc_calib.calibration.run_text import Text, read_text
 from bpc_calib.calibration.work_folder import WorkFolder, open_work_folder
 from bpc_calib.errors import InputError
 from bpc_calib.models.description import describe
+from bpc_calib.models.placement import input_device
 from bpc_calib.text.corpus_list import check_corpora, open_corpora
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
 
@@ -62,7 +63,7 @@ def calibrate(
     check_corpora(opened, plan.samples)
     with ExitStack() as stack:
         folder = work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="bpc-"))
-        work = stack.enter_context(open_work_folder(Path(folder), plan, model.device))
+        work = stack.enter_context(open_work_folder(Path(folder), plan, input_device(model)))
         text = read_text(opened, tokenizer, work, progress)
         return calibrate_in(work, text, lambda: model, progress)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bpc_calib.calibration.journal import check_same
 from bpc_calib.calibration.keys import sample_keys
+from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.positions import first_positions, key_positions
 from bpc_calib.calibration.run_text import Text
 from bpc_calib.calibration.stored_keys import write_sample
@@ -43,9 +44,13 @@ def collect(model: Any, text: Text, work: WorkFolder, progress: Callable[[str, i
     progress("keys", done, plan.samples)
     for sample in sorted(set(range(plan.samples)) - work.samples):
         sums = sample in summed and sample > last
-        found = sample_keys(
-            model, plan.model, text.tokens[sample], positions[sample], offset=offsets[sample], moments=sums
-        )
+        with memory_advice(
+            f"{plan.model.id}: out of memory in a sample of {plan.sequence_length:,} tokens: make room, and the same "
+            f"command goes on after {done} finished samples; or begin anew with a lower --sequence-length"
+        ):
+            found = sample_keys(
+                model, plan.model, text.tokens[sample], positions[sample], offset=offsets[sample], moments=sums
+            )
         write_sample(work.path, sample, found.keys)
         if sums:
             moments = {layer: moments[layer] + each if moments else each for layer, each in found.moments.items()}

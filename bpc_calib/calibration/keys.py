@@ -1,4 +1,4 @@
-"""The keys of one sample, and second moments of its queries: one forward pass, at some of its positions."""
+"""The keys of one sample, and second moments of its queries, at some of its positions."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpc_calib.calibration.prefill import chunk_edges
 from bpc_calib.errors import ModelError
 from bpc_calib.method.metric import second_moment
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.observation import observing
+from bpc_calib.models.placement import input_device
 
 __all__ = ["SampleKeys", "sample_keys"]
 
@@ -33,42 +35,55 @@ def sample_keys(
 ) -> SampleKeys:
     """Run one sample through the model and keep its keys at some positions.
 
-    A pass has one sample, because the batch size changes the bits of the keys.
+    A pass has one sample, because the batch size changes the bits of the keys. `chunk_edges` says whether one pass
+    takes the whole sample.
 
     Args:
-        tokens: int64 `[T]`, without padding.
+        tokens: `[T]`, any integer dtype, without padding.
         positions: ascending indices of the tokens whose keys to keep.
         offset: the position of the first token.
         moments: also sum `q^T q` over the queries at those positions.
 
     Raises:
-        ModelError: the attention interface did not see a layer, or saw it twice.
+        ModelError: the attention interface did not see a layer, or saw it twice; or a key is not finite.
     """
-    keys: dict[int, Tensor] = {}
+    keys: dict[int, list[Tensor]] = {layer: [] for layer in description.full_layers}
     summed: dict[int, Tensor] = {}
-    seen: list[int] = []
     wanted = torch.tensor(positions, dtype=torch.int64)
+    start = end = 0  # of the current pass
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
-        if (layer := module.layer_idx) not in description.full_layers:
+        if (layer := module.layer_idx) not in keys:
             return
-        seen.append(layer)
-        places = wanted.to(key.device)
-        keys[layer] = key[0].index_select(1, places).to("cpu")
+        places = wanted[(wanted >= start) & (wanted < end)].to(key.device) - start
+        # With a cache, the keys of earlier passes come first.
+        keys[layer].append(key[0, :, start - end :].index_select(1, places).to("cpu"))
         if moments:
             queries = query[0].index_select(1, places).to("cpu").unflatten(0, (description.kv_heads, -1))
-            summed[layer] = second_moment(queries.flatten(1, 2))
+            moment = second_moment(queries.flatten(1, 2))
+            summed[layer] = summed[layer] + moment if layer in summed else moment
 
-    device = model.device
+    from transformers import DynamicCache
+
+    device = input_device(model)
+    passes = chunk_edges(model, description, len(tokens))
+    cache = DynamicCache(config=model.config) if len(passes) > 1 else None
     with observing(model, keep), torch.inference_mode():
-        model.base_model(
-            input_ids=tokens.unsqueeze(0).to(device),
-            position_ids=torch.arange(offset, offset + len(tokens), device=device).unsqueeze(0),
-            use_cache=False,
-        )
-    if sorted(seen) != description.full_layers:
+        for start, end in passes:
+            model.base_model(
+                input_ids=tokens[start:end].unsqueeze(0).to(device, torch.int64),
+                position_ids=torch.arange(offset + start, offset + end, device=device).unsqueeze(0),
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+    if any(len(parts) != len(passes) for parts in keys.values()):
+        counts = {layer: len(parts) for layer, parts in keys.items()}
         raise ModelError(
-            f"{description.id}: the attention interface saw layers {sorted(seen)}, "
-            f"expected each of {description.full_layers} once"
+            f"{description.id}: the attention interface saw the layers {counts} times, "
+            f"expected {len(passes)} times each"
         )
-    return SampleKeys(keys, summed)
+    joined = {layer: torch.cat(parts, dim=1) for layer, parts in keys.items()}
+    for layer, each in joined.items():
+        if not each.isfinite().all():
+            raise ModelError(f"{description.id}: layer {layer}: keys hold NaN or infinity; try another dtype")
+    return SampleKeys(joined, summed)

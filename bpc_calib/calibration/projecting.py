@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.calibration.layer_fit import LayerFit, fit_layer
+from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.stored_keys import read_layer
 from bpc_calib.calibration.stored_layers import write_layer
 from bpc_calib.calibration.work_folder import WorkFolder
@@ -30,10 +31,14 @@ def project(
     for layer in plan.model.full_layers:
         if layer in fits:
             continue
-        keys = read_layer(work.path, layer, plan.fitted)
-        aside = read_layer(work.path, layer, plan.held_out) if plan.held_out else None
         try:
-            fits[layer] = fit_layer(keys, aside, moments.get(layer), plan, device)
+            with memory_advice(
+                f"{plan.model.id}: layer {layer}: out of memory while its keys are fitted: make room, and the same "
+                f"command goes on after {len(fits)} finished layers; or begin anew with a lower --keys-per-head"
+            ):
+                keys = read_layer(work.path, layer, plan.fitted)
+                aside = read_layer(work.path, layer, plan.held_out) if plan.held_out else None
+                fits[layer] = fit_layer(keys, aside, moments.get(layer), plan, device)
         except InputError as fault:
             raise ModelError(f"{plan.model.id}: layer {layer}: {fault}; try another dtype") from fault
         write_layer(work.path, layer, fits[layer])

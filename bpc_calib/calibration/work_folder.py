@@ -33,6 +33,7 @@ __all__ = ["WorkFolder", "check_room", "open_work_folder", "remove_work"]
 
 LOCK, JOURNAL, ARTIFACT = "lock", "journal.json", "artifact.safetensors"
 FOLDERS = ("text", "samples", "moments", "layers")
+LEAST_ITEMSIZE = 2  # bytes per number of a key, before the model's dtype is known
 
 
 @dataclass
@@ -72,8 +73,8 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device) -> Iterator[W
         path / LOCK, f"{path}: another run is using this work folder: wait for it, or choose another --work-dir"
     ):
         try:
-            journal = read_journal(path / JOURNAL)
             fresh = new_journal(plan, device)
+            journal = read_journal(path / JOURNAL) if _has_work(path) else None
             if journal is None:
                 _remove(path, [*FOLDERS, ARTIFACT])  # left by a run that was removing it
                 journal = fresh
@@ -84,10 +85,11 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device) -> Iterator[W
             intact = intact_samples(path, plan)
             samples = intact - {sample for sample in plan.summed if sample > summed[0]}
             work = WorkFolder(path, plan, device, journal, samples, summed, intact_layers(path, plan))
+            check_room(work, LEAST_ITEMSIZE)
             work.note(journal)
             yield work
         finally:
-            if not any(file.suffix == ".safetensors" for name in FOLDERS for file in (path / name).glob("*")):
+            if not _has_work(path):
                 remove_work(path)
 
 
@@ -109,6 +111,10 @@ def remove_work(path: Path) -> None:
     _remove(path, [ARTIFACT, *(file.name for file in path.glob(".*.tmp")), *FOLDERS, JOURNAL, LOCK])
     with suppress(OSError):
         path.rmdir()
+
+
+def _has_work(path: Path) -> bool:
+    return any(file.suffix == ".safetensors" for name in FOLDERS for file in (path / name).glob("*"))
 
 
 def _remove(path: Path, names: list[str]) -> None:

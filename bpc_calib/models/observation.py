@@ -11,6 +11,7 @@ from torch import Tensor
 from bpc_calib.compat import attention_name
 from bpc_calib.errors import ModelError
 from bpc_calib.models.description import ModelDescription
+from bpc_calib.models.placement import input_device
 
 __all__ = ["observing", "verify"]
 
@@ -62,7 +63,7 @@ def observing(model: Any, observer: Observer) -> Iterator[None]:
                 f"{type(model).__name__} does not use transformers' attention interface, so BPC does not support it"
             )
         model.eval()
-        with torch.autocast(model.device.type, enabled=False):
+        with torch.autocast(input_device(model).type, enabled=False):
             yield
     finally:
         _observer.reset(token)
@@ -105,7 +106,7 @@ def verify(model: Any, description: ModelDescription) -> None:
             raise ModelError(f"{description.id} ({description.model_type}): layer {layer} {fault}")
         seen.append(layer)
 
-    ids = torch.arange(4, device=model.device).unsqueeze(0) % description.vocab_size
+    ids = torch.arange(4, device=input_device(model)).unsqueeze(0) % description.vocab_size
     with observing(model, check), torch.inference_mode():
         model.base_model(input_ids=ids, use_cache=False)
     if sorted(seen) != description.full_layers:
