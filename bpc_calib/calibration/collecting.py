@@ -14,7 +14,6 @@ from bpc_calib.calibration.run_text import Text
 from bpc_calib.calibration.stored_keys import write_sample
 from bpc_calib.calibration.stored_moments import write_moments
 from bpc_calib.calibration.work_folder import WorkFolder, check_room
-from bpc_calib.errors import ModelError
 from bpc_calib.models.observation import verify
 from bpc_calib.models.weights import weights_identity
 
@@ -52,9 +51,6 @@ def collect(model: Any, text: Text, work: WorkFolder, progress: Callable[[str, i
             found = sample_keys(
                 model, plan.model, text.tokens[sample], positions[sample], offset=offsets[sample], moments=sums
             )
-        for layer, keys in found.keys.items():
-            if not keys.isfinite().all():
-                raise ModelError(f"{plan.model.id}: layer {layer}: keys hold NaN or infinity; try another dtype")
         write_sample(work.path, sample, found.keys)
         if sums:
             moments = {layer: moments[layer] + each if moments else each for layer, each in found.moments.items()}
