@@ -31,12 +31,13 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
     if encoder is not None and slots.codes is not None:
         bits, hashing, codes = encoder.matrix.shape[-1], _hashing(encoder, batch, kv_heads), slots.codes
     dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
+    read = APPENDED if dim_up <= 128 else APPENDED // 2  # longer keys take registers, too
     append_kernel[(batch * kv_heads,)](
         *map(strided, (tight(key), tight(value))), place, hashing,
         *map(strided, (slots.keys, slots.values, codes, slots.gain, slots.error)),
         AppendShape(
             H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
-            PART=min(dim_up, APPENDED // bits), ROWS=dim_up if dim_up <= 128 else APPENDED // dim_up,
+            PART=min(dim_up, read // bits), ROWS=dim_up if dim_up <= 128 else read // dim_up,
         ),
         num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip

@@ -140,7 +140,7 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
         strided(query), strided(projection), strided(codes), strided(cached.gain),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
         tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape,
-        num_warps=4 if heads <= 8 else 8, num_stages=1,
+        num_warps=4 if heads <= 8 and bits <= 64 else 8, num_stages=1,
         **few_registers(heads, bits), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
