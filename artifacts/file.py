@@ -1,16 +1,12 @@
 """Load and save the artifact: one safetensors file, completely checked before use and written atomically."""
 
-import errno
 import hashlib
 import json
 import math
 import os
 import re
-import secrets
-import shutil
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,14 +15,16 @@ import safetensors
 import safetensors.numpy
 
 from bpc_artifacts.errors import ArtifactError
+from bpc_artifacts.replacing import Kind, replacing, try_replacing
 from bpc_artifacts.schema import FORMAT_VERSION, LayerProjection, ProjectionArtifact, check
 
-__all__ = ["check_writable", "load", "replacing", "save"]
+__all__ = ["check_writable", "load", "save"]
 
 MAX_HEADER = 1 << 20  # bytes
 MAX_FILE = 4 << 30  # bytes; the artifact of the largest open model has about 0.1 GB
 
 _TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean)")
+_OURS = re.compile(rb'"__metadata__"\s*:\s*\{[^{}]*"bpc"\s*:')  # also in a header that is damaged elsewhere
 
 
 def load(path: str | os.PathLike[str]) -> ProjectionArtifact:
@@ -52,8 +50,8 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
     change the folder. Sets the metadata keys `format_version`, `key_space`, `layers` and the two checksums.
 
     Raises:
-        ArtifactError: the artifact is not valid, the file exists and `overwrite` is false, or the file
-            cannot be written.
+        ArtifactError: the artifact is not valid, the file exists and `overwrite` is false, the file exists and is
+            neither an artifact nor empty, or the file cannot be written.
     """
     metadata = dict(artifact.metadata) | {
         "format_version": FORMAT_VERSION,
@@ -73,7 +71,7 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
     blob = safetensors.numpy.save(tensors, {"bpc": _canonical(metadata)})
     if len(blob) - len(payload) - 8 > MAX_HEADER:
         raise ArtifactError("the metadata is larger than 1 MiB")
-    with replacing(Path(path), overwrite) as temporary:
+    with replacing(Path(path), overwrite, ARTIFACT) as temporary:
         temporary.write_bytes(blob)
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
@@ -81,57 +79,18 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
 
 def check_writable(path: str | os.PathLike[str], size: int, *, overwrite: bool = False) -> None:
     """Raise the `ArtifactError` that `save` would now raise for `size` bytes. Does not change the folder."""
-    path = Path(path)
-    with replacing(path, overwrite, trial=True) as temporary:
-        temporary.touch()
-        if (free := shutil.disk_usage(temporary).free) < size:
-            raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
+    try_replacing(Path(path), size, overwrite, ARTIFACT)
 
 
-@contextmanager
-def replacing(path: Path, overwrite: bool, *, trial: bool = False, locked: bool = False) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`. At the end, that file replaces `path`, unless this is a trial.
-
-    Where the caller holds a lock on `path`, the temporary file has a fixed name, and the next caller removes what a
-    killed process left of it.
-    """
-    target = Path(os.path.realpath(path))  # replaces the target of a link, not the link
-    temporary = target.with_name(f".{target.name}.tmp" if locked else f".bpc-{secrets.token_hex(8)}.tmp")
-    try:
-        if not target.parent.is_dir():
-            raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
-        if target.is_dir():
-            raise ArtifactError(f"{path}: is a folder: give the path of a file")
-        if target.exists() and not overwrite:
-            raise FileExistsError
-        if target.exists() and not target.is_file():
-            raise ArtifactError(f"{path}: is not a regular file")
-        yield temporary
-        if trial:
-            pass
-        elif overwrite:
-            os.replace(temporary, target)
-        else:
-            _rename_to_new(temporary, target)
-    except FileExistsError:
-        message = f"{path}: exists; pass --force (overwrite=True in Python) to replace it"
-        raise ArtifactError(message) from None
-    except OSError as fault:
-        raise ArtifactError(f"{path}: cannot be written: {fault.strerror or fault}") from fault
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+def _is_artifact(path: Path) -> bool:
+    """Whether the header of a file says that it is an artifact; the rest may be damaged."""
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        return 2 <= length <= MAX_HEADER and _OURS.search(file.read(length)) is not None
 
 
-def _rename_to_new(temporary: Path, target: Path) -> None:
-    try:
-        os.link(temporary, target)  # unlike a rename, fails if another process has created the file
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if target.exists():
-            raise FileExistsError from None
-        os.replace(temporary, target)
+ARTIFACT = Kind("a BPC artifact", _is_artifact)
 
 
 def _read(path: Path) -> bytes:

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=180)
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = report.parse(parser, samples=2, sequence_length=128, repeats=1)
+    arguments = report.parse(parser, samples=3, sequence_length=128, repeats=1)
 
     config, commit = load_config(arguments.model)
     model = load_model(arguments.model, revision=commit)

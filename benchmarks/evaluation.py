@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=180, help="of calibration text")
     parser.add_argument("--sequence-length", type=int, default=2048, help="of these samples, in tokens")
     parser.add_argument("--seed", type=int, default=0)
-    tiny = {"lengths": [512], "budgets": [0.02], "prompts": 2, "samples": 2, "sequence_length": 128}
+    tiny = {"lengths": [512], "budgets": [0.02], "prompts": 2, "samples": 3, "sequence_length": 128}
     arguments = report.parse(parser, **tiny)
 
     commit = load_config(arguments.model)[1]

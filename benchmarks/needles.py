@@ -29,7 +29,7 @@ def main() -> None:
     arguments = report.parse(parser, **TINY)
 
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
-    plan = {"samples": 2 if arguments.tiny else 180, "sequence_length": 128 if arguments.tiny else 2048}
+    plan = {"samples": 3 if arguments.tiny else 180, "sequence_length": 128 if arguments.tiny else 2048}
     artifact = calibrated.projections(arguments.artifact, model, tokenizer, ["demo"], **plan)
     enable(model)
     variants: dict[str, dict[str, Any]] = {

@@ -57,7 +57,7 @@ TINY = {  # every kind of layer once
     "prompts": 1,
     "texts": 1,
     "budgets": [0.02],
-    "samples": 2,
+    "samples": 3,
     "sequence_length": 128,
 }  # fmt: skip
 

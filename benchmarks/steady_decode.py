@@ -33,7 +33,7 @@ def main() -> None:
     from transformers import DynamicCache
 
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
-    plan = {"samples": 2 if arguments.tiny else 60, "sequence_length": 128 if arguments.tiny else 2048}
+    plan = {"samples": 3 if arguments.tiny else 60, "sequence_length": 128 if arguments.tiny else 2048}
     artifact = calibrated.projections(arguments.artifact, model, tokenizer, ["demo"], **plan)
     enable(model)
     generator = torch.Generator().manual_seed(0)

@@ -44,9 +44,11 @@ def bench(
     check_model_options(subject)
     if measured.crossover and measured.parts is not None:
         fail("--crossover takes the place of the parts: leave out --parts")
+    if output is not None and plot is not None and output.resolve() == plot.resolve():
+        fail(f"{output}: is given for --output and for --plot: give two files")
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if subject.artifact is None else load_artifact(subject.artifact)
-    write = open_result_file(output, force)
+    write = open_result_file(output, force, frozenset({"settings", "machine"}))
     from bpc_calib.bench import pictures
 
     if plot is not None:

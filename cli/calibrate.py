@@ -9,15 +9,17 @@ import typer
 
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, DEMO, HUB_CORPORA
+from bpc_cli.calibration_checks import idle_options, open_text
 from bpc_cli.calibration_plan import print_plan
 from bpc_cli.calibration_report import STAGES, print_report, report
 from bpc_cli.calibration_work import WorkOptions, finish, open_work, was_finished
 from bpc_cli.command import command
-from bpc_cli.console import print_json
+from bpc_cli.console import note, print_json
 from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Model, Quiet
 from bpc_cli.progress import stage_bars
+from bpc_cli.stage_times import StageTimes
 
 METHOD_HELP = "; ".join(f"{method.name} {method.summary}" for method in PROJECTION_METHODS.values())
 
@@ -41,7 +43,12 @@ class TextOptions:
             metavar="CORPUS",
         ),
     ] = None
-    text_field: Annotated[str, typer.Option(help="Field of local JSON and parquet files that holds the text.")] = "text"
+    text_field: Annotated[
+        str | None,
+        typer.Option(
+            help="Field of local JSON and parquet files that holds the text. Default: text.", show_default=False
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -112,47 +119,37 @@ def calibrate(
     quiet_libraries(quiet=quiet)
     import bpc_calib
     from bpc_calib.calibration.calibrate import calibrate_in
-    from bpc_calib.calibration.run_text import open_corpora, read_text
-    from bpc_calib.text.corpora import open_corpus
-    from bpc_calib.text.known_corpora import expand
+    from bpc_calib.calibration.run_text import read_text
 
     opened = open_model(model, load)
     plan = bpc_calib.make_plan(opened.description, **asdict(numbers))
     target = output or Path(f"{plan.model.id.split('/')[-1]}-bpc{plan.bits}.safetensors")
     overwrite = force or was_finished(target, work)
     check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
-    names = expand(text.corpus or ([DEMO] if model == DEMO else DEFAULT_CORPORA))
+    names = text.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
+    corpora = open_text(names, text.text_field, plan.samples)
+    for message in () if quiet else idle_options(plan, corpora, text.text_field, numbers):
+        note(message)
     if dry_run:
-        for name in names:
-            if name not in HUB_CORPORA:  # a plan reads nothing from the Hub
-                open_corpus(name, text_field=text.text_field)
-        print_plan(plan, opened, target, names, as_json)
+        print_plan(plan, opened, target, [corpus.name for corpus in corpora], as_json)
         return
-    last = time.monotonic()
-    seconds = {"load": last - started}
+    times = StageTimes(started)
     with open_work(target, work, plan, opened.device, quiet) as folder, stage_bars(STAGES, quiet) as show:
 
         def progress(stage: str, done: int, total: int) -> None:
-            nonlocal last
-            now = time.monotonic()
-            seconds[stage] = seconds.get(stage, 0.0) + now - last
-            last = now
-            show(stage, done, total)
+            times.add(stage, done)
+            show(stage, done, total, "")
 
         def load_model() -> Any:
             loaded = open_weights(opened, quiet)
-            nonlocal last
-            now = time.monotonic()
-            seconds["load"] += now - last
-            last = now
+            times.add("load")
             return loaded
 
-        corpora = open_corpora(names, folder, text_field=text.text_field)
         drawn = read_text(corpora, open_tokenizer(opened), folder, progress)
         artifact = calibrate_in(folder, drawn, load_model, progress)
         finish(artifact, target, folder, overwrite=overwrite, keep=work.keep_work)
         reused = {"samples": len(folder.samples), "layers": len(folder.layers)}
-    result = report(artifact, target, opened.device, time.monotonic() - started, seconds) | {"reused": reused}
+    result = report(artifact, target, opened.device, time.monotonic() - started, times) | {"reused": reused}
     if as_json:
         print_json(result)
     else:

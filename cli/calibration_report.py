@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from bpc_cli.console import print_table, printable
 from bpc_cli.quantities import duration_text, size_text
 from bpc_cli.residual import residual_title
+from bpc_cli.stage_times import StageTimes
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -17,12 +18,13 @@ STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", 
 
 
 def report(
-    artifact: "ProjectionArtifact", target: Path, device: str, seconds: float, by_stage: dict[str, float]
+    artifact: "ProjectionArtifact", target: Path, device: str, seconds: float, times: StageTimes
 ) -> dict[str, Any]:
     """What --json prints."""
     import torch
 
     metadata = artifact.metadata
+    tokens = times.steps.get("keys", 0) * metadata["calibration"]["sequence_length"]
     on_gpu = torch.device(device).type == "cuda"
     return {
         "output": str(target),
@@ -34,7 +36,8 @@ def report(
         "residual": metadata["metrics"]["residual"],
         "residual_by_layer": metadata["metrics"]["residual_by_layer"],
         "seconds": round(seconds, 1),
-        "seconds_by_stage": {stage: round(spent, 1) for stage, spent in by_stage.items()},
+        "seconds_by_stage": {stage: round(spent, 1) for stage, spent in times.seconds.items()},
+        "tokens_per_second": round(tokens / times.seconds["keys"], 1) if tokens else None,
         "peak_memory_bytes": _peak_memory(),
         "peak_gpu_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
@@ -57,7 +60,8 @@ def print_report(result: dict[str, Any]) -> None:
     stages = ", ".join(
         f"{STAGES[stage].lower()} {duration_text(spent)}" for stage, spent in result["seconds_by_stage"].items()
     )
-    print(f"{result['tokens']:,} tokens, {result['keys_per_head']:,} keys per KV head")
+    rate = "" if result["tokens_per_second"] is None else f", collected at {result['tokens_per_second']:,.0f} tokens/s"
+    print(f"{result['tokens']:,} tokens, {result['keys_per_head']:,} keys per KV head{rate}")
     print(f"{duration_text(result['seconds'])} ({stages}), peak memory {memory}")
     print(f"Wrote {printable(result['output'])}")
 

@@ -6,12 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from bpc_calib.text.known_corpora import DEMO
+from bpc_cli.calibration_report import STAGES
 from bpc_cli.command import command
 from bpc_cli.console import print_json, print_table, printable
 from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import Device, LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Quiet
-from bpc_cli.progress import progress_bar
+from bpc_cli.progress import stage_bars
 
 TOKENS = 2048
 BUDGET = 0.005
@@ -44,13 +45,13 @@ def demo(
     if show:
         count = sum(weight.numel() for weight in model.parameters())
         print(f"1. The model: a Llama of {count / 1e6:.1f} million parameters that looks facts up in its context.")
-    with progress_bar("Calibrating", quiet) as progress:
+    with stage_bars(STAGES | {"answers": "Answering questions"}, quiet) as progress:
         artifact = calibrate(
             model,
             tokenizer,
             [DEMO],
             make_plan(opened.description, samples=SAMPLES, sequence_length=TOKENS, seed=seed),
-            progress=lambda stage, done, total: progress(done / total, stage),
+            progress=lambda stage, done, total: progress(stage, done, total, ""),
         )
         if show:
             print(
@@ -68,7 +69,13 @@ def demo(
             seed=seed,
             rules=HARD,
         )
-        rows = evaluate(model, tokenizer, artifact, comparison, progress=progress)
+        rows = evaluate(
+            model,
+            tokenizer,
+            artifact,
+            comparison,
+            progress=lambda share, what: progress("answers", share, None, what),
+        )
     result = {"tokens": TOKENS, "budget": BUDGET, "rows": rows, "seconds": round(time.monotonic() - started, 1)}
     if as_json:
         print_json(result)

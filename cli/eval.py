@@ -11,14 +11,14 @@ from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER, TASKS, TEXT
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import command
-from bpc_cli.console import fail, print_json
+from bpc_cli.console import fail, note, print_json
 from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.find_artifact import load_artifact
 from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import BUDGET_HELP, PROJECTIONS, AsJson, Force, Model, Output, Quiet
 from bpc_cli.parsing import parse_budgets, parse_layers, split
-from bpc_cli.progress import progress_bar
+from bpc_cli.progress import progress_bar, working
 from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
@@ -111,19 +111,20 @@ def eval_(
     wanted = _parse(options)
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if artifact is None else load_artifact(artifact)
-    write = open_result_file(output, force)
+    write = open_result_file(output, force, frozenset({"settings", "rows"}))
     from bpc_calib import enable
     from bpc_calib.evaluation import pictures
     from bpc_calib.evaluation.comparison import Comparison, check
     from bpc_calib.evaluation.evaluate import evaluate
-    from bpc_calib.text.corpora import open_corpus
-    from bpc_calib.text.known_corpora import expand
+    from bpc_calib.text.corpus_list import open_corpora
 
     _check_harness(wanted.harness_tasks)
     if plot is not None:
         pictures.check(plot, force)
     opened = open_model(model, load)
-    corpora = [open_corpus(name) for name in expand(options.corpus or [DEMO])] if TEXT in wanted.tasks else []
+    corpora = open_corpora(options.corpus or [DEMO]) if TEXT in wanted.tasks else []
+    if options.corpus and not corpora and not quiet:
+        note(f"--corpus has no effect: the task {TEXT} is not among --tasks")
     rules = dict(wanted.rules)
     comparison = Comparison(
         tasks=wanted.tasks,
@@ -137,6 +138,8 @@ def eval_(
         rules=rules,
     )
     methods = check(opened.config, projections, comparison)
+    if projections is not None and "bpc" not in methods and not quiet:
+        note("--artifact has no effect: the method bpc is not among --methods")
     tokenizer, loaded = open_tokenizer(opened), open_weights(opened, quiet)
     enable(loaded)
     result: dict[str, Any] = {
@@ -146,7 +149,7 @@ def eval_(
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
-    _run_harness(result, write, wanted, methods, loaded, tokenizer, projections)
+    _run_harness(result, write, wanted, methods, loaded, tokenizer, projections, quiet)
     write(result)
     if as_json:
         print_json(result)
@@ -199,6 +202,7 @@ def _run_harness(
     model: Any,
     tokenizer: Any,
     artifact: "ProjectionArtifact | None",
+    quiet: bool,
 ) -> None:
     """Add the rows of lm_eval's tasks; what is known is written before each, in case lm_eval fails."""
     if not wanted.harness_tasks:
@@ -209,6 +213,7 @@ def _run_harness(
         if result["rows"]:
             write(result)
         limit = result["settings"]["prompts"]
-        result["rows"] += harness.run(
-            model, tokenizer, artifact, task, methods, wanted.budgets, limit=limit, **wanted.rules
-        )
+        with working(f"Running {HARNESS}{task}", quiet):
+            result["rows"] += harness.run(
+                model, tokenizer, artifact, task, methods, wanted.budgets, limit=limit, **wanted.rules
+            )

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bpc_cli.console import fail
+
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
 
@@ -15,6 +17,8 @@ def find_artifact(name: str, revision: str | None = None) -> tuple[Path, str | N
     path = Path(os.path.expanduser(name))
     parts = name.split("/")
     if os.path.exists(path) or len(parts) < 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        if revision is not None:
+            fail(f"{name} is a file, and only artifacts on the Hub have revisions: omit --revision")
         return path, None
     if len(parts) == 2 and name.endswith(".safetensors"):  # FOLDER/FILE, mistyped
         return path, None

@@ -4,7 +4,7 @@ import logging
 import os
 
 from bpc_cli.console import printable
-from bpc_cli.progress import shows_progress
+from bpc_cli.progress import shows_bars
 
 __all__ = ["quiet_libraries"]
 
@@ -25,7 +25,7 @@ def quiet_libraries(*, quiet: bool = False, warnings: bool = True) -> None:
     for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if not shows_progress(quiet):
+    if not shows_bars(quiet):
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.console import fail, note
-from bpc_cli.progress import shows_progress
+from bpc_cli.console import fail
+from bpc_cli.progress import working
 
 if TYPE_CHECKING:
     from bpc_calib.models.description import ModelDescription
@@ -86,15 +86,14 @@ def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> 
     """The model with its weights on the device; `dtype` overrides the option."""
     from bpc_calib.models.loading import load_model
 
-    if shows_progress(quiet):
-        note(f"Loading {opened.description.id} on {opened.device} ...")
-    return load_model(
-        opened.name,
-        revision=opened.description.revision,
-        dtype=dtype or opened.options.dtype.value,
-        device=opened.device,
-        trust_remote_code=opened.options.trust_remote_code,
-    )
+    with working(f"Loading {opened.description.id} on {opened.device}", quiet):
+        return load_model(
+            opened.name,
+            revision=opened.description.revision,
+            dtype=dtype or opened.options.dtype.value,
+            device=opened.device,
+            trust_remote_code=opened.options.trust_remote_code,
+        )
 
 
 def pick_device(name: str) -> str:

@@ -14,9 +14,12 @@ def size_text(count: float) -> str:
 
 def duration_text(seconds: float) -> str:
     """A time, like 3 min 20 s."""
-    if seconds < 60:
+    if seconds < 9.95:
         return f"{seconds:.1f} s"
-    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{seconds / 3600:.1f} h"
 
 
 def budget_text(budget: float | int) -> str:

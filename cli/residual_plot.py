@@ -22,7 +22,7 @@ def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> N
     import numpy as np
     from matplotlib import pyplot
 
-    from bpc_artifacts.file import replacing
+    from bpc_artifacts.replacing import PICTURE, replacing
 
     known = (".png", ".svg", ".pdf")
     if path.suffix.lower() not in known:
@@ -43,6 +43,6 @@ def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> N
     heatmap.set_xticks(range(residual.shape[1]))
     figure.colorbar(picture, ax=heatmap)
     figure.suptitle(printable(artifact.metadata["model"]["id"]), parse_math=False)
-    with replacing(path, force) as temporary, warnings.catch_warnings():
+    with replacing(path, force, PICTURE) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the font may lack letters of a name
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)

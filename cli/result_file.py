@@ -7,23 +7,38 @@ from typing import Any
 
 __all__ = ["open_result_file"]
 
+MOST_BYTES = 64 << 20  # far above every result
 
-def open_result_file(path: Path | None, force: bool) -> Callable[[dict[str, Any]], None]:
+
+def open_result_file(path: Path | None, force: bool, keys: frozenset[str]) -> Callable[[dict[str, Any]], None]:
     """Check that the file can be written, before any work; give the function that writes a result to it.
 
-    The function may be called again with more results: it then replaces the file that it wrote.
+    `keys` are in every result of the command: a file is replaced only if it is JSON with these keys. The function may
+    be called again with more results: it then replaces the file that it wrote.
     """
     if path is None:
         return lambda result: None
-    from bpc_artifacts.file import check_writable, replacing
+    from bpc_artifacts.replacing import Kind, replacing, try_replacing
 
-    check_writable(path, 1 << 20, overwrite=force)
+    kind = Kind("a result of this command", lambda found: _has(found, keys))
+    try_replacing(path, 1 << 20, force, kind)
     written = False
 
     def write(result: dict[str, Any]) -> None:
         nonlocal written
-        with replacing(path, force or written) as temporary:
+        with replacing(path, force or written, kind) as temporary:
             temporary.write_text(json.dumps(result, indent=1) + "\n")
         written = True
 
     return write
+
+
+def _has(path: Path, keys: frozenset[str]) -> bool:
+    """Whether a file is a JSON table with all these keys."""
+    if path.stat().st_size > MOST_BYTES:
+        return False
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and keys <= set(found)

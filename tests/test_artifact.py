@@ -380,6 +380,26 @@ def test_only_a_regular_file_is_replaced(tmp_path):
         save(artifact(), tmp_path / "pipe", overwrite=True)
 
 
+def test_only_an_artifact_or_an_empty_file_is_replaced(path, tmp_path):
+    whole = path.read_bytes()
+    other = safetensors.numpy.save({"x": np.zeros(3, np.float32)}, {"format": "pt"})
+    for content in (b"text", b"12345678{}", other, json.dumps({"__metadata__": {"bpc": ""}}).encode()):
+        path.write_bytes(content)
+        for attempt in (lambda: save(artifact(), path, overwrite=True), lambda: check_writable(path, 0)):
+            with pytest.raises(ArtifactError, match="exists and is not a BPC artifact, so it is never replaced: give"):
+                attempt()
+        assert path.read_bytes() == content
+    flipped = bytearray(whole)
+    flipped[-3] ^= 1
+    foreign = safetensors.numpy.save({"x": np.zeros(3, np.float32)}, {"a": "1", "bpc": "{}"})
+    for content in (whole, whole[:200], bytes(flipped), foreign, b""):  # damaged ones too
+        path.write_bytes(content)
+        with pytest.raises(ArtifactError, match="exists; pass --force"):
+            save(artifact(), path)
+        save(artifact(), path, overwrite=True)
+        load(path)
+
+
 def test_existing_files_are_kept_without_overwrite(path):
     before = path.read_bytes()
     other = artifact(algorithm__seed=1)

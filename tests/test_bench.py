@@ -482,6 +482,7 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
         (("-a", "none.safetensors"), "none.safetensors"),
         (("-o", "no/such.json"), "no/such.json: there is no folder no"),
         (("--plot", "no/such.png"), "no/such.png: there is no folder no"),
+        (("--plot", "a.png", "-o", "./a.png"), "a.png: is given for --output and for --plot: give two files"),
         (("--plot", "such.doc"), "such.doc: a picture must be one of .png, .svg, .pdf"),
         (("--device", "toaster"), "device toaster cannot be used"),
     ],

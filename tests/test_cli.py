@@ -41,7 +41,7 @@ def calibrate(bpc, model_folder, text_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*words, model=model_folder, corpus=text_folder):
-        return bpc("calibrate", "-m", model, "--corpus", corpus, "--samples", 4, "--bits", 32, *words)
+        return bpc("calibrate", "-m", model, "--corpus", corpus, "--samples", 4, "--bits", 32, "-q", *words)
 
     return run
 
@@ -80,13 +80,14 @@ def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
 
 
 def test_json_is_the_only_output(calibrate, bpc, model_folder):
-    ran = calibrate("--json", "-q", "-o", "a.safetensors")
+    ran = calibrate("--json", "-o", "a.safetensors")
     result = json.loads(ran.out)
     assert ran.err == ""
     assert result["output"] == "a.safetensors"
     assert result["tokens"] == 512
     assert set(result["residual_by_layer"]) == {"0", "1", "2"}
     assert result["peak_memory_bytes"] > 1e8
+    assert result["tokens_per_second"] > 0
     assert set(result["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
     shown = json.loads(bpc("inspect", "a.safetensors", "--json", "-m", model_folder).out)
     assert shown["valid"] is True
@@ -116,12 +117,54 @@ def test_dry_run_plans_and_writes_nothing(calibrate, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_file_is_kept_without_force(calibrate, tmp_path):
-    (tmp_path / "a.safetensors").write_text("mine")
-    assert_one_error(calibrate("-o", "a.safetensors"), "a.safetensors: exists; pass --force")
-    assert (tmp_path / "a.safetensors").read_text() == "mine"
-    assert calibrate("-o", "a.safetensors", "--force").code == 0
-    load(tmp_path / "a.safetensors")
+def test_an_existing_artifact_is_kept_without_force(calibrate, made, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(made.read_bytes())
+    assert_one_error(calibrate("-o", "a.safetensors", "--seed", 1), "a.safetensors: exists; pass --force")
+    assert (tmp_path / "a.safetensors").read_bytes() == made.read_bytes()
+    assert calibrate("-o", "a.safetensors", "--seed", 1, "--force").code == 0
+    assert load(tmp_path / "a.safetensors").metadata["algorithm"]["seed"] == 1
+
+
+def test_force_never_replaces_text_or_weights(calibrate, tmp_path):
+    (tmp_path / "notes.txt").write_text(tiny.prose())
+    (tmp_path / "link").symlink_to("notes.txt")
+    weights = tiny.save(tmp_path / "model") / "model.safetensors"
+    before = weights.read_bytes()
+    for output in ("notes.txt", "link", weights):
+        for force in ((), ("--force",)):
+            ran = calibrate("-o", output, *force, model=weights.parent, corpus=tmp_path / "notes.txt")
+            assert_one_error(ran, f"{output}: exists and is not a BPC artifact, so it is never replaced")
+    assert (tmp_path / "notes.txt").read_text() == tiny.prose()
+    assert weights.read_bytes() == before
+
+
+def test_a_text_is_given_once_and_each_corpus_gets_a_sample(calibrate, text_folder, tmp_path):
+    part = text_folder / "deeper" / "part0.txt"
+    for words, parts in (
+        (("--corpus", text_folder), ("corpus notes is given twice", "NAME=PATH")),
+        (("--corpus", f"other={text_folder}/../notes"), ("corpora notes and other both read ",)),
+        (("--corpus", part), ("corpora notes and part0.txt both read part0.txt: give each text once",)),
+        (("--corpus", "demo", "--corpus", "demo-code"), ("corpus demo-code is given twice",)),
+        (("--corpus", "demo", "--samples", 3), ("3 samples are too few for 4 corpora (notes, demo-",)),
+    ):
+        assert_one_error(calibrate(*words), *parts)
+        assert_one_error(calibrate(*words, "--dry-run"), *parts)
+    assert_one_error(calibrate("--dry-run", "--corpus", "pg19", "--corpus", "pg19"), "corpus pg19 is given twice")
+
+
+def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
+    words = ("calibrate", "-m", model_folder, "--corpus", text_folder, "--samples", 4, "--dry-run")
+    assert bpc(*words).err == ""
+    idle = ("--text-field", "body", "--keys-per-head", 100_000, "--position-shift")
+    ran = bpc(*words, *idle)
+    assert ran.code == 0
+    assert ran.err.splitlines() == [
+        "--text-field body has no effect: no corpus is a local JSON or parquet file",
+        "--keys-per-head 100,000 is more than there are: all 384 keys are kept",
+        "--position-shift has no effect: 128 tokens are all that the model allows",
+    ]
+    assert bpc(*words, *idle, "--quiet").err == ""
+    assert bpc(*words, "--position-shift", "--sequence-length", 64, "--keys-per-head", 100).err == ""
 
 
 @pytest.mark.parametrize(
@@ -240,6 +283,7 @@ def test_inspect_refuses_what_is_damaged(bpc, made, tmp_path):
     assert_one_error(bpc("inspect", tmp_path / "none.safetensors"), "No such file")
     assert_one_error(bpc("inspect", "nowhere/none.safetensors"), "nowhere/none.safetensors: cannot be read: No such")
     assert_one_error(bpc("inspect", tmp_path), "is a folder")
+    assert_one_error(bpc("inspect", made, "--revision", "main"), "is a file, and only artifacts on the Hub have")
     assert_one_error(bpc("inspect", "org/artifact"), "org/artifact (no file here) is not in the cache")
 
 
@@ -285,6 +329,9 @@ def test_plot(bpc, made, tmp_path):
     assert_one_error(bpc("inspect", made, "--plot", picture), "a.pdf: exists; pass --force")
     assert picture.read_bytes() == before
     assert bpc("inspect", made, "--plot", picture, "--force").code == 0
+    (tmp_path / "a.svg").write_text("a drawing of mine")
+    refused = bpc("inspect", made, "--plot", tmp_path / "a.svg", "--force")
+    assert_one_error(refused, "a.svg: exists and is not a picture (PNG, SVG or PDF), so it is never replaced")
     assert_one_error(bpc("inspect", made, "--plot", tmp_path / "a.doc"), "a.doc: pictures are .png, .svg, .pdf")
     assert_one_error(bpc("inspect", made, "--plot", tmp_path / "no" / "a.png"), "there is no folder")
     assert len(list(tmp_path.iterdir())) == 3
@@ -439,7 +486,7 @@ def test_ctrl_c_exits_130_and_leaves_the_finished_work(model_folder, tmp_path):
     (tmp_path / "text.txt").write_text(tiny.prose(200_000))
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
-    words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "6000"]
+    words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "6000", "-q"]
     ran = subprocess.Popen(
         [*command, *words],
         cwd=tmp_path / "work",
@@ -447,9 +494,11 @@ def test_ctrl_c_exits_130_and_leaves_the_finished_work(model_folder, tmp_path):
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
-    time.sleep(8)  # in the middle of the work
-    ran.send_signal(signal.SIGINT)
     kept = "tiny-llama-bpc64.safetensors.work"
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "work" / kept).glob("samples/*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    ran.send_signal(signal.SIGINT)
     assert ran.stderr.read() == f"The finished work is in {kept}: the same command goes on with it\nInterrupted.\n"
     assert ran.wait() == 130
     assert [path.name for path in (tmp_path / "work").iterdir()] == [kept]

@@ -135,7 +135,11 @@ def test_the_command_prints_a_table(bpc, folder, artifact):
     assert "tiny-llama, 8 of 700 tokens: text compared with full attention, and 95 % interval" in ran.out
     for word in ("full attention", "BPC", "random keys", "KV read", "single", "recall", "cosine"):
         assert word in ran.out
-    assert ran.err == ""
+    lines = ran.err.splitlines()
+    assert lines[0] == "Loading tiny-llama on cpu ..."
+    assert lines[2] == "Evaluating: 0 %, text, 700 tokens"
+    assert lines[-1].startswith("Evaluating: done in ")
+    assert len(lines) == 4
 
 
 def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
@@ -154,6 +158,38 @@ def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
     again = bpc(*words)
     assert again.code == 1
     assert "exists; pass --force" in again.err
+    assert bpc(*words, "--force", "--methods", "full", "-q").code == 0
+    output.write_text('{"mine": 1}')
+    refused = bpc(*words, "--force").err
+    assert refused.endswith(
+        "result.json: exists and is not a result of this command, so it is never replaced: give another name\n"
+    )
+    assert output.read_text() == '{"mine": 1}'
+    output.unlink()
+    (plot / "recall.png").write_text("mine")
+    assert "recall.png: exists and is not a picture" in bpc(*words, "--force").err
+
+
+def test_options_without_effect_are_noted(bpc, folder, artifact):
+    words = (
+        "eval",
+        "-m",
+        folder,
+        "-a",
+        artifact[0],
+        *SMALL,
+        "--methods",
+        "full",
+        "--tasks",
+        "single",
+        "--corpus",
+        "demo",
+    )
+    lines = bpc(*words).err.splitlines()
+    assert lines[:2] == [
+        "--corpus has no effect: the task text is not among --tasks",
+        "--artifact has no effect: the method bpc is not among --methods",
+    ]
 
 
 def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
@@ -200,7 +236,7 @@ def test_pictures_without_matplotlib(bpc, folder, monkeypatch):
 
 
 def test_prompts_too_short_for_a_task_are_refused_before_any_work(bpc, folder):
-    ran = bpc("eval", "-m", folder, "--tasks", "text,needle,multi-key", "--lengths", "700", "--budgets", "10%")
+    ran = bpc("eval", "-m", folder, "--tasks", "text,needle,multi-key", "--lengths", "700", "--budgets", "10%", "-q")
     assert ran.code == 1
     assert ran.err.startswith("Error: task 'multi-key' at 700 tokens: ")
     assert len(ran.err.splitlines()) == 1

@@ -10,7 +10,9 @@ from test_decomposition import draws, random_keys
 from bpc_calib import InputError, decompose, encode
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK
-from bpc_calib.method.fitting import fit, least_squares, residual_norms
+from bpc_calib.method.encoding import encode_with, make_encoder
+from bpc_calib.method.fitting import _products, fit, least_squares, residual_norms
+from bpc_calib.method.float32 import proven_codes, sum_by_signs
 from bpc_calib.method.metric import query_metric, second_moment
 
 METRIC = query_metric(second_moment(random_keys(300, 16, seed=8)), 0.5)
@@ -137,6 +139,42 @@ def test_the_same_bytes_with_one_or_two_threads(heads, seed):
         torch.set_num_threads(threads)
     assert torch.equal(found[0].projection, found[1].projection)
     assert torch.equal(found[0].residual_norms, found[1].residual_norms)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("bits", "dim", "heads"), [(64, 64, (2,)), (32, 16, ()), (128, 80, (2, 3))])
+def test_float32_products_give_what_float64_gives(bits, dim, heads, weighted):
+    keys = random_keys(*heads, 1500, dim).double() * torch.linspace(3, 0.01, dim)
+    keys[..., 7, :] = 0
+    metric = query_metric(second_moment(random_keys(*heads, 300, dim, seed=8)), 0.5)
+    weights = (torch.rand(keys.shape[:-1]) > 0.2) if weighted else None
+    encoder = make_encoder(decompose(keys, bits, iterations=1, metric=metric).projection, torch.float64, metric=metric)
+    one, two = (_products(keys, encoder, weights, torch.zeros(heads), single=single) for single in (False, True))
+    assert torch.equal(proven_codes(encoder, keys), encode_with(encoder, keys).codes)
+    assert torch.equal(one.squares, two.squares)
+    assert (one.cross - two.cross).abs().max() <= 2.0**-43 * keys.shape[-2] * keys.abs().max()
+
+
+def test_signs_that_float32_gets_wrong_are_computed_in_float64():
+    projection = random_keys(32, 16, seed=3).float()
+    encoder = make_encoder(projection, torch.float64)
+    normal = projection[0].double() / projection[0].norm()
+    keys = random_keys(4000, 16, seed=4).double()
+    keys = keys - (keys @ normal)[:, None] * normal  # in the plane where the first bit changes, to 16 digits
+    keys = keys + 1e-9 * torch.linspace(-1, 1, 4000).double()[:, None] * normal
+    plain = encode_with(make_encoder(projection, torch.float32), keys.float()).codes
+    exact = encode_with(encoder, keys).codes
+    assert (plain != exact).any()
+    assert torch.equal(proven_codes(encoder, keys), exact)
+
+
+def test_sums_by_signs_do_not_depend_on_the_order():
+    keys = random_keys(BLOCK, 16).double() * 10.0 ** torch.linspace(-6, 6, BLOCK)[:, None].double()
+    signs = random_keys(BLOCK, 32, seed=2).sign()
+    order = torch.randperm(BLOCK, generator=torch.Generator().manual_seed(0))
+    found = sum_by_signs(signs, keys)
+    assert torch.equal(found, sum_by_signs(signs[order], keys[order]))
+    assert (found - signs.double().mT @ keys).abs().max() <= 2.0**-43 * keys.shape[-2] * keys.abs().max()
 
 
 @pytest.mark.parametrize("metric", [None, METRIC])

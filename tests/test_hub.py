@@ -81,7 +81,7 @@ def bpc(bpc_process, served):
 
 
 def test_the_default_corpora_from_the_hub(bpc, served, tmp_path):
-    ran = bpc("calibrate", "-m", MODEL, "--samples", 7, "--bits", 32)
+    ran = bpc("calibrate", "-m", MODEL, "--samples", 7, "--bits", 32, "-q")
     assert ran.code == 0, ran.err
     assert ran.err == ""
     artifact = load(tmp_path / "Llama-3.1-8B-Instruct-bpc32.safetensors")

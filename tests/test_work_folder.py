@@ -21,6 +21,7 @@ from bpc_artifacts import save
 from bpc_calib import WorkError, describe, make_plan
 from bpc_calib.calibration.calibrate import calibrate
 from bpc_calib.calibration.stored_tensors import DamagedError, read_tensors, write_tensors
+from bpc_calib.text.known_corpora import HUB_CORPORA
 
 SETTINGS = {"samples": 5, "bits": 32, "keys_per_head": 200}
 
@@ -54,7 +55,8 @@ def run(text_folder, tmp_path):
 
 def test_a_run_that_is_stopped_anywhere_ends_in_the_same_bytes(run, tmp_path):
     expected, steps = run(None)
-    assert steps == [(stage, i) for stage, n in (("text", 5), ("keys", 5), ("decompose", 3)) for i in range(1, n + 1)]
+    stages = (("text", 1, 5), ("keys", 0, 5), ("decompose", 0, 3))
+    assert steps == [(stage, i) for stage, first, last in stages for i in range(first, last + 1)]
     for stop in [("text", 3), ("keys", 1), ("keys", 3), ("keys", 5), ("decompose", 1), ("decompose", 3)]:
         with pytest.raises(StoppedError):
             run(stop=stop)
@@ -211,11 +213,10 @@ def test_the_text_of_the_hub_is_not_read_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(run_text, "draw_corpus", draw)
     quiet = lambda *step: None  # noqa: E731
     texts = []
-    for opened in (corpus, "pg19", "pg19"):
+    for opened in (corpus, HUB_CORPORA["pg19"], HUB_CORPORA["pg19"]):  # the last two without a commit
         with open_work_folder(tmp_path / "work", plan, torch.device("cpu")) as work:
-            corpora = run_text.open_corpora([opened], work)
-            assert corpora[0].revision == "a" * 40
-            texts.append(run_text.read_text(corpora, tiny.tokenizer(), work, quiet))
+            texts.append(run_text.read_text([opened], tiny.tokenizer(), work, quiet))
+            assert texts[-1].sources[0]["revision"] == "a" * 40
         if len(texts) == 2:
             flip(tmp_path / "work" / "text" / "0.safetensors", -3)
     assert len(drawn) == 2  # at first, and for the damaged file

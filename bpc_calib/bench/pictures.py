@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from bpc_artifacts.file import check_writable, replacing
+from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
 
 __all__ = ["check", "draw"]
@@ -20,7 +20,7 @@ def check(path: Path, overwrite: bool) -> None:
         raise InputError("--plot needs matplotlib: pip install matplotlib") from fault
     if path.suffix.lower() not in KNOWN:
         raise InputError(f"{path}: a picture must be one of {', '.join(KNOWN)}")
-    check_writable(path, 1 << 20, overwrite=overwrite)
+    try_replacing(path, 1 << 20, overwrite, PICTURE)
 
 
 def draw(result: dict[str, Any], path: Path, *, overwrite: bool = False) -> None:
@@ -51,7 +51,7 @@ def draw(result: dict[str, Any], path: Path, *, overwrite: bool = False) -> None
         axis.set_axis_off()
     for axis, (function, *arguments) in zip(axes.flat, panels, strict=False):
         function(axis, *arguments)
-    with replacing(path, overwrite) as temporary:
+    with replacing(path, overwrite, PICTURE) as temporary:
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
     pyplot.close(figure)
 

@@ -12,12 +12,13 @@ from bpc_calib.calibration.collecting import collect
 from bpc_calib.calibration.contents import contents
 from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projecting import project
-from bpc_calib.calibration.run_text import Text, open_corpora, read_text
+from bpc_calib.calibration.run_text import Text, read_text
 from bpc_calib.calibration.work_folder import WorkFolder, open_work_folder
 from bpc_calib.errors import InputError
 from bpc_calib.models.description import describe
 from bpc_calib.models.placement import input_device
-from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus, expand
+from bpc_calib.text.corpus_list import check_corpora, open_corpora
+from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
 
 __all__ = ["calibrate", "calibrate_in"]
 
@@ -50,20 +51,20 @@ def calibrate(
     Raises:
         ModelError: the model is not supported, or a key is not finite.
         CorpusError: a text cannot be read, or a corpus is too short.
-        InputError: the plan is for another model, or there is no corpus.
+        InputError: the plan is for another model, there is no corpus, a text is given twice, or there are fewer samples
+            than corpora.
         WorkError: the work folder is in use, is damaged, cannot be written, or belongs to another calibration.
     """
     description = describe(model.config)
     plan = plan or make_plan(description)
     if plan.model.config_sha256 != description.config_sha256:
         raise InputError(f"the plan is for {plan.model.id}, but the model is {description.id}: make a plan for it")
-    if not corpora or isinstance(corpora, str):
-        raise InputError(f"corpora must be a list of at least one corpus, not {corpora!r}")
+    opened = open_corpora(corpora, hub=False)
+    check_corpora(opened, plan.samples)
     with ExitStack() as stack:
         folder = work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="bpc-"))
         work = stack.enter_context(open_work_folder(Path(folder), plan, input_device(model)))
-        names = [each if isinstance(each, Corpus) else os.fspath(each) for each in expand(corpora)]
-        text = read_text(open_corpora(names, work), tokenizer, work, progress)
+        text = read_text(opened, tokenizer, work, progress)
         return calibrate_in(work, text, lambda: model, progress)
 
 

@@ -41,8 +41,7 @@ def collect(model: Any, text: Text, work: WorkFolder, progress: Callable[[str, i
     last, moments = work.summed
     positions, offsets, summed = key_positions(plan), first_positions(plan), set(plan.summed)
     done = len(work.samples)
-    if done:
-        progress("keys", done, plan.samples)
+    progress("keys", done, plan.samples)
     for sample in sorted(set(range(plan.samples)) - work.samples):
         sums = sample in summed and sample > last
         with memory_advice(

@@ -27,8 +27,7 @@ def project(
     plan = work.plan
     fits = dict(work.layers)
     device = torch.device("cpu") if work.device.type == "mps" else work.device  # MPS has no float64
-    if fits:
-        progress("decompose", len(fits), len(plan.model.full_layers))
+    progress("decompose", len(fits), len(plan.model.full_layers))
     for layer in plan.model.full_layers:
         if layer in fits:
             continue

@@ -12,11 +12,11 @@ from bpc_calib.calibration.journal import check_same
 from bpc_calib.calibration.stored_tensors import is_intact, keep_intact, read_tensors, write_tensors
 from bpc_calib.calibration.work_folder import WorkFolder
 from bpc_calib.errors import WorkError
-from bpc_calib.text.corpora import open_corpus
-from bpc_calib.text.known_corpora import HUB_CORPORA, Corpus
+from bpc_calib.text.corpora import pin
+from bpc_calib.text.known_corpora import Corpus
 from bpc_calib.text.samples import check_vocabulary, draw_corpus, shares, source
 
-__all__ = ["Text", "open_corpora", "read_text"]
+__all__ = ["Text", "read_text"]
 
 
 @dataclass(frozen=True)
@@ -27,28 +27,12 @@ class Text:
     sources: list[dict[str, Any]]  # `calibration.sources` of the artifact
 
 
-def open_corpora(specs: Sequence[str | Corpus], work: WorkFolder, *, text_field: str = "text") -> list[Corpus]:
-    """Open corpora; those of the Hub whose text the work folder has are at the same commit, and need no network.
-
-    Raises:
-        CorpusError: see `open_corpus`.
-    """
-    known = {each["name"]: each["revision"] for each in work.journal.sources}
-    opened = []
-    for spec in specs:
-        if isinstance(spec, Corpus):
-            opened.append(spec)
-        elif spec in HUB_CORPORA and spec in known:
-            opened.append(replace(HUB_CORPORA[spec], revision=known[spec]))
-        else:
-            opened.append(open_corpus(spec, text_field=text_field))
-    return opened
-
-
 def read_text(
     corpora: Sequence[Corpus], tokenizer: Any, work: WorkFolder, progress: Callable[[str, int, int], None]
 ) -> Text:
     """Draw the samples of each corpus, or take those of the Hub from the work folder; note them in its journal.
+
+    Text of the Hub that the work folder has is at the same commit as before, and needs no network.
 
     Raises:
         CorpusError: a text cannot be read, or is too short.
@@ -68,6 +52,8 @@ def read_text(
 
         stored = work.path / "text" / f"{place}.safetensors"
         noted = work.journal.sources[place] if place < len(work.journal.sources) else None
+        if corpus.repo and corpus.revision is None:
+            corpus = replace(corpus, revision=noted["revision"]) if noted else pin(corpus)
         drawn = _stored_tokens(stored) if corpus.repo and noted else None
         if drawn is None:
             drawn = draw_corpus(

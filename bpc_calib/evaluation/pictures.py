@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bpc_artifacts.file import replacing
+from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.method.selection import attended
@@ -15,7 +15,7 @@ NAMES = {"recall": "recall.png", "needle": "needles.png", "budget": "budgets.png
 
 
 def check(folder: Path, overwrite: bool) -> None:
-    """Raise `InputError` if `draw` could not write its files."""
+    """Raise a `BPCError` if `draw` could not write its files."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as fault:
@@ -24,9 +24,8 @@ def check(folder: Path, overwrite: bool) -> None:
         raise InputError(f"{folder}: not a folder: name a folder for the pictures")
     if not folder.is_dir() and not folder.parent.is_dir():
         raise InputError(f"{folder}: there is no folder {folder.parent}: make it first")
-    existing = [name for name in NAMES.values() if (folder / name).exists()]
-    if existing and not overwrite:
-        raise InputError(f"{folder / existing[0]}: exists; pass --force to replace it")
+    for name in NAMES.values() if folder.is_dir() else ():
+        try_replacing(folder / name, 1 << 20, overwrite, PICTURE)
 
 
 def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -> list[Path]:
@@ -42,7 +41,7 @@ def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -
     folder.mkdir(exist_ok=True)
     written = []
     for name, figure in _figures(rows):
-        with replacing(folder / name, overwrite) as temporary:
+        with replacing(folder / name, overwrite, PICTURE) as temporary:
             figure.savefig(temporary, format="png", dpi=150)
         written.append(folder / name)
     return written

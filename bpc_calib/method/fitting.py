@@ -10,6 +10,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK, check_keys, decompose
 from bpc_calib.method.encoding import Encoder, encode_with, make_encoder
+from bpc_calib.method.float32 import float64_is_slow, proven_codes, sum_by_signs
 
 __all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine", "residual_norms"]
 
@@ -84,7 +85,7 @@ def least_squares(
     Returns:
         The projection, float32, and its residual norms, float64 `[..., H + 1]`, as in `Fit`.
     """
-    return refine(lambda projection: _products(keys, projection, metric, weights), projection, rounds)
+    return refine(_sums(keys, metric, weights), projection, rounds)
 
 
 @dataclass(frozen=True)
@@ -144,21 +145,42 @@ def residual_norms(
         raise InputError("keys hold NaN or infinity")
     if mean is not None:
         keys = keys.to(torch.float64) - mean.unsqueeze(-2)
-    return _products(keys, projection, metric, None).residual_norms
+    return _sums(keys, metric, None)(projection).residual_norms
 
 
-def _products(keys: Tensor, projection: Tensor, metric: Tensor | None, weights: Tensor | None) -> Products:
-    """Sum over blocks of keys in order."""
-    encoder = make_encoder(projection, torch.float64, metric=metric)
-    squares = cross = norm = torch.zeros((), dtype=torch.float64, device=keys.device)
+def _sums(keys: Tensor, metric: Tensor | None, weights: Tensor | None) -> Callable[[Tensor], Products]:
+    """Return the function from a projection to the products of its codes with these keys."""
+    squared_norm, single = _squared_norm(keys, metric, weights), float64_is_slow(keys.device)
+
+    def products(projection: Tensor) -> Products:
+        encoder = make_encoder(projection, torch.float64, metric=metric)
+        return _products(keys, encoder, weights, squared_norm, single=single)
+
+    return products
+
+
+def _products(
+    keys: Tensor, encoder: Encoder, weights: Tensor | None, squared_norm: Tensor, *, single: bool
+) -> Products:
+    """Sum over blocks of keys in order; `single`: with float32 products that give the sums of float64."""
+    squares = cross = torch.zeros((), dtype=torch.float64, device=keys.device)
     for block, weight in _blocks(keys, weights):
-        codes = unpack_codes(encode_with(encoder, block).codes, projection.shape[-2]).to(torch.float64)
+        codes = proven_codes(encoder, block) if single else encode_with(encoder, block).codes
+        signs = unpack_codes(codes, encoder.matrix.shape[-1]).float()
         if weight is not None:
-            codes = codes * weight
-        in_metric = block if encoder.metric is None else block @ encoder.metric
-        squares, cross = squares + codes.mT @ codes, cross + codes.mT @ block
-        norm = norm + (block * in_metric).sum(-2).sum(-1)  # one sum over both dimensions would depend on the threads
-    return Products(squares, cross, norm, encoder)
+            signs = signs * weight.float()
+        squares = squares + (signs.mT @ signs).to(torch.float64)  # exact: at most BLOCK in absolute value
+        cross = cross + (sum_by_signs(signs, block) if single else signs.to(torch.float64).mT @ block)
+    return Products(squares, cross, squared_norm, encoder)
+
+
+def _squared_norm(keys: Tensor, metric: Tensor | None, weights: Tensor | None) -> Tensor:
+    """Return the sum of squared norms in the metric, float64 `[...]`."""
+    total = torch.zeros((), dtype=torch.float64, device=keys.device)
+    for block, _ in _blocks(keys, weights):
+        in_metric = block if metric is None else block @ metric.to(torch.float64)
+        total = total + (block * in_metric).sum(-2).sum(-1)  # one sum over both dimensions would depend on the threads
+    return total
 
 
 def mean_key(keys: Tensor, weights: Tensor | None) -> Tensor:

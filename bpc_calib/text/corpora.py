@@ -16,7 +16,7 @@ from bpc_calib.hub import explain, online
 from bpc_calib.text import made_text
 from bpc_calib.text.known_corpora import DEMO, DEMO_CORPORA, HUB_CORPORA, Corpus
 
-__all__ = ["documents", "open_corpus"]
+__all__ = ["documents", "open_corpus", "pin"]
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
         CorpusError: the name is unknown, the path holds no text, or the Hub is not reachable.
     """
     if spec in HUB_CORPORA:
-        return _pin(HUB_CORPORA[spec])
+        return pin(HUB_CORPORA[spec])
     if spec in DEMO_CORPORA:
         return DEMO_CORPORA[spec]
     name, separator, location = spec.partition("=")
@@ -118,8 +118,8 @@ def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -
         raise CorpusError(f"{where}: {fault}") from fault.__cause__
 
 
-def _pin(corpus: Corpus) -> Corpus:
-    """Return the corpus at the Hub's current commit, so that the artifact records the text that is read."""
+def pin(corpus: Corpus) -> Corpus:
+    """Return a corpus of the Hub at its current commit, so that the artifact records the text that is read."""
     from huggingface_hub import HfApi
 
     try:

@@ -82,5 +82,5 @@ DEMO_CORPORA = {
 
 
 def expand(specs: Iterable[Any]) -> list[Any]:
-    """Return the corpora without duplicates, with `demo` replaced by the three corpora of `DEMO_CORPORA`."""
-    return list(dict.fromkeys(name for spec in specs for name in (DEMO_CORPORA if spec == DEMO else (spec,))))
+    """Return the corpora, with `demo` replaced by the three corpora of `DEMO_CORPORA`."""
+    return [name for spec in specs for name in (DEMO_CORPORA if spec == DEMO else (spec,))]

@@ -1,0 +1,93 @@
+"""Write a file in one step, and replace only a file of the same kind."""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bpc_artifacts.errors import ArtifactError
+
+__all__ = ["PICTURE", "Kind", "replacing", "try_replacing"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a file must be to be replaced; an empty file may always be replaced."""
+
+    name: str
+    holds: Callable[[Path], bool]
+
+
+def _is_picture(path: Path) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(1024)
+    return head.startswith((b"\x89PNG", b"%PDF")) or b"<svg" in head or b"<!DOCTYPE svg" in head
+
+
+PICTURE = Kind("a picture (PNG, SVG or PDF)", _is_picture)
+
+
+def try_replacing(path: Path, size: int, overwrite: bool, kind: Kind | None = None) -> None:
+    """Raise the `ArtifactError` that `replacing` would now raise for `size` bytes. Does not change the folder."""
+    with replacing(path, overwrite, kind, trial=True) as temporary:
+        temporary.touch()
+        if (free := shutil.disk_usage(temporary).free) < size:
+            raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
+
+
+@contextmanager
+def replacing(
+    path: Path, overwrite: bool, kind: Kind | None = None, *, trial: bool = False, locked: bool = False
+) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`. At the end, that file replaces `path`, unless this is a trial.
+
+    Where the caller holds a lock on `path`, the temporary file has a fixed name, and the next caller removes what a
+    killed process left of it.
+
+    Raises:
+        ArtifactError: there is no such folder; `path` exists and `overwrite` is false; it exists and is not of this
+            kind (None: any regular file); or it cannot be written.
+    """
+    target = Path(os.path.realpath(path))  # replaces the target of a link, not the link
+    temporary = target.with_name(f".{target.name}.tmp" if locked else f".bpc-{secrets.token_hex(8)}.tmp")
+    try:
+        if not target.parent.is_dir():
+            raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
+        if target.is_dir():
+            raise ArtifactError(f"{path}: is a folder: give the path of a file")
+        if target.exists() and not target.is_file():
+            raise ArtifactError(f"{path}: is not a regular file")
+        if kind is not None and target.exists() and target.stat().st_size and not kind.holds(target):
+            raise ArtifactError(f"{path}: exists and is not {kind.name}, so it is never replaced: give another name")
+        if target.exists() and not overwrite:
+            raise FileExistsError
+        yield temporary
+        if trial:
+            pass
+        elif overwrite:
+            os.replace(temporary, target)
+        else:
+            _rename_to_new(temporary, target)
+    except FileExistsError:
+        message = f"{path}: exists; pass --force (overwrite=True in Python) to replace it"
+        raise ArtifactError(message) from None
+    except OSError as fault:
+        raise ArtifactError(f"{path}: cannot be written: {fault.strerror or fault}") from fault
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _rename_to_new(temporary: Path, target: Path) -> None:
+    try:
+        os.link(temporary, target)  # unlike a rename, fails if another process has created the file
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if target.exists():
+            raise FileExistsError from None
+        os.replace(temporary, target)
