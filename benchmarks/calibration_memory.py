@@ -56,8 +56,8 @@ def main() -> None:
     ]
     for row in (*by_samples, *by_pass):
         print(row)
-    names = ("model", "corpus", "sequence_length", "long_model", "length")
-    settings = {name: report.without_folder(str(value)) for name, value in report.settings(arguments, names).items()}
+    settings = report.settings(arguments, ("corpus", "sequence_length", "length"))
+    settings |= {name: report.without_folder(getattr(arguments, name)) for name in ("model", "long_model")}
     report.write(arguments.output, {"settings": settings, "by_samples": by_samples, "by_pass": by_pass})
 
 
