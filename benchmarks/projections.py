@@ -24,7 +24,7 @@ import torch
 from bpc_calib import describe, disable, enable
 from bpc_calib.calibration.collecting import collect
 from bpc_calib.calibration.contents import contents
-from bpc_calib.calibration.layer_fit import fit_layer
+from bpc_calib.calibration.layer_fit import fit_layers
 from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projection_method import PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.calibration.run_text import read_text
@@ -234,7 +234,7 @@ class Collected:
     """The kept keys of a text, and what else a fit needs, by layer."""
 
     keys: dict[int, torch.Tensor]
-    aside: dict[int, torch.Tensor | None]
+    aside: dict[int, torch.Tensor]
     moments: dict[int, torch.Tensor]
     sources: list[dict[str, Any]]
 
@@ -251,7 +251,7 @@ def keys_of(model: Any, tokenizer: Any, plan: Plan, corpora: list[Corpus]) -> Co
         layers, aside = plan.model.full_layers, plan.held_out
         return Collected(
             {layer: read_layer(work.path, layer, plan.fitted) for layer in layers},
-            {layer: read_layer(work.path, layer, aside) if aside else None for layer in layers},
+            {layer: read_layer(work.path, layer, aside) for layer in layers},
             moments,
             text.sources,
         )
@@ -290,10 +290,12 @@ class Calibrations:
         key = json.dumps([asdict(variant.method) | {"name": ""}, variant.bits, variant.calibration])  # type: ignore[arg-type]
         if key not in self.artifacts:
             began = time.perf_counter()
-            fits = {
-                layer: fit_layer(keys, collected.aside[layer], collected.moments[layer], chosen, self.model.device)
-                for layer, keys in collected.keys.items()
-            }
+            layers = list(collected.keys)
+            keys, aside, moments = (
+                torch.stack([each[layer] for layer in layers])
+                for each in (collected.keys, collected.aside, collected.moments)
+            )
+            fits = dict(zip(layers, fit_layers(keys, aside, moments, chosen, self.model.device), strict=True))
             self.artifacts[key] = contents(chosen, collected.sources, "unknown", fits)
             print(f"projected in {time.perf_counter() - began:.1f} s: {key}", file=sys.stderr)
         return self.artifacts[key]

@@ -1,10 +1,10 @@
 """The plan of `bpc calibrate --dry-run`: what would be done, and what it would cost."""
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bpc_cli.console import print_json, print_rows
+from bpc_cli.memory_use import memory_now
 from bpc_cli.opening import Dtype, OpenedModel
 from bpc_cli.quantities import duration_text, size_text
 
@@ -16,9 +16,10 @@ __all__ = ["print_plan"]
 
 def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[str], as_json: bool) -> None:
     """Print the plan as a table or as JSON."""
-    weights = _model_without_weights(opened)
-    parameters, dtype = sum(weight.numel() for weight in weights.parameters()), weights.dtype
-    model, seconds = plan.model, _forward_seconds(plan, parameters, opened.device, dtype)
+    import torch
+
+    weights, device = _model_without_weights(opened), torch.device(opened.device)
+    model, dtype = plan.model, weights.dtype
     table = {
         "model": model.id,
         "revision": model.revision,
@@ -36,20 +37,39 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "keys_per_head": plan.keys_per_head,
         "device": opened.device,
         "dtype": str(dtype).removeprefix("torch."),
-        "weights_bytes": parameters * dtype.itemsize,
+        "weights_bytes": sum(each.numel() * each.dtype.itemsize for each in weights.parameters()),
         "keys_bytes": plan.key_bytes(dtype.itemsize),
         "output": str(target),
         "output_bytes": plan.artifact_bytes,
-        "forward_seconds_at_least": round(seconds),
     }
+    table |= _costs(plan, weights, device, table["weights_bytes"])
     if as_json:
         print_json(table)
     else:
-        print_rows("Plan (nothing was done)", _rows(plan, table, seconds))
+        print_rows("Plan (nothing was done)", _rows(plan, table))
 
 
-def _rows(plan: "Plan", table: dict[str, Any], seconds: float) -> dict[str, str]:
-    model = plan.model
+def _costs(plan: "Plan", weights: Any, device: Any, weights_bytes: int) -> dict[str, Any]:
+    """Time, memory and disk; the memory of the libraries is that which they take now."""
+    from bpc_calib.calibration.forecast import forecast
+
+    found = forecast(plan, weights, device)
+    on_device = weights_bytes + max(found.pass_bytes, found.fit_bytes)
+    libraries, on_cpu = memory_now() or 0, device.type == "cpu"
+    return {
+        "collect_seconds": None if found.collect_seconds is None else round(found.collect_seconds, 1),
+        "decompose_seconds": round(found.decompose_seconds, 1),
+        "memory_bytes": libraries + (on_device if on_cpu else found.fit_bytes),
+        "gpu_memory_bytes": None if on_cpu else on_device,
+        "work_bytes": found.disk_bytes,
+    }
+
+
+def _rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
+    model, on_gpu, collecting = plan.model, table["gpu_memory_bytes"], table["collect_seconds"]
+    memory = f"{size_text(table['memory_bytes'])} of main memory"
+    if on_gpu:
+        memory += f", {size_text(on_gpu)} on {table['device']}"
     return {
         "model": f"{model.id}{f' at {model.revision}' if model.revision else ''}",
         "layers": f"{len(model.full_layers)} of {model.num_layers} (full attention)",
@@ -58,10 +78,13 @@ def _rows(plan: "Plan", table: dict[str, Any], seconds: float) -> dict[str, str]
         "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}",
         "tokens": f"{plan.tokens:,}",
         "keys": f"{plan.keys_per_head:,} per KV head",
-        "memory": f"{size_text(table['weights_bytes'])} for weights ({table['dtype']}, on {table['device']}), "
-        f"{size_text(table['keys_bytes'])} for keys",
-        "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}",
-        "time": f"at least {duration_text(seconds)} for the forward passes, from the speed of a matrix product here",
+        "weights": f"{size_text(table['weights_bytes'])} ({table['dtype']}, on {table['device']})",
+        "memory": f"about {memory}",
+        "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}, {size_text(table['work_bytes'])} until then",
+        "collecting": "unknown, because one layer of this model does not run alone"
+        if collecting is None
+        else f"about {duration_text(collecting)}, from one layer of each kind on one sample",
+        "decomposing": f"about {duration_text(table['decompose_seconds'])}, from a fit of some layers with fewer keys",
     }
 
 
@@ -75,20 +98,3 @@ def _model_without_weights(opened: OpenedModel) -> Any:
     dtype = own if chosen is Dtype.auto else getattr(torch, chosen.value)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=opened.options.trust_remote_code)
-
-
-def _forward_seconds(plan: "Plan", parameters: int, device: str, dtype: Any) -> float:
-    """Operations of all forward passes, divided by the speed of one matrix product that is measured now."""
-    import torch
-
-    size = 1024
-    left = torch.ones(size, size, dtype=dtype, device=device)
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        float((left @ left)[0, 0])  # waits for the device
-        times.append(time.perf_counter() - start)
-    per_second = 2 * size**3 / min(times)
-    model = plan.model
-    attention = 2 * model.num_layers * model.query_heads * model.head_dim * plan.sequence_length
-    return plan.tokens * (2 * parameters + attention) / per_second

@@ -1,10 +1,10 @@
 """The result of `bpc calibrate`: residuals, time and memory."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bpc_cli.console import print_table, printable
+from bpc_cli.memory_use import peak_memory
 from bpc_cli.quantities import duration_text, size_text
 from bpc_cli.residual import residual_title
 from bpc_cli.stage_times import StageTimes
@@ -38,7 +38,7 @@ def report(
         "seconds": round(seconds, 1),
         "seconds_by_stage": {stage: round(spent, 1) for stage, spent in times.seconds.items()},
         "tokens_per_second": round(tokens / times.seconds["keys"], 1) if tokens else None,
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": peak_memory(),
         "peak_gpu_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     }
 
@@ -64,15 +64,3 @@ def print_report(result: dict[str, Any]) -> None:
     print(f"{result['tokens']:,} tokens, {result['keys_per_head']:,} keys per KV head{rate}")
     print(f"{duration_text(result['seconds'])} ({stages}), peak memory {memory}")
     print(f"Wrote {printable(result['output'])}")
-
-
-def _peak_memory() -> int | None:
-    """Peak memory of this process. On Linux `getrusage` would include the process that started it."""
-    if sys.platform == "linux":
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    if sys.platform == "darwin":
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None

@@ -32,17 +32,18 @@ def sample_keys(
     *,
     offset: int = 0,
     moments: bool = False,
+    passes: list[tuple[int, int]] | None = None,
 ) -> SampleKeys:
     """Run one sample through the model and keep its keys at some positions.
 
-    A pass has one sample, because the batch size changes the bits of the keys. `chunk_edges` says whether one pass
-    takes the whole sample.
+    A pass has one sample, because the batch size changes the bits of the keys.
 
     Args:
         tokens: `[T]`, any integer dtype, without padding.
         positions: ascending indices of the tokens whose keys to keep.
         offset: the position of the first token.
         moments: also sum `q^T q` over the queries at those positions.
+        passes: the first and last + 1 token of each pass; None: `chunk_edges`.
 
     Raises:
         ModelError: the attention interface did not see a layer, or saw it twice; or a key is not finite.
@@ -66,7 +67,7 @@ def sample_keys(
     from transformers import DynamicCache
 
     device = input_device(model)
-    passes = chunk_edges(model, description, len(tokens))
+    passes = passes or chunk_edges(model, description, len(tokens))
     cache = DynamicCache(config=model.config) if len(passes) > 1 else None
     with observing(model, keep), torch.inference_mode():
         for start, end in passes:

@@ -1,5 +1,6 @@
-"""Fit one layer: its projections, and their residual on the held-out keys."""
+"""Fit several layers: their projections, and the residual on the held-out keys."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,36 +12,57 @@ from bpc_calib.calibration.plan import Plan
 from bpc_calib.method.fitting import Fit, residual_norms
 from bpc_calib.method.metric import query_metric
 
-__all__ = ["LayerFit", "fit_layer"]
+__all__ = ["LayerFit", "fit_layers", "layers_at_once"]
 
-FITTED_AT_ONCE = 1 << 28  # bytes of float64 keys; a fit needs up to four copies of them
+FITTED_AT_ONCE = 1 << 28  # bytes of float64 keys; plain torch needs up to four copies of them
+READ_AT_ONCE = 1 << 29  # bytes of keys
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The result of `fit_layer`."""
+    """The fit of one layer."""
 
     layer: LayerProjection
     held_out: Tensor | None  # float64 [kv_heads]: the residual after all bits on the held-out keys
 
 
-def fit_layer(
-    keys: Tensor, held_out: Tensor | None, moment: Tensor | None, plan: Plan, device: torch.device
-) -> LayerFit:
-    """Fit the keys of one layer, in groups of heads that fit a fixed amount of memory.
+def layers_at_once(plan: Plan, itemsize: int, device: torch.device) -> int:
+    """Return how many layers to fit together: on a CPU as many as give every thread as many heads.
 
     Args:
-        keys: `[kv_heads, N, head_dim]`, the keys to fit.
-        held_out: `[kv_heads, M, head_dim]`, the keys to measure the fit on.
-        moment: float64 `[kv_heads, head_dim, head_dim]`, for the query metric.
+        itemsize: bytes of a number of a key.
+        device: where the layers are fitted.
+    """
+    if device.type != "cpu":
+        return 1
+    heads = plan.model.kv_heads
+    even = math.lcm(heads, torch.get_num_threads()) // heads
+    room = READ_AT_ONCE // (heads * plan.keys_per_head * plan.model.head_dim * itemsize)
+    return max(1, min(even, room, len(plan.model.full_layers)))
+
+
+def fit_layers(
+    keys: Tensor, held_out: Tensor | None, moments: Tensor | None, plan: Plan, device: torch.device
+) -> list[LayerFit]:
+    """Fit the keys of some layers, in groups of heads that fit a fixed amount of memory.
+
+    Args:
+        keys: `[layers, kv_heads, N, head_dim]`, the keys to fit.
+        held_out: `[layers, kv_heads, M, head_dim]`, the keys to measure the fit on.
+        moments: float64 `[layers, kv_heads, head_dim, head_dim]`, for the query metric.
         device: where to compute.
 
     Raises:
         InputError: a key is not finite.
     """
-    method = plan.method
+    method, shape = plan.method, keys.shape[:2]
+    keys, held_out = keys.flatten(0, 1), None if held_out is None else held_out.flatten(0, 1)
     heads = max(1, FITTED_AT_ONCE // (keys[0].numel() * 8))
-    metric = None if moment is None or method.power is None else query_metric(moment, method.power)
+    if device.type == "cpu":
+        heads = max(heads, torch.get_num_threads())  # each thread fits a head
+    metric = None
+    if moments is not None and method.power is not None:
+        metric = query_metric(moments.flatten(0, 1), method.power)
     fits: list[Fit] = []
     measured: list[Tensor] = []
     for first in range(0, len(keys), heads):
@@ -58,16 +80,28 @@ def fit_layer(
         if held_out is not None:
             aside = held_out[part].to(device)
             measured.append(residual_norms(aside, found.projection, metric=found.metric, mean=found.mean).cpu())
-    means = [found.mean.cpu() for found in fits if found.mean is not None]
-    return LayerFit(
-        LayerProjection(
-            projection=torch.cat([found.projection.cpu() for found in fits]).numpy(),
-            residual=_relative(torch.cat([found.residual_norms.cpu() for found in fits])).float().numpy(),
-            metric=None if metric is None else metric.numpy(),
-            mean=torch.cat(means).numpy() if means else None,
-        ),
-        _relative(torch.cat(measured))[:, -1] if measured else None,
-    )
+
+    def by_layer(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.cpu() for part in parts]).unflatten(0, shape)
+
+    projection = by_layer([found.projection for found in fits])
+    residual = _relative(by_layer([found.residual_norms for found in fits])).float()
+    measure = _relative(by_layer(measured))[..., -1] if measured else None
+    means = [found.mean for found in fits if found.mean is not None]
+    mean = by_layer(means) if means else None
+    metrics = None if metric is None else metric.unflatten(0, shape)
+    return [
+        LayerFit(
+            LayerProjection(
+                projection=projection[i].numpy(),
+                residual=residual[i].numpy(),
+                metric=None if metrics is None else metrics[i].numpy(),
+                mean=None if mean is None else mean[i].numpy(),
+            ),
+            None if measure is None else measure[i],
+        )
+        for i in range(shape[0])
+    ]
 
 
 def _relative(norms: Tensor) -> Tensor:

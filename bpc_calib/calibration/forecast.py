@@ -1,0 +1,120 @@
+"""What a calibration will take on this machine: parts of it run on random numbers, and counting."""
+
+import copy
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bpc_calib.calibration.keys import sample_keys
+from bpc_calib.calibration.layer_fit import fit_layers, layers_at_once
+from bpc_calib.calibration.plan import Plan
+from bpc_calib.calibration.positions import key_positions
+from bpc_calib.calibration.prefill import chunk_edges, pass_bytes
+from bpc_calib.errors import first_line
+
+__all__ = ["Forecast", "forecast"]
+
+log = logging.getLogger(__name__)
+
+VOCABULARY = 1024  # of the model with one layer
+KEYS = 16_384  # most keys per head of the trial fit: its time grows with their number
+SHORT = 256  # tokens or keys of a first run, which loads and compiles
+REPEATS, LONG = 3, 5.0  # runs of each part, while all of them take less than so many seconds
+COPIES = 3  # of the keys of a group of layers: as read, stacked, and as the kernels want them
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Times are without loading libraries, weights and text; bytes are peaks of one device each."""
+
+    collect_seconds: float | None  # None: one layer of this model does not run alone
+    decompose_seconds: float
+    pass_bytes: int  # of a sample's forward passes, without the weights
+    fit_bytes: int  # of the keys that are fitted together
+    disk_bytes: int  # of the work folder
+
+
+def forecast(plan: Plan, model: Any, device: torch.device) -> Forecast:
+    """Run one sample through one random layer of each kind, fit a few keys of one group of layers, and multiply.
+
+    Args:
+        plan: the calibration.
+        model: a transformers model without memory for its weights (on the device "meta").
+        device: that will run the model.
+    """
+    itemsize = model.dtype.itemsize
+    group = layers_at_once(plan, itemsize, device)
+    passes = chunk_edges(model, plan.model, plan.sequence_length)
+    whole, chunked = pass_bytes(model.config.get_text_config(decoder=True), plan.model, plan.sequence_length, itemsize)
+    try:
+        collect_seconds = plan.samples * _sample_seconds(plan, model, device, passes)
+    except Exception as fault:  # transformers' models are many, and some need all of their layers
+        log.info("no forecast of the time per sample: %s", first_line(fault))
+        collect_seconds = None
+    return Forecast(
+        collect_seconds,
+        _fit_seconds(plan, group, model.dtype, device),
+        whole if len(passes) == 1 else chunked,
+        COPIES * group * plan.model.kv_heads * plan.keys_per_head * plan.model.head_dim * itemsize,
+        plan.work_bytes(itemsize),
+    )
+
+
+def _sample_seconds(plan: Plan, model: Any, device: torch.device, passes: list[tuple[int, int]]) -> float:
+    """The time of one sample: for each kind of layer, that of one random layer times their number."""
+    positions, total = key_positions(plan)[0], 0.0
+    tokens = torch.arange(plan.sequence_length) % VOCABULARY
+    for kind, count in Counter(plan.model.layer_types).items():
+        one = replace(plan.model, num_layers=1, layer_types=[kind])
+        layer = _one_layer(model, kind).to(device)
+        sample_keys(layer, one, tokens[:SHORT], [0])
+        run = partial(sample_keys, layer, one, tokens, positions, moments=bool(plan.summed), passes=passes)
+        total += count * _seconds(run, device)
+    return total
+
+
+def _one_layer(model: Any, kind: str) -> Any:
+    """A model with one random layer of a kind and few tokens."""
+    from transformers import AutoModelForCausalLM
+
+    text = copy.deepcopy(model.config.get_text_config(decoder=True))
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, VOCABULARY, None
+    if getattr(text, "layer_types", None) is not None:
+        text.layer_types = [kind]
+    if hasattr(text, "quantization_config"):
+        del text.quantization_config
+    return AutoModelForCausalLM.from_config(text, dtype=model.dtype).eval()
+
+
+def _fit_seconds(plan: Plan, group: int, dtype: torch.dtype, device: torch.device) -> float:
+    """The time to fit all layers, from that of `group` layers with fewer keys."""
+    model = plan.model
+    count = min(plan.keys_per_head, KEYS)
+    shape = (group, model.kv_heads, count, model.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(shape, generator=generator).to(dtype)
+    aside = keys[:, :, : 1 + count * plan.held_out_keys_per_head // plan.keys_per_head] if plan.held_out else None
+    moments = torch.eye(model.head_dim, dtype=torch.float64).expand(*shape[:2], -1, -1) if plan.summed else None
+    fit_layers(keys[:, :, :SHORT], aside, moments, plan, device)
+    seconds = _seconds(partial(fit_layers, keys, aside, moments, plan, device), device)
+    return seconds * plan.keys_per_head / count * len(model.full_layers) / group
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """The time of a call, the device's work included: the shortest of some, as other programs only slow it down."""
+    times: list[float] = []
+    while len(times) < REPEATS and sum(times) < LONG:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
