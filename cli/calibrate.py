@@ -12,7 +12,7 @@ from bpc_calib.text.known_corpora import DEFAULT_CORPORA, DEMO, HUB_CORPORA
 from bpc_cli.calibration_checks import idle_options, open_text
 from bpc_cli.calibration_plan import print_plan
 from bpc_cli.calibration_report import STAGES, print_report, report
-from bpc_cli.calibration_work import WorkOptions, finish, open_work, was_finished
+from bpc_cli.calibration_work import WorkOptions, finish, open_work, reused, was_finished
 from bpc_cli.command import command
 from bpc_cli.console import note, print_json
 from bpc_cli.libraries import quiet_libraries
@@ -113,6 +113,7 @@ def calibrate(
     """
     started = time.monotonic()
     from bpc_artifacts import check_writable
+    from bpc_artifacts import load as load_artifact
 
     if output is not None:  # before anything slow
         check_writable(output, 0, overwrite=force or was_finished(output, work))
@@ -145,11 +146,12 @@ def calibrate(
             times.add("load")
             return loaded
 
+        again = {"reused": reused(target, work, folder)}
         drawn = read_text(corpora, open_tokenizer(opened), folder, progress)
-        artifact = calibrate_in(folder, drawn, load_model, progress)
+        finished = was_finished(target, work)  # only the removal of the work folder is left
+        artifact = load_artifact(target) if finished else calibrate_in(folder, drawn, load_model, progress)
         finish(artifact, target, folder, overwrite=overwrite, keep=work.keep_work)
-        reused = {"samples": len(folder.samples), "layers": len(folder.layers)}
-    result = report(artifact, target, opened.device, time.monotonic() - started, times) | {"reused": reused}
+    result = report(artifact, target, opened.device, time.monotonic() - started, times) | again
     if as_json:
         print_json(result)
     else:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.plan import Plan
     from bpc_calib.calibration.work_folder import WorkFolder
 
-__all__ = ["WorkOptions", "finish", "open_work", "was_finished"]
+__all__ = ["WorkOptions", "finish", "open_work", "reused", "was_finished"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class WorkOptions:
 
 
 def was_finished(target: Path, options: WorkOptions) -> bool:
-    """Whether a run was stopped after it wrote the output file and before it removed its work folder."""
+    """Whether the work folder has the artifact that is the output file, so that only its removal is left."""
     from bpc_calib.calibration.work_folder import ARTIFACT
 
     kept = options.folder(target) / ARTIFACT
@@ -47,6 +47,13 @@ def was_finished(target: Path, options: WorkOptions) -> bool:
         return kept.read_bytes() == target.read_bytes()
     except OSError:
         return False
+
+
+def reused(target: Path, options: WorkOptions, work: "WorkFolder") -> dict[str, int]:
+    """How many samples and layers earlier runs have finished."""
+    if was_finished(target, options):
+        return {"samples": work.plan.samples, "layers": len(work.plan.model.full_layers)}
+    return {"samples": len(work.samples), "layers": len(work.layers)}
 
 
 @contextmanager
@@ -64,10 +71,11 @@ def open_work(target: Path, options: WorkOptions, plan: "Plan", device: str, qui
             locked(lock, f"{target}: another run is writing this file: wait for it, or choose another output"),
             open_work_folder(folder, plan, torch.device(device)) as work,
         ):
-            if (work.samples or work.layers) and not quiet:
+            done = reused(target, options, work)
+            if any(done.values()) and not quiet:
                 note(
-                    f"Going on with {folder}: {len(work.samples)} of {plan.samples} samples and "
-                    f"{len(work.layers)} of {len(plan.model.full_layers)} layers are finished"
+                    f"Going on with {folder}: {done['samples']} of {plan.samples} samples and "
+                    f"{done['layers']} of {len(plan.model.full_layers)} layers are finished"
                 )
             yield work
     except KeyboardInterrupt:

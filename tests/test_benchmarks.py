@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_time demo_model evaluation fingerprint fitting_time gpu_suite hashing_time kernel_cost keys_per_head "
-    "needles outlier_needle pictures position_shift projections real_models real_text steady_decode tables".split()
+    "calibration_memory calibration_time demo_model evaluation fingerprint fitting_time gpu_suite hashing_time "
+    "kernel_cost keys_per_head needles outlier_needle pictures position_shift projections real_models real_text "
+    "steady_decode tables".split()
 )
 
 
@@ -91,6 +92,14 @@ def test_steady_decode(benchmark_result):
     bpc, full = benchmark_result("steady_decode")["rows"]
     assert len(bpc["milliseconds_by_block"]) == len(full["milliseconds_by_block"]) == 2
     assert full["of_its_tokens"] < bpc["of_its_tokens"] <= bpc["at_the_end"]  # codes come on top of keys and values
+
+
+@pytest.mark.slow  # four processes
+def test_calibration_memory(benchmark_result):
+    result = benchmark_result("calibration_memory")
+    assert [row["samples"] for row in result["by_samples"]] == [2, 3]
+    assert [row["pass"] for row in result["by_pass"]] == ["whole", "chunks"]
+    assert all(row["peak_bytes"] > row["before_bytes"] > 1e8 for row in result["by_pass"])
 
 
 def test_calibration_time(benchmark_result):

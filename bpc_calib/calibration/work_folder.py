@@ -31,8 +31,8 @@ from bpc_calib.errors import WorkError
 
 __all__ = ["WorkFolder", "check_room", "open_work_folder", "remove_work"]
 
-LOCK, JOURNAL, ARTIFACT = "lock", "journal.json", "artifact.safetensors"
-FOLDERS = ("text", "samples", "moments", "layers")
+LOCK, JOURNAL, ARTIFACT = ".lock", "journal.json", "artifact.safetensors"  # no corpus holds a hidden file
+FOLDERS = ("samples", "moments", "layers", "text")
 LEAST_ITEMSIZE = 2  # bytes per number of a key, before the model's dtype is known
 
 
@@ -107,14 +107,15 @@ def check_room(work: WorkFolder, itemsize: int) -> None:
 
 def remove_work(path: Path) -> None:
     """Remove the files of a work folder, and the folder if nothing else is in it; the caller holds its lock."""
-    # The journal is last: until then, the same command finds what is left.
-    _remove(path, [ARTIFACT, *(file.name for file in path.glob(".*.tmp")), *FOLDERS, JOURNAL, LOCK])
+    # The journal and the artifact stay until the rest is gone: they tell the same command that it is done.
+    _remove(path, [*(file.name for file in path.glob(".*.tmp")), *FOLDERS, ARTIFACT, JOURNAL, LOCK])
     with suppress(OSError):
         path.rmdir()
 
 
 def _has_work(path: Path) -> bool:
-    return any(file.suffix == ".safetensors" for name in FOLDERS for file in (path / name).glob("*"))
+    files = [path / ARTIFACT, *(file for name in FOLDERS for file in (path / name).glob("*.safetensors"))]
+    return any(file.exists() for file in files)
 
 
 def _remove(path: Path, names: list[str]) -> None:
