@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="check the script in seconds, with other hashes")
     tiny = parser.parse_args().tiny
-    samples, length, count = (1, 128, 150) if tiny else (6, 1024, TOKENS)
+    samples, length, count = (3, 128, 150) if tiny else (6, 1024, TOKENS)
     torch.set_num_threads(1)
     model, tokenizer = load_model("demo"), load_tokenizer("demo")
     for method in ("score-aware", "paper"):
