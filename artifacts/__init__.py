@@ -4,6 +4,7 @@ from bpc_artifacts.errors import ArtifactError, BPCError
 from bpc_artifacts.file import check_writable, load, save
 from bpc_artifacts.match import check_model
 from bpc_artifacts.schema import LayerProjection, ProjectionArtifact
+from bpc_artifacts.verdict import verdict
 
 __all__ = [
     "ArtifactError",
@@ -14,4 +15,5 @@ __all__ = [
     "check_writable",
     "load",
     "save",
+    "verdict",
 ]

@@ -1,5 +1,6 @@
 """The contents of a projection artifact, and the check of every value before its use (format version 1)."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -97,6 +98,13 @@ _METADATA: dict[str, Any] = {
         "dtype": str,
     },
 }
+_HELD_OUT: dict[str, Any] = {  # optional
+    "samples": int,
+    "keys_per_head": int,
+    "residual": (float, int),
+    "residual_by_layer": dict,
+    "residual_by_head": dict,
+}
 
 
 def check(artifact: ProjectionArtifact) -> None:
@@ -113,6 +121,7 @@ def check(artifact: ProjectionArtifact) -> None:
             f"metadata.layers: expected the layers of the tensors {list(artifact.layers)}, found {metadata['layers']}"
         )
     _check_numbers(metadata)
+    _check_held_out(metadata)
     model, algorithm = metadata["model"], metadata["algorithm"]
     kv_heads, head_dim, bits = model["kv_heads"], model["head_dim"], algorithm["bits"]
     for index, layer in artifact.layers.items():
@@ -188,6 +197,33 @@ def _check_numbers(metadata: Mapping[str, Any]) -> None:
     layers = metadata["layers"]
     full = [i for i, kind in enumerate(types) if kind == "full_attention"]
     _expect("metadata.layers", layers, f"the full-attention layers {full}", layers == full and layers != [])
+
+
+def _check_held_out(metadata: Mapping[str, Any]) -> None:
+    """Check `metrics.held_out`, which is absent or null where no sample was kept aside."""
+    where, held_out = "metadata.metrics.held_out", metadata["metrics"].get("held_out")
+    if held_out is None:
+        return
+    _check_value(where, held_out, _HELD_OUT)
+    for key in ("samples", "keys_per_head"):
+        _expect(f"{where}.{key}", held_out[key], "at least 1", held_out[key] >= 1)
+    _check_residual(f"{where}.residual", held_out["residual"])
+    names = [str(layer) for layer in metadata["layers"]]
+    for key in ("residual_by_layer", "residual_by_head"):
+        found = list(held_out[key])
+        _expect(f"{where}.{key}", found, f"the layers {names}", sorted(found) == sorted(names))
+    for name in names:
+        _check_residual(f"{where}.residual_by_layer.{name}", held_out["residual_by_layer"][name])
+        heads, kv_heads = held_out["residual_by_head"][name], metadata["model"]["kv_heads"]
+        place = f"{where}.residual_by_head.{name}"
+        _expect(place, heads, f"a list of {kv_heads} numbers", isinstance(heads, list) and len(heads) == kv_heads)
+        for head, value in enumerate(heads):
+            _check_residual(f"{place}[{head}]", value)
+
+
+def _check_residual(where: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    _expect(where, value, "a finite number of 0 or more", number and 0 <= value <= sys.float_info.max)
 
 
 def _check_array(name: str, array: Any, shape: tuple[int, ...]) -> None:

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from markdown_table import Results, table
+from markdown_table import Results, percent, table
 
 __all__ = [
     "calibration_time",
+    "key_counts",
     "needles_made_text",
     "needles_real_text",
     "outlier_needle",
@@ -111,3 +112,22 @@ def steady_decode(results: Results) -> str:
         lines.append([label, f"{times[0]:.1f}", f"{times[-1]:.1f}", f"{row['last_to_first']:.2f}"])
     block = results["steady_decode"]["settings"]["block"]
     return table(["ms per token", f"first {block}", f"last {block}", "last / first"], lines)
+
+
+def key_counts(results: Results) -> str:
+    """Residuals with 64 bits on fitted keys and on others, by keys per head."""
+    found = {
+        (result["model"], row["keys"]): row
+        for result in (results["key_counts_demo"], results["key_counts_real_text"])
+        for row in result["rows"]
+        if row["bits"] == 64
+    }
+    models = list(dict.fromkeys(model for model, _ in found))
+    both = sorted(set.intersection(*({keys for name, keys in found if name == model} for model in models)))
+    lines = []
+    for keys in both:
+        rows = [found[model, keys] for model in models]
+        more = [percent(row["others"] / row["own"] - 1, 0) for row in rows]
+        cells = [f"{row['own']:.3f}, {row['others']:.3f} (+{m} %)" for row, m in zip(rows, more, strict=True)]
+        lines.append([f"{keys:,}", keys // 64, *cells])
+    return table(["keys", "per bit", *(f"{model}: fitted, others" for model in models)], lines)

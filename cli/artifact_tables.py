@@ -14,10 +14,14 @@ MOST_HEADS = 8  # columns of the table; the picture shows every head
 
 
 def print_artifact(artifact: "ProjectionArtifact", file: str, commit: str | None) -> None:
-    """Print all tables of an artifact that `file` names, and that is at `commit` on the Hub."""
+    """Print all tables of an artifact that `file` names, and that is at `commit` on the Hub, and the verdict."""
+    from bpc_artifacts import verdict
+
     _print_facts(artifact, file, commit)
     _print_text(artifact)
     _print_residuals(artifact)
+    for sentence in verdict(artifact):
+        print(sentence)
 
 
 def _print_facts(artifact: "ProjectionArtifact", file: str, commit: str | None) -> None:
@@ -58,10 +62,13 @@ def _print_residuals(artifact: "ProjectionArtifact") -> None:
     from rich.table import Table
 
     algorithm, kv_heads = artifact.metadata["algorithm"], artifact.metadata["model"]["kv_heads"]
+    held_out = artifact.metadata["metrics"].get("held_out")
     heads = list(range(kv_heads)) if kv_heads <= MOST_HEADS else []
-    table = Table("layer", "mean", "min", "max", *(f"head {head}" for head in heads))
+    new = [] if held_out is None else ["new text"]
+    table = Table("layer", "mean", *new, "min", "max", *(f"head {head}" for head in heads))
     for index, layer in artifact.layers.items():
         last = layer.residual[:, -1]
-        cells = [last.mean(), last.min(), last.max(), *(last[head] for head in heads)]
+        other = [] if held_out is None else [held_out["residual_by_layer"][str(index)]]
+        cells = [last.mean(), *other, last.min(), last.max(), *(last[head] for head in heads)]
         table.add_row(str(index), *(f"{value:.3f}" for value in cells))
     print_table(f"{residual_title(algorithm)}, after {algorithm['bits']} bits", table)

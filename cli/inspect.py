@@ -64,6 +64,8 @@ def inspect(
 
 
 def _facts(artifact: "ProjectionArtifact", path: Path, commit: str | None, fit: dict[str, Any]) -> dict[str, Any]:
+    from bpc_artifacts import verdict
+
     return {
         "file": str(path),
         "commit": commit,
@@ -73,4 +75,5 @@ def _facts(artifact: "ProjectionArtifact", path: Path, commit: str | None, fit: 
         "metadata": dict(artifact.metadata),
         "tensors": {name: list(array.shape) for name, array in artifact.tensors().items()},
         "residual": {str(index): layer.residual.tolist() for index, layer in artifact.layers.items()},
+        "verdict": verdict(artifact),
     }

@@ -33,6 +33,9 @@ def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> N
     colors = pyplot.get_cmap("viridis")(np.linspace(0, 1, len(layers)))
     for values, layer, color in zip(residual.mean(axis=1), layers, colors, strict=True):
         curves.plot(values, color=color, label=f"layer {layer}")
+    if (held_out := artifact.metadata["metrics"].get("held_out")) is not None:
+        others = [held_out["residual_by_layer"][str(layer)] for layer in layers]
+        curves.scatter([residual.shape[2] - 1] * len(layers), others, c=colors, marker="x", label="on new text")
     curves.set(xlabel="bits", ylabel="|K - UP| / |K|, mean over KV heads", ylim=(0, 1))
     curves.set_title("Residual by bits", parse_math=False)
     curves.legend(fontsize="small", ncols=1 + len(layers) // 12)

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -104,6 +105,13 @@ def artifact(*, metric=False, mean=False, layers=(0, 2), **changes) -> Projectio
         )
     changes = {"algorithm__metric": metric, "algorithm__centred": mean} | changes
     return ProjectionArtifact(held, metadata(**changes))
+
+
+def held_out(residual: float = 0.5, **changes) -> dict:
+    """Return residuals of held-out samples, the same for every layer and head."""
+    by_head = {"0": [residual] * KV_HEADS, "2": [residual] * KV_HEADS}
+    table = {"samples": 1, "keys_per_head": 32, "residual": residual, "residual_by_head": by_head}
+    return table | {"residual_by_layer": {"0": residual, "2": residual}} | changes
 
 
 @pytest.fixture
@@ -378,6 +386,27 @@ def test_only_a_regular_file_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ArtifactError, match="is not a regular file"):
         save(artifact(), tmp_path / "pipe", overwrite=True)
+
+
+def test_residuals_of_held_out_samples_are_kept_and_checked(path):
+    for table in (held_out(), held_out(0), None):
+        save(artifact(metrics__held_out=table), path, overwrite=True)
+        assert load(path).metadata["metrics"]["held_out"] == table
+    where = "metadata.metrics.held_out"
+    for table, message in (
+        (0.5, f"{where}: expected a table, found 0.5"),
+        (held_out(samples=0), f"{where}.samples: expected at least 1, found 0"),
+        (held_out(keys_per_head=True), f"{where}.keys_per_head: expected int, found True"),
+        (held_out(residual="low"), f"{where}.residual: expected float or int, found 'low'"),
+        (held_out(-0.1), f"{where}.residual: expected a finite number of 0 or more, found -0.1"),
+        (held_out(10**400), f"{where}.residual: expected a finite number of 0 or more, found 1000"),
+        (held_out(residual_by_layer={"0": 0.5}), f"{where}.residual_by_layer: expected the layers ['0', '2'], found"),
+        (held_out(residual_by_layer={"0": 0.5, "2": None}), f"{where}.residual_by_layer.2: expected a finite number"),
+        (held_out(residual_by_head={"0": [0.5], "2": [0.5] * 2}), f"{where}.residual_by_head.0: expected a list of 2"),
+        (held_out(residual_by_head={"0": [0.5] * 2, "2": [0.5, "x"]}), f"{where}.residual_by_head.2[1]: expected a"),
+    ):
+        with pytest.raises(ArtifactError, match=re.escape(message)):
+            save(artifact(metrics__held_out=table), path, overwrite=True)
 
 
 def test_only_an_artifact_or_an_empty_file_is_replaced(path, tmp_path):

@@ -20,8 +20,8 @@ BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
     "calibration_memory calibration_time demo_model evaluation fingerprint fitting_time gpu_suite hashing_time "
-    "kernel_cost keys_per_head needles outlier_needle pictures position_shift projections real_models real_text "
-    "steady_decode tables".split()
+    "kernel_cost key_counts keys_per_head needles outlier_needle pictures position_shift projections real_models "
+    "real_text steady_decode tables".split()
 )
 
 
@@ -86,6 +86,11 @@ def test_position_shift(benchmark_result):
     rows = benchmark_result("position_shift")["rows"]
     assert len(rows) == 5 * 2
     assert all(0 < row["recall_by_context"]["256"] <= 1 for row in rows)
+
+
+def test_key_counts(benchmark_result):
+    few, many = benchmark_result("key_counts")["rows"]
+    assert few["own"] < many["own"] < many["others"] < few["others"]
 
 
 def test_steady_decode(benchmark_result):

@@ -261,6 +261,14 @@ def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):
         ({"sequence_length": 129}, "a sequence length of 129 is over the limit of llama, 128 tokens"),
         ({"sequence_length": 0}, "sequence length must be at least 1"),
         ({"keys_per_head": 0}, "keys per head must be at least 1"),
+        (
+            {"keys_per_head": 127},
+            "127 fitted keys per head are too few for 64 bits, .* at least 128: raise the keys per",
+        ),
+        (
+            {"samples": 2, "bits": 128},
+            "128 fitted keys per head are too few for 128 bits, .* 256: raise the samples or",
+        ),
         ({"samples": 2.5}, "samples must be at least 1, not 2.5"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"seed": 1 << 63}, "seed must be at least 0 and below 2"),

@@ -88,7 +88,7 @@ def test_examples_run_in_order(page, playground, bpc_process):
         if program == "bpc":
             ran = bpc_process(*words, cwd=folder, **environment)
             assert ran.code == 0, f"{example}: {ran.err}"
-            printed = ran.err + ran.out
+            printed = ran.out
         elif program == "python":
             command = [sys.executable, *words]
             printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout

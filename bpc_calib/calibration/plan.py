@@ -11,6 +11,7 @@ from bpc_calib.models.description import ModelDescription
 __all__ = ["Plan", "make_plan"]
 
 KEYS_PER_HEAD = 65_536
+LEAST_PER_BIT = 2  # fitted keys: with one per bit, other keys have 3 times their residual; with two, 1.8 times
 SEQUENCE_LENGTH = 8192
 
 
@@ -101,8 +102,8 @@ def make_plan(
         seed: of text, positions and the decomposition.
 
     Raises:
-        InputError: a number is out of range, samples are longer than the model's limit, the method is unknown, or the
-            model does not allow a position shift.
+        InputError: a number is out of range, there are too few keys for the bits, samples are longer than the model's
+            limit, the method is unknown, or the model does not allow a position shift.
     """
     check_bits(bits)
     limit = model.context_limit
@@ -118,6 +119,12 @@ def make_plan(
         raise InputError(f"unknown method {method!r}: known are {', '.join(PROJECTION_METHODS)}")
     if position_shift and not model.can_shift:
         raise InputError(f"{model.id} does not allow a position shift: no RoPE, or one that depends on the length")
+    kept = min(keys_per_head, (samples - len(held_out_samples(samples))) * length)
+    if kept < (least := LEAST_PER_BIT * bits):
+        raise InputError(
+            f"{kept} fitted keys per head are too few for {bits} bits, which need at least {least}: raise "
+            f"{'the keys per head' if kept == keys_per_head else 'the samples or their length'}"
+        )
     shifts = (PROJECTION_METHODS[method].shift and model.can_shift) if position_shift is None else position_shift
     return Plan(
         model=model,
@@ -125,7 +132,7 @@ def make_plan(
         bits=bits,
         samples=samples,
         sequence_length=length,
-        keys_per_head=min(keys_per_head, (samples - len(held_out_samples(samples))) * length),
+        keys_per_head=kept,
         position_shift=shifts,
         seed=seed,
     )
