@@ -18,6 +18,7 @@ CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 VOLATILE_CONFIG = {
     "transformers_version",
     "_name_or_path",
+    "_model_name_or_path",
     "dtype",
     "torch_dtype",
     "architectures",
