@@ -22,6 +22,7 @@ VOLATILE_CONFIG = {
     "dtype",
     "torch_dtype",
     "architectures",
+    "quantization_config",
     "use_cache",
 }
 PER_POSITION = ("attn_temperature_tuning", "llama_4_scaling_beta")  # scale queries by their absolute position

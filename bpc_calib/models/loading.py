@@ -8,6 +8,7 @@ from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.hub import explain, fetch, online
 from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, unpacking
+from bpc_calib.models.weight_placement import DeviceMap, placement, settle
 
 __all__ = ["load_config", "load_model", "load_tokenizer"]
 
@@ -66,6 +67,7 @@ def load_model(
     revision: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
     """Load a model in evaluation mode, from safetensors or GGUF weights only.
@@ -73,6 +75,9 @@ def load_model(
     Args:
         config: the result of `load_config`; None reads it.
         dtype: of the weights; "auto" is the config's, for a GGUF file that of `gguf_config`.
+        device: holds the whole model, without a `device_map`.
+        device_map: spreads the layers over devices, main memory ("cpu") and "disk", as transformers does: "auto", or
+            devices by the names of modules.
 
     Raises:
         ModelError: the model cannot be loaded, or does not fit into memory; the message says what to do.
@@ -82,9 +87,10 @@ def load_model(
 
     if config is None:
         config, _ = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    arguments = _source(model, revision, trust_remote_code) | placement(model, config, device, device_map)
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            **_source(model, revision, trust_remote_code),
+            **arguments,
             **(unpacking() if is_gguf(model) else {}),
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -95,11 +101,14 @@ def load_model(
         if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
             raise ModelError(f"the weights of {model} lack {len(lacking)} tensors of the model, such as {lacking[0]}")
         loaded.config.name_or_path = config.name_or_path
-        return loaded.eval().to(device)
+        loaded = loaded.eval() if "device_map" in arguments else loaded.eval().to(device)
+        settle(model, config, loaded)
+        return loaded
     except ModelError:
         raise
     except torch.OutOfMemoryError as fault:
-        raise ModelError(f"model {model} does not fit into the memory of {device}: try --device cpu") from fault
+        hint = "try --device cpu" if device_map else "try --device-map auto, or --device cpu"
+        raise ModelError(f"model {model} does not fit into the memory of {device}: {hint}") from fault
     except Exception as fault:
         raise _fault(fault, "model", model) from fault
 
