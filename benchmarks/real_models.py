@@ -96,23 +96,14 @@ def get_file(source: Source, folder: Path) -> Path:
 
 def convert(file: Path, target: Path) -> None:
     """Write the model and the tokenizer of a GGUF file as a folder with bfloat16 weights, unless it is there."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from bpc_calib.models.loading import load_model, load_tokenizer
 
     if target.is_dir():
         return
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.bfloat16,
-    )
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the weights are no longer quantised
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         written = Path(scratch) / target.name
-        model.save_pretrained(written)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(written)
+        load_model(str(file)).save_pretrained(written)
+        load_tokenizer(str(file)).save_pretrained(written)
         os.replace(written, target)
 
 

@@ -19,7 +19,9 @@ __all__ = [
     "drafts_by_model",
     "eager_attention",
     "generate_arguments",
+    "gguf_tokenizer_is_wrong",
     "keep_compiled",
+    "read_gguf",
     "sampling_loop",
 ]
 
@@ -80,6 +82,23 @@ def continued_cache_restarts() -> bool:
     import transformers
 
     return Version(transformers.__version__) < Version("5.21")
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the metadata of a GGUF file, with arrays of strings as their lengths, and the names of its tensors.
+
+    It takes milliseconds; the reader of the package gguf takes seconds for a large vocabulary.
+    """
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    return read_gguf_metadata(str(path))
+
+
+def gguf_tokenizer_is_wrong() -> bool:
+    """Return True if transformers loses BOS and the pattern of splits of a GGUF file's tokenizer (before 5.23)."""
+    import transformers
+
+    return Version(transformers.__version__) < Version("5.23")
 
 
 class _Locator:

@@ -13,7 +13,7 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, print_json, printable
 from bpc_cli.find_artifact import load_artifact
 from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import LoadOptions
+from bpc_cli.opening import OneDeviceOptions
 from bpc_cli.options import AsJson, Force, Output, Quiet
 from bpc_cli.progress import progress_bar
 from bpc_cli.result_file import open_result_file
@@ -30,7 +30,7 @@ def bench(
         typer.Option(help="File for a picture of the result: .png, .svg or .pdf (needs matplotlib)."),
     ] = None,
     force: Force = False,
-    load: LoadOptions,
+    load: OneDeviceOptions,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from bpc_calib.bench.shapes import SHAPES
 from bpc_cli.console import fail
-from bpc_cli.opening import Dtype, LoadOptions, OpenedModel, open_model, open_weights, pick_device
+from bpc_cli.opening import Dtype, OneDeviceOptions, OpenedModel, open_model, open_weights, pick_device
 from bpc_cli.options import MODEL_HELP, PROJECTIONS
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def check_model_options(options: BenchModelOptions) -> None:
         fail("--shape, --layers and --mlp are for random weights: leave out --model")
 
 
-def open_bench_model(options: BenchModelOptions, load: LoadOptions) -> BenchModel:
+def open_bench_model(options: BenchModelOptions, load: OneDeviceOptions) -> BenchModel:
     """Read the config of the model, or make that of the shape."""
     import torch
 

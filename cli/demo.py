@@ -10,7 +10,7 @@ from bpc_cli.calibration_report import STAGES
 from bpc_cli.command import command
 from bpc_cli.console import print_json, print_table, printable
 from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import Device, LoadOptions, open_model, open_tokenizer, open_weights
+from bpc_cli.opening import Device, OneDeviceOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Quiet
 from bpc_cli.progress import stage_bars
 
@@ -39,7 +39,7 @@ def demo(
     from bpc_calib.evaluation.comparison import HARD, Comparison
     from bpc_calib.evaluation.evaluate import evaluate
 
-    opened = open_model(DEMO, LoadOptions(device=device))
+    opened = open_model(DEMO, OneDeviceOptions(device=device))
     tokenizer, model = open_tokenizer(opened), open_weights(opened, quiet)
     show = not as_json
     if show:

@@ -22,6 +22,7 @@ def quiet_libraries(*, quiet: bool = False, warnings: bool = True) -> None:
     ours = logging.getLogger("bpc_calib")
     ours.handlers = [handler]
     ours.setLevel(logging.WARNING if warnings else logging.ERROR)
+    logging.getLogger().setLevel(logging.ERROR)  # of libraries without a setting of their own, such as accelerate
     for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

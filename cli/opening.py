@@ -16,6 +16,7 @@ __all__ = [
     "Device",
     "Dtype",
     "LoadOptions",
+    "OneDeviceOptions",
     "OpenedModel",
     "open_model",
     "open_tokenizer",
@@ -38,18 +39,38 @@ Device = Annotated[
 ]
 
 
+class DeviceMap(str, enum.Enum):
+    """How a model that is too large for one device is spread."""
+
+    auto = "auto"
+
+
 @dataclass(frozen=True)
-class LoadOptions:
-    """Which version of a model to load, and how."""
+class OneDeviceOptions:
+    """Which version of a model to load, and how, onto one device."""
 
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")] = None
-    dtype: Annotated[Dtype, typer.Option(help="Data type of the model's weights; auto uses the model's own.")] = (
-        Dtype.auto
-    )
+    dtype: Annotated[
+        Dtype,
+        typer.Option(help="Data type of the weights; auto is the model's own, bfloat16 for a quantised GGUF file."),
+    ] = Dtype.auto
     device: Device = "auto"
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False
+
+
+@dataclass(frozen=True)
+class LoadOptions(OneDeviceOptions):
+    """The same, with the choice of several devices."""
+
+    device_map: Annotated[
+        DeviceMap | None,
+        typer.Option(
+            help="auto spreads a large model over all GPUs, main memory and disk (needs accelerate).",
+            show_default=False,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -60,17 +81,24 @@ class OpenedModel:
     config: Any
     description: "ModelDescription"
     device: str
-    options: LoadOptions
+    options: OneDeviceOptions
+    device_map: str | None
 
 
-def open_model(name: str, options: LoadOptions) -> OpenedModel:
-    """Pick the device, then read the config of a folder or a Hub id."""
+def open_model(name: str, options: OneDeviceOptions) -> OpenedModel:
+    """Pick the device, then read the config of a folder, a GGUF file or a Hub id."""
     from bpc_calib.models.description import describe
     from bpc_calib.models.loading import load_config
+    from bpc_calib.models.weight_placement import check_packages
 
+    device_map = options.device_map if isinstance(options, LoadOptions) else None
+    if device_map is not None and options.device != "auto":
+        fail(f"--device-map chooses the devices: leave out --device {options.device}")
     device = pick_device(options.device)
     config, commit = load_config(name, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    return OpenedModel(name, config, describe(config, revision=commit), device, options)
+    chosen = None if device_map is None else device_map.value
+    check_packages(name, config, chosen)
+    return OpenedModel(name, config, describe(config, revision=commit), device, options, chosen)
 
 
 def open_tokenizer(opened: OpenedModel) -> Any:
@@ -86,12 +114,15 @@ def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> 
     """The model with its weights on the device; `dtype` overrides the option."""
     from bpc_calib.models.loading import load_model
 
-    with working(f"Loading {opened.description.id} on {opened.device}", quiet):
+    spread = "" if opened.device_map is None else " and wherever else there is room"
+    with working(f"Loading {opened.description.id} on {opened.device}{spread}", quiet):
         return load_model(
             opened.name,
+            config=opened.config,
             revision=opened.description.revision,
             dtype=dtype or opened.options.dtype.value,
             device=opened.device,
+            device_map=opened.device_map,
             trust_remote_code=opened.options.trust_remote_code,
         )
 

@@ -1,9 +1,10 @@
 """Tiny random models and a byte tokenizer: real transformers objects, created in milliseconds.
 
-`python tests/tiny.py FOLDER` writes into FOLDER: `tiny-llama`, a small random model; `notes`, text for its
-calibration; and `prompt.txt`.
+`python tests/tiny.py FOLDER` writes into FOLDER: `tiny-llama`, a small random model; `tiny-llama.gguf`, the same model,
+if the package gguf is installed; `notes`, text for its calibration; and `prompt.txt`.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -153,13 +154,17 @@ def collect_keys(
 
 def write_playground(folder: Path) -> None:
     """Write a model folder, a text folder and a prompt to try the commands."""
-    save(
-        folder / "tiny-llama",
-        hidden_size=256,
-        num_hidden_layers=4,
-        intermediate_size=512,
-        max_position_embeddings=1024,
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "intermediate_size": 512,
+        "max_position_embeddings": 1024,
+    }
+    save(folder / "tiny-llama", **sizes)
+    if importlib.util.find_spec("gguf") is not None:
+        import tiny_gguf
+
+        tiny_gguf.save(folder / "tiny-llama.gguf", model(**sizes))
     (folder / "notes").mkdir(exist_ok=True)
     for i in range(8):
         (folder / "notes" / f"{i}.txt").write_text(prose(2000, seed=i))

@@ -18,9 +18,11 @@ CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 VOLATILE_CONFIG = {
     "transformers_version",
     "_name_or_path",
+    "_model_name_or_path",
     "dtype",
     "torch_dtype",
     "architectures",
+    "quantization_config",
     "use_cache",
 }
 PER_POSITION = ("attn_temperature_tuning", "llama_4_scaling_beta")  # scale queries by their absolute position

@@ -1,4 +1,4 @@
-"""Load a model's config, tokenizer and weights from a folder or the Hub."""
+"""Load a model's config, tokenizer and weights from a folder, a GGUF file or the Hub."""
 
 import os
 from pathlib import Path
@@ -7,18 +7,23 @@ from typing import Any
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.hub import explain, fetch, online
+from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, unpacking
+from bpc_calib.models.weight_placement import DeviceMap, placement, settle
 
 __all__ = ["load_config", "load_model", "load_tokenizer"]
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:
-    """Load the config of a local folder or a Hub id; return it with the Hub commit (None for a folder).
+    """Load the config of a folder, a GGUF file or a Hub id; return it with the Hub commit (None for local files).
 
     Raises:
         ModelError: the model does not exist, or its config cannot be read.
     """
     from transformers import AutoConfig
 
+    if is_gguf(model):
+        file, commit = find_gguf(model, revision)
+        return gguf_config(file), commit
     folder, commit = _folder(model), None
     if not model:
         raise ModelError("(empty): no such model folder")
@@ -26,7 +31,9 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
         if revision is not None:
             raise ModelError(f"{model} is a folder, and only models on the Hub have revisions: omit the revision")
         if not (folder / "config.json").is_file():
-            raise ModelError(f"{model}: the folder has no config.json, so it is not a transformers model")
+            files = sorted(path.name for path in folder.glob("*.gguf"))
+            hint = f": name its GGUF file, such as {folder / files[0]}" if files else ""
+            raise ModelError(f"{model}: the folder has no config.json, so it is not a transformers model{hint}")
     elif os.path.exists(os.path.expanduser(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such model folder")
     else:
@@ -42,11 +49,13 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
 
 
 def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer of a folder, or of a Hub id at a commit. Raises `ModelError`."""
+    """Load the tokenizer of a folder or a GGUF file, or of a Hub id at a commit. Raises `ModelError`."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(**_source(model, revision, trust_remote_code))
+    except ModelError:
+        raise
     except Exception as fault:
         raise _fault(fault, "the tokenizer of", model) from fault
 
@@ -54,18 +63,36 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
 def load_model(
     model: str,
     *,
+    config: Any = None,
     revision: str | None = None,
     dtype: str = "auto",
     device: str = "cpu",
+    device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Load a model from safetensors weights only, in evaluation mode, on `device`. Raises `ModelError`."""
+    """Load a model in evaluation mode, from safetensors or GGUF weights only.
+
+    Args:
+        config: the result of `load_config`; None reads it.
+        dtype: of the weights; "auto" is the config's, for a GGUF file that of `gguf_config`.
+        device: holds the whole model, without a `device_map`.
+        device_map: spreads the layers over devices, main memory ("cpu") and "disk", as transformers does: "auto", or
+            devices by the names of modules.
+
+    Raises:
+        ModelError: the model cannot be loaded, or does not fit into memory; the message says what to do.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    if config is None:
+        config, _ = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
+    arguments = _source(model, revision, trust_remote_code) | placement(model, config, device, device_map)
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
-            **_source(model, revision, trust_remote_code),
+            **arguments,
+            **(unpacking() if is_gguf(model) else {}),
+            config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,  # a pickle could run code
             output_loading_info=True,
@@ -73,11 +100,15 @@ def load_model(
         # transformers fills missing tensors with random values and only warns.
         if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
             raise ModelError(f"the weights of {model} lack {len(lacking)} tensors of the model, such as {lacking[0]}")
-        return loaded.eval().to(device)
+        loaded.config.name_or_path = config.name_or_path
+        loaded = loaded.eval() if "device_map" in arguments else loaded.eval().to(device)
+        settle(model, config, loaded)
+        return loaded
     except ModelError:
         raise
     except torch.OutOfMemoryError as fault:
-        raise ModelError(f"model {model} does not fit into the memory of {device}: try --device cpu") from fault
+        hint = "try --device cpu" if device_map else "try --device-map auto, or --device cpu"
+        raise ModelError(f"model {model} does not fit into the memory of {device}: {hint}") from fault
     except Exception as fault:
         raise _fault(fault, "model", model) from fault
 
@@ -89,7 +120,10 @@ def _folder(model: str) -> Path | None:
 
 
 def _source(model: str, revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the source arguments of `from_pretrained`: a folder, or the Hub at a commit (its cache when offline)."""
+    """Return the source arguments of `from_pretrained`: local files, or the Hub at a commit (offline: its cache)."""
+    if is_gguf(model):
+        file, _ = find_gguf(model, revision)
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
     folder = _folder(model)
     return {
         "pretrained_model_name_or_path": str(folder or model),
@@ -103,6 +137,8 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
     """Return a one-line `ModelError` with the cause; it mentions the Hub only for a model that is not a folder."""
     if "trust_remote_code" in str(fault):
         return ModelError(f"{model} has its own code: read it, then pass --trust-remote-code to run it")
-    if _folder(model) is not None:
+    if isinstance(fault, ModuleNotFoundError):
+        return ModelError(f"{what} {model} needs {fault.name}: pip install {fault.name}")
+    if _folder(model) is not None or is_gguf(model):
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))
