@@ -7,6 +7,7 @@ from markdown_table import Results, percent, table
 __all__ = [
     "calibration_time",
     "key_counts",
+    "keys_per_head",
     "needles_made_text",
     "needles_real_text",
     "outlier_needle",
@@ -131,3 +132,13 @@ def key_counts(results: Results) -> str:
         cells = [f"{row['own']:.3f}, {row['others']:.3f} (+{m} %)" for row, m in zip(rows, more, strict=True)]
         lines.append([f"{keys:,}", keys // 64, *cells])
     return table(["keys", "per bit", *(f"{model}: fitted, others" for model in models)], lines)
+
+
+def keys_per_head(results: Results) -> str:
+    """KL divergence of the next token from full attention's on SmolLM2, by calibration keys and budget."""
+    rows = results["keys_per_head_smollm2"]["rows"]
+    budgets = list(dict.fromkeys(row["budget"] for row in rows))
+    found = {(row["keys"], row["budget"]): f"{row['kl']:.3f} \u00b1 {row['kl_error']:.3f}" for row in rows}
+    names = list(dict.fromkeys(row["keys"] for row in rows))
+    lines = [[f"{name} best" if name == "exact" else name, *(found[name, each] for each in budgets)] for name in names]
+    return table(["keys per head", *(f"KL at {percent(each, 1)} %" for each in budgets)], lines)

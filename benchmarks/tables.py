@@ -46,6 +46,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "shift-real-text": measurement_tables.shift_real_text,
     "calibration-time": measurement_tables.calibration_time,
     "key-counts": measurement_tables.key_counts,
+    "keys-per-head": measurement_tables.keys_per_head,
     "needles-made-text": measurement_tables.needles_made_text,
     "needles-real-text": measurement_tables.needles_real_text,
     "outlier-needle": measurement_tables.outlier_needle,
