@@ -19,7 +19,7 @@ from bpc_calib import describe
 from bpc_calib.calibration import prefill
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.models.loading import load_model
-from bpc_cli.calibration_report import _peak_memory
+from bpc_cli.memory_use import peak_memory
 name, length, chunks = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "chunks"
 model = load_model(name)
 description = describe(model.config)
@@ -27,9 +27,9 @@ prefill.pass_bytes = lambda *arguments: (2, 1) if chunks else (1, 1)  # the choi
 for weight in model.parameters():
     weight.sum()  # is in memory, not only mapped
 tokens = torch.randint(description.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-before, began = _peak_memory(), time.perf_counter()
+before, began = peak_memory(), time.perf_counter()
 sample_keys(model, description, tokens, list(range(0, length, 32)), moments=True)
-print(json.dumps({"before_bytes": before, "peak_bytes": _peak_memory(), "seconds": time.perf_counter() - began}))
+print(json.dumps({"before_bytes": before, "peak_bytes": peak_memory(), "seconds": time.perf_counter() - began}))
 """
 
 

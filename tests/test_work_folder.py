@@ -130,7 +130,7 @@ def test_a_flipped_byte_is_noticed_and_its_file_is_made_again(run, tmp_path, cap
         made, steps = run()
     assert made == run(None)[0]
     (record,) = caplog.records
-    assert record.getMessage().endswith(f"1 damaged files are made again; the first: {Path(name).name}")
+    assert record.getMessage().endswith(f"1 damaged and made again; the first: {Path(name).name}")
     assert next(step for step in steps if step[0] == kept[0]) == kept
 
 

@@ -46,7 +46,7 @@ def project(
                     device,
                 )
         except InputError as fault:
-            raise ModelError(f"{plan.model.id}: {names}: {fault}; try another dtype") from fault
+            raise ModelError(f"{plan.model.id}: {names}: {fault}") from fault
         for layer, fitted in zip(group, found, strict=True):
             fits[layer] = fitted
             write_layer(work.path, layer, fitted)

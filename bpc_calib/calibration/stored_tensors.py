@@ -62,9 +62,7 @@ def keep_intact(files: dict[int, Path], intact: Callable[[Path], bool]) -> set[i
     for path in damaged:
         path.unlink()
     if damaged:
-        log.warning(
-            "%s: %d damaged files are made again; the first: %s", damaged[0].parent, len(damaged), damaged[0].name
-        )
+        log.warning("%s: %d damaged and made again; the first: %s", damaged[0].parent, len(damaged), damaged[0].name)
     return {number for number, path in present.items() if path not in damaged}
 
 
