@@ -223,6 +223,14 @@ def test_the_text_of_the_hub_is_not_read_twice(tmp_path, monkeypatch):
     assert all(torch.equal(text.tokens, texts[0].tokens) and text.sources == texts[0].sources for text in texts)
 
 
+def test_a_tensor_of_one_number_with_another_stride_is_stored(tmp_path):
+    """A view with a dimension of size 1, such as the residual of the only head, counts as contiguous."""
+    view = torch.arange(65.0, dtype=torch.float64).view(1, 65)[:, -1]
+    assert view.stride() == (65,)
+    write_tensors(tmp_path / "a.safetensors", {"a": view})
+    assert torch.equal(read_tensors(tmp_path / "a.safetensors")["a"], view)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_every_flipped_bit_of_a_file_is_noticed(tmp_path, dtype):
     tensors = {"0": torch.arange(12.0).view(2, 2, 3).to(dtype), "empty": torch.empty(2, 0, 3, dtype=dtype)}

@@ -24,7 +24,8 @@ class DamagedError(Exception):
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write CPU tensors in one step. Raises `WorkError`."""
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    # `contiguous` keeps the strides of dimensions of size 1, which views as bytes do not allow.
+    whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     table = json.dumps({name: _digest(tensor) for name, tensor in whole.items()}, sort_keys=True)
     write_file(path, safetensors.torch.save(whole, {"tensors": table, "sha256": _sha256(table.encode())}))
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bpc_calib.backends.cpu.decompose import decompose_kernel
+from bpc_calib.backends.cpu.decompose import WORD, decompose_kernel
 from bpc_calib.backends.cpu.language import WIDE
 from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel
 from bpc_calib.backends.cpu.pipeline import like
@@ -26,7 +26,8 @@ Array = NDArray[np.float64]
 class _Head(NamedTuple):
     """What kernels read of one head; `dim` is a multiple of `WIDE`."""
 
-    keys: Tensor  # [N, dim], contiguous, without keys of weight 0
+    keys: Tensor  # [..., dim], contiguous: the keys without those of weight 0, then zeros to a multiple of `WORD`
+    count: int  # of keys
     mean: Array  # [dim]
     metric: Array  # [dim, dim]
     root: Array  # [dim, dim], metric = root root^T
@@ -52,7 +53,7 @@ def fit(
     if not all(head.keys.isfinite().all() for head in heads):
         raise InputError("keys hold NaN or infinity")
     draws = _whole(draw(bits, dim, generator))
-    kept = torch.tensor([max(1, len(head.keys)) for head in heads], dtype=torch.float64).view(lead)
+    kept = torch.tensor([max(1, head.count) for head in heads], dtype=torch.float64).view(lead)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         squared_norm = torch.tensor(list(pool.map(_squared_norm, heads)), dtype=torch.float64).view(lead)
         found = list(pool.map(lambda head: _decompose(head, draws, iterations), heads))
@@ -108,12 +109,13 @@ def _heads(
     heads = []
     for i, rows in enumerate(flat):
         used = rows if masks is None else rows[masks[i]]
-        heads.append(_Head(pad(used, (0, _padded(dim) - dim)).contiguous(), means[i], metrics[i], roots[i]))
+        filled = pad(used, (0, _padded(dim) - dim, 0, -len(used) % WORD)).contiguous()
+        heads.append(_Head(filled, len(used), means[i], metrics[i], roots[i]))
     return heads
 
 
 def _arguments(head: _Head) -> tuple[Any, int, int, Array]:
-    return like(head.keys), head.keys.data_ptr(), len(head.keys), head.mean
+    return like(head.keys), head.keys.data_ptr(), head.count, head.mean
 
 
 def _squared_norm(head: _Head) -> float:
@@ -122,7 +124,7 @@ def _squared_norm(head: _Head) -> float:
 
 def _decompose(head: _Head, draws: Array, iterations: int) -> Array:
     projection = np.zeros_like(draws)
-    if len(head.keys):
+    if head.count:
         decompose_kernel(*_arguments(head), head.root, draws, iterations, projection)
     return projection
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from bpc_calib.backends.cpu.decompose import decompose_kernel
+from bpc_calib.backends.cpu.decompose import WORD, decompose_kernel
 from bpc_calib.backends.cpu.folder import kernel_folder
 from bpc_calib.backends.cpu.language import WIDE
 from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel
@@ -58,7 +58,7 @@ def _once(what: str, duration: str, name: str, compile_all: Callable[[], None]) 
 
 def _fit(dtype: torch.dtype) -> None:
     """Call every kernel of `fitting` once."""
-    like, keys = np.empty(0, LIKE[dtype]), torch.zeros(1, WIDE, dtype=dtype)
+    like, keys = np.empty(0, LIKE[dtype]), torch.zeros(WORD, WIDE, dtype=dtype)
     mean, square, wide = np.zeros(WIDE), np.eye(WIDE), np.zeros((32, WIDE))
     arguments = (like, keys.data_ptr(), 1, mean)
     norm_kernel(*arguments, square)

@@ -12,13 +12,12 @@ from numba.extending import intrinsic
 
 from bpc_calib.backends.cpu.language import WIDE, splat, vector_at, widened
 
-__all__ = ["HEIGHT", "add_row", "dot_row", "tile"]
+__all__ = ["HEIGHT", "add_row", "dot_row", "dot_rows", "tile"]
 
 HEIGHT = 4  # rows of a tile: with WIDE columns each they fill eight registers of 512 bits
 
-I64, F64 = ir.IntType(64), ir.DoubleType()
-DOUBLES = ir.VectorType(F64, WIDE)
-ZERO = ir.Constant(DOUBLES, [0.0] * WIDE)
+I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+FLOATS, DOUBLES = ir.VectorType(F32, WIDE), ir.VectorType(F64, WIDE)
 
 
 def _exact(builder: Any, address: Any, dtype: Any) -> Any:
@@ -35,8 +34,9 @@ def _after(builder: Any, address: Any, count: Any, size: int) -> Any:
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(DOUBLES, [DOUBLES] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDE}f64")
+    bits = 32 if a.type == FLOATS else 64
+    kind = ir.FunctionType(a.type, [a.type] * 3)
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDE}f{bits}")
     return builder.call(function, [a, b, c])
 
 
@@ -47,7 +47,7 @@ def dot_row(context, like, row, numbers, dim):
     def build(context, builder, signature, values):
         _, row, numbers, dim = values
         dtype = signature.args[0].dtype
-        total = cgutils.alloca_once_value(builder, ZERO)
+        total = cgutils.alloca_once_value(builder, ir.Constant(DOUBLES, [0.0] * WIDE))
         with cgutils.for_range_slice(builder, I64(0), dim, I64(WIDE), I64) as (first, _):
             left = _exact(builder, _after(builder, row, first, dtype.bitwidth // 8), dtype)
             right = _numbers(builder, _after(builder, numbers, first, 8))
@@ -57,6 +57,42 @@ def dot_row(context, like, row, numbers, dim):
         return builder.call(function, [F64(0.0), builder.load(total)], fastmath=("reassoc",))
 
     return types.float64(like, *[types.intp] * 3), build
+
+
+def _halves(builder: Any, one: Any, two: Any) -> Any:
+    """Sums of neighbouring numbers of two vectors as one vector: in each block of four, two of `one`, two of `two`."""
+    count = one.type.count
+    even = [i + side * count for block in range(0, count, 4) for side in (0, 1) for i in (block, block + 2)]
+    places = [ir.Constant(ir.VectorType(I32, count), [place + odd for place in even]) for odd in (0, 1)]
+    return builder.fadd(*(builder.shuffle_vector(one, two, each) for each in places))
+
+
+@intrinsic
+def dot_rows(context, like, rows, numbers, dim, out):
+    """Products of 4 rows, `dim` numbers apart, with float32 `[dim]`, to float32 `[4]` at an address."""
+
+    def build(context, builder, signature, values):
+        _, rows, numbers, dim, out = values
+        dtype = signature.args[0].dtype
+        size = dtype.bitwidth // 8
+        starts = [_after(builder, rows, builder.mul(dim, I64(i)), size) for i in range(4)]
+        sums = [cgutils.alloca_once_value(builder, ir.Constant(FLOATS, [0.0] * WIDE)) for _ in range(4)]
+        with cgutils.for_range_slice(builder, I64(0), dim, I64(WIDE), I64) as (first, _):
+            right = vector_at(builder, _after(builder, numbers, first, 4), FLOATS, 4)
+            for start, total in zip(starts, sums, strict=True):
+                left = widened(builder, _after(builder, start, first, size), dtype)
+                builder.store(_multiply_add(builder, left, right, builder.load(total)), total)
+        one, two, three, four = map(builder.load, sums)
+        parts = _halves(builder, _halves(builder, one, two), _halves(builder, three, four))  # 4 blocks of 4 sums
+        blocks = [
+            builder.shuffle_vector(parts, parts, ir.Constant(ir.VectorType(I32, 4), list(range(i, i + 4))))
+            for i in range(0, WIDE, 4)
+        ]
+        whole = builder.fadd(builder.fadd(blocks[0], blocks[1]), builder.fadd(blocks[2], blocks[3]))
+        builder.store(whole, builder.inttoptr(out, whole.type.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.intp] * 4), build
 
 
 @intrinsic
