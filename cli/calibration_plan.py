@@ -81,9 +81,9 @@ def _rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "weights": f"{size_text(table['weights_bytes'])} ({table['dtype']}, on {table['device']})",
         "memory": f"about {memory}",
         "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}, {size_text(table['work_bytes'])} until then",
-        "collecting": "unknown, because one layer of this model does not run alone"
+        "collecting": "unknown, because some layers of this model do not run alone"
         if collecting is None
-        else f"about {duration_text(collecting)}, from one layer of each kind on one sample",
+        else f"about {duration_text(collecting)}, from some layers of each kind on one sample",
         "decomposing": f"about {duration_text(table['decompose_seconds'])}, from a fit of some layers with fewer keys",
     }
 

@@ -17,13 +17,15 @@ from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.positions import key_positions
 from bpc_calib.calibration.prefill import chunk_edges, pass_bytes
 from bpc_calib.errors import first_line
+from bpc_calib.models.description import ModelDescription
 
 __all__ = ["Forecast", "forecast"]
 
 log = logging.getLogger(__name__)
 
-VOCABULARY = 1024  # of the model with one layer
+VOCABULARY = 1024  # of the model with few layers
 KEYS = 16_384  # most keys per head of the trial fit: its time grows with their number
+LAYERS = 3  # of one kind, at most: masks and the like are made once for all of them
 SHORT = 256  # tokens or keys of a first run, which loads and compiles
 REPEATS, LONG = 3, 5.0  # runs of each part, while all of them take less than so many seconds
 COPIES = 3  # of the keys of a group of layers: as read, stacked, and as the kernels want them
@@ -33,7 +35,7 @@ COPIES = 3  # of the keys of a group of layers: as read, stacked, and as the ker
 class Forecast:
     """Times are without loading libraries, weights and text; bytes are peaks of one device each."""
 
-    collect_seconds: float | None  # None: one layer of this model does not run alone
+    collect_seconds: float | None  # None: few layers of this model do not run alone
     decompose_seconds: float
     pass_bytes: int  # of a sample's forward passes, without the weights
     fit_bytes: int  # of the keys that are fitted together
@@ -41,7 +43,7 @@ class Forecast:
 
 
 def forecast(plan: Plan, model: Any, device: torch.device) -> Forecast:
-    """Run one sample through one random layer of each kind, fit a few keys of one group of layers, and multiply.
+    """Run one sample through few random layers of each kind, fit some keys of one group of layers, and multiply.
 
     Args:
         plan: the calibration.
@@ -67,26 +69,30 @@ def forecast(plan: Plan, model: Any, device: torch.device) -> Forecast:
 
 
 def _sample_seconds(plan: Plan, model: Any, device: torch.device, passes: list[tuple[int, int]]) -> float:
-    """The time of one sample: for each kind of layer, that of one random layer times their number."""
+    """The time of one sample, kind by kind: that of one layer, and of every other one what some more layers add."""
     positions, total = key_positions(plan)[0], 0.0
     tokens = torch.arange(plan.sequence_length) % VOCABULARY
     for kind, count in Counter(plan.model.layer_types).items():
-        one = replace(plan.model, num_layers=1, layer_types=[kind])
-        layer = _one_layer(model, kind).to(device)
-        sample_keys(layer, one, tokens[:SHORT], [0])
-        run = partial(sample_keys, layer, one, tokens, positions, moments=bool(plan.summed), passes=passes)
-        total += count * _seconds(run, device)
+        times = []
+        for layers in sorted({1, min(count, LAYERS)}):
+            few = replace(plan.model, num_layers=layers, layer_types=[kind] * layers)
+            trial = _few_layers(model, few).to(device)
+            sample_keys(trial, few, tokens[:SHORT], [0])
+            run = partial(sample_keys, trial, few, tokens, positions, moments=bool(plan.summed), passes=passes)
+            times.append(_seconds(run, device))
+        first, more = times[0], times[-1] - times[0]
+        total += first + (count - 1) * max(more, 0.0) / (min(count, LAYERS) - 1 or 1)
     return total
 
 
-def _one_layer(model: Any, kind: str) -> Any:
-    """A model with one random layer of a kind and few tokens."""
+def _few_layers(model: Any, few: ModelDescription) -> Any:
+    """A model with few random layers and few tokens."""
     from transformers import AutoModelForCausalLM
 
     text = copy.deepcopy(model.config.get_text_config(decoder=True))
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, VOCABULARY, None
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = few.num_layers, VOCABULARY, None
     if getattr(text, "layer_types", None) is not None:
-        text.layer_types = [kind]
+        text.layer_types = few.layer_types
     if hasattr(text, "quantization_config"):
         del text.quantization_config
     return AutoModelForCausalLM.from_config(text, dtype=model.dtype).eval()
@@ -103,7 +109,7 @@ def _fit_seconds(plan: Plan, group: int, dtype: torch.dtype, device: torch.devic
     moments = torch.eye(model.head_dim, dtype=torch.float64).expand(*shape[:2], -1, -1) if plan.summed else None
     fit_layers(keys[:, :, :SHORT], aside, moments, plan, device)
     seconds = _seconds(partial(fit_layers, keys, aside, moments, plan, device), device)
-    return seconds * plan.keys_per_head / count * len(model.full_layers) / group
+    return seconds * plan.keys_per_head / count * -(-len(model.full_layers) // group)
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
