@@ -9,7 +9,7 @@ memory, two bytes per number: `R v = K w - mean w - U (P v)` with `w = L v`, and
 import numpy as np
 
 from bpc_calib.backends.cpu.compiling import compiled, inlined
-from bpc_calib.backends.cpu.language import at, lowest, ones, widen
+from bpc_calib.backends.cpu.language import at, lowest, ones, prefetch, widen
 from bpc_calib.backends.cpu.wide import add_row, dot_row, dot_rows
 
 __all__ = ["WORD", "decompose_kernel"]
@@ -18,6 +18,7 @@ WORD = 64  # keys per word of a plane: the signs of one bit
 ONE = np.uint64(1)
 UNIT = 2.0**-24  # the relative rounding error of float32
 SLACK = 1e-12  # more than the rounding of float64
+AHEAD = 32  # rows between the one that is read and the one that is fetched
 SMALL, LARGE = 1e-30, 1e30  # far from where float32 underflows and overflows
 
 
@@ -73,6 +74,8 @@ def new_signs(like, keys, dim, lengths, direction, tables, used, codes, near, kn
     """
     weights, single, offset, error = direction
     for x in range(0, WORD, 4):
+        for ahead in range(0, 4 * dim * like.itemsize, 64):
+            prefetch(keys + (x + AHEAD) * dim * like.itemsize + ahead)
         dot_rows(like, keys + x * dim * like.itemsize, single, dim, near.ctypes.data + 4 * x)
     for x in range(WORD):
         known[x] = offset + explained(tables, used, codes[x])

@@ -27,7 +27,7 @@ class _Head(NamedTuple):
     """What kernels read of one head; `dim` is a multiple of `WIDE`."""
 
     keys: Tensor  # [..., dim], contiguous: the keys without those of weight 0, then zeros to a multiple of `WORD`
-    count: int  # of keys
+    kept: int  # number of keys
     mean: Array  # [dim]
     metric: Array  # [dim, dim]
     root: Array  # [dim, dim], metric = root root^T
@@ -53,7 +53,7 @@ def fit(
     if not all(head.keys.isfinite().all() for head in heads):
         raise InputError("keys hold NaN or infinity")
     draws = _whole(draw(bits, dim, generator))
-    kept = torch.tensor([max(1, head.count) for head in heads], dtype=torch.float64).view(lead)
+    kept = torch.tensor([max(1, head.kept) for head in heads], dtype=torch.float64).view(lead)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         squared_norm = torch.tensor(list(pool.map(_squared_norm, heads)), dtype=torch.float64).view(lead)
         found = list(pool.map(lambda head: _decompose(head, draws, iterations), heads))
@@ -115,7 +115,7 @@ def _heads(
 
 
 def _arguments(head: _Head) -> tuple[Any, int, int, Array]:
-    return like(head.keys), head.keys.data_ptr(), head.count, head.mean
+    return like(head.keys), head.keys.data_ptr(), head.kept, head.mean
 
 
 def _squared_norm(head: _Head) -> float:
@@ -124,7 +124,7 @@ def _squared_norm(head: _Head) -> float:
 
 def _decompose(head: _Head, draws: Array, iterations: int) -> Array:
     projection = np.zeros_like(draws)
-    if head.count:
+    if head.kept:
         decompose_kernel(*_arguments(head), head.root, draws, iterations, projection)
     return projection
 

@@ -14,7 +14,7 @@ from bpc_calib.backends.cpu.language import WIDE, splat, vector_at, widened
 
 __all__ = ["HEIGHT", "add_row", "dot_row", "dot_rows", "tile"]
 
-HEIGHT = 4  # rows of a tile: with WIDE columns each they fill eight registers of 512 bits
+HEIGHT = 8  # rows of a tile: with WIDE columns each they fill sixteen registers of 512 bits
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 FLOATS, DOUBLES = ir.VectorType(F32, WIDE), ir.VectorType(F64, WIDE)
