@@ -5,7 +5,9 @@ from typing import Any
 from markdown_table import Results, percent, table
 
 __all__ = [
+    "calibration_plan",
     "calibration_time",
+    "fitting_time",
     "key_counts",
     "keys_per_head",
     "needles_made_text",
@@ -57,7 +59,7 @@ def calibration_time(results: Results) -> str:
         [
             ["the bare forward passes", f"{result['bare_forward_seconds']:.1f}"],
             ["`bpc calibrate`, from start to file", f"{result['calibrate_seconds']:.1f}"],
-            ["of which loading", f"{stages['load']:.1f}"],
+            ["of which starting and reading text", f"{stages['text']:.1f}"],
             ["collecting keys (the forward passes)", f"{stages['keys']:.1f}"],
             ["decomposing", f"{stages['decompose']:.1f}"],
         ],
@@ -142,3 +144,35 @@ def keys_per_head(results: Results) -> str:
     names = list(dict.fromkeys(row["keys"] for row in rows))
     lines = [[f"{name} best" if name == "exact" else name, *(found[name, each] for each in budgets)] for name in names]
     return table(["keys per head", *(f"KL at {percent(each, 1)} %" for each in budgets)], lines)
+
+
+def calibration_plan(results: Results) -> str:
+    """Forecast and real figures by model."""
+    rows = results["calibration_plan"]["rows"]
+    names = {
+        "collect_seconds": ("collecting keys", lambda value: f"{value:.0f} s"),
+        "decompose_seconds": ("decomposing", lambda value: f"{value:.0f} s"),
+        "memory_bytes": ("memory", lambda value: f"{value / 1e9:.2f} GB"),
+        "work_bytes": ("disk", lambda value: f"{value / 1e6:.0f} MB"),
+    }
+    lines = [
+        [title, *(f"{show(row[name]['plan'])}, {show(row[name]['real'])} ({row[name]['ratio']:.2f})" for row in rows)]
+        for name, (title, show) in names.items()
+    ]
+    return table(["", *(f"{row['model']}: forecast, real (ratio)" for row in rows)], lines)
+
+
+def fitting_time(results: Results) -> str:
+    """Seconds to fit a layer, by shape."""
+    return table(
+        ["KV heads, keys per head, head_dim", "torch", "kernels", "ratio"],
+        [
+            [
+                f"{row['kv_heads']}, {row['keys_per_head']:,}, {row['head_dim']}",
+                f"{row['torch_seconds']:.2f} s",
+                f"{row['numba_seconds']:.2f} s",
+                f"{row['speedup']:.1f}",
+            ]
+            for row in results["fitting_time"]["rows"]
+        ],
+    )

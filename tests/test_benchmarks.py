@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_memory calibration_time demo_model evaluation fingerprint fitting_time gpu_suite hashing_time "
-    "kernel_cost key_counts keys_per_head needles outlier_needle pictures position_shift projections real_models "
-    "real_text steady_decode tables".split()
+    "calibration_memory calibration_plan calibration_time demo_model evaluation fingerprint fitting_time "
+    "gpu_suite hashing_time kernel_cost key_counts keys_per_head needles outlier_needle pictures position_shift "
+    "projections real_models real_text steady_decode tables".split()
 )
 
 
@@ -269,3 +269,9 @@ def test_fitting_time(benchmark_result):
     rows = benchmark_result("fitting_time")["rows"]
     assert [row["head_dim"] for row in rows] == [64, 128, 256]
     assert all(row["speedup"] > 0 for row in rows)
+
+
+def test_calibration_plan(benchmark_result):
+    (row,) = benchmark_result("calibration_plan")["rows"]
+    assert row["work_bytes"]["ratio"] >= 1
+    assert all(row[name]["plan"] > 0 for name in ("collect_seconds", "decompose_seconds", "memory_bytes"))
