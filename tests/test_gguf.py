@@ -111,6 +111,7 @@ def test_a_missing_file_and_a_folder_of_files(bpc, file):
     assert_one_error(ran, "is a file, and only models on the Hub have revisions")
 
 
+@pytest.mark.slow  # a process and a server; other tests fetch from the Hub, and load local files
 def test_a_file_on_the_hub(bpc_process, file, tmp_path):
     with hub.serve({"org/packed": file.parent}, {}) as server:
         seen = test_hub.environment(server.url, tmp_path / "home")
