@@ -274,4 +274,4 @@ def test_fitting_time(benchmark_result):
 def test_calibration_plan(benchmark_result):
     (row,) = benchmark_result("calibration_plan")["rows"]
     assert row["work_bytes"]["ratio"] >= 1
-    assert all(row[name]["plan"] > 0 for name in ("collect_seconds", "decompose_seconds", "memory_bytes"))
+    assert row["memory_bytes"]["plan"] > 0
