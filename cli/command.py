@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from bpc_cli.console import fail, note
+from bpc_cli.console import drop, fail, note
 from bpc_cli.option_groups import collect_groups, option_signature
 
 __all__ = ["command"]
@@ -33,7 +33,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             note("Interrupted.")
             raise typer.Exit(130) from None
         except BrokenPipeError:  # the reader, such as `head`, has stopped reading
-            _drop_stdout()
+            drop(sys.stdout)
             raise typer.Exit(0) from None
         except Exception as fault:
             if os.environ.get("BPC_DEBUG"):
@@ -52,15 +52,10 @@ def _fail_with(fault: Exception) -> None:
 
     text = " ".join(str(fault).split())
     if isinstance(fault, OSError) and fault.errno == errno.ENOSPC:
-        _drop_stdout()
+        drop(sys.stdout)
         fail(f"the output cannot be written: {fault.strerror}")
     if isinstance(fault, BPCError):
         fail(text)
     if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         fail("out of memory: try shorter texts, smaller batches, or --device cpu (--help lists the options)")
     fail(f"unexpected {type(fault).__name__}: {text[:300]} (BPC_DEBUG=1 shows the traceback; please report it)")
-
-
-def _drop_stdout() -> None:
-    """Send stdout to nowhere: Python would try at exit to write again what could not be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

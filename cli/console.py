@@ -1,15 +1,16 @@
 """Printing: results on stdout, messages on stderr, and no control characters in either."""
 
 import json
+import os
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import typer
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["fail", "note", "print_json", "print_rows", "print_table", "printable"]
+__all__ = ["drop", "fail", "note", "print_json", "print_rows", "print_table", "printable"]
 
 
 def printable(text: object, keep: str = "") -> str:
@@ -42,8 +43,16 @@ def print_json(value: Any) -> None:
 
 
 def note(message: str) -> None:
-    """A message on stderr, beside the results."""
-    print(printable(message), file=sys.stderr)
+    """A message on stderr, beside the results. Work goes on when nobody reads it any more."""
+    try:
+        print(printable(message), file=sys.stderr)
+    except OSError:
+        drop(sys.stderr)
+
+
+def drop(stream: TextIO) -> None:
+    """Send a stream to nowhere: Python would try at exit to write again what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def fail(message: str) -> NoReturn:

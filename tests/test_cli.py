@@ -536,3 +536,15 @@ def test_a_full_disk_is_one_line(bpc, model_folder, text_folder, tmp_path):
     assert ran.stderr.startswith(f"Error: {sample}: cannot be written: File too large (")
     assert ran.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_work_goes_on_when_nobody_reads_its_progress(model_folder, text_folder, tmp_path):
+    command = [sys.executable, "-c", "from bpc_cli.main import main; main()", "calibrate", "-m", str(model_folder)]
+    words = ["--corpus", str(text_folder), "--samples", "4", "-o", "a.safetensors"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run([*command, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=writing, check=False)
+    os.close(writing)
+    assert ran.returncode == 0
+    assert b"Wrote a.safetensors" in ran.stdout
+    assert (tmp_path / "a.safetensors").exists()
