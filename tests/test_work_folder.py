@@ -97,6 +97,15 @@ def test_other_settings_model_text_and_versions_are_refused(run, tmp_path, text_
     ):
         with pytest.raises(WorkError, match=message):
             run(**changes)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        with pytest.raises(
+            WorkError, match=rf"threads: {threads}\) in the work folder, .* threads: {threads + 1}\) now"
+        ):
+            run()
+    finally:
+        torch.set_num_threads(threads)
     with monkeypatch.context() as patch:
         patch.setattr("bpc_calib.calibration.journal.version", lambda name: "99")
         with pytest.raises(WorkError, match=r"versions\.torch: .* in the work folder, 99 now"):

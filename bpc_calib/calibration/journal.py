@@ -22,7 +22,7 @@ SHOWN = 3  # differences in a message
 
 @dataclass(frozen=True)
 class Journal:
-    """What decides the bytes of the artifact. The number of threads does not."""
+    """What decides the bytes of the artifact."""
 
     settings: dict[str, Any]  # the plan with the model's description, the device, the versions
     sources: list[dict[str, Any]]  # the corpora whose text was read, with the hash of their tokens
@@ -31,8 +31,11 @@ class Journal:
 
 def new_journal(plan: Plan, device: torch.device) -> Journal:
     """Return the journal of a run that has done nothing."""
-    # Kernels of another processor sum in another order.
-    processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    # Kernels of another processor sum in another order, and those of torch on a CPU with other threads, in some models.
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        processor = f"{torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"
     settings = asdict(plan) | {
         "device": f"{device.type} ({processor})",
         "versions": {name: version(name) for name in ("bpc-calib", "torch", "transformers")} | {"work folder": FORMAT},
