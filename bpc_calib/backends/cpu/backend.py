@@ -1,12 +1,12 @@
 """The numba backend: checked arguments, kernels compiled for their dtype, and the pipeline that runs them."""
 
-import torch
 from torch import Tensor
 
-from bpc_calib.backends.cpu import fitting, pipeline
+from bpc_calib.backends.cpu import pipeline
 from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
+from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.paper import popcount_scores
-from bpc_calib.backends.cpu.ready import make_fitting_ready, make_ready
+from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
 from bpc_calib.method import appending, choosing
@@ -15,7 +15,6 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
 from bpc_calib.method.encoding import Encoded, Encoder
-from bpc_calib.method.fitting import Fit
 from bpc_calib.method.scoring import QuantizedQuery
 
 __all__ = [
@@ -79,28 +78,3 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
     make_ready(query.dtype)
     return pipeline.quantize_query(query, projection)
-
-
-def fit(
-    keys: Tensor,
-    bits: int = 64,
-    *,
-    iterations: int = 8,
-    rounds: int = 0,
-    metric: Tensor | None = None,
-    centred: bool = False,
-    weights: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Fit:
-    """`bpc_calib.method.fitting.fit`."""
-    make_fitting_ready(keys.dtype)
-    return fitting.fit(
-        keys,
-        bits,
-        iterations=iterations,
-        rounds=rounds,
-        metric=metric,
-        centred=centred,
-        weights=weights,
-        generator=generator,
-    )
