@@ -87,12 +87,13 @@ def open_work(target: Path, options: WorkOptions, plan: "Plan", device: str, qui
 def finish(artifact: "ProjectionArtifact", target: Path, work: "WorkFolder", *, overwrite: bool, keep: bool) -> None:
     """Write the artifact, then remove the work folder: one of them is always whole."""
     from bpc_artifacts import save
+    from bpc_artifacts.file import ARTIFACT
     from bpc_artifacts.replacing import replacing
     from bpc_calib.calibration.durable import sync_folder
     from bpc_calib.calibration.work_folder import remove_work
 
     save(artifact, work.artifact, overwrite=True)
-    with replacing(target, overwrite, locked=True) as temporary:
+    with replacing(target, overwrite, ARTIFACT, locked=True) as temporary:
         temporary.write_bytes(work.artifact.read_bytes())
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
