@@ -100,7 +100,7 @@ def collect(
 def residuals(own: tuple[Tensor, Tensor], others: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The residual of each head on the fitted keys and on others, as a share of their length in the metric."""
     keys, moment = own
-    metric = None if METHOD.power is None else query_metric(moment, METHOD.power)
+    metric = None if METHOD.power is None else query_metric(moment, METHOD.power, METHOD.dominant_power)
     found = fit(
         keys,
         bits,

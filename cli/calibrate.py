@@ -62,7 +62,13 @@ class PlanOptions:
             help="Tokens per sample. Default: 8192, or the model's limit if that is lower.", show_default=False
         ),
     ] = None
-    bits: Annotated[int, typer.Option(help="Length of a code in bits: 32, 64 or 128.")] = 64
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Length of a code in bits: 32, 64 or 128. Default: 64, or 128 where a key has more than 128 numbers.",
+            show_default=False,
+        ),
+    ] = None
     method: Annotated[
         str,
         typer.Option(

@@ -154,7 +154,7 @@ def snapkv_by_hand(keys, queries, window):
 def test_snapkv_keeps_what_the_window_attended_to():
     queries = torch.randn(1, 4, 70, 8, generator=torch.Generator().manual_seed(3))
     made = layer(baselines.SnapKVLayer)
-    made.observe(queries, None)
+    made.observe(queries, None, torch.arange(70))
     found = chosen(made)
     for head in range(2):
         importance = snapkv_by_hand(KEYS[0, head], queries[0, 2 * head : 2 * head + 2], 6)

@@ -62,7 +62,7 @@ def fit_layers(
         heads = max(heads, torch.get_num_threads())  # each thread fits a head
     metric = None
     if moments is not None and method.power is not None:
-        metric = query_metric(moments.flatten(0, 1), method.power)
+        metric = query_metric(moments.flatten(0, 1), method.power, method.dominant_power)
     fits: list[Fit] = []
     measured: list[Tensor] = []
     for first in range(0, len(keys), heads):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from bpc_calib.calibration.held_out import held_out_samples
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
-from bpc_calib.method.codes import check_bits
+from bpc_calib.method.codes import check_bits, default_bits
 from bpc_calib.models.description import ModelDescription
 
 __all__ = ["Plan", "make_plan"]
@@ -83,7 +83,7 @@ def make_plan(
     *,
     samples: int = 180,
     sequence_length: int | None = None,
-    bits: int = 64,
+    bits: int | None = None,
     method: str = DEFAULT_METHOD,
     position_shift: bool | None = None,
     keys_per_head: int = KEYS_PER_HEAD,
@@ -95,7 +95,7 @@ def make_plan(
         model: the description of the model (`describe`).
         samples: forward passes, one text sample each.
         sequence_length: tokens per sample; None: 8,192, or the model's limit if that is lower.
-        bits: code length: 32, 64 or 128.
+        bits: code length: 32, 64 or 128; None: `default_bits` of the `head_dim`.
         method: a name of `PROJECTION_METHODS`.
         position_shift: start samples at random positions; None: as the method does, where the model allows it.
         keys_per_head: keys kept per KV head, at most one per token.
@@ -105,6 +105,7 @@ def make_plan(
         InputError: a number is out of range, there are too few keys for the bits, samples are longer than the model's
             limit, the method is unknown, or the model does not allow a position shift.
     """
+    bits = default_bits(model.head_dim) if bits is None else bits
     check_bits(bits)
     limit = model.context_limit
     length = sequence_length if sequence_length is not None else min(SEQUENCE_LENGTH, limit or SEQUENCE_LENGTH)

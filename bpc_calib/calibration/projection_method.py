@@ -14,6 +14,7 @@ class ProjectionMethod:
     iterations: int  # steps per bit
     rounds: int  # least-squares updates of the projection
     power: float | None  # exponent of the query metric; None: no metric
+    dominant_power: float | None  # its exponent for what nearly every query asks; None: the same
     centred: bool  # subtract the mean key first
     shift: bool  # shift positions by default
 
@@ -28,6 +29,7 @@ PROJECTION_METHODS = {
             iterations=8,
             rounds=6,
             power=0.25,
+            dominant_power=0.75,
             centred=True,
             shift=True,
         ),
@@ -37,6 +39,7 @@ PROJECTION_METHODS = {
             iterations=1,
             rounds=0,
             power=None,
+            dominant_power=None,
             centred=False,
             shift=False,
         ),

@@ -234,7 +234,7 @@ class SnapKVLayer(RankingLayer):
         super().__init__(*arguments)
         self.prompt = 0  # length of the first step with several tokens; 0: no such step, and all tokens are kept
 
-    def observe(self, query: Tensor, scale: float | None) -> None:
+    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
         if not self.prompt:
             self.prompt = self.get_seq_length()
             grouped = query[:, :, -self.window(self.prompt) :].unflatten(1, (self.keys.shape[1], -1))

@@ -65,10 +65,10 @@ class ProbeLayer(FullLayer):
     def count_chosen(self, visible: Tensor | None) -> int:
         return self.get_seq_length()
 
-    def observe(self, query: Tensor, scale: float | None) -> None:
+    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
         for layer in self.probed.values():
             layer.borrow(self)
-            layer.observe(query, scale)
+            layer.observe(query, scale, places)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
         self.scaling = self.scaling if scale is None else scale

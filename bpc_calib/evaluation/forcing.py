@@ -12,10 +12,9 @@ from torch import Tensor
 
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
+from bpc_calib.runtime.online_fit import Asked, join
 
 __all__ = ["FullLayer", "complete", "force", "fork", "log_likelihoods", "prefill"]
-
-QUERIES = 64  # number of last queries of a prefix that are kept for methods that use them
 
 
 class FullLayer(SparseLayer):
@@ -27,13 +26,13 @@ class FullLayer(SparseLayer):
 
 
 class PrefixLayer(FullLayer):
-    """A layer that attends to everything and keeps the last queries of a step with several tokens."""
+    """A layer that attends to everything and keeps queries of a step with several tokens, for methods that use them."""
 
-    queries: Tensor | None = None
+    asked: Asked | None = None
     scale: float | None = None
 
-    def observe(self, query: Tensor, scale: float | None) -> None:
-        self.queries, self.scale = query[:, :, -QUERIES:].clone(), scale
+    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
+        self.asked, self.scale = join(None, query, places), scale
 
 
 class PrefixCache(BPCCache):
@@ -58,8 +57,8 @@ def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
         layer = cache.layers[index]
         if isinstance(layer, SparseLayer) and isinstance(source, PrefixLayer):
             layer.skip_attention()
-            if source.queries is not None:
-                layer.observe(source.queries, source.scale)
+            if source.asked is not None:
+                layer.observe(source.asked.queries, source.scale, source.asked.places)
     return cache
 
 

@@ -6,13 +6,18 @@ from torch import Tensor
 from bpc_artifacts.schema import BITS
 from bpc_calib.errors import InputError
 
-__all__ = ["check_bits", "check_codes", "pack_codes", "unpack_codes"]
+__all__ = ["check_bits", "check_codes", "default_bits", "pack_codes", "unpack_codes"]
 
 
 def check_bits(bits: int) -> None:
     """Raise `InputError` unless `bits` is a supported code length."""
     if not isinstance(bits, int) or bits not in BITS:
         raise InputError(f"bits must be 32, 64 or 128, not {bits}")
+
+
+def default_bits(head_dim: int) -> int:
+    """Return the code length for keys of this size: 64 bits for up to 128 dimensions, 128 for more."""
+    return 64 if head_dim <= 128 else 128
 
 
 def pack_codes(positive: Tensor) -> Tensor:

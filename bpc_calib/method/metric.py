@@ -8,6 +8,7 @@ from bpc_calib.errors import InputError
 __all__ = ["query_metric", "second_moment"]
 
 FLOOR = 1e-4  # share of the mean eigenvalue: a direction without queries still counts a little
+DOMINANT = 16.0  # times the mean eigenvalue: above it a direction is in nearly every query
 
 
 def second_moment(queries: Tensor) -> Tensor:
@@ -16,28 +17,34 @@ def second_moment(queries: Tensor) -> Tensor:
     return wide.mT @ wide
 
 
-def query_metric(moment: Tensor, power: float) -> Tensor:
+def query_metric(moment: Tensor, power: float, dominant_power: float | None = None) -> Tensor:
     """Return `M`, float32 `[..., D, D]`; `<a, b> = a M b^T` replaces the dot product of keys.
 
     With `M = E[q^T q]`, the squared length `e M e^T` of the error `e` of a key is the expected squared error of
     its score. This average over all queries neglects the rare queries that look something up, so a power below 1
-    tempers it; power 0 is the identity. `M` is symmetric, positive definite, and has a mean eigenvalue of 1.
+    tempers it; power 0 is the identity. Tempering also neglects a direction that nearly every query shares, as the
+    mean query of large models does: that part of an eigenvalue which is more than `DOMINANT` times the mean gets the
+    dominant power. `M` is symmetric, positive definite, and has a mean eigenvalue of 1.
 
     Args:
         moment: `[..., D, D]`, `second_moment` of the queries that share a KV head, at any scale.
         power: exponent of the eigenvalues, in [0, 1].
+        dominant_power: exponent of the part above `DOMINANT`, in [0, 1]; None: `power`.
 
     Raises:
         InputError: the moments are not finite, or the power is out of range.
     """
-    if not 0 <= power <= 1:
-        raise InputError(f"the power of a metric must be in [0, 1], not {power}")
+    dominant_power = power if dominant_power is None else dominant_power
+    for exponent in (power, dominant_power):
+        if not 0 <= exponent <= 1:
+            raise InputError(f"the power of a metric must be in [0, 1], not {exponent}")
     if moment.dim() < 2 or moment.shape[-1] != moment.shape[-2] or not moment.isfinite().all():
         raise InputError(f"moments of queries must be finite [..., D, D], not {list(moment.shape)}")
     values, vectors = torch.linalg.eigh(moment.to(torch.float64))
     mean = values.mean(-1, keepdim=True)
     values = torch.where(mean > 0, values / mean.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
-    values = values.clamp(min=FLOOR) ** power
+    excess = (values / DOMINANT).clamp(min=1) ** dominant_power
+    values = values.clamp(min=FLOOR, max=DOMINANT) ** power * excess
     values = values / values.mean(-1, keepdim=True)
     metric = (vectors * values.unsqueeze(-2)) @ vectors.mT
     return ((metric + metric.mT) / 2).float()

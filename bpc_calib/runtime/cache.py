@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.compat import drafts_by_model
 from bpc_calib.errors import InputError, ModelError
+from bpc_calib.method.codes import default_bits
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
@@ -54,7 +55,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         group: rule that reduces the scores of the query heads of a KV head to one score: "relative", "max" or "sum"
             (`group_scores`); None: "max" for projections of the paper's method, else "relative".
         gain: whether scores include the gain; None: False for projections of the paper's method, else True.
-        bits: code length of online projections.
+        bits: code length of online projections; None: 64, or 128 where `head_dim` is more than 128.
         seed: random seed of online projections.
         min_context: a sequence with fewer real tokens in the cache attends to all of them; `bpc bench --crossover`
             measures up to which length that is faster.
@@ -77,18 +78,18 @@ class BPCCache(Cache):  # type: ignore[misc]
         min_tokens: int = 128,
         dense_layers: Sequence[int] = (0, 1),
         min_context: int = 0,
-        bits: int = 64,
+        bits: int | None = None,
         seed: int = 0,
         **ranking: "Unpack[Ranking]",
     ) -> None:
         given = {name: value for name, value in ranking.items() if value is not None}
         if unknown := ranking.keys() - Ranking.__annotations__.keys():
             raise TypeError(f"BPCCache got an unexpected argument {min(unknown)!r}")
-        rules = Rules(
-            budget=budget, min_tokens=min_tokens, min_context=min_context, bits=bits, seed=seed,
-            **(ranking_defaults(artifact) | given),
-        )  # fmt: skip
         model = describe(config)
+        rules = Rules(
+            budget=budget, min_tokens=min_tokens, min_context=min_context, seed=seed,
+            bits=default_bits(model.head_dim) if bits is None else bits, **(ranking_defaults(artifact) | given),
+        )  # fmt: skip
         sparse = _sparse_layers(model, dense_layers)
         rules = replace(rules, layers=tuple(sorted(sparse)))
         projections: Mapping[int, LayerProjection] = {}
@@ -243,10 +244,12 @@ def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list
     return sparse
 
 
-def _projections(artifact: ProjectionArtifact, model: ModelDescription, bits: int) -> Mapping[int, LayerProjection]:
+def _projections(
+    artifact: ProjectionArtifact, model: ModelDescription, bits: int | None
+) -> Mapping[int, LayerProjection]:
     for warning in check_model(artifact, model.metadata()):
         logger.warning("%s", warning)
     artifact_bits = artifact.metadata["algorithm"]["bits"]
-    if bits not in (64, artifact_bits):
+    if bits not in (None, artifact_bits):
         raise InputError(f"the artifact's codes have {artifact_bits} bits, not {bits}; bits is for online projections")
     return artifact.layers

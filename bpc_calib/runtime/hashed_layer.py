@@ -6,20 +6,18 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import choose, encode_with, fit
+from bpc_calib.backends.dispatch import choose, encode_with
 from bpc_calib.errors import ModelError
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.online_fit import Asked, fit_online, join
 from bpc_calib.runtime.rules import Rules
 
 __all__ = ["BPCLayer"]
 
-# Online projections delay the first step, so their fit is short: 4 iterations per bit, as in the authors' release, and
-# 2 rounds of least squares. A query metric does not improve them (docs/projections.md).
-ONLINE_ITERATIONS, ONLINE_ROUNDS = 4, 2
 HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary memory per bit and key
 
 
@@ -32,6 +30,12 @@ class BPCLayer(SparseLayer):
         self.projection: Tensor | None = None
         self.encoder: Encoder | None = None  # made from the projection
         self.hashed = 0  # number of tokens that have codes
+        self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
+
+    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
+        """Keep some queries for the metric of online projections."""
+        if self.calibrated is None and self.projection is None:
+            self.asked = join(self.asked, query, places)
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
         """Choose the tokens whose codes score best, and those that are always attended."""
@@ -62,19 +66,27 @@ class BPCLayer(SparseLayer):
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length`; keep the projection and the safeguard's list."""
         super().rewind(length)
-        self.hashed = min(self.hashed, length)
+        self._forget(length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens."""
         super().crop(tokens_to_remove)
         self.buffers.pop("worst", None)
         length = self.get_seq_length()
-        self.hashed = min(self.hashed, length)
+        self._forget(length)
         if not length:
             self.projection = self.encoder = None
 
+    def _forget(self, length: int) -> None:
+        self.hashed = min(self.hashed, length)
+        if self.asked is not None:
+            left = int((self.asked.places < length).sum())
+            self.asked = Asked(self.asked.queries[:, :, :left], self.asked.places[:left]) if left else None
+
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._rebatch(change)
+        if self.asked is not None:
+            self.asked = Asked(change(self.asked.queries), self.asked.places)
         if self.calibrated is None and self.projection is not None and self.encoder is not None:
             self.projection, self.encoder = change(self.projection), self.encoder.change(change)
 
@@ -98,17 +110,10 @@ class BPCLayer(SparseLayer):
         """Return the projection and its encoder: calibrated, or fitted to the keys that are cached now."""
         keys = self.keys
         if self.calibrated is None:
-            weights = None if visible is None else visible.unsqueeze(1).expand(keys.shape[:3])
-            generator = torch.Generator().manual_seed(self.rules.seed)
-            fitted = fit(
-                keys,
-                self.rules.bits,
-                iterations=ONLINE_ITERATIONS,
-                rounds=ONLINE_ROUNDS,
-                weights=weights,
-                generator=generator,
-            )
-            return fitted.projection.to(keys.dtype), make_encoder(fitted.projection, keys.dtype)
+            fitted = fit_online(keys, self.asked, visible, self.rules.bits, self.rules.seed)
+            self.asked = None
+            encoder = make_encoder(fitted.projection, keys.dtype, metric=fitted.metric, mean=fitted.mean)
+            return fitted.projection.to(keys.dtype), encoder
         projection, metric, mean = (
             None if array is None else torch.from_numpy(array).to(keys.device)
             for array in (self.calibrated.projection, self.calibrated.metric, self.calibrated.mean)

@@ -118,8 +118,14 @@ class SparseLayer(GrowingLayer):
         """Return the bytes that ranking `length` tokens reads per sequence."""
         return 0
 
-    def observe(self, query: Tensor, scale: float | None) -> None:
-        """Receive the queries `[batch, query_heads, new, head_dim]` of a step with several tokens, already cached."""
+    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
+        """Receive queries `[batch, query_heads, n, head_dim]` of a step with several tokens, already cached.
+
+        Args:
+            query: at least those of the newest tokens, in order.
+            scale: factor on the products q k; None: `head_dim ** -0.5`.
+            places: int64 `[n]`, the tokens of the queries, ascending.
+        """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, kv_heads, new, head_dim]`; the returned keys carry this layer for BPC's attention."""
@@ -139,7 +145,8 @@ class SparseLayer(GrowingLayer):
         self.serve(call.module)
         if call.query.shape[2] > 1:
             check_continued(call.query, self.keys, call.mask, call.positions)
-            self.observe(call.query, call.scale)
+            length = self.get_seq_length()
+            self.observe(call.query, call.scale, torch.arange(length - call.query.shape[2], length))
             return None
         visible = visible_tokens(call.mask, self.keys, call.window)
         k = self.count_chosen(visible)
