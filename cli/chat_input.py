@@ -14,7 +14,9 @@ PROMPT = "> "
 def typed_messages() -> Iterator[str]:
     """The lines that a user types, with arrow keys and a history, until Ctrl-D."""
     with suppress(ImportError):  # Windows has none
-        import readline  # noqa: F401  `input` uses it once it is imported
+        import readline  # `input` uses it once it is imported
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
     while True:
         try:
             text = input(_prompt())

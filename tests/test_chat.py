@@ -1,5 +1,6 @@
 """`bpc chat`: the kept cache, what is printed, Ctrl-C, and what is refused."""
 
+import io
 import json
 import os
 import pty
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bpc_calib import BPCCache, InputError, enable
 from bpc_cli.chat import _talk
 from bpc_cli.chat_template import message, template_tokens
+from bpc_cli.console import note
 from bpc_cli.conversation import Conversation
 from bpc_cli.decoding import decode, make_decoder
 from bpc_cli.interrupts import stopping_on_interrupt
@@ -235,13 +237,35 @@ def test_a_conversation_on_a_terminal(converse, monkeypatch, capsys):
     assert "> " in shown.err  # answers go to a file here
 
 
+def test_the_line_after_an_answer_is_dim_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stderr, colour, text in (
+        (Terminal(), "", "\x1b[2m4 tokens\ufffd\x1b[0m\n"),
+        (Terminal(), "1", "4 tokens\ufffd\n"),
+        (io.StringIO(), "", "4 tokens\ufffd\n"),
+    ):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        monkeypatch.setenv("NO_COLOR", colour)
+        note("4 tokens\x1b", dim=True)
+        assert stderr.getvalue() == text
+
+
 @pytest.mark.slow  # another process, which imports everything anew
-def test_ctrl_c_at_the_prompt_and_ctrl_d(folder):
+def test_keys_on_a_terminal(folder):
+    """Corrected and pasted text, Ctrl-C at the prompt, and Ctrl-D."""
     keyboard, terminal = pty.openpty()
     script = "from bpc_cli.main import main; main()"
-    words = ("chat", "-m", str(folder), "--max-new-tokens", "4")
+    words = ("chat", "-m", str(folder), "--max-new-tokens", "4", "--json", "--quiet")
     with subprocess.Popen(
-        [sys.executable, "-c", script, *words], stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+        [sys.executable, "-c", script, *words],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=os.environ | {"TERM": "xterm"},
+        start_new_session=True,
     ) as process:
         os.close(terminal)
         seen = b""
@@ -254,7 +278,10 @@ def test_ctrl_c_at_the_prompt_and_ctrl_d(folder):
 
         until(b"> ")
         os.write(keyboard, b"hellp\x7fo\n")
-        until(b"\x1b[2m4 tokens, ")
+        until(b'{"message": "hello", ')
+        until(b"> ")
+        os.write(keyboard, b"\x1b[200~one\ntwo\x1b[201~\n")
+        until(b'{"message": "one\\ntwo", ')
         until(b"> ")
         process.send_signal(signal.SIGINT)
         until(b"Ctrl-D or /quit ends the chat")
