@@ -11,6 +11,7 @@ from bpc_cli.token_stream import Timing, token_stream
 __all__ = ["Decoder", "captures", "decode", "full_attention", "kv_bytes", "make_decoder", "warm_up"]
 
 FEW = 4  # tokens of a warm-up
+COUNTED = 64  # steps whose bytes are counted
 SHORT = 64  # tokens of its prompt where no speeds are compared
 
 
@@ -153,8 +154,12 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
 
 
 def kv_bytes(cache: Any, prompt: int, new: int) -> dict[str, Any]:
-    """What the steps after the first token read, as shares of the KV bytes of full attention: in all, and by part."""
-    steps = [cache.kv_parts(length) for length in range(prompt + 1, prompt + new)]
+    """What the steps after the first token read, as shares of the KV bytes of full attention: in all, and by part.
+
+    Of many steps about `COUNTED` are counted, evenly spaced: the bytes grow with the length almost along a line.
+    """
+    lengths = range(prompt + 1, prompt + new)
+    steps = [cache.kv_parts(length) for length in lengths[:: max(1, len(lengths) // COUNTED)]]
     if not steps:
         return {"kv_bytes_share": None, "kv_bytes_parts": None}
     total = sum(steps[1:], steps[0])

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -79,6 +80,16 @@ def test_turns_with_the_kept_cache_equal_fresh_runs(converse, tmp_path, family, 
         assert (turn["prefill_tokens"] < turn["prompt_tokens"]) is (kept and text != MESSAGES[0])
         assert conversation.cache.get_seq_length() == turn["prompt_tokens"] + len(turn["tokens"]) - 1
     assert [each["role"] for each in conversation.messages] == ["system", *["user", "assistant"] * 3]
+
+
+def test_turns_in_static_steps_are_the_same(converse):
+    """As on a GPU, where they are captured."""
+    conversations = [converse(rules=RULES["few"]) for _ in range(2)]
+    conversations[1].decoder = replace(conversations[1].decoder, static=True)
+    for text in MESSAGES:
+        one, other = (each.ask(text, 20, show=False) for each in conversations)
+        for name in ("tokens", "prefill_tokens", "kv_bytes_share"):
+            assert one[name] == other[name]
 
 
 def test_a_turn_feeds_only_what_is_new(converse):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bpc_artifacts import save
 from bpc_calib import BPCCache, enable
-from bpc_cli.decoding import decode, make_decoder
+from bpc_cli.decoding import decode, kv_bytes, make_decoder
 from bpc_cli.decoding_report import online_hint, print_comparison
 from bpc_cli.empty_answer import why_empty
 
@@ -86,6 +86,18 @@ def test_decodes_with_its_options(bpc, model_folder, artifact, expected):
     assert parts["chosen"] == pytest.approx(19 * 8 / sum(lengths))
     assert parts["ranking"] == pytest.approx(18 / 128)
     assert parts["dense"] == parts["sliding"] == parts["minimum"] == 0
+
+
+def test_the_bytes_of_many_steps_are_those_of_evenly_spaced_ones(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    enable(model)
+    cache = BPCCache(model.config, tiny.artifact(model.config), budget=0.1, min_tokens=64)
+    with torch.no_grad():
+        model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
+    counted = [cache.kv_bytes(length) for length in range(301, 1300)]
+    share = sum(read for read, _ in counted) / sum(full for _, full in counted)
+    assert kv_bytes(cache, 300, 1000)["kv_bytes_share"] == pytest.approx(share, rel=1e-3)
+    assert kv_bytes(cache, 300, 1) == {"kv_bytes_share": None, "kv_bytes_parts": None}
 
 
 def test_online_is_the_default(bpc, model_folder, expected):

@@ -31,24 +31,27 @@ class KVBytes:
 
 def count_bytes(layers: list[Any], length: int) -> KVBytes:
     """Count what a step reads per sequence at `length` cached tokens in these cache layers; 0 before the first step."""
-    # A StaticLayer wraps the layer that counts.
-    return sum((_of_layer(getattr(outer, "layer", outer), length) for outer in layers), KVBytes())
-
-
-def _of_layer(layer: Any, length: int) -> KVBytes:
     from transformers.cache_utils import DynamicLayer
 
-    if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
-        return KVBytes()
-    heads, dim = layer.keys.shape[1], layer.keys.shape[3]
+    sums = dict.fromkeys(KVBytes.__dataclass_fields__, 0)
+    for outer in layers:
+        layer = getattr(outer, "layer", outer)  # a StaticLayer wraps the layer that counts
+        if isinstance(layer, DynamicLayer) and layer.is_initialized:
+            for part, count in _of_layer(layer, length).items():
+                sums[part] += count
+    return KVBytes(**sums)
+
+
+def _of_layer(layer: Any, length: int) -> dict[str, int]:
+    _, heads, held, dim = layer.keys.shape
     token = 2 * heads * dim * layer.keys.element_size()
-    seen = min(length, layer.keys.shape[2]) if layer.is_sliding else length
-    full = seen * token
     if layer.is_sliding:
-        return KVBytes(sliding=full, full=full)
+        full = min(length, held) * token
+        return {"sliding": full, "full": full}
+    full = length * token
     if not isinstance(layer, SparseLayer):
-        return KVBytes(dense=full, full=full)
+        return {"dense": full, "full": full}
     read = layer.step_bytes(length, token)
     ranking = layer.ranking_bytes(length) if layer.count(length) < length else 0
     chosen = min(read - ranking, attended(length, layer.rules.budget, min_tokens=1) * token)
-    return KVBytes(ranking=ranking, chosen=chosen, minimum=read - ranking - chosen, full=full)
+    return {"ranking": ranking, "chosen": chosen, "minimum": read - ranking - chosen, "full": full}
