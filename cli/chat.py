@@ -124,7 +124,7 @@ def _report(turn: dict[str, Any], text: str, most: int, conversation: Conversati
         return
     if not as_json:
         note(answer_line(turn), dim=True)
-    if (why := why_empty(turn, True, True)) is not None:
+    if (why := why_empty(turn)) is not None:
         note(why)
     if turn["at_limit"] and turn["ended_by"] == "limit":
         note(f"The answer stops at the {conversation.limit:,} tokens of {conversation.name}: begin anew with /reset")

@@ -2,15 +2,12 @@
 
 from typing import Any
 
-__all__ = ["why_empty"]
+__all__ = ["what_to_try", "why_empty"]
 
 
-def why_empty(run: dict[str, Any], templated: bool, template: bool) -> str | None:
-    """One line about an answer without a visible character; None for any other.
-
-    `templated`: the prompt was sent in the chat template. `template`: the model has one.
-    """
-    if run["text"].strip():
+def why_empty(run: dict[str, Any]) -> str | None:
+    """One sentence about an answer without a visible character; None for any other, and for one that was stopped."""
+    if run["text"].strip() or run["ended_by"] == "interrupt":
         return None
     count = len(run["tokens"])
     if count == 1 and run["ended_by"] == "model":
@@ -19,10 +16,14 @@ def why_empty(run: dict[str, Any], templated: bool, template: bool) -> str | Non
         what = f"the model wrote only white space, in {count:,} tokens"
     else:
         what = f"the model wrote only special tokens, {count:,} of them"
-    return f"The answer is empty: {what}. {_advice(templated, template)}"
+    return f"The answer is empty: {what}."
 
 
-def _advice(templated: bool, template: bool) -> str:
+def what_to_try(templated: bool, template: bool) -> str:
+    """One sentence for a prompt whose answer is empty.
+
+    `templated`: it was sent in the chat template. `template`: the model has one.
+    """
     if templated:
         return "A model that only continues text wants --raw; else change the prompt, or sample with --temperature 0.7."
     if template:

@@ -10,7 +10,7 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json
 from bpc_cli.decoding_options import ONLINE, Artifact, CacheOptions, SamplingOptions
 from bpc_cli.decoding_report import answer_line, first_difference, online_hint, print_comparison, prompt_line
-from bpc_cli.empty_answer import why_empty
+from bpc_cli.empty_answer import what_to_try, why_empty
 from bpc_cli.find_artifact import load_artifact
 from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import LoadOptions, OpenedModel, open_model, open_tokenizer, open_weights
@@ -89,10 +89,10 @@ def _note_result(result: dict[str, Any], model: str, summarise: bool, template: 
     if summarise:
         note(f"Prompt: {prompt_line(result, online)}")
         note(f"Answer: {answer_line(result)}")
-    hint = online_hint(result, model) if online else None
-    for line in (why_empty(result, result["chat_template"], template), hint):
-        if line is not None:
-            note(line)
+    if (why := why_empty(result)) is not None:
+        note(f"{why} {what_to_try(result['chat_template'], template)}")
+    if online and (hint := online_hint(result, model)) is not None:
+        note(hint)
 
 
 def _new_tokens(prompt: int, wanted: int, opened: OpenedModel, quiet: bool) -> int:

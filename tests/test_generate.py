@@ -15,7 +15,7 @@ from bpc_artifacts import save
 from bpc_calib import BPCCache, enable
 from bpc_cli.decoding import decode, kv_bytes, make_decoder
 from bpc_cli.decoding_report import online_hint, print_comparison
-from bpc_cli.empty_answer import why_empty
+from bpc_cli.empty_answer import what_to_try, why_empty
 
 PROMPT = "the old stone bridge over the river saw a small lantern"
 ALL_SPARSE = ("--dense-layers", "none", "--min-tokens", "1")
@@ -314,12 +314,15 @@ def test_a_template_that_fails_is_one_line(bpc, tmp_path):
 )
 def test_why_an_answer_is_empty(text, tokens, ended_by, said):
     run = {"text": text, "tokens": [258] * tokens, "ended_by": ended_by}
-    assert why_empty(run, True, True).startswith(
-        f"The answer is empty: {said}. A model that only continues text wants --raw"
-    )
-    assert why_empty(run, False, True).endswith("This model has a chat template: leave --raw out.")
-    assert why_empty(run, False, False).endswith("or sample with --temperature 0.7.")
-    assert why_empty(run | {"text": " a"}, True, True) is None
+    assert why_empty(run) == f"The answer is empty: {said}."
+    assert why_empty(run | {"text": " a"}) is None
+    assert why_empty(run | {"ended_by": "interrupt"}) is None
+
+
+def test_what_to_try_after_an_empty_answer():
+    assert what_to_try(templated=True, template=True).startswith("A model that only continues text wants --raw")
+    assert what_to_try(templated=False, template=True) == "This model has a chat template: leave --raw out."
+    assert what_to_try(templated=False, template=False).startswith("Change the end of the prompt")
 
 
 def test_an_empty_answer_says_why(bpc, tmp_path, expected):
