@@ -5,17 +5,17 @@ PYTHON ?= python3
 # torch without CUDA is FLOOR_TORCH=torch==2.8.0+cpu; that of PyPI brings 3 GB beside it.
 FLOOR_TORCH ?= torch==2.8.0
 FLOOR_PYTHON ?= python3.10
-FLOORS := numpy==1.26.0 transformers==5.17.0 datasets==4.0.0 filelock==3.21.2 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 numba==0.61.2 \
-  lm_eval==0.4.10 matplotlib==3.8.0 accelerate==1.1.0
+FLOORS := numpy==1.26.0 transformers==5.17.0 datasets==4.0.0 filelock==3.21.2 jinja2==3.1.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 \
+  numba==0.61.2 lm_eval==0.4.10 matplotlib==3.8.0 accelerate==1.1.0
 SOURCES := $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache__/*')
 # Tests side by side, one thread in each: the tensors are tiny, and threads that share a core wait for each other.
 WORKERS ?= 2
 PYTEST_OPTIONS := -n $(WORKERS) --dist worksteal
 emulate test test-all test-floor: export OMP_NUM_THREADS = 1
 # What new versions of dependencies can break: models, caches, files, the Hub, the command line, compiled kernels.
-FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_cli.py \
-  test_corpora.py test_decomposition.py test_dispatch.py test_emulator.py test_encoding.py test_families.py test_generate.py \
-  test_harness.py test_hub.py test_package.py test_placement.py test_runtime.py test_selection.py)
+FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_chat.py \
+  test_cli.py test_corpora.py test_decomposition.py test_dispatch.py test_emulator.py test_encoding.py test_families.py \
+  test_generate.py test_harness.py test_hub.py test_package.py test_placement.py test_runtime.py test_selection.py)
 
 EMULATED_TESTS := tests/test_kernels.py tests/test_backends.py
 # The kernels as compiled for an A100 and an H100, run from their PTX without a GPU: $(call emulated,ENVIRONMENT,OPTIONS).

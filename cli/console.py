@@ -42,10 +42,13 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def note(message: str) -> None:
-    """A message on stderr, beside the results. Work goes on when nobody reads it any more."""
+def note(message: str, dim: bool = False) -> None:
+    """A message on stderr, beside the results; `dim` where a terminal can. Work goes on when nobody reads it."""
+    text = printable(message)
+    if dim and sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\x1b[2m{text}\x1b[0m"
     try:
-        print(printable(message), file=sys.stderr)
+        print(text, file=sys.stderr)
     except OSError:
         drop(sys.stderr)
 

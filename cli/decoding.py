@@ -1,15 +1,17 @@
-"""Decoding a prompt: streaming the text, measuring the speed, replaying steps as CUDA graphs on a GPU."""
+"""Decoding a prompt: compiling beforehand, measuring the parts, replaying steps as CUDA graphs on a GPU."""
 
 import copy
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bpc_cli.console import note, printable
+from bpc_cli.console import note
+from bpc_cli.token_stream import Timing, token_stream
 
-__all__ = ["Decoder", "captures", "decode", "full_attention", "kv_bytes_share", "make_decoder", "warm_up"]
+__all__ = ["Decoder", "captures", "decode", "full_attention", "kv_bytes", "make_decoder", "warm_up"]
 
 FEW = 4  # tokens of a warm-up
+COUNTED = 64  # steps whose bytes are counted
 SHORT = 64  # tokens of its prompt where no speeds are compared
 
 
@@ -21,17 +23,18 @@ class Decoder:
     tokenizer: Any
     seed: int
     sampling: dict[str, Any]  # arguments of `model.generate`
+    ends: tuple[int, ...]  # tokens that end a text
     static: bool = False  # whether steps are captured and replayed as CUDA graphs
 
 
-def make_decoder(model: Any, tokenizer: Any, temperature: float, seed: int) -> Decoder:
+def make_decoder(model: Any, tokenizer: Any, sampling: dict[str, Any], seed: int) -> Decoder:
     """A decoder whose model streams one text, whatever generation settings came with the model."""
     own = model.generation_config
     own.num_beams, own.num_return_sequences, own.return_dict_in_generate, own.cache_implementation = 1, 1, False, None
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
-    return Decoder(model, tokenizer, seed, sampling)
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    # Some models for chats name the end of a turn in their tokenizer only.
+    known = {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
+    return Decoder(model, tokenizer, seed, sampling, tuple(sorted(known)))
 
 
 def captures(device: Any) -> bool:
@@ -46,25 +49,41 @@ def full_attention(decoder: Decoder) -> Any:
     return BPCCache(decoder.model.config, budget=1.0, dense_layers=()) if decoder.static else None
 
 
-def warm_up(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool, quiet: bool) -> Decoder:
-    """Decode a few tokens where that matters, and return the decoder to use: one with CUDA graphs if they work.
+def warm_up(
+    decoder: Decoder, ids: Any, cache: Any, new: int, *, online: bool, compare: bool, quiet: bool
+) -> tuple[Decoder, float]:
+    """Compile what the runs need; return the decoder to use, with CUDA graphs if they work, and the seconds.
 
     No figure then includes compilation, and steps that cannot be captured are found before any text is printed.
+    `online`: projections will be fitted. `compare`: a run with full attention follows.
     """
+    from bpc_calib.backends.dispatch import make_ready
+
+    began = time.perf_counter()
+    model = decoder.model
+    make_ready(model.device, model.dtype, fitting=online)
+    if captures(model.device):
+        decoder = _with_graphs(decoder, ids, cache, new, compare, quiet)
+    if compare and not decoder.static:
+        _decode_few(decoder, ids, cache, new, compare)
+    seconds = time.perf_counter() - began
+    if seconds >= 1 and not quiet:
+        note(f"Compiled or loaded the kernels in {seconds:.1f} s")
+    return decoder, seconds
+
+
+def _with_graphs(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool, quiet: bool) -> Decoder:
+    """A decoder that replays its steps as CUDA graphs if that works for this model, else the same decoder."""
     from bpc_calib import BPCError
 
-    if captures(decoder.model.device):
-        static = replace(decoder, static=True)
-        try:
-            _decode_few(static, ids, cache, new, compare)
-        except BPCError as fault:
-            if not quiet:
-                note(f"Decoding without CUDA graphs: {fault}")
-        else:
-            return static
-    if compare:
-        _decode_few(decoder, ids, cache, new, compare)
-    return decoder
+    static = replace(decoder, static=True)
+    try:
+        _decode_few(static, ids, cache, new, compare)
+    except BPCError as fault:
+        if not quiet:
+            note(f"Decoding without CUDA graphs: {fault}")
+        return decoder
+    return static
 
 
 def _decode_few(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool) -> None:
@@ -72,7 +91,8 @@ def _decode_few(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool)
     from bpc_calib import BPCCache
 
     new, short = min(FEW, new), ids[:, :SHORT]
-    whole = ids if compare else short  # kernels are compiled for sizes, so compared runs need the prompt's own
+    # Kernels for a GPU are compiled for sizes, so compared runs need the prompt's own.
+    whole = ids if compare and captures(decoder.model.device) else short
     sparse = BPCCache(decoder.model.config, budget=1, min_tokens=1, dense_layers=())
     for inputs, past in ((short, sparse), (whole, copy.deepcopy(cache)), (whole, full_attention(decoder))):
         decode(decoder, inputs, past, new, show=False, min_new_tokens=new)
@@ -81,58 +101,67 @@ def _decode_few(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool)
 def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more: Any) -> dict[str, Any]:
     """Generate at most `new` tokens with a cache, print the text as it comes if `show`, and measure.
 
-    `more` are further arguments of `model.generate`.
+    `ids` are `[1, N]`, of which the cache may hold the first. `more` are further arguments of `model.generate`.
     """
     import torch
+
+    from bpc_calib import BPCCache
 
     model, tokenizer = decoder.model, decoder.tokenizer
     if decoder.static:
         from bpc_calib import static_decoding
 
         more["custom_generate"] = static_decoding
-    times: list[float] = []
+    held = 0 if cache is None else cache.get_seq_length()
+
+    def prepare() -> None:
+        if isinstance(cache, BPCCache):
+            cache.prepare()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+
+    timing = Timing()
     torch.manual_seed(decoder.seed)
     made = model.generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        streamer=_streamer(tokenizer, times, show),
+        eos_token_id=list(decoder.ends) or None,
+        streamer=token_stream(
+            tokenizer,
+            timing,
+            show=show,
+            goes_on=lambda token, count: count < new and token not in decoder.ends,
+            prepare=prepare,
+        ),
         past_key_values=cache,
         max_new_tokens=new,
         **decoder.sampling,
         **more,
     )
     tokens = made[0, ids.shape[1] :].tolist()
-    decoding = times[-1] - times[1]
+    ended = "model" if tokens[-1] in decoder.ends else "limit" if len(tokens) == new else "interrupt"
     return {
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": tokens,
-        "seconds_to_first_token": round(times[1] - times[0], 4),
-        "tokens_per_second": round((len(tokens) - 1) / decoding, 3) if len(tokens) > 1 else None,
+        "ended_by": ended,
+        "prefill_tokens": ids.shape[1] - held,
+        "prefill_seconds": round(timing.prefill, 4),
+        "prepare_seconds": round(timing.preparing, 4),
+        "decode_seconds": round(timing.decoding, 4),
+        "tokens_per_second": round((len(tokens) - 1) / timing.decoding, 3) if timing.decoding else None,
     }
 
 
-def _streamer(tokenizer: Any, times: list[float], show: bool) -> Any:
-    """What `model.generate` gives the prompt and then each token: notes the times, and prints the text if `show`."""
-    from transformers import TextStreamer
+def kv_bytes(cache: Any, prompt: int, new: int) -> dict[str, Any]:
+    """What the steps after the first token read, as shares of the KV bytes of full attention: in all, and by part.
 
-    class Printer(TextStreamer):  # type: ignore[misc]
-        def put(self, value: Any) -> None:
-            times.append(time.perf_counter())
-            if show:
-                super().put(value)
-
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            print(printable(text, keep="\n\t"), end="\n" if stream_end else "", flush=True)
-
-        def end(self) -> None:
-            if show:
-                super().end()
-
-    return Printer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def kv_bytes_share(cache: Any, prompt: int, new: int) -> float | None:
-    """The share of the KV bytes of full attention that the steps after the first token read."""
-    steps = [cache.kv_bytes(length) for length in range(prompt + 1, prompt + new)]
-    return sum(read for read, _ in steps) / sum(full for _, full in steps) if steps else None
+    Of many steps about `COUNTED` are counted, evenly spaced: the bytes grow with the length almost along a line.
+    """
+    lengths = range(prompt + 1, prompt + new)
+    steps = [cache.kv_parts(length) for length in lengths[:: max(1, len(lengths) // COUNTED)]]
+    if not steps:
+        return {"kv_bytes_share": None, "kv_bytes_parts": None}
+    total = sum(steps[1:], steps[0])
+    parts = {part: getattr(total, part) / total.full for part in ("sliding", "dense", "ranking", "chosen", "minimum")}
+    return {"kv_bytes_share": total.read / total.full, "kv_bytes_parts": parts}

@@ -8,6 +8,7 @@ import typer
 
 from bpc_cli.bench import bench
 from bpc_cli.calibrate import calibrate
+from bpc_cli.chat import chat
 from bpc_cli.demo import demo
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
@@ -25,6 +26,7 @@ app.command()(demo)
 app.command()(calibrate)
 app.command()(inspect)
 app.command()(generate)
+app.command()(chat)
 app.command("eval")(eval_)
 app.command()(bench)
 

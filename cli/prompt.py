@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from bpc_cli.chat_template import check_system, has_template, message, template_tokens
 from bpc_cli.console import fail
+from bpc_cli.decoding_options import System
 
 __all__ = ["PromptOptions", "read_prompt", "tokenize"]
 
@@ -17,13 +19,14 @@ __all__ = ["PromptOptions", "read_prompt", "tokenize"]
 class PromptOptions:
     """Where the prompt comes from."""
 
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Message to answer, or text to continue.")] = None
     prompt_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the prompt. Without --prompt and --prompt-file, stdin is read."),
     ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a user's message in the model's chat template.")
+    system: System = None
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")
     ] = False
 
 
@@ -48,17 +51,20 @@ def read_prompt(options: PromptOptions) -> str:
     return prompt
 
 
-def tokenize(tokenizer: Any, text: str, chat: bool, name: str) -> Any:
-    """Token ids `[1, N]` of a prompt for the model of this name."""
-    if not chat:
+def tokenize(tokenizer: Any, text: str, options: PromptOptions, name: str) -> tuple[Any, bool]:
+    """Token ids `[1, N]` of a prompt for the model of this name, and whether they are in its chat template."""
+    templated = has_template(tokenizer) and not options.raw
+    if options.system is not None and not templated:
+        reason = "--raw leaves the chat template out" if options.raw else f"{name} has no chat template"
+        fail(f"--system: {reason}, so no system message can be sent: write it into the prompt instead")
+    if not templated:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    elif not tokenizer.chat_template:
-        fail(f"{name} has no chat template: leave out --chat")
     else:
-        message = {"role": "user", "content": text}
-        ids = tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
+        messages = [message("user", text)]
+        if options.system is not None:
+            check_system(tokenizer, options.system, name)
+            messages.insert(0, message("system", options.system))
+        ids = template_tokens(tokenizer, messages, name)
     if not ids.shape[1]:
         fail("the prompt has no tokens")
-    return ids
+    return ids, templated

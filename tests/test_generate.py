@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 
 import pytest
 import tiny
@@ -12,10 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bpc_artifacts import save
 from bpc_calib import BPCCache, enable
-from bpc_cli.decoding import decode, make_decoder
+from bpc_cli.decoding import decode, kv_bytes, make_decoder
+from bpc_cli.decoding_report import online_hint, print_comparison
+from bpc_cli.empty_answer import what_to_try, why_empty
 
 PROMPT = "the old stone bridge over the river saw a small lantern"
 ALL_SPARSE = ("--dense-layers", "none", "--min-tokens", "1")
+TEMPLATE = "<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TIMES = ("compile_seconds", "prefill_seconds", "prepare_seconds", "decode_seconds", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +40,29 @@ def expected(model_folder):
     def generate(new, artifact=None, prompt=PROMPT, **rules):
         cache = BPCCache(model.config, artifact, **rules) if rules else None
         inputs = tokenizer(prompt, return_tensors="pt")
-        made = model.generate(**inputs, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=256)
+        settings = {"past_key_values": cache, "do_sample": False, "pad_token_id": 256}
+        made = inputs["input_ids"]
+        if cache is not None:  # the prompt is hashed before the first step
+            made = model.generate(**inputs, max_new_tokens=1, **settings)
+            cache.prepare()
+        made = model.generate(made, max_length=inputs["input_ids"].shape[1] + new, **settings)
         return made[0, inputs["input_ids"].shape[1] :].tolist()
 
     return generate
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """A folder of a model with a chat template."""
+    folder = tiny.save(tmp_path_factory.mktemp("model") / "chatty")
+    set_template(folder, TEMPLATE)
+    return folder
+
+
+def set_template(folder, template):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
 
 
 def as_json(ran):
@@ -58,6 +82,22 @@ def test_decodes_with_its_options(bpc, model_folder, artifact, expected):
     lengths = range(len(PROMPT) + 2, len(PROMPT) + 1 + 20)
     share = sum(8 * 128 + n * 18 for n in lengths) / sum(128 * n for n in lengths)
     assert made["kv_bytes_share"] == pytest.approx(share)
+    parts = made["kv_bytes_parts"]
+    assert parts["chosen"] == pytest.approx(19 * 8 / sum(lengths))
+    assert parts["ranking"] == pytest.approx(18 / 128)
+    assert parts["dense"] == parts["sliding"] == parts["minimum"] == 0
+
+
+def test_the_bytes_of_many_steps_are_those_of_evenly_spaced_ones(model_folder):
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    enable(model)
+    cache = BPCCache(model.config, tiny.artifact(model.config), budget=0.1, min_tokens=64)
+    with torch.no_grad():
+        model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
+    counted = [cache.kv_bytes(length) for length in range(301, 1300)]
+    share = sum(read for read, _ in counted) / sum(full for _, full in counted)
+    assert kv_bytes(cache, 300, 1000)["kv_bytes_share"] == pytest.approx(share, rel=1e-3)
+    assert kv_bytes(cache, 300, 1) == {"kv_bytes_share": None, "kv_bytes_parts": None}
 
 
 def test_online_is_the_default(bpc, model_folder, expected):
@@ -65,9 +105,7 @@ def test_online_is_the_default(bpc, model_folder, expected):
     made = as_json(bpc("generate", *words))
     assert made["artifact"] == "online"
     assert made["tokens"] == expected(12, budget=0.2, min_tokens=1, dense_layers=())
-    assert made == as_json(bpc("generate", *words, "--artifact", "online")) | {
-        name: made[name] for name in ("seconds_to_first_token", "tokens_per_second")
-    }
+    assert made == as_json(bpc("generate", *words, "--artifact", "online")) | {name: made[name] for name in TIMES}
 
 
 @pytest.mark.parametrize("budget", ["100%", "1.0", "5000"])
@@ -95,7 +133,8 @@ def test_prints_the_text_and_nothing_else_on_stdout(bpc, model_folder):
     assert any(not c.isprintable() for c in text)  # or the next line shows little
     ran = bpc(*words)
     assert ran.out == "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text) + "\n"
-    assert "30 tokens, " in ran.err
+    assert re.search(r"^Prompt: 56 tokens in \d+\.\d s \([\d,]+ tokens/s\)", ran.err, re.MULTILINE)
+    assert re.search(r"^Answer: 30 tokens, .* tokens/s, .*% of the KV bytes of full attention$", ran.err, re.MULTILINE)
     assert bpc(*words, "--quiet") == (0, ran.out, "")
 
 
@@ -113,7 +152,9 @@ def test_compare_prints_both_texts_and_where_they_part(bpc, model_folder, artifa
         f"first difference: token {first + 1}: ",
     ):
         assert line in printed
-    assert "% of the KV bytes of full attention" in printed
+    assert re.search(
+        r"^KV bytes read: .*% of full attention's: codes 14\.1%, chosen keys and values ", printed, re.MULTILINE
+    )
     same = as_json(bpc(*words, "--budget", "100%", "--json"))
     assert same["first_difference"] is None
     assert "first difference: none in 20 tokens" in bpc(*words, "--budget", "100%").out
@@ -128,7 +169,7 @@ def test_static_steps_print_the_same(bpc, model_folder, artifact, monkeypatch, s
     used = []
     monkeypatch.setattr("bpc_cli.decoding.captures", lambda device: used.append(str(device)) or True)
     static, shown_static = as_json(bpc(*words, "--json")), bpc(*words).out
-    assert used == ["cpu", "cpu"]
+    assert set(used) == {"cpu"}
     for one, other in ((plain, static), (plain["full_attention"], static["full_attention"])):
         assert one["tokens"] == other["tokens"]
     assert plain["kv_bytes_share"] == static["kv_bytes_share"]
@@ -168,12 +209,15 @@ def test_a_model_with_more_inputs_than_tokens_decodes_without_static_steps(bpc, 
 @pytest.mark.parametrize("new", [2, 9])
 @pytest.mark.parametrize("compare", [False, True])
 def test_what_is_tried_out(bpc, tmp_path, monkeypatch, expected, new, compare):
-    """As many steps as there are, up to three, whatever ends the text; of a prompt as long if speeds are compared."""
+    """As many steps as there are, up to three, whatever ends the text; of a prompt as long if speeds are compared.
+
+    On a CPU kernels are compiled without a step, and a comparison tries out a short prompt.
+    """
     folder = tiny.save(tmp_path / "ends")
     prompt = PROMPT * 2
     ends = expected(1, prompt=prompt)[0]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    made = []
+    made, graphs = [], True
 
     def recorded(decoder, ids, *arguments, **more):
         run = decode(decoder, ids, *arguments, **more)
@@ -181,12 +225,16 @@ def test_what_is_tried_out(bpc, tmp_path, monkeypatch, expected, new, compare):
         return run
 
     monkeypatch.setattr("bpc_cli.decoding.decode", recorded)
-    monkeypatch.setattr("bpc_cli.decoding.captures", lambda device: True)
+    monkeypatch.setattr("bpc_cli.decoding.captures", lambda device: graphs)
     words = ("-m", folder, "-p", prompt, "--max-new-tokens", new, *(["--compare"] * compare))
     assert bpc("generate", *words).code == 0
     count, steps = len(prompt) + 1, min(4, new)
     whole = count if compare else 64
     assert made == [(64, steps), (whole, steps), (whole, steps), (count, 1), *([(count, 1)] * compare)]
+    made.clear()
+    graphs = False
+    assert bpc("generate", *words).code == 0
+    assert made == [(64, steps)] * 3 * compare + [(count, 1)] * (1 + compare)
 
 
 def test_sampling_is_repeated_by_its_seed(bpc, model_folder):
@@ -195,15 +243,121 @@ def test_sampling_is_repeated_by_its_seed(bpc, model_folder):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_chat_uses_the_template_of_the_model(bpc, tmp_path):
-    folder = tiny.save(tmp_path / "chatty")
+def test_top_p_samples_from_the_most_likely_tokens_alone(bpc, model_folder, expected):
+    words = ("generate", "-m", model_folder, "-p", PROMPT, "--max-new-tokens", "12", "--budget", "1.0", "--json")
+    assert as_json(bpc(*words, "--temperature", "2", "--top-p", "1e-9"))["tokens"] == expected(12)
+    assert as_json(bpc(*words, "--temperature", "2", "--top-p", "1"))["tokens"] != expected(12)
+
+
+@pytest.mark.parametrize(
+    ("words", "sent"),
+    [
+        ((), "<s><user>hello<assistant>"),
+        (("--system", "be kind"), "<s><system>be kind<user>hello<assistant>"),
+        (("--raw",), "<s>hello"),
+    ],
+)
+def test_a_model_with_a_template_gets_the_prompt_in_it(bpc, chatty, words, sent):
+    """With BOS once, as the template or the tokenizer writes it."""
+    ran = bpc("generate", "-m", chatty, "--max-new-tokens", "9", "-p", "hello", "--json", *words)
+    tokenizer, model = AutoTokenizer.from_pretrained(chatty), AutoModelForCausalLM.from_pretrained(chatty)
+    ids = tokenizer(sent, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    assert ids[0].tolist().count(257) == 1
+    made = as_json(ran)
+    assert made["prompt_tokens"] == ids.shape[1]
+    assert made["tokens"] == model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert made["chat_template"] is ("--raw" not in words)
+    assert ("Sending the prompt in the chat template of chatty" in ran.err) is ("--raw" not in words)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages[-1].content }}",
+        "{{ messages[-1].content }}",
+    ],
+    ids=["refuses", "leaves out"],
+)
+def test_a_template_without_a_system_message_refuses_one(bpc, tmp_path, template):
+    folder = tiny.save(tmp_path / "strict")
+    set_template(folder, template)
+    words = ("generate", "-m", folder, "-p", "hello", "--max-new-tokens", "2", "-q")
+    assert bpc(*words).code == 0
+    ran = bpc(*words, "--system", "be kind")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith("Error: --system: the chat template of strict takes no system message: ")
+    assert ran.err.count("\n") == 1
+
+
+def test_a_system_message_needs_the_template(bpc, chatty, model_folder):
+    words = ("generate", "-p", "hello", "--system", "be kind")
+    assert "Error: --system: --raw leaves the chat template out" in bpc(*words, "-m", chatty, "--raw").err
+    assert "Error: --system: tiny-llama has no chat template" in bpc(*words, "-m", model_folder).err
+
+
+def test_a_template_that_fails_is_one_line(bpc, tmp_path):
+    folder = tiny.save(tmp_path / "strict")
+    set_template(folder, "{{ raise_exception('never\nin this way') }}")
+    ran = bpc("generate", "-m", folder, "-p", "hello")
+    assert ran.code == 1
+    assert ran.err.count("\n") == 1
+    assert "the chat template of strict refuses the conversation: never" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "ended_by", "said"),
+    [
+        ("", 1, "model", "the model ended its text at once"),
+        ("", 5, "limit", "the model wrote only special tokens, 5 of them"),
+        (" \n", 2, "limit", "the model wrote only white space, in 2 tokens"),
+    ],
+)
+def test_why_an_answer_is_empty(text, tokens, ended_by, said):
+    run = {"text": text, "tokens": [258] * tokens, "ended_by": ended_by}
+    assert why_empty(run) == f"The answer is empty: {said}."
+    assert why_empty(run | {"text": " a"}) is None
+    assert why_empty(run | {"ended_by": "interrupt"}) is None
+
+
+def test_what_to_try_after_an_empty_answer():
+    assert what_to_try(templated=True, template=True).startswith("A model that only continues text wants --raw")
+    assert what_to_try(templated=False, template=True) == "This model has a chat template: leave --raw out."
+    assert what_to_try(templated=False, template=False).startswith("Change the end of the prompt")
+
+
+def test_an_empty_answer_says_why(bpc, tmp_path, expected):
+    folder = tiny.save(tmp_path / "mute")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": expected(1)[0]}))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(expected(1)[0])]})
     tokenizer.save_pretrained(folder)
-    words = ("generate", "-m", folder, "--max-new-tokens", "4", "--json")
-    told = as_json(bpc(*words, "-p", "hello", "--chat"))
-    plain = as_json(bpc(*words, "-p", "<user>hello<assistant>"))
-    assert told["prompt_tokens"] == plain["prompt_tokens"] - 1  # the template says whether there is a <s>
+    ran = bpc("generate", "-m", folder, "-p", PROMPT)
+    assert (ran.code, ran.out) == (0, "\n")
+    assert "The answer is empty: the model ended its text at once. Change the end of the prompt" in ran.err
+    assert bpc("generate", "-m", folder, "-p", PROMPT, "-q") == (0, "\n", "")
+
+
+def test_a_first_difference_is_one_line():
+    difference = {"token": 3, "bpc": "a\nb", "full": "a\r\tb"}
+    run = {"tokens": [1, 2, 3, 4], "ended_by": "limit", "prefill_tokens": 7, "prefill_seconds": 2.0}
+    run |= {"prepare_seconds": 14.84, "decode_seconds": 1.0, "tokens_per_second": 3.0}
+    run |= {"full_attention": run | {"prepare_seconds": 0.0}, "first_difference": difference}
+    run |= {"kv_bytes_share": 0.5, "min_tokens": 128, "min_context": 0}
+    parts = {"sliding": 0.1, "dense": 0.2, "ranking": 0.0, "chosen": 0.15, "minimum": 0.05}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        print_comparison(run | {"kv_bytes_parts": parts}, online=True)
+    assert printed.getvalue().splitlines()[1:] == [
+        'first difference: token 3: "a\\nb" instead of "a\\r\\tb"',
+        "BPC: prompt 7 tokens in 2.0 s (4 tokens/s), online projections 14.8 s; answer 4 tokens, 3.0 tokens/s",
+        "full attention: prompt 7 tokens in 2.0 s (4 tokens/s); answer 4 tokens, 3.0 tokens/s",
+        "KV bytes read: 50.0% of full attention's: sliding-window layers 10.0%, dense layers 20.0%, "
+        "chosen keys and values 15.0%, at least 128 tokens 5.0%",
+    ]
+    assert online_hint(run, "org/model") == (
+        "Online projections took 14.8 s; a calibrated file saves that: bpc calibrate -m org/model"
+    )
+    assert online_hint(run | {"prepare_seconds": 0.9}, "org/model") is None
+    assert online_hint(run | {"decode_seconds": 200.0}, "org/model") is None
 
 
 def test_stops_at_the_limit_of_the_model(bpc, model_folder):
@@ -226,7 +380,7 @@ def test_streams(model_folder):
     ids = tokenizer("the old stone bridge", return_tensors="pt")["input_ids"]
     words = set(tokenizer("ab ", add_special_tokens=False)["input_ids"])  # a word is printed when it is whole
     others = [i for i in range(tiny.VOCAB) if i not in words]
-    decoder = make_decoder(model, tokenizer, temperature=1.0, seed=0)
+    decoder = make_decoder(model, tokenizer, {"do_sample": True}, seed=0)
     with contextlib.redirect_stdout(Recorder()):
         made = decode(decoder, ids, None, 60, show=True, suppress_tokens=others)
     steps = [i for i, event in enumerate(events) if event is None]
@@ -257,7 +411,9 @@ def test_streams(model_folder):
         (["--dense-layers", "0,1,2"], "leave BPC no layer"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 128], "the prompt has 129 tokens, and tiny-llama takes 128 in all"),
-        (["--chat"], "tiny-llama has no chat template"),
+        (["--temperature", "0.5", "--top-p", "0"], "--top-p 0.0: expected a probability above 0 and at most 1"),
+        (["--temperature", "0.5", "--top-p", "nan"], "--top-p nan"),
+        (["--top-p", "0.9"], "--top-p changes only sampling: give --temperature too"),
         (["--artifact", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--device", "nonsense"], "device nonsense"),
     ],

@@ -10,6 +10,7 @@ import os
 import torch
 from torch import Tensor
 
+from bpc_calib.backends.limits import DTYPES
 from bpc_calib.backends.protocol import Backend, Request
 from bpc_calib.backends.triton.device import unfit
 from bpc_calib.errors import InputError
@@ -27,6 +28,7 @@ __all__ = [
     "encode_with",
     "find",
     "fit",
+    "make_ready",
     "named",
     "sparse_attention",
 ]
@@ -78,6 +80,20 @@ def named() -> str | None:
     if given not in (None, *BACKENDS):
         raise InputError(f"BPC_BACKEND must be one of {', '.join(BACKENDS)}, not {given!r}")
     return given
+
+
+def make_ready(device: torch.device, dtype: torch.dtype, *, fitting: bool) -> None:
+    """Compile or load what the first step for keys of this dtype would wait for; `fitting`: also to fit projections.
+
+    Only the kernels for a CPU are compiled for a dtype alone. Those for a GPU are compiled for sizes, by a step.
+    """
+    if backend(device) != "numba" or dtype not in DTYPES:
+        return
+    from bpc_calib.backends.cpu import ready
+
+    ready.make_ready(dtype)
+    if fitting:
+        ready.make_fitting_ready(dtype)
 
 
 def choose(

@@ -14,6 +14,7 @@ from bpc_calib.compat import drafts_by_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import default_bits
 from bpc_calib.models.description import ModelDescription, describe
+from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.rules import Ranking, Rules, ranking_defaults
@@ -195,17 +196,28 @@ class BPCCache(Cache):  # type: ignore[misc]
         The count includes keys, values, codes, gains and the safeguard's list. It excludes queries, masks and
         everything that is written. Before the first step the result is `(0, 0)`.
         """
-        read = full = 0
-        for outer in self.layers:
-            layer = getattr(outer, "layer", outer)  # a StaticLayer wraps the layer that counts
-            if not isinstance(layer, DynamicLayer) or not layer.is_initialized:
-                continue
-            heads, dim = layer.keys.shape[1], layer.keys.shape[3]
-            token = 2 * heads * dim * layer.keys.element_size()
-            seen = min(length, layer.keys.shape[2]) if layer.is_sliding else length
-            full += seen * token
-            read += layer.step_bytes(length, token) if isinstance(layer, SparseLayer) else seen * token
-        return read, full
+        counted = self.kv_parts(length)
+        return counted.read, counted.full
+
+    def kv_parts(self, length: int) -> KVBytes:
+        """Return the bytes of `kv_bytes` by what they are: `sliding`, `dense`, `ranking`, `chosen`, `minimum`."""
+        return count_bytes(self.layers, length)
+
+    def prepare(self, attention_mask: Tensor | None = None) -> None:
+        """Hash the cached tokens now, and find online projections, where the next one-token step would do it first.
+
+        Call it between the prefill and the first step, to measure or to choose when this is done. A later call hashes
+        only what is new. Online projections found here miss the key of the first new token, which the step includes.
+
+        Args:
+            attention_mask: bool or integers `[batch, N]` for the `N` cached tokens, 0 for padding; None: no padding.
+
+        Raises:
+            InputError: the mask does not fit the cache.
+        """
+        for layer in self.layers:
+            if isinstance(layer, BPCLayer):
+                layer.prepare(attention_mask)
 
 
 def check_layers(config: Any, model: ModelDescription) -> list[Any]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import choose, encode_with
-from bpc_calib.errors import ModelError
+from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.selection import worst_first
@@ -89,6 +89,20 @@ class BPCLayer(SparseLayer):
             self.asked = Asked(change(self.asked.queries), self.asked.places)
         if self.calibrated is None and self.projection is not None and self.encoder is not None:
             self.projection, self.encoder = change(self.projection), self.encoder.change(change)
+
+    def prepare(self, mask: Tensor | None) -> None:
+        """Hash the cached tokens if the next step with one token chooses among them; the mask is `[batch, N]`."""
+        length = self.get_seq_length()
+        if not length:
+            return
+        if mask is not None and tuple(mask.shape) != (self.keys.shape[0], length):
+            raise InputError(
+                f"attention_mask must be [{self.keys.shape[0]}, {length}] like the cache, not {list(mask.shape)}"
+            )
+        visible = None if mask is None or mask.all() else mask.to(self.keys.device).bool()
+        longest = length if visible is None else int(visible.sum(-1).max())
+        if self.count(longest + 1) <= longest:
+            self.hash(visible)
 
     def hash(self, visible: Tensor | None) -> Tensor:
         """Compute the codes, errors and gains of the tokens that have none yet; return the projection."""
