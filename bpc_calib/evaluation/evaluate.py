@@ -76,7 +76,7 @@ def evaluate(
     Returns:
         One row per task, length, method and budget. Metrics are dictionaries of `value`, `low` and `high`, with a 95 %
         interval. `read` is the share of the KV bytes that a step reads. With several corpora, `by_corpus` holds the
-        metrics of `TEXT` for each.
+        metrics of `TEXT` for each. `log_likelihoods` has the mean over the forced tokens of each text.
 
     Raises:
         InputError: a task or method is unknown, a prompt is longer than the model's limit, or a budget leaves nothing
@@ -256,13 +256,14 @@ def _text(
     rows = []
     for (name, budget), parts in likely.items():
         likelihood = torch.cat(parts)
-        metrics = torch.cat(kept[name, budget], dim=1) if (name, budget) in kept else None
+        chosen = torch.cat(kept[name, budget], dim=1) if (name, budget) in kept else None
         row = _row(TEXT, length, name, budget, prompts) | {"read": round(read[name, budget], 6)}
-        row |= _text_figures(likelihood, full, metrics)
-        if metrics is not None:
+        row |= _text_figures(likelihood, full, chosen)
+        row["log_likelihoods"] = [round(value, 6) for value in likelihood.tolist()]  # to compare runs text by text
+        if chosen is not None:
             row["layers"] = layers
             for place, metric in enumerate(METRICS):
-                by_head = metrics[..., place].mean(1).tolist()
+                by_head = chosen[..., place].mean(1).tolist()
                 row[f"{metric}_by_head"] = [[round(v, 4) for v in layer] for layer in by_head]
         if len(names := list(dict.fromkeys(texts.corpora))) > 1:
             row["by_corpus"] = {}
@@ -271,7 +272,7 @@ def _text(
                 row["by_corpus"][corpus] = {"prompts": int(own.sum())} | _text_figures(
                     likelihood[own],
                     None if full is None else full[own],
-                    None if metrics is None else metrics[:, own],
+                    None if chosen is None else chosen[:, own],
                 )
         rows.append(row)
     return rows
