@@ -21,7 +21,7 @@ EMULATED_TESTS := tests/test_kernels.py tests/test_backends.py
 # The kernels as compiled for an A100 and an H100, run from their PTX without a GPU: $(call emulated,ENVIRONMENT,OPTIONS).
 emulated = for arch in 80 90; do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(2) $(EMULATED_TESTS) || exit; done
 
-.PHONY: demo demo-model emulate lint test test-all test-floor gpu clean
+.PHONY: demo demo-model emulate lint test test-all test-floor gpu real clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -57,6 +57,11 @@ test-floor: .venv-floor/ready
 # GPU_OPTIONS='--parts compile tests' selects parts and keeps the results of the others.
 gpu: .venv/ready
 	.venv/bin/python benchmarks/gpu_suite.py $(GPU_OPTIONS)
+
+# Two small trained models on real text, in about 75 minutes on two cores; a stopped run goes on where it stopped.
+# REAL_OPTIONS='--parts quality tasks' selects parts, docs/real-models.md lists them.
+real: .venv/ready
+	.venv/bin/python benchmarks/real_suite.py $(REAL_OPTIONS)
 
 # Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
 .venv/ready: pyproject.toml $(SOURCES)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_results import replace
+from suite_files import replace
 
 __all__ = ["MODULES", "SPOILED", "Emit", "Limits", "Step", "measure", "run_steps", "spoils"]
 

@@ -1,43 +1,16 @@
-"""The results file of `gpu_suite.py`: written whole or not at all, merged with an earlier one, and shown."""
+"""The results of `gpu_suite.py`: merged with those of an earlier run, and shown."""
 
-import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["merged", "replace", "show", "sources", "status", "write"]
+__all__ = ["merged", "show", "status"]
 
 COLUMNS = (
     "tokens what exact differing of unit median spread eager floor times_floor tokens_per_second passed failed errors "
     "skipped note"
 ).split()
-
-
-def write(path: Path | None, result: dict[str, Any], *, quiet: bool = False) -> None:
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, json.dumps(result, indent=2) + "\n")
-    if not quiet:
-        print(f"Wrote {path}", file=sys.stderr, flush=True)
-
-
-def replace(path: Path, text: str) -> None:
-    """Write the whole file or nothing."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    os.replace(beside, path)
-
-
-def sources(root: Path) -> str:
-    """A hash of the measured code: a checkout that is not a repository has no commit."""
-    digest = hashlib.sha256()
-    for folder in ("artifacts", "bpc_calib"):
-        for path in sorted((root / folder).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def merged(path: Path | None, result: dict[str, Any], selected: list[str]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ the script without a GPU: every part runs on a few keys in Triton's interpreter,
 import argparse
 import functools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from typing import Any
 
 from gpu_part import MODULES, Limits, measure
 from gpu_process import Watched, watch
-from gpu_results import merged, show, sources, status, write
+from gpu_results import merged, show, status
+from suite_files import link_packages, sources, write
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
@@ -74,21 +74,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        link_packages(Path(folder))
+        link_packages(Path(folder), ROOT)
         logs = arguments.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         code = run(arguments, logs.resolve(), ends)
     sys.exit(128 + received[0] if received else code)
-
-
-def link_packages(folder: Path) -> None:
-    """Measure this checkout, installed or not: link its folders under the names that they have when installed."""
-    for name, source in (("bpc_calib", "bpc_calib"), ("bpc_artifacts", "artifacts"), ("bpc_cli", "cli")):
-        (folder / name).symlink_to(ROOT / source)
-    found = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    about = folder / "bpc_calib-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: bpc-calib\nVersion: {found[1] if found else 0}\n")
 
 
 def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:

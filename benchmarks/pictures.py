@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/demo-results.md from the results of evaluation.py; needs the extra `plots`.
+"""Draw the pictures of the documents from the results of evaluation.py and real_suite.py; needs the extra `plots`.
 
 python benchmarks/pictures.py
 """
@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 import evaluation_tables
+import real_picture
 import tables
 
 from bpc_calib.evaluation import pictures
@@ -16,7 +17,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=tables.ROOT / "docs" / "pictures")
     arguments = parser.parse_args()
-    for path in pictures.draw(evaluation_tables.evaluation_rows(tables.load()), arguments.folder, overwrite=True):
+    results = tables.load()
+    drawn = pictures.draw(evaluation_tables.evaluation_rows(results), arguments.folder, overwrite=True)
+    for path in filter(None, [*drawn, real_picture.draw(results, arguments.folder)]):
         print(f"Wrote {path}")
 
 

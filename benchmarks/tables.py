@@ -16,6 +16,7 @@ import evaluation_tables
 import measurement_tables
 import performance_tables
 import projection_tables
+import real_tables
 import study_tables
 from markdown_table import Results
 
@@ -53,6 +54,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "needles-real-text": measurement_tables.needles_real_text,
     "outlier-needle": measurement_tables.outlier_needle,
     "steady-decode": measurement_tables.steady_decode,
+    **real_tables.TABLES,
 }
 
 

@@ -57,6 +57,9 @@ class ComparisonOptions:
             metavar="CORPUS",
         ),
     ] = None
+    forced: Annotated[
+        int, typer.Option(help=f"Last tokens of each text that the task {TEXT} decodes one by one.", min=2)
+    ] = 64
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -133,6 +136,7 @@ def eval_(
         methods=None if options.methods is None else split(options.methods),
         prompts=options.prompts,
         corpora=corpora,
+        forced=options.forced,
         seed=rules.pop("seed"),
         batch=options.batch_size,
         rules=rules,
@@ -145,7 +149,7 @@ def eval_(
     result: dict[str, Any] = {
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
-        "settings": {"prompts": options.prompts, **wanted.rules},
+        "settings": {"prompts": options.prompts, "forced": options.forced, **wanted.rules},
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import tiny
+import torch
 
 from bpc_artifacts import save
 from bpc_calib import InputError, enable
@@ -41,7 +42,7 @@ def rows(artifact):
         lengths=[700],
         budgets=[0.1, 8],
         prompts=2,
-        corpora=[open_corpus("demo-prose")],
+        corpora=[open_corpus("demo-prose"), open_corpus("demo-code")],
         batch=1,
         rules=HARD,
     )
@@ -87,6 +88,30 @@ def test_the_metrics_of_text(rows):
     assert text["oracle", 0.1]["read"] == pytest.approx(0.6, abs=0.001)
 
 
+def test_each_corpus_has_its_own_figures(rows):
+    for row in rows[0]:
+        if row["task"] == "text":
+            assert {name: own["prompts"] for name, own in row["by_corpus"].items()} == {"demo-prose": 1, "demo-code": 1}
+            for figure in set(row["by_corpus"]["demo-code"]) - {"prompts", "perplexity"}:
+                own = [each[figure]["value"] for each in row["by_corpus"].values()]
+                assert row[figure]["value"] == pytest.approx(sum(own) / 2, abs=1e-6)
+
+
+def test_the_forced_tokens_are_the_same_at_every_length(artifact):
+    model = tiny.model(**LENGTHS)
+    enable(model)
+    fed = []
+    embed = model.get_input_embeddings()
+    embed.register_forward_hook(lambda module, args, output: fed.append(args[0]))
+    comparison = replace(PLAIN, tasks=["text"], lengths=[200, 400], prompts=2, methods=["full"], forced=100)
+    comparison = replace(comparison, corpora=[open_corpus("demo-prose")])
+    short, long = evaluate(model, tiny.tokenizer(), artifact[1], comparison)
+    assert [ids.shape[1] for ids in fed] == [100, *[1] * 99, 300, *[1] * 99]
+    assert torch.equal(torch.cat(fed[1:100], dim=1), torch.cat(fed[101:], dim=1))
+    assert torch.equal(fed[0][:, -99:], fed[100][:, -99:])
+    assert short["perplexity"] != long["perplexity"]
+
+
 def test_needles_are_counted_by_depth(rows):
     for row in rows[0]:
         if row["task"] == "needle":
@@ -111,6 +136,11 @@ def test_bad_settings_are_refused_before_any_work():
     assert refused(methods=["bpc"]) == "method 'bpc' needs an artifact of this model; method 'bpc-online' needs none"
     assert refused(lengths=[1024, 4096]) == "prompts of 4,096 tokens are too long: the model's limit is 2,048"
     assert refused(tasks=["text"]) == "task 'text' needs a corpus"
+    text = {"tasks": ["text"], "corpora": [open_corpus("demo-prose")]}
+    assert refused(**text, forced=1) == "at least 2 tokens of a text must be forced, not 1"
+    assert refused(**text, forced=600) == (
+        "task 'text' needs at least 1200 tokens, twice those that are forced, not 1024"
+    )
     assert refused(prompts=0) == "prompts must be at least 1, not 0"
     assert refused(budgets=[]) == "give at least one budget"
     assert refused(budgets=[0.004], methods=["window"]) == (

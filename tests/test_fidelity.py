@@ -95,6 +95,24 @@ def test_a_probe_measures_every_method_and_does_not_change_decoding():
     assert cache.asked_layers() == [0, 1, 2]
 
 
+def test_a_probe_of_every_third_step_is_the_mean_over_those_steps():
+    model = tiny.model()
+    enable(model)
+    ids = torch.arange(60).reshape(1, 60) % 250
+    prefix = prefill(model, ids[:, :50])
+
+    def found(every, tokens):
+        cache = probe(
+            model.config, {0: make_cache("oracle", model.config, None, 12, min_tokens=1, dense_layers=())}, every
+        )
+        force(model, fork(prefix, cache), ids[:, 50 : 50 + tokens])
+        return cache.found()[0]
+
+    sums = [found(1, tokens) * tokens for tokens in range(1, 8)]
+    steps = [sums[0], sums[3] - sums[2], sums[6] - sums[5]]  # the first, fourth and seventh
+    torch.testing.assert_close(found(3, 8), sum(steps) / 3)
+
+
 def test_wilsons_interval():
     # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
     for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):

@@ -16,7 +16,7 @@ from bpc_calib.text.known_corpora import Corpus
 
 __all__ = ["FORCED", "HARD", "Comparison", "check"]
 
-FORCED = 64  # last tokens of each text, decoded one at a time
+FORCED = 64  # last tokens of each text, decoded one at a time, unless a comparison says otherwise
 
 # No dense layer and no minimum, so that every layer must choose: this setting shows differences between methods best.
 HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
@@ -32,6 +32,7 @@ class Comparison:
     methods: Sequence[str] | None = None  # names of `METHODS`; None: all
     prompts: int = 20  # per task and length
     corpora: Sequence[Corpus] = ()  # sources of `TEXT`, which needs at least one
+    forced: int = FORCED  # last tokens of each text, decoded one at a time
     seed: int = 0
     batch: int | None = None  # prompts per batch; None: as many as fit in 65,536 tokens
     rules: Mapping[str, Any] = field(default_factory=dict)  # settings of `BPCCache`, such as `HARD`
@@ -59,6 +60,8 @@ def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparis
         raise InputError(f"prompts must be at least 1, not {comparison.prompts}")
     if TEXT in tasks and not comparison.corpora:
         raise InputError(f"task {TEXT!r} needs a corpus")
+    if comparison.forced < 2:
+        raise InputError(f"at least 2 tokens of a text must be forced, not {comparison.forced}")
     limit = describe(config).context_limit
     recent = rules.get("recent", ranking_defaults(artifact)["recent"])
     for length in lengths if tasks else ():
@@ -66,8 +69,9 @@ def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparis
             raise InputError(f"prompts must have at least 1 token, not {length}")
         if limit is not None and length > limit:
             raise InputError(f"prompts of {length:,} tokens are too long: the model's limit is {limit:,}")
-        if TEXT in tasks and length < 2 * FORCED:
-            raise InputError(f"task {TEXT!r} needs at least {2 * FORCED} tokens, not {length}")
+        if TEXT in tasks and length < 2 * comparison.forced:
+            least = 2 * comparison.forced
+            raise InputError(f"task {TEXT!r} needs at least {least} tokens, twice those that are forced, not {length}")
         for budget in budgets:
             k = attended(length, budget, rules.get("min_tokens", 128))
             for name in chosen:

@@ -1,6 +1,7 @@
 """Compare methods on the same prompts with the same budget: needles and other tasks, and plain text."""
 
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.comparison import FORCED, Comparison, check
+from bpc_calib.evaluation.comparison import Comparison, check
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS, variants
@@ -21,12 +22,13 @@ from bpc_calib.evaluation.statistics import mean, share
 from bpc_calib.evaluation.tasks import TASKS, TEXT, Problem, score
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
-from bpc_calib.text.samples import draw_samples
+from bpc_calib.text.samples import beginning, draw_samples
 
 __all__ = ["DEPTHS", "Answers", "ask", "draw_prompts", "evaluate", "hide_all"]
 
 DEPTHS = 10  # needles are in the middle of each tenth of the text
 BATCH_TOKENS = 1 << 16
+MEASURED = 64  # decoding steps per text at which choices are compared: measuring one costs as much as several steps
 OTHER_TEXT = 1 << 32  # added to the seed, so that made text differs from that of a calibration with the same seed
 
 Progress = Callable[[float, str], None]
@@ -62,8 +64,8 @@ def evaluate(
     """Compare methods with full attention; every measured token is one decoding step.
 
     The prefix of a prompt is computed once, densely, and copied to every method. A task's question is fed token by
-    token, then the answer is decoded greedily. `TEXT` forces the last 64 tokens of texts from the corpora, and measures
-    perplexity and the part of full attention that each method's choice keeps (`measure`).
+    token, then the answer is decoded greedily. `TEXT` forces the last tokens of texts from the corpora, the same at
+    every length, and measures perplexity and the part of full attention that each method's choice keeps (`measure`).
 
     Args:
         model: an enabled model (`bpc_calib.enable`).
@@ -73,7 +75,8 @@ def evaluate(
 
     Returns:
         One row per task, length, method and budget. Metrics are dictionaries of `value`, `low` and `high`, with a 95 %
-        interval. `read` is the share of the KV bytes that a step reads.
+        interval. `read` is the share of the KV bytes that a step reads. With several corpora, `by_corpus` holds the
+        metrics of `TEXT` for each. `log_likelihoods` has the mean over the forced tokens of each text.
 
     Raises:
         InputError: a task or method is unknown, a prompt is longer than the model's limit, or a budget leaves nothing
@@ -81,18 +84,7 @@ def evaluate(
     """
     setting = _Setting(model, tokenizer, artifact, check(model.config, artifact, comparison), comparison)
     tasks, prompts, seed = comparison.tasks, comparison.prompts, comparison.seed
-    vocabulary = describe(model.config).vocab_size
-    texts = {
-        length: draw_samples(
-            list(comparison.corpora),
-            tokenizer,
-            samples=prompts,
-            sequence_length=length,
-            seed=seed + OTHER_TEXT,
-            vocab_size=vocabulary,
-        )[0]
-        for length in (comparison.lengths if TEXT in tasks else ())
-    }
+    texts = _draw_texts(setting) if TEXT in tasks else None
     steps = [(length, task) for length in comparison.lengths for task in tasks]
     drawn = {
         (length, task): draw_prompts(task, tokenizer, length, prompts, seed) for length, task in steps if task != TEXT
@@ -105,8 +97,8 @@ def evaluate(
             progress((number + part) / len(steps), f"{task}, {length:,} tokens")
 
         report(0.0)
-        if task == TEXT:
-            rows += _text(setting, texts[length], batch_size, report)
+        if texts is not None and task == TEXT:
+            rows += _text(setting, texts, length, batch_size, report)
         else:
             rows += _task(setting, task, length, drawn[length, task], batch_size, report)
     progress(1.0, "done")
@@ -206,21 +198,50 @@ def ask(
     return answers
 
 
-def _text(setting: _Setting, texts: Tensor, batch: int, report: Callable[[float], None]) -> list[dict[str, Any]]:
-    """Return the rows of plain text `[prompts, tokens]`: perplexity, and the metrics of each method's choice."""
-    prompts, length = texts.shape
+@dataclass(frozen=True)
+class _Texts:
+    """Plain text of the greatest length: int64 `[prompts, tokens]`, and the corpus of each prompt."""
+
+    tokens: Tensor
+    corpora: list[str]
+    start: int  # tokens at the beginning that are not of a text: a BOS
+
+    def cut(self, length: int) -> Tensor:
+        """Return `[prompts, length]`: the same last tokens at every length, so that only the context differs."""
+        return torch.cat([self.tokens[:, : self.start], self.tokens[:, self.start - length :]], dim=1)
+
+
+def _draw_texts(setting: _Setting) -> _Texts:
+    comparison = setting.comparison
+    tokens, sources = draw_samples(
+        list(comparison.corpora),
+        setting.tokenizer,
+        samples=comparison.prompts,
+        sequence_length=max(comparison.lengths),
+        seed=comparison.seed + OTHER_TEXT,
+        vocab_size=describe(setting.model.config).vocab_size,
+    )
+    names = [source["name"] for source in sources for _ in range(source["samples"])]
+    return _Texts(tokens, names, len(beginning(setting.tokenizer)))
+
+
+def _text(
+    setting: _Setting, texts: _Texts, length: int, batch: int, report: Callable[[float], None]
+) -> list[dict[str, Any]]:
+    """Return the rows of plain text: perplexity, and the metrics of each method's choice."""
+    prompts, forced = len(texts.corpora), setting.comparison.forced
     makers = setting.caches()
     likely: dict[Any, list[Tensor]] = {key: [] for key in makers}
     kept: dict[Any, list[Tensor]] = {key: [] for key in makers if METHODS[key[0]].takes_budget}
     read: dict[Any, float] = {}
     layers: list[int] = []
     done = 0
-    for part in texts.split(batch):
+    for part in texts.cut(length).split(batch):
         part = part.to(setting.model.device)
-        prefix = prefill(setting.model, part[:, :-FORCED])
-        tail = part[:, -FORCED:]
+        prefix = prefill(setting.model, part[:, :-forced])
+        tail = part[:, -forced:]
         if kept:
-            probed = probe(setting.model.config, {key: makers[key]() for key in kept})
+            probed = probe(setting.model.config, {key: makers[key]() for key in kept}, -(-forced // MEASURED))
             log_likelihoods(setting.model, fork(prefix, probed), tail)
             layers = probed.asked_layers()
             for key, metrics in probed.found().items():
@@ -235,23 +256,45 @@ def _text(setting: _Setting, texts: Tensor, batch: int, report: Callable[[float]
     rows = []
     for (name, budget), parts in likely.items():
         likelihood = torch.cat(parts)
+        chosen = torch.cat(kept[name, budget], dim=1) if (name, budget) in kept else None
         row = _row(TEXT, length, name, budget, prompts) | {"read": round(read[name, budget], 6)}
-        interval = mean(likelihood.tolist())
-        row["perplexity"] = {side: round(float(torch.tensor(-v).exp()), 6) for side, v in interval.items()}
-        row["perplexity"]["low"], row["perplexity"]["high"] = row["perplexity"]["high"], row["perplexity"]["low"]
-        if full is not None:
-            # Both losses are of the same texts, so the interval is that of their differences.
-            row["loss_difference"] = mean((full - likelihood).tolist())
-        if (name, budget) in kept:
-            metrics = torch.cat(kept[name, budget], dim=1)  # [layers, prompts, kv_heads, metrics]
+        row |= _text_figures(likelihood, full, chosen)
+        row["log_likelihoods"] = [round(value, 6) for value in likelihood.tolist()]  # to compare runs text by text
+        if chosen is not None:
             row["layers"] = layers
             for place, metric in enumerate(METRICS):
-                row[metric] = mean(metrics[..., place].mean((0, 2)).tolist())
-                row[f"{metric}_by_head"] = [
-                    [round(v, 4) for v in layer] for layer in metrics[..., place].mean(1).tolist()
-                ]
+                by_head = chosen[..., place].mean(1).tolist()
+                row[f"{metric}_by_head"] = [[round(v, 4) for v in layer] for layer in by_head]
+        if len(names := list(dict.fromkeys(texts.corpora))) > 1:
+            row["by_corpus"] = {}
+            for corpus in names:
+                own = torch.tensor([each == corpus for each in texts.corpora])
+                row["by_corpus"][corpus] = {"prompts": int(own.sum())} | _text_figures(
+                    likelihood[own],
+                    None if full is None else full[own],
+                    None if chosen is None else chosen[:, own],
+                )
         rows.append(row)
     return rows
+
+
+def _text_figures(likelihood: Tensor, full: Tensor | None, metrics: Tensor | None) -> dict[str, Any]:
+    """Return the figures of a method over some prompts.
+
+    Args:
+        likelihood, full: mean log-likelihood per prompt, of the method and of full attention.
+        metrics: `METRICS`, `[layers, prompts, kv_heads, metrics]`.
+    """
+    interval = mean(likelihood.tolist())
+    perplexity = {side: round(math.exp(-value), 6) for side, value in interval.items()}
+    figures = {"perplexity": perplexity | {"low": perplexity["high"], "high": perplexity["low"]}}
+    if full is not None:
+        # Both losses are of the same texts, so the interval is that of their differences.
+        figures["loss_difference"] = mean((full - likelihood).tolist())
+    if metrics is not None:
+        for place, metric in enumerate(METRICS):
+            figures[metric] = mean(metrics[..., place].mean((0, 2)).tolist())
+    return figures
 
 
 def _row(task: str, length: int, name: str, budget: float | int | None, prompts: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ full attention.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,19 +38,41 @@ def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale:
         indices: int64 `[batch, kv_heads, k]`, the chosen tokens, without duplicates.
         scale: factor on the products q k; None: `head_dim ** -0.5`.
     """
+    return _kept(_full_attention(query, keys, values, scale), indices)
+
+
+@dataclass(frozen=True)
+class _Full:
+    """Full attention of one step, computed once for all methods."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    scale: float
+    weights: Tensor  # [batch, kv_heads, G, N]
+    heaviest: Tensor  # [batch, kv_heads, G], the token with the largest weight
+    ranks: Tensor  # [batch, kv_heads, N], of the group
+    output: Tensor  # [batch, kv_heads, G, head_dim]
+
+
+def _full_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> _Full:
     query, keys, values = (x if x.dtype == torch.float64 else x.float() for x in (query, keys, values))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     products = query @ keys.mT
     weights = (products * scale).softmax(-1)
-    chosen = torch.zeros(products.shape[:2] + products.shape[3:], dtype=torch.bool, device=query.device)
+    ranks = sortable(group_scores(products, "relative", limit=RELATIVE_LIMIT / scale))
+    return _Full(query, keys, values, scale, weights, products.argmax(-1), ranks, weights @ values)
+
+
+def _kept(full: _Full, indices: Tensor) -> Tensor:
+    query, weights = full.query, full.weights
+    chosen = torch.zeros(full.ranks.shape, dtype=torch.bool, device=query.device)
     chosen.scatter_(-1, indices, True)
-    ideal = group_scores(products, "relative", limit=RELATIVE_LIMIT / scale)
-    best = select(sortable(ideal), indices.shape[-1])
-    recall = chosen.gather(-1, best).to(query.dtype).mean(-1)
+    recall = chosen.gather(-1, select(full.ranks, indices.shape[-1])).to(query.dtype).mean(-1)
     mass = (weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
-    kept = chosen.gather(-1, products.argmax(-1)).to(query.dtype).mean(-1)
-    full, sparse = weights @ values, sparse_attention(query, keys, values, indices, scale)
-    cosine = F.cosine_similarity(full, sparse.to(full.dtype), dim=-1).mean(-1)
+    kept = chosen.gather(-1, full.heaviest).to(query.dtype).mean(-1)
+    sparse = sparse_attention(query, full.keys, full.values, indices, full.scale)
+    cosine = F.cosine_similarity(full.output, sparse.to(full.output.dtype), dim=-1).mean(-1)
     return torch.stack([recall, mass, kept, cosine], dim=-1)
 
 
@@ -60,7 +83,8 @@ class ProbeLayer(FullLayer):
         super().__init__(*arguments)
         self.probed: dict[Any, SparseLayer] = {}  # by method
         self.sums: dict[Any, Tensor] = {}  # by method: float64 [batch, kv_heads, 4], summed over the steps
-        self.steps = 0
+        self.every = 1  # measure one step in so many
+        self.steps = self.measured = 0
 
     def count_chosen(self, visible: Tensor | None) -> int:
         return self.get_seq_length()
@@ -74,11 +98,13 @@ class ProbeLayer(FullLayer):
         self.scaling = self.scaling if scale is None else scale
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         length = self.get_seq_length()
-        for method, layer in self.probed.items():
-            layer.borrow(self)
-            indices = layer.choose(grouped, layer.count(length), visible)
-            metrics = measure(grouped, self.keys, self.values, indices, scale).double()
-            self.sums[method] = self.sums[method] + metrics if self.steps else metrics
+        if self.probed and self.steps % self.every == 0:
+            full = _full_attention(grouped, self.keys, self.values, scale)
+            for method, layer in self.probed.items():
+                layer.borrow(self)
+                metrics = _kept(full, layer.choose(grouped, layer.count(length), visible)).double()
+                self.sums[method] = self.sums[method] + metrics if self.measured else metrics
+            self.measured += 1
         self.steps += 1
         return super().attend(query, length, visible, scale)
 
@@ -91,19 +117,23 @@ class ProbeCache(BPCCache):
         return [i for i, layer in enumerate(self.layers) if isinstance(layer, ProbeLayer) and layer.probed]
 
     def found(self) -> dict[Any, Tensor]:
-        """Return the mean `METRICS` over the steps by method: float64 `[choosing layers, batch, kv_heads, 4]`."""
+        """Return the mean `METRICS` over the measured steps, by method: float64 `[layers, batch, kv_heads, 4]`."""
         layers = [self.layers[index] for index in self.asked_layers()]
         return {
-            method: torch.stack([layer.sums[method].cpu() / layer.steps for layer in layers])
+            method: torch.stack([layer.sums[method].cpu() / layer.measured for layer in layers])
             for method in layers[0].probed
         }
 
 
-def probe(config: Any, caches: Mapping[Any, BPCCache]) -> ProbeCache:
-    """Return a full-attention cache that measures the choices of the given empty caches, by method."""
+def probe(config: Any, caches: Mapping[Any, BPCCache], every: int = 1) -> ProbeCache:
+    """Return a full-attention cache that measures the choices of the given empty caches, by method.
+
+    It measures one step in `every`, the first step first.
+    """
     cache = ProbeCache(config, budget=1.0, dense_layers=())
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, ProbeLayer):
+            layer.every = every
             for method, other in caches.items():
                 if isinstance(probed := other.layers[index], SparseLayer):
                     layer.probed[method] = probed

@@ -1,0 +1,122 @@
+"""The parts of `real_suite.py` that compare BPC with other methods: on text, on questions, with other settings."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from real_subjects import Subject
+
+__all__ = ["defaults", "methods", "quality", "tasks"]
+
+Row = dict[str, Any]
+# Full attention, its best approximation, BPC and the least that one can do.
+MAIN = ("full", "oracle", "bpc", "bpc-online", "random")
+
+
+def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The main methods on text at every length: many forced tokens at the first budget, fewer at the others."""
+    evaluated, (first, *others) = _Evaluated(subject), settings["budgets"]
+    rows = evaluated.text(MAIN, [first], subject.lengths, settings["forced"], settings["texts"])
+    if others:
+        some = [name for name in MAIN if name in ("full", "oracle", "bpc")]
+        rows += evaluated.text(some, others, subject.lengths[:2], settings["forced_fewer"], settings["texts"])
+    return {"rows": rows}
+
+
+def methods(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Every method of `bpc eval` at one budget and the first length."""
+    rows = _Evaluated(subject).text(
+        None, settings["budgets"], subject.lengths[:1], settings["forced"], settings["texts"]
+    )
+    return {"rows": rows}
+
+
+def defaults(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """BPC as `bpc generate` decodes: with its dense layers and its least number of tokens."""
+    names, lengths = ("full", "oracle", "bpc"), subject.lengths[:2]
+    evaluated = _Evaluated(subject, rules={})
+    return {"rows": evaluated.text(names, settings["budgets"], lengths, settings["forced"], settings["texts"])}
+
+
+def tasks(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The questions of which full attention answers at least `least`; `asked` has its share of all that were tried."""
+    from bpc_calib.evaluation.tasks import TASKS
+
+    evaluated, left, asked, rows = _Evaluated(subject), list(settings["tasks"] or TASKS), [], []
+    for length in subject.lengths[:2]:
+        tried = evaluated.questions(left, ("full",), length, settings["tried"], settings["budgets"])
+        asked += [{name: row[name] for name in ("task", "tokens", "prompts", "score")} for row in tried]
+        left = [row["task"] for row in tried if row["score"]["value"] >= settings["least"]]
+        if not left:
+            break
+        rows += evaluated.questions(left, MAIN, length, settings["prompts"], settings["budgets"])
+        rows += evaluated.questions(left, ("paper",), length, settings["prompts"], settings["budgets"])
+    return {"asked": asked, "rows": rows}
+
+
+class _Evaluated:
+    """A model in memory, with the projections of both methods."""
+
+    def __init__(self, subject: Subject, rules: Mapping[str, Any] | None = None) -> None:
+        from bpc_artifacts import load
+        from bpc_calib import enable
+        from bpc_calib.evaluation.comparison import HARD
+        from bpc_calib.models.loading import load_model, load_tokenizer
+        from bpc_calib.text.corpora import open_corpus
+
+        self.model, self.tokenizer = load_model(subject.model), load_tokenizer(subject.model)
+        enable(self.model)
+        self.artifacts = {"bpc": load(subject.artifact("score-aware")), "paper": load(subject.artifact("paper"))}
+        self.corpora = [open_corpus(spec) for spec in subject.corpora("held-out")]
+        self.rules = HARD if rules is None else rules
+
+    def text(
+        self, names: Sequence[str] | None, budgets: Sequence[float], lengths: Sequence[int], forced: int, texts: int
+    ) -> list[Row]:
+        """Rows on text of these methods, and of the paper's projections on the same text."""
+        common = {"tasks": ("text",), "budgets": budgets, "lengths": lengths, "forced": forced, "prompts": texts}
+        rows = self._rows("bpc", methods=names, **common)
+        paper = self._rows("paper", methods=("bpc",), **common)
+        for row in paper:
+            compare(row, next(each for each in rows if each["method"] == "full" and each["tokens"] == row["tokens"]))
+        return [row | {"forced": forced} for row in rows + paper]
+
+    def questions(
+        self, names: Sequence[str], methods: Sequence[str], length: int, prompts: int, budgets: Sequence[float]
+    ) -> list[Row]:
+        """Rows of these tasks; the method `paper` is BPC with the paper's projections."""
+        artifact = "paper" if "paper" in methods else "bpc"
+        chosen = ["bpc"] if artifact == "paper" else methods
+        return self._rows(artifact, methods=chosen, tasks=names, lengths=[length], prompts=prompts, budgets=budgets)
+
+    def _rows(self, artifact: str, **settings: Any) -> list[Row]:
+        """Rows of `evaluate`; BPC has the name of its artifact."""
+        from bpc_calib.evaluation.comparison import Comparison
+        from bpc_calib.evaluation.evaluate import evaluate
+
+        comparison = Comparison(corpora=self.corpora, rules=dict(self.rules), **settings)
+        rows = evaluate(self.model, self.tokenizer, self.artifacts[artifact], comparison, progress=_Steps())
+        return [row | {"method": artifact if row["method"] == "bpc" else row["method"]} for row in rows]
+
+
+class _Steps:
+    """Prints a line when a task or a length begins; a log keeps them all."""
+
+    shown = ""
+
+    def __call__(self, share: float, what: str) -> None:
+        if what != self.shown and share < 1:
+            print(f"  {what}", file=sys.stderr, flush=True)
+            self.shown = what
+
+
+def compare(row: Row, full: Row) -> None:
+    """Add the difference in loss to a row of another evaluation of the same texts."""
+    from bpc_calib.evaluation.statistics import mean
+
+    pairs = list(zip(full["log_likelihoods"], row["log_likelihoods"], strict=True))
+    differences = [exact - found for exact, found in pairs]
+    row["loss_difference"] = mean(differences)
+    for figures in row.get("by_corpus", {}).values():  # in the order of the texts
+        figures["loss_difference"] = mean(differences[: figures["prompts"]])
+        del differences[: figures["prompts"]]

@@ -1,0 +1,219 @@
+"""The tables of docs/real-models.md and of README.md, from the results of real_suite.py."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from markdown_table import Results, link, percent, table
+
+from bpc_calib.evaluation.methods import METHODS
+from bpc_cli.eval_tables import FIGURES
+from bpc_cli.quantities import budget_text
+
+__all__ = ["LENGTH", "TABLES", "label", "longest", "models"]
+
+Row = dict[str, Any]
+PARTS = ("calibrate", "quality", "methods", "defaults", "tasks", "generate", "decode", "engines")
+NOTHING = "Not measured yet: `make real`."
+LENGTH = 8192  # tokens per prompt of the first table and the picture
+HEADLINE = ("full", "oracle", "bpc", "bpc-online", "paper", "random")
+LABELS = {"oracle": "the exact best tokens", "paper": "BPC, `--method paper`"}
+ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transformers"}
+
+
+def models(results: Results, part: str) -> dict[str, Row]:
+    """What a part measured, by model; empty if it has not run."""
+    return results.get(f"real_{part}", {}).get("models", {})
+
+
+def label(method: str) -> str:
+    """The name of a method in tables and pictures."""
+    return LABELS.get(method) or METHODS[method].label
+
+
+def headline(results: Results) -> str:
+    """Both models at the first budget, with code and prose together."""
+    lines = []
+    for model, found in models(results, "quality").items():
+        rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH)]
+        budgets = sorted({row["budget"] for row in rows if row["budget"]}, reverse=True)
+        for method in HEADLINE:
+            row = next(row for row in rows if row["method"] == method and row["budget"] in (budgets[0], None))
+            lines.append([model, label(method), _read(row), *_figures(row)])
+            model = ""
+        least = next(row for row in rows if row["method"] == "bpc" and row["budget"] == budgets[-1])
+        lines.append(["", f"BPC, {budget_text(budgets[-1])} attended", _read(least), *_figures(least)])
+    return table(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
+
+
+def text(results: Results) -> str:
+    """Every row of the main methods: model, length and budget."""
+    lines = []
+    for model, found in models(results, "quality").items():
+        for row in _sorted(found["rows"]):
+            if row["method"] != "full":
+                about = [model, f"{row['tokens']:,}", budget_text(row["budget"]), f"{row['forced']}"]
+                lines.append([*about, label(row["method"]), _read(row), *_figures(row)])
+    heads = ["model", "tokens", "budget", "forced", "method", "KV read", *FIGURES.values()]
+    return table(heads, lines) if lines else NOTHING
+
+
+def corpora(results: Results) -> str:
+    """Prose and code apart, at the first budget."""
+    lines = []
+    for model, found in models(results, "quality").items():
+        rows = _sorted(found["rows"])
+        most = max(row["budget"] for row in rows if row["budget"])
+        for row in rows:
+            for corpus, own in row["by_corpus"].items() if row["budget"] == most else ():
+                lines.append([model, f"{row['tokens']:,}", corpus, label(row["method"]), *_figures(own)])
+    lines.sort(key=lambda line: line[:3])
+    return table(["model", "tokens", "text", "method", *FIGURES.values()], lines) if lines else NOTHING
+
+
+def layers(results: Results) -> str:
+    """The cosine of each layer's output, at the first budget: with BPC and with the exact best tokens."""
+    parts = []
+    for model, found in models(results, "quality").items():
+        rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH) and row["budget"]]
+        most = max(row["budget"] for row in rows)
+        own = {row["method"]: row for row in rows if row["budget"] == most and row["method"] in HEADLINE}
+        lines = []
+        for place, layer in enumerate(own["bpc"]["layers"]):
+            heads = [own[name]["cosine_by_head"][place] for name in ("bpc", "oracle")]
+            lines.append([layer, *(f"{sum(values) / len(values):.3f}" for values in heads)])
+        parts.append(table([f"{model}, layer", "BPC", label("oracle")], lines))
+    return "\n\n".join(parts) or NOTHING
+
+
+def methods(results: Results) -> str:
+    """All methods of `bpc eval`."""
+    lines = []
+    for model, found in models(results, "methods").items():
+        order = _order()
+        for row in sorted(found["rows"], key=lambda row: order.index(row["method"])):
+            lines.append([model, label(row["method"]), _read(row), *_figures(row)])
+            model = ""
+    return table(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
+
+
+def defaults(results: Results) -> str:
+    """BPC without and with the dense layers and the least number of tokens of `bpc generate`."""
+    lines = []
+    for model, found in models(results, "defaults").items():
+        hard = models(results, "quality").get(model, {"rows": []})["rows"]
+        for setting, rows in (("every layer chooses", hard), ("as `bpc generate` decodes", found["rows"])):
+            for row in _sorted(rows):
+                most = max(each["budget"] for each in rows if each["budget"])
+                if row["method"] in ("oracle", "bpc") and row["budget"] == most and row["tokens"] <= LENGTH:
+                    about = [model, f"{row['tokens']:,}", label(row["method"]), setting, _read(row)]
+                    lines.append([*about, _spread(row["loss_difference"])])
+    lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), line[2]))
+    return table(["model", "tokens", "method", "setting", "KV read", "loss"], lines) if lines else NOTHING
+
+
+def asked(results: Results) -> str:
+    """What full attention answers of every task: it decides what is measured."""
+    lines = []
+    for model, found in models(results, "tasks").items():
+        for row in found["asked"]:
+            lines.append([model, row["task"], f"{row['tokens']:,}", row["prompts"], percent(row["score"]["value"], 0)])
+    return table(["model", "task", "tokens", "prompts", "right, %"], lines) if lines else NOTHING
+
+
+def tasks(results: Results) -> str:
+    """Right answers to the questions that full attention can answer."""
+    lines = []
+    for model, found in models(results, "tasks").items():
+        for task, tokens in dict.fromkeys((row["task"], row["tokens"]) for row in found["rows"]):
+            own = {row["method"]: row for row in found["rows"] if (row["task"], row["tokens"]) == (task, tokens)}
+            cells = [percent(own[name]["score"]["value"], 0) if name in own else "" for name in HEADLINE]
+            lines.append([model, task, f"{tokens:,}", own["full"]["prompts"], *cells])
+    return table(["right, %", "task", "tokens", "prompts", *map(label, HEADLINE)], lines) if lines else NOTHING
+
+
+def generate(results: Results) -> str:
+    """What `bpc generate --compare` prints."""
+    lines = []
+    for model, found in models(results, "generate").items():
+        for row in found["rows"]:
+            ours, theirs = (run["tokens_per_second"] for run in (row, row["full_attention"]))
+            ratio = f"{ours / theirs:.2f}" if ours and theirs else ""
+            speeds = [f"{speed:.1f}" if speed else "" for speed in (ours, theirs)]
+            lines.append([model, f"{row['prompt_tokens']:,}", f"{percent(row['kv_bytes_share'])} %", *speeds, ratio])
+    return (
+        table(["model", "tokens", "KV read", "BPC, tokens/s", "full attention", "ratio"], lines) if lines else NOTHING
+    )
+
+
+def engines(results: Results) -> str:
+    """What a user of a CPU would take instead."""
+    lines = []
+    for model, found in models(results, "engines").items():
+        for number, tokens in enumerate(found["settings"]["lengths"]):
+            for engine in found["engines"]:
+                row, name = engine["rows"][number], ENGINES.get(engine["engine"], engine["engine"])
+                speeds = [f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_tokens_per_second']:.1f}"]
+                whole = row["first_token_seconds"] + (row["new"] - 1) / row["decode_tokens_per_second"]
+                about = [model, f"{tokens:,}", f"{name} ({engine['version']})"]
+                lines.append([*about, *speeds, f"{whole:.1f}", f"{engine['peak_bytes'] / 1e9:.1f}"])
+    heads = ["model", "tokens", "engine", "prefill, tokens/s", "decoding, tokens/s", "seconds in all", "peak GB"]
+    return table(heads, lines) if lines else NOTHING
+
+
+def calibrate(results: Results) -> str:
+    """What calibration took, and the residuals on text kept aside."""
+    lines = []
+    for model, found in models(results, "calibrate").items():
+        for row in found["rows"]:
+            held_out = f"{row['held_out']['residual']:.3f}" if row.get("held_out") else ""
+            about = [model, row["method"], row["algorithm"]["bits"], f"{row['tokens']:,}", f"{row['seconds']:.0f}"]
+            lines.append([*about, f"{row['residual']:.3f}", held_out])
+    heads = ["model", "method", "bits", "tokens", "seconds", "residual", "on new text"]
+    return table(heads, lines) if lines else NOTHING
+
+
+def files(results: Results) -> str:
+    """The parts, how long they took, and their files."""
+    lines = []
+    for part in PARTS:
+        if found := models(results, part):
+            minutes = sum(each["seconds"] for each in found.values()) / 60
+            lines.append([f"`{part}`", f"{minutes:.1f}", link(f"real_{part}")])
+    return table(["part", "minutes", "file"], lines) if lines else NOTHING
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "real-headline": headline, "real-text": text, "real-corpora": corpora, "real-layers": layers,
+    "real-methods": methods, "real-defaults": defaults, "real-asked": asked, "real-tasks": tasks,
+    "real-generate": generate, "real-engines": engines, "real-calibrate": calibrate, "real-files": files,
+}  # fmt: skip
+
+
+def longest(rows: Iterable[Row], most: int) -> int:
+    """The greatest length of these rows up to a limit."""
+    return max(row["tokens"] for row in rows if row["tokens"] <= most)
+
+
+def _sorted(rows: Iterable[Row]) -> list[Row]:
+    """By length, budget and method."""
+    order = _order()
+    return sorted(rows, key=lambda row: (row["tokens"], -(row["budget"] or 1), order.index(row["method"])))
+
+
+def _order() -> list[str]:
+    """The methods as tables list them."""
+    order = list(METHODS)
+    order.insert(order.index("bpc-online") + 1, "paper")
+    return order
+
+
+def _read(row: Row) -> str:
+    return f"{percent(row['read'])} %"
+
+
+def _figures(row: Row) -> list[str]:
+    return [_spread(row[name]) if name in row else "" for name in FIGURES]
+
+
+def _spread(figure: dict[str, float]) -> str:
+    return f"{figure['value']:.3f} ± {(figure['high'] - figure['low']) / 2:.3f}"
