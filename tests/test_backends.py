@@ -9,13 +9,15 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
 from bpc_calib import InputError
 from bpc_calib.backends import dispatch
+from bpc_calib.backends.cpu import at_once
 from bpc_calib.backends.protocol import Backend
-from bpc_calib.method import appending
+from bpc_calib.method import appending, stepping
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoding import Encoded, encode_gram, encode_with, make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
+from bpc_calib.method.stepping import Hashed
 
 GPU = torch.cuda.is_available()
 
@@ -63,7 +65,7 @@ def test_backends_have_the_signatures_of_the_protocol():
         backend = importlib.import_module(f"bpc_calib.backends.{module}")
         assert sorted(backend.__all__) == sorted(names), module
         assert signatures(backend, names) == expected, module
-    dispatched = ["append", "choose", "dense_attention", "encode_with", "sparse_attention"]
+    dispatched = ["append", "choose", "dense_attention", "encode_with", "sparse_attention", "step"]
     assert signatures(dispatch, dispatched) == {name: expected[name] for name in dispatched}
 
 
@@ -266,6 +268,13 @@ def small_integers(*shape, most, seed):
     return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
 
 
+STEPS = [  # dtype, query heads per KV head, bits, rules; kept: whether gains and errors are
+    (torch.bfloat16, 3, 64, {}),
+    (torch.float32, 5, 32, {"safeguard": 0.5, "recent": 2, "sink": 1, "group": "max"}),
+    pytest.param(torch.float16, 1, 128, {"kept": False, "group": "sum"}, marks=pytest.mark.slow),  # as the others
+]
+
+
 @pytest.mark.emulated(form=["metric and mean"], bits=[32, 128])
 @pytest.mark.emulated(form=["neither gain nor error"], dtype=[torch.float32], dim=[64])
 @pytest.mark.parametrize("form", ["metric and mean", "plain", "neither gain nor error"])
@@ -302,6 +311,56 @@ def test_appends_a_token(dtype, dim, width, bits, form, pipeline):
     for name, expected in vars(filled[0]).items():
         found = getattr(filled[1], name)
         assert found is expected is None or torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(("dtype", "heads", "bits", "rules"), STEPS)
+def test_a_whole_step_is_its_stages(dtype, heads, bits, rules, pipeline, monkeypatch):
+    """The same codes, gains and errors in the slots, bit for bit; and attention over the same tokens."""
+    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
+    batch, kv_heads, dim, length, k = 2, 3, 64, 150, 20
+    projection = (draw(kv_heads, bits, dim, seed=1) / 16).to(dtype)
+    some, rules = draw(dim, dim, seed=4), dict(rules)
+    kept = rules.pop("kept", True)
+    encoder = make_encoder(projection, dtype, metric=some @ some.mT / dim, mean=draw(kv_heads, dim, seed=5))
+    keys, values = (draw(batch, kv_heads, room, dim, seed=2, dtype=dtype) for room in (160, 170))
+    query, choice = draw(batch, kv_heads, heads, dim, seed=3, dtype=dtype), Choice(scaling=0.2, **rules)
+
+    def hashed():
+        encoded = encode_with(encoder, keys[:, :, : length - 1])
+        filled = [torch.full((batch, kv_heads, 165, *each.shape[3:]), 7, dtype=each.dtype, device=DEVICE)
+                  for each in (encoded.codes, encoded.gain, encoded.error)]  # fmt: skip
+        for to, new in zip(filled, (encoded.codes, encoded.gain, encoded.error), strict=True):
+            to[:, :, : length - 1] = new
+        worst = worst_first(encoded.error) if choice.safeguard else None
+        return Hashed(projection, encoder, Slots(keys, values, *(filled if kept else filled[:1])), length, worst)
+
+    expected = hashed()
+    stepping.store(backend.encode_with(encoder, keys[:, :, length - 1 : length]), expected)
+    chosen = backend.choose(query, projection, stepping.cached(expected), k, choice)
+    right = sparse_attention(query, keys[:, :, :length], values[:, :, :length], chosen, 0.2)
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for most in (1 << 15, 0):  # codes for one kernel, where a backend has such a limit
+        monkeypatch.setattr(at_once, "FEW_CODES", most)
+        given = hashed()
+        torch.testing.assert_close(backend.step(query, given, k, choice), right, **close)
+        for name in ("codes", "gain", "error") if kept else ("codes",):
+            assert torch.equal(getattr(given.slots, name), getattr(expected.slots, name)), name
+
+
+def test_a_step_refuses_what_does_not_fit(pipeline):
+    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
+    projection, keys = draw(2, 64, 64), draw(1, 2, 9, 64)
+    encoder, codes = make_encoder(projection, torch.float32), torch.zeros(1, 2, 9, 1, dtype=torch.int64, device=DEVICE)
+    query, right = draw(1, 2, 4, 64), Slots(keys, keys, codes)
+    for slots, length, k, fault in (
+        (right, 9, 10, "k must be between 1 and the 9 cached tokens, not 10"),
+        (right, 10, 3, "keys .* does not fit 10 tokens"),
+        (Slots(keys, keys), 9, 3, "a step needs codes"),
+        (Slots(keys, keys, codes.int()), 9, 3, "codes torch.int32"),
+        (Slots(keys.half(), keys, codes), 9, 3, "query torch.float32 .* does not fit keys torch.float16"),
+    ):
+        with pytest.raises(InputError, match=fault):
+            backend.step(query, Hashed(projection, encoder, slots, length), k, Choice(scaling=1.0))
 
 
 @pytest.mark.emulated

@@ -18,6 +18,7 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import Fit
+from bpc_calib.method.stepping import Hashed
 
 __all__ = [
     "BACKENDS",
@@ -31,6 +32,7 @@ __all__ = [
     "make_ready",
     "named",
     "sparse_attention",
+    "step",
 ]
 
 logger = logging.getLogger(__name__)
@@ -168,6 +170,11 @@ def dense_attention(
     """`bpc_calib.method.dense_attention.dense_attention`."""
     serving = _serving(_attention_request(query, keys, values))
     return serving.dense_attention(query, keys, values, lengths, scale, valid=valid)
+
+
+def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
+    """`bpc_calib.method.stepping.step`."""
+    return _serving(_attention_request(query, hashed.slots.keys, hashed.slots.values)).step(query, hashed, k, choice)
 
 
 def _attention_request(query: Tensor, keys: Tensor, values: Tensor) -> Request:

@@ -12,10 +12,11 @@ from bpc_calib.method.fitting import fit
 from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
+from bpc_calib.method.stepping import step
 
 __all__ = [
     "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query", "serves",
-    "sparse_attention", "stages",
+    "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 

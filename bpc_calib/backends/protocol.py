@@ -12,6 +12,7 @@ from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.scoring import QuantizedQuery
+from bpc_calib.method.stepping import Hashed
 
 __all__ = ["Backend", "Request", "Stage"]
 
@@ -87,6 +88,9 @@ class Backend(Protocol):
         valid: Tensor | None = None,
     ) -> Tensor:
         """`bpc_calib.method.dense_attention.dense_attention`."""
+
+    def step(self, query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
+        """`bpc_calib.method.stepping.step`."""
 
     def stages(self, query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
         """The stages `project`, `score` and `select` of `choose`, each with those before it: for benchmarks."""

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bpc_calib.backends.pages import in_huge_pages
 
-__all__ = ["append", "reserve"]
+__all__ = ["append", "reserve", "writable"]
 
 LEAST_ROOM = 256  # tokens
 
@@ -21,19 +21,19 @@ def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
         new: `[batch, heads, tokens, ...]`.
     """
     needed = length + new.shape[2]
-    if buffer is None or needed > buffer.shape[2] or not _writable(buffer):
+    if buffer is None or needed > buffer.shape[2] or not writable(buffer):
         room = _aligned(needed + max(LEAST_ROOM, needed // 16))
         larger = in_huge_pages(new.new_empty(*new.shape[:2], room, *new.shape[3:]))
         if buffer is not None:
             larger[:, :, :length] = buffer[:, :, :length]
         buffer = larger
-    buffer[:, :, length:needed] = new.detach()
+    buffer.narrow(2, length, new.shape[2]).copy_(new.detach() if new.requires_grad else new)
     return buffer
 
 
 def reserve(buffer: Tensor, length: int, room: int) -> Tensor:
     """Return a buffer with at least `room` tokens, copied if needed: the first `length` tokens, then zeros."""
-    if room > buffer.shape[2] or not _writable(buffer):
+    if room > buffer.shape[2] or not writable(buffer):
         larger = in_huge_pages(buffer.new_empty(*buffer.shape[:2], _aligned(room), *buffer.shape[3:]))
         larger[:, :, :length] = buffer[:, :, :length]
         buffer = larger
@@ -41,7 +41,7 @@ def reserve(buffer: Tensor, length: int, room: int) -> Tensor:
     return buffer
 
 
-def _writable(buffer: Tensor) -> bool:
+def writable(buffer: Tensor) -> bool:
     """Return whether the buffer may be written: a tensor made in inference mode is read-only outside of it."""
     return torch.is_inference_mode_enabled() or not buffer.is_inference()
 

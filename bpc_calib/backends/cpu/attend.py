@@ -8,7 +8,7 @@ import numpy as np
 from bpc_calib.backends.cpu.compiling import compiled, inlined
 from bpc_calib.backends.cpu.language import WIDE, add_four, at, dot_four, float_of, prefetch_row, widen
 
-__all__ = ["Attention", "attend_kernel", "work_size"]
+__all__ = ["Attention", "attend_kernel", "attend_part", "put_together", "work_size"]
 
 CHUNK = 16  # tokens whose weights are computed at once; nothing is prefetched meanwhile
 AHEAD = 12  # how many tokens ahead keys are prefetched

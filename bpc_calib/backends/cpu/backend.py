@@ -2,24 +2,25 @@
 
 from torch import Tensor
 
-from bpc_calib.backends.cpu import pipeline
+from bpc_calib.backends.cpu import at_once, pipeline
 from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.paper import popcount_scores
 from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
-from bpc_calib.method import appending, choosing
+from bpc_calib.method import appending, choosing, stepping
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.scoring import QuantizedQuery
+from bpc_calib.method.stepping import Hashed
 
 __all__ = [
     "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query", "serves",
-    "sparse_attention", "stages",
+    "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 
@@ -62,6 +63,17 @@ def sparse_attention(
     plain_sparse.check(query, keys, values, indices)
     make_ready(query.dtype)
     return pipeline.sparse_attention(query, keys, values, indices, scale)
+
+
+def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
+    """`bpc_calib.method.stepping.step`, as one kernel where there are few codes."""
+    stepping.check(query, hashed, k)
+    make_ready(query.dtype)
+    if at_once.is_small(hashed):
+        return at_once.step(query, hashed, k, choice)
+    stepping.store(pipeline.encode_with(hashed.encoder, stepping.newest(hashed)), hashed)
+    chosen = pipeline.choose(query, hashed.projection, stepping.cached(hashed), k, choice)
+    return pipeline.sparse_attention(query, *stepping.in_use(hashed), chosen, choice.scaling)
 
 
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:

@@ -13,7 +13,7 @@ from bpc_calib.backends.cpu.score import score_part
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.take import candidates_of_part, mark_row, take_row
 
-__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel"]
+__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel", "rows_in_turn"]
 
 PROJECT, SCORE, SELECT = 1, 2, 3  # the stages, each with those before it
 

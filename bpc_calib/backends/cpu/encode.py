@@ -9,7 +9,7 @@ from bpc_calib.backends.cpu.compiling import compiled, inlined
 from bpc_calib.backends.cpu.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
 from bpc_calib.backends.cpu.language import at, prefetch_row, widen
 
-__all__ = ["SIDE", "Hashing", "greedy_kernel", "hash_kernel"]
+__all__ = ["SIDE", "Hashing", "greedy_kernel", "hash_kernel", "hash_row"]
 
 SIDE = 64  # keys at once
 F32, I64, U8 = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -120,8 +120,8 @@ def project(wide, matrix, metric, scores):
 class Hashing(NamedTuple):
     """What `hash_kernel` works on: sizes, and addresses with strides in elements, as in `Step`; `_n` are tokens.
 
-    `matrix`, `gram`, `metric` and `mean` are float32 with a stride over rows each, which is 0 where all rows share one;
-    `metric` and `mean` may be the address 0.
+    `_stride` is over rows. `matrix`, `gram`, `metric` and `mean` are float32; their stride is 0 where all rows share
+    one, and `metric` and `mean` may be the address 0.
     """
 
     keys: int
@@ -143,9 +143,12 @@ class Hashing(NamedTuple):
     dim: int
     bits: int
 
-    codes: int  # int64 [rows, tokens, words]
-    errors: int  # float32 [rows, tokens]
-    gains: int  # uint8 [rows, tokens]
+    codes: int  # int64 [tokens, words] of each row
+    codes_stride: int
+    errors: int  # float32 [tokens] of each row
+    errors_stride: int
+    gains: int  # uint8 [tokens] of each row
+    gains_stride: int
 
 
 @inlined
@@ -174,8 +177,9 @@ def hash_row(row, like, call):
         norms[i] = project(wide, directions, measure, scores[i * bits : (i + 1) * bits])
     greedy(
         scores, norms, at(gram, bits * bits, F32), tokens, bits,
-        at(call.codes + 8 * row * tokens * words, tokens * words, I64), at(call.errors + 4 * row * tokens, tokens, F32),
-        at(call.gains + row * tokens, tokens, U8),
+        at(call.codes + 8 * row * call.codes_stride, tokens * words, I64),
+        at(call.errors + 4 * row * call.errors_stride, tokens, F32),
+        at(call.gains + row * call.gains_stride, tokens, U8),
     )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from bpc_calib.backends.cpu.decompose import WORD, decompose_kernel
 from bpc_calib.backends.cpu.language import WIDE
+from bpc_calib.backends.cpu.layout import like
 from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel
-from bpc_calib.backends.cpu.pipeline import like
 from bpc_calib.backends.cpu.ready import make_fitting_ready
 from bpc_calib.errors import InputError
 from bpc_calib.method.decomposition import check_arguments, cholesky, draw, norms_by_bit

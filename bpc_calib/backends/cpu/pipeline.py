@@ -1,14 +1,12 @@
 """The compiled kernels behind the signatures of the plain torch functions: what is allocated, and what runs when."""
 
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.attend import Attention, attend_kernel, work_size
 from bpc_calib.backends.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.backends.cpu.encode import Hashing, greedy_kernel, hash_kernel
+from bpc_calib.backends.cpu.layout import address, like, rows_of, strides, tight
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
@@ -22,36 +20,16 @@ from bpc_calib.method.selection import as_fraction
 
 __all__ = [
     "FEW",
-    "LIKE",
     "choose",
     "encode_gram",
     "encode_with",
-    "like",
     "quantize_query",
     "run_stages",
     "sparse_attention",
 ]
 
 FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
-LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
-
-
-def like(tensor: Tensor) -> Any:
-    return np.empty(0, LIKE[tensor.dtype])
-
-
-def _tight(tensor: Tensor) -> Tensor:
-    """With a contiguous last dimension, which all kernels count on."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _address(tensor: Tensor | None) -> int:
-    """Where a tensor lies; 0 stands for one that is not given."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if tensor is None else tensor.stride()[:count]
+BLOCK = 2048  # tokens of a prompt hashed at once
 
 
 def choose(
@@ -86,10 +64,10 @@ def run_stages(
     if not rows or not width:
         empty = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8)
         return codes.new_empty(batch, kv_heads, width), QuantizedQuery(empty, torch.empty(batch, kv_heads))
-    query, projection = _tight(query), _tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
+    query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
     if codes.stride(3) != 1 or codes.stride(2) != words:
         codes = codes.contiguous()
-    gain, valid = (None if each is None else _tight(each) for each in (gain, valid))
+    gain, valid = (None if each is None else tight(each) for each in (gain, valid))
     lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
     ks = None
     if isinstance(k, Tensor):
@@ -102,11 +80,11 @@ def run_stages(
     part_size = stride if split == 1 else ((tokens + split - 1) // split + PAD - 1) // PAD * PAD
     values, scale = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8), torch.empty(batch, kv_heads)
     indices = torch.empty(batch, kv_heads, width, dtype=torch.int64)
-    query_b, query_h, query_g = _strides(query, 3)
-    projection_b, projection_h, projection_n = _strides(projection, 3)
-    codes_b, codes_h = _strides(codes, 2)
-    gain_b, gain_h = _strides(gain, 2)
-    ks_b, ks_h = _strides(ks, 2)
+    query_b, query_h, query_g = strides(query, 3)
+    projection_b, projection_h, projection_n = strides(projection, 3)
+    codes_b, codes_h = strides(codes, 2)
+    gain_b, gain_h = strides(gain, 2)
+    ks_b, ks_h = strides(ks, 2)
     with one_at_a_time:
         totals, tables, best, products, sample, marks, least, candidates, counts = scratch(
             16 * rows * fours, 4 * rows * fours * size, 16 * rows * split * fours, 8 * slots * fours * stride,
@@ -120,9 +98,9 @@ def run_stages(
             query=query.data_ptr(), query_b=query_b, query_h=query_h, query_g=query_g,
             projection=projection.data_ptr(), projection_b=projection_b, projection_h=projection_h,
             projection_n=projection_n, codes=codes.data_ptr(), codes_b=codes_b, codes_h=codes_h,
-            gain=_address(gain), gain_b=gain_b, gain_h=gain_h, valid=_address(valid), valid_b=_strides(valid, 1)[0],
-            lengths=_address(lengths), worst=_address(worst), worst_count=0 if worst is None else worst.shape[-1],
-            ks=_address(ks), ks_b=ks_b, ks_h=ks_h, k=k,
+            gain=address(gain), gain_b=gain_b, gain_h=gain_h, valid=address(valid), valid_b=strides(valid, 1)[0],
+            lengths=address(lengths), worst=address(worst), worst_count=0 if worst is None else worst.shape[-1],
+            ks=address(ks), ks_b=ks_b, ks_h=ks_h, k=k,
             group=GROUP_CODES[choice.group], recent=choice.recent, sink=choice.sink, numerator=numerator,
             denominator=denominator, scaling=float(choice.scaling),
             totals=totals, table_size=size, tables=tables, stride=stride, products=products, best=best, sample=sample,
@@ -148,11 +126,11 @@ def sparse_attention(
     if not rows or not count:
         return plain_sparse.sparse_attention(query, keys, values, indices, scale)
     split = parts(rows, count, 64)
-    query, indices = _tight(query), indices.contiguous()
+    query, indices = tight(query), indices.contiguous()
     out = torch.empty(batch, kv_heads, heads, dim)
-    query_b, query_h, query_g = _strides(query, 3)
-    keys_b, keys_h, keys_n = _strides(keys, 3)
-    values_b, values_h, values_n = _strides(values, 3)
+    query_b, query_h, query_g = strides(query, 3)
+    keys_b, keys_h, keys_n = strides(keys, 3)
+    values_b, values_h, values_n = strides(values, 3)
     with one_at_a_time:
         partial, weights, work, faults = scratch(
             16 * rows * split * -(-heads // 4) * dim, 8 * rows * split * heads,
@@ -178,33 +156,39 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     encoder.check(keys)
     lead, (tokens, dim) = keys.shape[:-2], keys.shape[-2:]
     if tokens > FEW or not lead.numel():
-        with torch.autocast("cpu", enabled=False):
-            wide, along = encoder.centre(keys)
-            return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
-    matrix, gram = _rows(encoder.matrix.mT, lead, 2), _rows(encoder.gram, lead, 2)
-    metric = None if encoder.metric is None else _rows(encoder.metric, lead, 2)
-    mean = None if encoder.mean is None else _rows(encoder.mean, lead, 1)
-    encoded, keys = _empty(lead, tokens, matrix.shape[1]), _tight(keys)
-    keys_b, keys_h, keys_n = _strides(keys, 3)
+        return _encode_many(encoder, keys)
+    matrix, gram = rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2)
+    metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
+    mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
+    encoded, keys = _empty(lead, tokens, matrix.shape[1]), tight(keys)
+    keys_b, keys_h, keys_n = strides(keys, 3)
     call = Hashing(
         keys=keys.data_ptr(), keys_b=keys_b, keys_h=keys_h, keys_n=keys_n,
         matrix=matrix.data_ptr(), matrix_stride=matrix.stride(0), gram=gram.data_ptr(), gram_stride=gram.stride(0),
-        metric=_address(metric), metric_stride=_strides(metric, 1)[0], mean=_address(mean),
-        mean_stride=_strides(mean, 1)[0],
+        metric=address(metric), metric_stride=strides(metric, 1)[0], mean=address(mean),
+        mean_stride=strides(mean, 1)[0],
         rows=len(matrix), kv_heads=keys.shape[1], tokens=tokens, dim=dim, bits=matrix.shape[1],
-        codes=encoded.codes.data_ptr(), errors=encoded.error.data_ptr(), gains=encoded.gain.data_ptr(),
+        codes=encoded.codes.data_ptr(), codes_stride=tokens * encoded.codes.shape[-1],
+        errors=encoded.error.data_ptr(), errors_stride=tokens, gains=encoded.gain.data_ptr(), gains_stride=tokens,
     )  # fmt: skip
     run(hash_kernel, like(keys), tuple(call))
     return encoded
 
 
-def _rows(tensor: Tensor, lead: torch.Size, rank: int) -> Tensor:
-    """`[rows, ...]` of a tensor that may be one for several rows, each row contiguous."""
-    if tensor.dim() == rank + 1 and tensor.shape[0] == lead.numel() and tensor.is_contiguous():
-        return tensor  # of one sequence, as most often
-    shape = tensor.shape[-rank:]
-    rows = tensor.expand(*lead, *shape).reshape(-1, *shape)  # one for all has stride 0 here
-    return rows if rows[:1].is_contiguous() else rows.contiguous()
+def _encode_many(encoder: Encoder, keys: Tensor) -> Encoded:
+    """Hash a block of tokens after the other: the products of a block are still cached in the next operation."""
+    blocks = []
+    with torch.autocast("cpu", enabled=False):
+        for block in keys.split(BLOCK, -2):
+            wide, along = encoder.centre(block)
+            blocks.append(encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1)))
+    if len(blocks) == 1:
+        return blocks[0]
+    return Encoded(
+        codes=torch.cat([block.codes for block in blocks], -2),
+        error=torch.cat([block.error for block in blocks], -1),
+        gain=torch.cat([block.gain for block in blocks], -1),
+    )
 
 
 def _empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
@@ -219,7 +203,7 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_gram` for float32 products `[B, H_KV, N, H]` or `[rows, N, H]`."""
     lead, (tokens, bits) = scores.shape[:-2], scores.shape[-2:]
     scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
-    gram, encoded = _rows(gram, lead, 2), _empty(lead, tokens, bits)
+    gram, encoded = rows_of(gram, lead, 2), _empty(lead, tokens, bits)
     run(
         greedy_kernel, scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), gram.stride(0), lead.numel(), tokens, bits,
         encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),

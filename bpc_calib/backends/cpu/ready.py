@@ -9,13 +9,17 @@ import numpy as np
 import torch
 from filelock import FileLock
 
+from bpc_calib.backends.cpu.at_once import step
 from bpc_calib.backends.cpu.decompose import WORD, decompose_kernel
 from bpc_calib.backends.cpu.folder import kernel_folder
 from bpc_calib.backends.cpu.language import WIDE
+from bpc_calib.backends.cpu.layout import LIKE
 from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel
-from bpc_calib.backends.cpu.pipeline import FEW, LIKE, choose, encode_with, sparse_attention
+from bpc_calib.backends.cpu.pipeline import FEW, choose, encode_with, sparse_attention
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.stepping import Hashed
 
 __all__ = ["make_fitting_ready", "make_ready"]
 
@@ -75,3 +79,5 @@ def _decode(dtype: torch.dtype) -> None:
     encoder = make_encoder(torch.zeros(1, 32, 16), dtype)
     for tokens in (1, FEW + 1):
         encode_with(encoder, torch.zeros(1, 1, tokens, 16, dtype=dtype))
+    hashed = Hashed(torch.zeros(1, 32, 16, dtype=dtype), encoder, Slots(keys, keys, cached.codes), 2)
+    step(query, hashed, 1, Choice(scaling=1.0))

@@ -9,17 +9,18 @@ from bpc_calib.backends.triton import ops, pipeline
 from bpc_calib.backends.triton.device import capability
 from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.backends.triton.pipeline import quantize_query
-from bpc_calib.method import appending
+from bpc_calib.method import appending, stepping
 from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import fit
+from bpc_calib.method.stepping import Hashed
 
 __all__ = [
     "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query", "serves",
-    "sparse_attention", "stages",
+    "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
@@ -90,6 +91,14 @@ def dense_attention(
         return plain_dense.dense_attention(query, keys, values, lengths, scale, valid=valid)
     plain_dense.check(query, keys, values, lengths, valid)
     return ops.dense_attention(query, keys, values, lengths, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
+    """`bpc_calib.method.stepping.step`."""
+    stepping.check(query, hashed, k)
+    stepping.store(encode_with(hashed.encoder, stepping.newest(hashed)), hashed)
+    chosen = choose(query, hashed.projection, stepping.cached(hashed), k, choice)
+    return sparse_attention(query, *stepping.in_use(hashed), chosen, choice.scaling)
 
 
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:

@@ -1,0 +1,41 @@
+"""How a tensor lies in memory, in the terms of the kernels: the type of its elements, its address, its strides."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["LIKE", "address", "like", "rows_of", "strides", "tight"]
+
+LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
+EMPTY = {dtype: np.empty(0, kind) for dtype, kind in LIKE.items()}
+
+
+def like(tensor: Tensor) -> Any:
+    """The empty array that tells a kernel the type of the elements."""
+    return EMPTY[tensor.dtype]
+
+
+def tight(tensor: Tensor) -> Tensor:
+    """With a contiguous last dimension, which all kernels count on."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def address(tensor: Tensor | None) -> int:
+    """Where a tensor lies; 0 stands for one that is not given."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first `count` strides in elements; 0 for a tensor that is not given."""
+    return (0,) * count if tensor is None else tensor.stride()[:count]
+
+
+def rows_of(tensor: Tensor, lead: torch.Size, rank: int) -> Tensor:
+    """`[rows, ...]` of a tensor that may be one for several rows, each row contiguous."""
+    if tensor.dim() == rank + 1 and tensor.shape[0] == lead.numel() and tensor.is_contiguous():
+        return tensor  # of one sequence, as most often
+    shape = tensor.shape[-rank:]
+    rows = tensor.expand(*lead, *shape).reshape(-1, *shape)  # one for all has stride 0 here
+    return rows if rows[:1].is_contiguous() else rows.contiguous()
