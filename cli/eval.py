@@ -57,6 +57,12 @@ class ComparisonOptions:
             metavar="CORPUS",
         ),
     ] = None
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Send the prompts as they are. Without it, a model with a chat template gets them in it."
+        ),
+    ] = False
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -134,6 +140,7 @@ def eval_(
         prompts=options.prompts,
         corpora=corpora,
         seed=rules.pop("seed"),
+        raw=options.raw,
         batch=options.batch_size,
         rules=rules,
     )
@@ -145,7 +152,7 @@ def eval_(
     result: dict[str, Any] = {
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
-        "settings": {"prompts": options.prompts, **wanted.rules},
+        "settings": {"prompts": options.prompts, "raw": options.raw, **wanted.rules},
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
