@@ -60,6 +60,12 @@ class ComparisonOptions:
     forced: Annotated[
         int, typer.Option(help=f"Last tokens of each text that the task {TEXT} decodes one by one.", min=2)
     ] = 64
+    raw: Annotated[
+        bool,
+        typer.Option(
+            "--raw", help="Send the prompts as they are. Without it, a model with a chat template gets them in it."
+        ),
+    ] = False
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -138,6 +144,7 @@ def eval_(
         corpora=corpora,
         forced=options.forced,
         seed=rules.pop("seed"),
+        raw=options.raw,
         batch=options.batch_size,
         rules=rules,
     )
@@ -149,7 +156,7 @@ def eval_(
     result: dict[str, Any] = {
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
-        "settings": {"prompts": options.prompts, "forced": options.forced, **wanted.rules},
+        "settings": {"prompts": options.prompts, "forced": options.forced, "raw": options.raw, **wanted.rules},
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)

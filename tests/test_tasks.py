@@ -8,8 +8,11 @@ import pytest
 import tiny
 
 from bpc_calib import InputError
-from bpc_calib.evaluation.prompts import hide
-from bpc_calib.evaluation.tasks import TASKS, needle, score
+from bpc_calib.evaluation.evaluate import draw_prompts
+from bpc_calib.evaluation.fact_tasks import needle
+from bpc_calib.evaluation.problem import score
+from bpc_calib.evaluation.prompts import OPENING, hide, largest
+from bpc_calib.evaluation.tasks import GROWING, RULER, TASKS
 from bpc_calib.text import made_text
 
 
@@ -24,8 +27,8 @@ def test_the_statements_and_the_answer_contain_the_wanted_parts(task):
         assert score(problem, "") == 0.0
         text = "".join(problem.statements)
         assert all(part in text for part in problem.wanted)
-        if task not in ("tracking", "common-words", "frequent-words"):
-            assert not any(part in problem.question for part in problem.wanted)
+        if task not in ("tracking", "copying"):  # a variable may be part of a word, and prose has common words
+            assert not any(part in problem.question + problem.start for part in problem.wanted)
     assert TASKS[task](random.Random(7)) == TASKS[task](random.Random(7))
     assert len({problem.answer for problem in problems(task)}) > 40
 
@@ -38,9 +41,9 @@ def test_half_of_the_wanted_parts_score_one_half():
 def test_the_question_about_a_needle_has_its_name_and_attribute():
     for problem in problems("needle"):
         assert len(problem.statements) == 8
-        key = problem.question.partition("? ")[2]
-        answers = [s for s in problem.statements if s.strip().startswith(key)]
+        answers = [s for s in problem.statements if s.startswith(problem.start)]
         assert answers == [problem.statements[0]]
+        assert problem.question == problem.start.replace(" The", " What is the").removesuffix(" is") + "?"
         assert problem.statements[0].endswith(f"{problem.wanted[0]}.")
 
 
@@ -84,11 +87,76 @@ def test_a_chain_of_variables_leads_to_the_value():
 
 @pytest.mark.parametrize(("task", "count"), [("common-words", 5), ("frequent-words", 3)])
 def test_the_wanted_words_are_the_most_common(task, count):
-    for problem in problems(task):
+    sizes = [GROWING[task] + step for step in (0, 1, 7, 60, 500)]
+    grown = [TASKS[task](random.Random(size), size=size) for size in sizes]
+    for problem in [*problems(task), *grown]:
         words = Counter(re.findall(r"\w+", "".join(problem.statements).replace("Words", "")))
         ranked = words.most_common()
         assert {word for word, _ in ranked[:count]} == set(problem.wanted)
         assert ranked[count - 1][1] > ranked[count][1]
+
+
+def test_the_answer_of_a_haystack_is_the_value_of_one_key():
+    for task in ("haystack", "uuids", "key-values"):
+        for problem in problems(task):
+            found = [each for each in problem.statements if each.startswith(problem.start)]
+            assert len(found) == 1
+            assert found[0].removeprefix(problem.start).startswith(problem.answer.rstrip("."))
+    places = [
+        problem.statements.index(next(s for s in problem.statements if s.startswith(problem.start))) // 16
+        for problem in problems("haystack")
+    ]
+    assert set(places) == {0, 1, 2, 3}  # in every quarter
+
+
+def test_a_haystack_has_at_most_all_pairs_of_names_and_attributes():
+    problem = TASKS["haystack"](random.Random(0), size=20_000)
+    assert len(set(problem.statements)) == len(problem.statements) == 48**2 * 6
+
+
+def test_the_answer_of_a_question_about_passages_needs_two_of_them():
+    for problem in problems("passages"):
+        text = "".join(problem.statements)
+        asked = re.search(r"friend of (\w+ \w+) live", problem.question)[1]
+        assert made_text.is_held_out(asked)
+        friend = re.search(rf"best friend of {asked} is (\w+ \w+)\.", text)[1]
+        assert friend != asked
+        assert re.search(rf"{friend} lives in the (\w+ \w+)\.", text)[1] == problem.wanted[0]
+        about = [{name for name in (asked, friend) if f" {name} lives" in each} for each in problem.statements]
+        assert max(map(len, about)) == 1
+
+
+def test_a_copy_is_scored_by_the_words_at_their_places():
+    problem = problems("copying")[0]
+    assert (
+        sum(each == problem.start.replace(" Passage", "\nPassage") + problem.answer for each in problem.statements) == 1
+    )
+    words = problem.answer.split()
+    assert score(problem, " ".join(words[: len(words) // 2])) == len(words[: len(words) // 2]) / len(words)
+    assert score(problem, " ".join(words[1:])) < 0.5
+    assert score(problem, " ".join([*words, "more"])) == 1.0
+
+
+@pytest.mark.parametrize("task", GROWING)
+def test_a_growing_task_fills_the_prompt(task):
+    tokenizer = tiny.tokenizer()
+    counts = []
+    for length in (2500, 5000):
+        prompts = draw_prompts(task, tokenizer, length, 2, seed=0)
+        assert {len(prompt.ids) + max(each.answer for each in prompts) for prompt in prompts} == {length}
+        for prompt in prompts:
+            statements = prompt.problem.statements
+            filler = len(prompt.ids) - prompt.question - len("".join(statements))
+            assert OPENING <= filler <= OPENING + max(length // 32, 2 * max(map(len, statements)))
+        counts.append(len(prompts[0].problem.statements))
+    assert counts[1] > 1.5 * counts[0]
+    assert prompts == draw_prompts(task, tokenizer, length, 2, seed=0)
+
+
+def test_a_growing_task_needs_room_for_its_smallest_size():
+    assert largest(TASKS["copying"], "0", 1, tiny.tokenizer(), 100) == 1
+    with pytest.raises(InputError, match=r"^task 'copying' at 100 tokens: -?\d+ tokens are too few"):
+        draw_prompts("copying", tiny.tokenizer(), 100, 1, seed=0)
 
 
 def test_generated_sums_are_correct():
@@ -96,6 +164,11 @@ def test_generated_sums_are_correct():
     for _ in range(300):
         for a, b, c in re.findall(r"(\d+) \+ (\d+) = (\d+)", made_text.proof(rng)):
             assert int(a) + int(b) == int(c)
+
+
+def test_ruler_names_the_tasks_that_follow_it():
+    assert set(TASKS) - set(RULER) == {"needle", "key-values", "copying"}
+    assert set(GROWING) < set(TASKS)
 
 
 def test_documents_ask_only_about_earlier_facts():
@@ -118,10 +191,10 @@ def test_a_prompt_has_the_exact_length_and_all_statements(task, bos):
         assert len(prompt.ids) == length
         assert prompt.ids.count(257) == bos
         text = tokenizer.decode(prompt.ids, skip_special_tokens=True)
-        assert text.endswith(problem.question)
+        assert text.endswith(problem.question + problem.start)
         places = [text.index(statement) for statement in dict.fromkeys(problem.statements)]
         assert places == sorted(places)
-        assert tokenizer.decode(prompt.ids[-prompt.question :]) == problem.question
+        assert tokenizer.decode(prompt.ids[-prompt.question :]) == problem.question + problem.start
 
 
 def test_a_prompt_has_the_exact_length_if_tokens_span_sentences():
@@ -135,7 +208,7 @@ def test_a_prompt_has_the_exact_length_if_tokens_span_sentences():
         assert len(prompt.ids) == 40_000
         text = tokenizer.decode(prompt.ids)
         assert all(statement in text for statement in problem.statements)
-        assert text.endswith(problem.question)
+        assert text.endswith(problem.question + problem.start)
 
 
 def test_depth_is_the_place_of_the_needle():

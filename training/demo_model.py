@@ -8,31 +8,35 @@ with facts, and questions about them further on; the stages go from short and de
 the script in seconds.
 """
 
-import argparse
-import json
 import math
 import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from loop import Batch, make_parser, run
+from small_llama import make_model
 from tokenizer import make_tokenizer
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
-from bpc_calib.evaluation.tasks import TASKS, Problem
-from bpc_calib.text.made_text import ATTRIBUTES, FIRST, SECOND, fact, filler, is_held_out, name, number, question
+from bpc_calib.evaluation.problem import Problem
+from bpc_calib.evaluation.tasks import TASKS
+from bpc_calib.text.made_text import (
+    ATTRIBUTES,
+    FIRST,
+    SECOND,
+    fact,
+    filler,
+    is_held_out,
+    name,
+    number,
+    opening,
+    question,
+)
 
-MAX_LENGTH = 8192
 FILLER_WEIGHT, STATED_WEIGHT = 0.3, 0.05  # an answer's is 1
-MUON_RATE, ADAM_RATE = 2e-3, 3e-3
 WARM_UP = 50  # steps
-SAVE_EVERY = 100  # steps
 
 
 @dataclass(frozen=True)
@@ -68,96 +72,26 @@ TINY = (Stage(2, 64, 2, (31, 32), MIXED, drills=0.5), Stage(1, 512, 1, (35, 100)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2, help="of 4 query heads")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--tiny", action="store_true", help="three steps on short sequences, to check the script")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
 
     tokenizer = make_tokenizer()
     torch.manual_seed(arguments.seed)
-    model = make_model(len(tokenizer), arguments.layers, arguments.kv_heads, arguments.head_dim)
-    optimizers = make_optimizers(model)
-    checkpoint = arguments.folder / "checkpoint.safetensors"
-    step = resume(checkpoint, model, optimizers) if checkpoint.exists() else 0
+    model = make_model(
+        len(tokenizer), layers=arguments.layers, kv_heads=arguments.kv_heads, head_dim=arguments.head_dim
+    )
     stages = TINY if arguments.tiny else STAGES
     steps = [stage for stage in stages for _ in range(stage.steps)]
-    began = time.perf_counter()
-    while step < len(steps):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * schedule(step, stages)
-        stage = steps[step]
-        made = [sequence(random.Random(f"{arguments.seed}/{step}/{i}"), tokenizer, stage) for i in range(stage.batch)]
-        ids, weights, answers = (torch.stack(parts) for parts in zip(*made, strict=True))
-        loss, right = train(model, optimizers, ids, weights, answers)
-        step += 1
-        if step % 20 == 0 or step == len(steps):
-            line = {
-                "step": step,
-                "of": len(steps),
-                "length": stage.length,
-                "loss": round(loss, 4),
-                "answers": round(right, 4),
-                "seconds": round(time.perf_counter() - began, 1),
-            }
-            print(json.dumps(line), flush=True)
-            with open(arguments.folder / "log.jsonl", "a") as log:
-                print(json.dumps(line), file=log)
-        if step % SAVE_EVERY == 0 or step == len(steps):
-            save(checkpoint, model, optimizers, step)
-    model.to(torch.bfloat16).save_pretrained(arguments.folder)
-    tokenizer.save_pretrained(arguments.folder)
 
+    def batch(step: int) -> Batch:
+        drawn = [random.Random(f"{arguments.seed}/{step}/{i}") for i in range(steps[step].batch)]
+        ids, weights, answers = zip(*(sequence(rng, tokenizer, steps[step]) for rng in drawn), strict=True)
+        return torch.stack(ids), torch.stack(weights), torch.stack(answers)
 
-def make_model(vocabulary: int, layers: int, kv_heads: int, head_dim: int) -> transformers.LlamaForCausalLM:
-    config = transformers.LlamaConfig(
-        vocab_size=-(-vocabulary // 64) * 64,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        max_position_embeddings=MAX_LENGTH,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("embed_tokens.weight"):
-                weight.normal_()
-                weight[:, 0] = 1.0
-            elif name.endswith("model.norm.weight"):
-                weight.fill_(0.06)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.normal_(0, 0.01)
-            elif weight.dim() == 2:
-                weight.normal_(0, 1 / 16)
-    return model
-
-
-def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0, betas=(0.9, 0.95)),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return optimizers
+    run(arguments.folder, model, tokenizer, len(steps), lambda step: schedule(step, stages), batch)
 
 
 def schedule(step: int, stages: Sequence[Stage]) -> float:
@@ -166,29 +100,6 @@ def schedule(step: int, stages: Sequence[Stage]) -> float:
     if left <= stages[-1].steps:
         return LAST_RATE * left / stages[-1].steps
     return min(1.0, (step + 1) / WARM_UP, (1 - step / DECAY_TO) / DECAYING)
-
-
-def train(
-    model: transformers.LlamaForCausalLM,
-    optimizers: list[torch.optim.Optimizer],
-    ids: Tensor,
-    weights: Tensor,
-    answers: Tensor,
-) -> tuple[float, float]:
-    """Take one step; return the weighted loss and the share of the answers' tokens that were right."""
-    model.set_attn_implementation("eager" if ids.shape[1] <= 257 else "sdpa")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    target = ids[:, 1:]
-    losses = F.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view_as(target)
-    loss = (losses * weights).sum() / weights.sum()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    right = (logits.detach().argmax(-1) == target)[answers].float().mean()
-    return float(loss.detach()), float(right)
 
 
 def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast, stage: Stage) -> tuple[Tensor, ...]:
@@ -206,7 +117,7 @@ def sequence(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFast
         times = sorted(end * rng.random() for _ in range(len(problem.statements)))
         events += zip(times, problem.statements, [""] * len(times), strict=True)
         start = end if end < 1 else times[-1]
-        events.append((rng.uniform(start, 1), problem.question, problem.answer))
+        events.append((rng.uniform(start, 1), problem.question + problem.start, problem.answer))
     events.sort(key=lambda event: event[0])
     texts = [text for _, *pair in events for text in pair]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -267,8 +178,10 @@ def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
     asked: set[tuple[str, str]] = set()
     for kind in rng.choices(("needle", "multi-value", "multi-query", "tracking", "words"), stage.tasks, k=count):
         if kind != "needle":
-            kind = rng.choice(("common-words", "frequent-words")) if kind == "words" else kind
-            made.append(TASKS[kind](rng, False))
+            lists = kind == "words"
+            kind = rng.choice(("common-words", "frequent-words")) if lists else kind
+            problem = TASKS[kind](rng, False)
+            made.append(replace(problem, question="") if lists else problem)  # the bundled model was trained so
             continue
         whose = name(rng)
         if stage.distinct and not near:
@@ -286,7 +199,8 @@ def problems(rng: random.Random, stage: Stage, count: int) -> list[Problem]:
         if (attribute, whose) not in asked:
             asked.add((attribute, whose))
             value = number(rng)
-            made.append(Problem((fact(attribute, whose, value),), question(attribute, whose), f" {value}.", (value,)))
+            asked_now = question(attribute, whose), opening(attribute, whose)
+            made.append(Problem((fact(attribute, whose, value),), *asked_now, f" {value}.", (value,)))
     return made
 
 
@@ -301,33 +215,6 @@ def filler_ids(rng: random.Random, tokenizer: transformers.PreTrainedTokenizerFa
                 return said
             said.append(ids)
             left -= len(ids)
-
-
-def save(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
-    for place, optimizer in enumerate(optimizers):
-        for index, state in optimizer.state_dict()["state"].items():
-            for key, value in state.items():
-                tensors[f"optimizer.{place}.{index}.{key}"] = value
-    part = path.with_suffix(".part")
-    save_file(tensors, part, metadata={"step": str(step)})
-    part.replace(path)
-
-
-def resume(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    tensors = load_file(path)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(tensors[f"model.{name}"])
-    for place, optimizer in enumerate(optimizers):
-        state = optimizer.state_dict()
-        for name, value in tensors.items():
-            kind, *rest = name.split(".")
-            if kind == "optimizer" and int(rest[0]) == place:
-                state["state"].setdefault(int(rest[1]), {})[rest[2]] = value
-        optimizer.load_state_dict(state)
-    with safe_open(path, "pt") as file:
-        return int(file.metadata()["step"])
 
 
 if __name__ == "__main__":

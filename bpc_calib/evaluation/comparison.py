@@ -34,6 +34,7 @@ class Comparison:
     corpora: Sequence[Corpus] = ()  # sources of `TEXT`, which needs at least one
     forced: int = FORCED  # last tokens of each text, decoded one at a time
     seed: int = 0
+    raw: bool = False  # leave the model's chat template out; `TEXT` is never in a template
     batch: int | None = None  # prompts per batch; None: as many as fit in 65,536 tokens
     rules: Mapping[str, Any] = field(default_factory=dict)  # settings of `BPCCache`, such as `HARD`
 

@@ -16,10 +16,12 @@ from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.comparison import Comparison, check
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
+from bpc_calib.evaluation.frame import Frame, make_frame
 from bpc_calib.evaluation.methods import METHODS, variants
-from bpc_calib.evaluation.prompts import Prompt, count_answer, hide
+from bpc_calib.evaluation.problem import Problem, score
+from bpc_calib.evaluation.prompts import Prompt, count_answer, hide, largest
 from bpc_calib.evaluation.statistics import mean, share
-from bpc_calib.evaluation.tasks import TASKS, TEXT, Problem, score
+from bpc_calib.evaluation.tasks import GROWING, TASKS, TEXT
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.text.samples import beginning, draw_samples
@@ -86,8 +88,11 @@ def evaluate(
     tasks, prompts, seed = comparison.tasks, comparison.prompts, comparison.seed
     texts = _draw_texts(setting) if TEXT in tasks else None
     steps = [(length, task) for length in comparison.lengths for task in tasks]
+    frame = make_frame(tokenizer, comparison.raw)
     drawn = {
-        (length, task): draw_prompts(task, tokenizer, length, prompts, seed) for length, task in steps if task != TEXT
+        (length, task): draw_prompts(task, tokenizer, length, prompts, seed, frame)
+        for length, task in steps
+        if task != TEXT
     }
     rows = []
     for number, (length, task) in enumerate(steps):
@@ -105,15 +110,40 @@ def evaluate(
     return rows
 
 
-def draw_prompts(task: str, tokenizer: Any, length: int, prompts: int, seed: int) -> list[Prompt]:
-    """Return prompts of a task, the same for the same seed; needles are at the `DEPTHS` in turn."""
-    drawn = [random.Random(f"{seed}/{task}/{length}/{number}") for number in range(prompts)]
-    problems = [TASKS[task](rng) for rng in drawn]
+def draw_prompts(
+    task: str, tokenizer: Any, length: int, prompts: int, seed: int, frame: Frame | None = None
+) -> list[Prompt]:
+    """Return prompts of a task, the same for the same seed; needles are at the `DEPTHS` in turn.
+
+    Raises:
+        InputError: the prompts need more tokens.
+    """
+    frame = frame or make_frame(tokenizer, raw=True)
+    seeds = [f"{seed}/{task}/{length}/{number}" for number in range(prompts)]
     depths = [(number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None for number in range(prompts)]
+    if task in GROWING:
+        problems, drawn = _grow(task, seeds, tokenizer, length, frame)
+    else:
+        drawn = list(map(random.Random, seeds))
+        problems = [TASKS[task](rng) for rng in drawn]
     try:
-        return hide_all(problems, tokenizer, length, drawn, depths)
+        return hide_all(problems, tokenizer, length, drawn, depths, frame=frame)
     except InputError as fault:
         raise InputError(f"task {task!r} at {length:,} tokens: {fault}") from fault
+
+
+def _grow(
+    task: str, seeds: Sequence[str], tokenizer: Any, length: int, frame: Frame
+) -> tuple[list[Problem], list[random.Random]]:
+    """Return problems that fill their prompts but for the longest answer of all, and the random states after them."""
+    new, longest = 0, 1
+    while longest > new:  # a problem of another size has another answer
+        new = longest
+        sizes = [largest(TASKS[task], seed, GROWING[task], tokenizer, length - new, frame) for seed in seeds]
+        drawn = list(map(random.Random, seeds))
+        problems = [TASKS[task](rng, size=size) for rng, size in zip(drawn, sizes, strict=True)]
+        longest = max(count_answer(problem, tokenizer) for problem in problems)
+    return problems, drawn
 
 
 def _task(
@@ -127,7 +157,11 @@ def _task(
     for (name, budget), answer in answers.items():
         figure = share(sum(answer.scores), count) if all_or_nothing else mean(answer.scores, least=0.0, most=1.0)
         row = _row(task, length, name, budget, count) | {"score": figure, "read": round(answer.read, 6)}
-        row["example"] = {"fact": problem.statements[0], "question": problem.question, "said": answer.said[0]}
+        row["example"] = {
+            "fact": problem.statements[0],
+            "question": problem.question + problem.start,
+            "said": answer.said[0],
+        }
         if task == "needle":
             by_depth = [answer.scores[place::DEPTHS] for place in range(min(DEPTHS, count))]
             row["depths"] = [share(sum(scores), len(scores)) for scores in by_depth]
@@ -142,11 +176,12 @@ def hide_all(
     drawn: Sequence[random.Random],
     depths: Sequence[float | None],
     style: str | None = None,
+    frame: Frame | None = None,
 ) -> list[Prompt]:
     """Return prompts that all leave room for the longest answer within `length` tokens."""
     new = max(count_answer(problem, tokenizer) for problem in problems)
     return [
-        hide(problem, tokenizer, length - new, rng, depth, style=style)
+        hide(problem, tokenizer, length - new, rng, depth, style=style, frame=frame)
         for problem, rng, depth in zip(problems, drawn, depths, strict=True)
     ]
 

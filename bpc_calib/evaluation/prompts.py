@@ -1,17 +1,19 @@
 """Hide a problem in made text, so that the prompt has an exact number of tokens with any tokenizer."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.tasks import Problem
+from bpc_calib.evaluation.frame import Frame, make_frame
+from bpc_calib.evaluation.problem import Problem
 from bpc_calib.text.made_text import filler
-from bpc_calib.text.samples import beginning
 
-__all__ = ["Prompt", "count_answer", "hide"]
+__all__ = ["Prompt", "count_answer", "hide", "largest"]
 
 OPENING = 32  # minimum tokens of filler at the beginning: room for tokens that form across sentence borders
+CLOSE = 64  # a problem grows until one part in so many is left
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,16 @@ def hide(
     depth: float | None = None,
     *,
     style: str | None = None,
+    frame: Frame | None = None,
 ) -> Prompt:
     """Put the statements of a problem into made text, and its question at the end.
 
     Args:
-        tokens: number of tokens of context and question together, including the tokenizer's BOS.
+        tokens: number of tokens of the whole prompt, including those of the frame.
         depth: position of the first statement, from 0 (beginning of the text) to 1 (end). All other statements are at
             random positions, and None makes the first random too. Statements keep their order only if it is None.
         style: style of the text, one of `made_text.STYLES`; None: a mix of all.
+        frame: what stands around the text and the question; None: the tokenizer's BOS alone.
 
     Raises:
         InputError: the problem needs more tokens.
@@ -48,10 +52,10 @@ def hide(
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    start = beginning(tokenizer)
-    question = encode(problem.question)
-    room = tokens - len(start) - len(question) - OPENING
-    left = room - sum(len(encode(statement)) for statement in problem.statements)
+    frame = frame or make_frame(tokenizer, raw=True)
+    question = encode(_asked(problem, frame))
+    room = tokens - len(frame.before) - len(question) - OPENING
+    left = _left(problem, tokenizer, tokens, frame)
     if left < 0:
         raise InputError(f"{tokens:,} tokens are too few: the question and its statements need {tokens - left:,}")
     source = filler(rng, style)
@@ -77,10 +81,48 @@ def hide(
     while len(opening := encode(before)) < gap:
         before += next(source)
     text = opening[len(opening) - gap :] + text
-    return Prompt(problem, [*start, *text, *question], len(question), count_answer(problem, tokenizer))
+    return Prompt(problem, [*frame.before, *text, *question], len(question), count_answer(problem, tokenizer))
+
+
+def largest(
+    make: Callable[..., Problem], seed: str, least: int, tokenizer: Any, tokens: int, frame: Frame | None = None
+) -> int:
+    """Return the size of a problem whose statements nearly fill a prompt.
+
+    Args:
+        make: a task that takes a size.
+        seed: of the problem, for every size.
+        least: the smallest size, which is returned even if it does not fit.
+        tokens: of the prompt that the problem is for.
+        frame: as for `hide`.
+    """
+    frame = frame or make_frame(tokenizer, raw=True)
+
+    def fits(size: int) -> bool:
+        return _left(make(random.Random(seed), size=size), tokenizer, tokens, frame) >= 0
+
+    size, over = least, 2 * least
+    while over <= tokens and fits(over):  # every statement has at least one token
+        size, over = over, 2 * over
+    while over - size > max(1, size // CLOSE):
+        middle = (size + over) // 2
+        size, over = (middle, over) if fits(middle) else (size, middle)
+    return size
 
 
 def count_answer(problem: Problem, tokenizer: Any) -> int:
     """Return the tokens to decode for an answer: its length plus one, twice its length for a list in free wording."""
     count = len(tokenizer(problem.answer, add_special_tokens=False)["input_ids"])
-    return (count if len(problem.wanted) == 1 else 2 * count) + 1
+    return (count if len(problem.wanted) == 1 or problem.in_order else 2 * count) + 1
+
+
+def _asked(problem: Problem, frame: Frame) -> str:
+    """Return the question with the beginning of its answer; in a chat template the assistant begins with this."""
+    return problem.question + (frame.after + problem.start.lstrip() if frame.after else problem.start)
+
+
+def _left(problem: Problem, tokenizer: Any, tokens: int, frame: Frame) -> int:
+    """Return the tokens that remain for filler, beyond the opening; negative if the problem does not fit."""
+    parts = [_asked(problem, frame), *problem.statements]
+    needed = sum(map(len, tokenizer(parts, add_special_tokens=False)["input_ids"]))
+    return tokens - len(frame.before) - OPENING - needed

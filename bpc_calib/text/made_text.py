@@ -3,6 +3,7 @@
 All randomness comes from a `random.Random` argument, so the same seed generates the same text.
 """
 
+import functools
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ __all__ = [
     "filler",
     "is_held_out",
     "name",
+    "names",
     "number",
+    "opening",
     "question",
     "words",
 ]
@@ -122,7 +125,7 @@ def document(rng: random.Random, style: str, sentences: int = 400) -> str:
             parts.append(fact(*open_facts[-1]))
         elif kind < 0.12 and open_facts:
             attribute, whose, value = open_facts.pop(rng.randrange(len(open_facts)))
-            parts.append(f"{question(attribute, whose)} {value}.")
+            parts.append(f"{question(attribute, whose)}{opening(attribute, whose)} {value}.")
     return "".join(parts)
 
 
@@ -132,8 +135,13 @@ def fact(attribute: str, whose: str, value: str) -> str:
 
 
 def question(attribute: str, whose: str) -> str:
-    """Return the question about a fact, and its answer up to the value."""
-    return f" What is the {attribute} of {whose}? The {attribute} of {whose} is"
+    """Return the question about a fact."""
+    return f" What is the {attribute} of {whose}?"
+
+
+def opening(attribute: str, whose: str) -> str:
+    """Return the answer to this question, up to the value."""
+    return f" The {attribute} of {whose} is"
 
 
 def name(rng: random.Random, *, held_out: bool = False) -> str:
@@ -142,6 +150,12 @@ def name(rng: random.Random, *, held_out: bool = False) -> str:
         made = f"{rng.choice(FIRST)} {rng.choice(SECOND)}"
         if is_held_out(made) == held_out:
             return made
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Return all names, held out or not."""
+    return tuple(f"{first} {second}" for first in FIRST for second in SECOND)
 
 
 def is_held_out(made: str) -> bool:
