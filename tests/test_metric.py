@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from test_decomposition import random_keys
 
 from bpc_calib import InputError
-from bpc_calib.method.metric import FLOOR, query_metric, second_moment
+from bpc_calib.method.metric import DOMINANT, FLOOR, query_metric, second_moment
 
 
 def test_the_second_moment_is_the_sum_of_products():
@@ -48,6 +48,24 @@ def test_the_metric_is_symmetric_and_positive_definite_for_any_queries(count, di
     assert values.min() > FLOOR**power / dim / 2
 
 
+def eigenvalues(metric):
+    return torch.linalg.eigvalsh(metric.double()).flip(-1)
+
+
+def test_the_part_of_an_eigenvalue_above_the_bound_has_its_own_power():
+    energy = torch.tensor([40.0, 20.0] + [34 / 62] * 62, dtype=torch.float64)
+    energy = 64 * torch.cat([energy[:1] * 20, energy[1:]]) / (energy.sum() + 19 * 40)  # a mean of 1
+    found = eigenvalues(query_metric(energy.diag(), 0.25, 0.75))
+    assert energy[0] > DOMINANT > energy[1] > energy[2]
+    wanted = torch.cat([DOMINANT**0.25 * (energy[:1] / DOMINANT) ** 0.75, energy[1:] ** 0.25])
+    torch.testing.assert_close(found / found[-1], wanted / wanted[-1], rtol=1e-5, atol=0)
+
+
+def test_without_a_dominant_direction_the_second_power_changes_nothing():
+    moment = second_moment(random_keys(3, 400, 8))
+    assert torch.equal(query_metric(moment, 0.25, 0.75), query_metric(moment, 0.25))
+
+
 def test_refuses_bad_moments_and_powers():
     with pytest.raises(InputError, match="moments of queries must be finite"):
         query_metric(torch.full((2, 2), torch.nan), 0.5)
@@ -56,3 +74,5 @@ def test_refuses_bad_moments_and_powers():
     for power in (-0.1, 1.1):
         with pytest.raises(InputError, match="power of a metric"):
             query_metric(torch.eye(2), power)
+        with pytest.raises(InputError, match="power of a metric"):
+            query_metric(torch.eye(2), 0.5, power)

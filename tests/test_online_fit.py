@@ -1,0 +1,90 @@
+"""Online projections: which queries are kept of a prompt, and what the fit makes of them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpc_calib.method.fitting import fit
+from bpc_calib.method.metric import query_metric, second_moment
+from bpc_calib.runtime.online_fit import (
+    ASKED,
+    DOMINANT_POWER,
+    FITTED,
+    ITERATIONS,
+    NEWEST,
+    POWER,
+    ROUNDS,
+    fit_online,
+    join,
+    observed_places,
+    spread,
+)
+
+
+@given(st.integers(1, 100_000), st.integers(1, 5000))
+def test_spread_indices_ascend_evenly_to_the_last(count, most):
+    places = spread(count, most)
+    assert len(places) == min(count, most)
+    assert places[-1] == count - 1
+    gaps = torch.diff(places, prepend=torch.tensor([-1]))
+    assert gaps.min() >= 1
+    assert gaps.max() - gaps.min() <= 1
+
+
+@given(st.integers(1, 20_000))
+def test_the_newest_queries_are_all_kept(count):
+    places = observed_places(count)
+    assert len(places) == min(count, ASKED)
+    assert places.diff().gt(0).all()
+    assert torch.equal(places[-NEWEST:], torch.arange(max(0, count - NEWEST), count))
+
+
+def made(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_chunks_keep_their_queries_with_their_places():
+    queries = made(1, 2, 2000, 4, seed=0)
+    asked = None
+    for places in torch.arange(2000).split(300):
+        asked = join(asked, queries[:, :, places], places)
+        assert len(asked.places) <= ASKED
+    assert torch.equal(asked.queries, queries[:, :, asked.places])
+    assert torch.equal(asked.places[-NEWEST:], torch.arange(2000 - NEWEST, 2000))
+    assert asked.places[0] < 300  # the first chunk is not forgotten
+
+
+def by_hand(keys, queries, bits=32):
+    metric = query_metric(second_moment(queries), POWER, DOMINANT_POWER)
+    generator = torch.Generator().manual_seed(7)
+    return fit(keys, bits, iterations=ITERATIONS, rounds=ROUNDS, metric=metric, centred=True, generator=generator)
+
+
+def test_a_long_prompt_is_fitted_to_some_of_its_keys_in_the_metric_of_some_queries():
+    length = 3 * FITTED + 5
+    keys, queries = made(1, 2, length, 8, seed=1), made(1, 4, length, 8, seed=2)
+    found = fit_online(keys, join(None, queries, torch.arange(length)), None, 32, 7)
+    some = queries[0].unflatten(0, (2, 2))[:, :, observed_places(length)].flatten(1, 2)
+    wanted = by_hand(keys[0, :, spread(length, FITTED)], some)
+    assert torch.equal(found.projection[0], wanted.projection)
+    assert torch.equal(found.mean[0], wanted.mean)
+
+
+def test_padding_has_no_part_in_the_fit():
+    keys, queries = made(2, 1, 100, 8, seed=3), made(2, 2, 100, 8, seed=4)
+    visible = torch.arange(100).expand(2, -1) >= torch.tensor([[0], [36]])
+    keys[1, :, :36], queries[1, :, :36] = 1e4, 1e4
+    found = fit_online(keys, join(None, queries, torch.arange(100)), visible, 32, 7)
+    for row, first in ((0, 0), (1, 36)):
+        wanted = by_hand(keys[row, :, first:], queries[row, :, first:].flatten(0, 1)[None])
+        torch.testing.assert_close(found.metric[row], wanted.metric, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.mean[row], wanted.mean, rtol=1e-5, atol=1e-6)
+        assert float(found.residual_norms[row, 0, -1]) == pytest.approx(float(wanted.residual_norms[0, -1]), rel=0.02)
+
+
+def test_without_queries_the_fit_is_centred_and_has_no_metric():
+    keys = made(1, 1, 200, 8, seed=5) + 3
+    found = fit_online(keys, None, None, 32, 7)
+    assert found.metric is None
+    torch.testing.assert_close(found.mean[0, 0], keys[0, 0].mean(0), rtol=1e-5, atol=1e-5)
