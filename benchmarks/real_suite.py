@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         for script, folder in (("real_models", arguments.folder), ("real_text", arguments.folder / "text")):
             subprocess.run([sys.executable, ROOT / "benchmarks" / f"{script}.py", "--folder", folder], check=True)
     command = " ".join(["python", *map(report.without_folder, sys.argv)])
-    about = {"command": command, "machine": report.machine(), "sources": sources(ROOT)}
+    about: dict[str, Any] = {"command": command, "machine": report.machine(), "sources": sources(ROOT)}
     output = arguments.output or (arguments.folder if arguments.tiny else ROOT / "benchmarks" / "results")
     failed = []
     for name in arguments.parts or list(PARTS):
