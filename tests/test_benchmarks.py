@@ -267,7 +267,27 @@ def real_suite(folder: Path, *words: object) -> subprocess.CompletedProcess[str]
     return subprocess.run(script, capture_output=True, text=True, check=False)
 
 
-def test_a_part_that_is_finished_is_kept_and_a_failed_one_is_named(tmp_path):
+def test_a_finished_part_is_kept_unless_code_settings_files_or_machine_change(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import real_subjects
+
+    finished = script("real_suite")["finished"]
+    (subject,) = real_subjects.subjects(tmp_path, tiny=True)
+    now = {"sources": "1", "settings": {"texts": [2]}, "machine": {"cpu": "a", "commit": "x"}}
+    kept = tmp_path / "part.json"
+    assert finished(kept, subject, now) is None
+    kept.write_text(json.dumps(now | {"depends": real_subjects.digests(subject), "found": {"rows": [1]}}))
+    assert finished(kept, subject, now | {"machine": {"cpu": "a", "commit": "y"}}) == {"rows": [1]}
+    for change in ({"sources": "2"}, {"settings": {"texts": [3]}}, {"machine": {"cpu": "b", "commit": "x"}}):
+        assert finished(kept, subject, now | change) is None
+    subject.artifact("paper").write_text("other projections")
+    assert finished(kept, subject, now) is None
+    kept.write_text("{")
+    assert finished(kept, subject, now) is None
+
+
+@pytest.mark.slow  # three runs of a suite that starts processes
+def test_a_finished_part_does_not_run_again_and_a_failed_one_is_named(tmp_path):
     failed = real_suite(tmp_path, "--parts", "quality")  # there are no projections
     assert failed.returncode == 1
     assert failed.stderr.count("\n") == 3, failed.stderr
