@@ -39,7 +39,9 @@ def main() -> None:
 
 def measured(run: Run, prompt: list[int], new: int, repeats: int) -> dict[str, Any]:
     """Medians over the repeats: seconds to the first token, and tokens per second after it."""
-    firsts, rests, tokens = [], [], []
+    firsts: list[float] = []
+    rests: list[float] = []
+    tokens: list[int] = []
     for _ in range(repeats):
         began = time.perf_counter()
         tokens = []

@@ -48,11 +48,11 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "calibrate": (calibrate, {"samples": 60, "sequence_length": 2048}),
     "quality": (
         real_quality.quality,
-        {"budgets": [0.02, 0.01, 0.005], "forced": 512, "forced_fewer": 128, "texts": 8},
+        {"budgets": [0.02, 0.01, 0.005], "forced": 512, "forced_fewer": 128, "texts": 6},
     ),
-    "methods": (real_quality.methods, {"budgets": [0.02], "forced": 64, "texts": 8}),
-    "defaults": (real_quality.defaults, {"budgets": [0.02], "forced": 256, "texts": 8}),
-    "tasks": (real_quality.tasks, {"tasks": None, "budgets": [0.02], "tried": 10, "least": 0.5, "prompts": 40}),
+    "methods": (real_quality.methods, {"budgets": [0.02], "forced": 64, "texts": 6}),
+    "defaults": (real_quality.defaults, {"budgets": [0.02], "forced": 128, "texts": 6}),
+    "tasks": (real_quality.tasks, {"tasks": None, "budgets": [0.02], "tried": 10, "least": 0.5, "prompts": 30}),
     "generate": (real_speed.generate, {"lengths": [2048, 4096, 8192], "new": 64}),
     "decode": (real_speed.decode, {"lengths": [2048, 4096, 8000]}),
     "engines": (real_speed.engines, {"lengths": [2048, 8000]}),
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         for script, folder in (("real_models", arguments.folder), ("real_text", arguments.folder / "text")):
             subprocess.run([sys.executable, ROOT / "benchmarks" / f"{script}.py", "--folder", folder], check=True)
     command = " ".join(["python", *map(report.without_folder, sys.argv)])
-    about = {"command": command, "machine": report.machine(), "sources": sources(ROOT)}
+    about: dict[str, Any] = {"command": command, "machine": report.machine(), "sources": sources(ROOT)}
     output = arguments.output or (arguments.folder if arguments.tiny else ROOT / "benchmarks" / "results")
     failed = []
     for name in arguments.parts or list(PARTS):

@@ -139,7 +139,8 @@ def generate(results: Results) -> str:
             ours, theirs = (run["tokens_per_second"] for run in (row, row["full_attention"]))
             ratio = f"{ours / theirs:.2f}" if ours and theirs else ""
             speeds = [f"{speed:.1f}" if speed else "" for speed in (ours, theirs)]
-            lines.append([model, f"{row['prompt_tokens']:,}", f"{percent(row['kv_bytes_share'])} %", *speeds, ratio])
+            share = "" if row["kv_bytes_share"] is None else f"{percent(row['kv_bytes_share'])} %"
+            lines.append([model, f"{row['prompt_tokens']:,}", share, *speeds, ratio])
     return (
         table(["model", "tokens", "KV read", "BPC, tokens/s", "full attention", "ratio"], lines) if lines else NOTHING
     )

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_memory calibration_plan calibration_time demo_model evaluation fingerprint fitting_time "
-    "gpu_suite hashing_time kernel_cost key_counts keys_per_head needles outlier_needle pictures position_shift "
-    "projections real_models real_text steady_decode tables".split()
+    "calibration_memory calibration_plan calibration_time demo_model engine_run evaluation fingerprint fitting_time "
+    "gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head needles other_engines outlier_needle "
+    "pictures position_shift projections real_models real_suite real_text steady_decode tables".split()
 )
 
 
@@ -211,6 +211,121 @@ def test_pages_become_text_that_is_wholly_on_one_side(tmp_path):
     assert not sides[0] & sides[1]
     assert sides[0] | sides[1] == set(names)
     assert 25 <= len(sides[1]) <= 75  # one in four
+
+
+def test_the_weights_of_a_quantised_file_are_written_in_16_bits(run, tmp_path):
+    """No engine is needed: transformers reads both files."""
+    pytest.importorskip("gguf")
+    tiny_gguf = pytest.importorskip("tiny_gguf")
+    import tiny
+
+    from bpc_calib.models.loading import load_model, load_tokenizer
+
+    source, target = tmp_path / "quantised.gguf", tmp_path / "16bit.gguf"
+    tiny_gguf.save(source, tiny.model(dtype=torch.float32), quantised=True)
+    run("benchmarks/gguf_16bit.py", source, target)
+    assert [path.name for path in sorted(tmp_path.glob("*.gguf*"))] == ["16bit.gguf", "quantised.gguf"]
+    old, new = (dict(load_model(str(path), dtype="float32").named_parameters()) for path in (source, target))
+    assert old.keys() == new.keys()
+    for name, weight in old.items():
+        torch.testing.assert_close(new[name], weight.half().float() if weight.ndim == 2 else weight, rtol=0, atol=0)
+    text = "The old teacher watched the river."
+    assert load_tokenizer(str(target))(text) == load_tokenizer(str(source))(text)
+
+
+def test_an_engine_decodes_what_full_attention_decodes(run, tmp_path, monkeypatch, capsys):
+    """A prompt so short that BPC attends to everything."""
+    artifact = tmp_path / "demo.safetensors"
+    words = "calibrate -m demo --corpus demo --samples 3 --sequence-length 128 -q -o".split()
+    monkeypatch.setattr(sys, "argv", ["bpc", *words, str(artifact)])
+    from bpc_calib.demo import DEMO_MODEL
+    from bpc_cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    request = {"model": str(DEMO_MODEL), "artifact": str(artifact), "prompts": [list(range(50, 90))]}
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps(request | {"new": 6, "threads": torch.get_num_threads(), "repeats": 2}))
+    found = {}
+    for engine in ("transformers", "bpc"):
+        run("benchmarks/engine_run.py", engine, path)
+        (found[engine],) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert found["bpc"]["tokens"] == found["transformers"]["tokens"]
+    assert all((row["prompt"], row["new"], len(row["tokens"])) == (40, 6, 6) for row in found.values())
+
+
+@pytest.mark.slow  # a process per engine
+def test_other_engines(benchmark_result):
+    engines = benchmark_result("other_engines")["engines"]
+    assert [engine["engine"] for engine in engines][:2] == ["transformers", "bpc"]
+    assert all(row["same_tokens"] == row["new"] == 4 for engine in engines for row in engine["rows"])
+
+
+def real_suite(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(BENCHMARKS / "real_suite.py"), "--tiny", "--folder", str(folder), *map(str, words)]
+    return subprocess.run(script, capture_output=True, text=True, check=False)
+
+
+def test_a_finished_part_is_kept_unless_code_settings_files_or_machine_change(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import real_subjects
+
+    finished = script("real_suite")["finished"]
+    (subject,) = real_subjects.subjects(tmp_path, tiny=True)
+    now = {"sources": "1", "settings": {"texts": [2]}, "machine": {"cpu": "a", "commit": "x"}}
+    kept = tmp_path / "part.json"
+    assert finished(kept, subject, now) is None
+    kept.write_text(json.dumps(now | {"depends": real_subjects.digests(subject), "found": {"rows": [1]}}))
+    assert finished(kept, subject, now | {"machine": {"cpu": "a", "commit": "y"}}) == {"rows": [1]}
+    for change in ({"sources": "2"}, {"settings": {"texts": [3]}}, {"machine": {"cpu": "b", "commit": "x"}}):
+        assert finished(kept, subject, now | change) is None
+    subject.artifact("paper").write_text("other projections")
+    assert finished(kept, subject, now) is None
+    kept.write_text("{")
+    assert finished(kept, subject, now) is None
+
+
+@pytest.mark.slow  # three runs of a suite that starts processes
+def test_a_finished_part_does_not_run_again_and_a_failed_one_is_named(tmp_path):
+    failed = real_suite(tmp_path, "--parts", "quality")  # there are no projections
+    assert failed.returncode == 1
+    assert failed.stderr.count("\n") == 3, failed.stderr
+    assert "demo-score-aware.safetensors" in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith("quality of demo failed: ")
+    assert not list(tmp_path.glob("real_*.json"))
+    assert real_suite(tmp_path, "--parts", "calibrate").stderr.splitlines()[0] == "calibrate: demo"
+    first = (tmp_path / "real_calibrate.json").read_text()
+    assert [row["method"] for row in json.loads(first)["models"]["demo"]["rows"]] == ["score-aware", "paper"]
+    again = real_suite(tmp_path, "--parts", "calibrate")
+    assert [line.split()[0] for line in again.stderr.splitlines()] == ["Wrote"]
+    assert (tmp_path / "real_calibrate.json").read_text() == first
+    (tmp_path / "demo-paper.safetensors").write_bytes(b"")
+    assert real_suite(tmp_path, "--parts", "calibrate").stderr.splitlines()[0] == "calibrate: demo"
+
+
+@pytest.mark.slow  # a process per part
+def test_the_real_suite_measures_and_its_tables_and_picture_are_drawn(tmp_path, monkeypatch):
+    ran = real_suite(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import real_picture
+    import real_tables
+
+    results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("real_*.json")}
+    assert set(results) == {f"real_{part}" for part in real_tables.PARTS}
+    for name, make in real_tables.TABLES.items():
+        lines = make(results).splitlines()
+        assert len({line.replace("\\|", "").count("|") for line in lines if line}) == 1, name
+        assert len(lines) > 2, name
+        assert make({}) == real_tables.NOTHING
+    rows = results["real_quality"]["models"]["demo"]["rows"]
+    paper = next(row for row in rows if row["method"] == "paper")
+    own = [each["loss_difference"]["value"] for each in paper["by_corpus"].values()]
+    assert paper["loss_difference"]["value"] == pytest.approx(sum(own) / 2, abs=1e-6)
+    pytest.importorskip("matplotlib")
+    assert real_picture.draw(results, tmp_path / "pictures").stat().st_size > 10_000
+    assert real_picture.draw({}, tmp_path / "pictures") is None
 
 
 def gpu_suite(*words: object) -> subprocess.CompletedProcess[str]:
