@@ -13,9 +13,9 @@ from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.compat import drafts_by_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import ModelDescription, describe
-from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.rules import Ranking, Rules, ranking_defaults
+from bpc_calib.runtime.whole_step import WholeStepLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -66,7 +66,9 @@ class BPCCache(Cache):  # type: ignore[misc]
     """
 
     is_compileable = False  # otherwise `generate` compiles the model on CUDA by default
-    layer_class: type[SparseLayer] = BPCLayer  # a subclass of BPCCache sets another class to rank tokens differently
+    layer_class: type[SparseLayer] = (
+        WholeStepLayer  # a subclass of BPCCache sets another class to rank tokens differently
+    )
 
     def __init__(
         self,
