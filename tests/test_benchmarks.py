@@ -19,9 +19,10 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_memory calibration_plan calibration_time demo_model engine_run evaluation fingerprint fitting_time "
-    "gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head needles other_engines outlier_needle "
-    "pictures position_shift projections real_models real_suite real_text steady_decode tables".split()
+    "calibration_memory calibration_plan calibration_time demo_model engine_run evaluation fingerprint "
+    "fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head needles other_engines "
+    "outlier_needle pictures position_shift projections real_decode real_models real_suite real_text "
+    "steady_decode tables".split()
 )
 
 
@@ -97,6 +98,16 @@ def test_steady_decode(benchmark_result):
     bpc, full = benchmark_result("steady_decode")["rows"]
     assert len(bpc["milliseconds_by_block"]) == len(full["milliseconds_by_block"]) == 2
     assert full["of_its_tokens"] < bpc["of_its_tokens"] <= bpc["at_the_end"]  # codes come on top of keys and values
+
+
+def test_real_decode(benchmark_result):
+    rows = benchmark_result("real_decode")["rows"]
+    full = ["full, transformers", "full, growing buffers", "full, listed tokens"]
+    forms = [*full, "BPC", "BPC, no dense layers", "no attention"]
+    assert [row["form"] for row in rows] == 2 * forms  # with oneDNN and without
+    read = {row["form"]: row["kv_bytes"] for row in rows if "kv_bytes" in row}
+    assert read["BPC, no dense layers"] < read["BPC"] < read["full, growing buffers"] == read["full, listed tokens"]
+    assert {row["form"] for row in rows if row["hashing_milliseconds"] == 0} >= {*full, "no attention"}
 
 
 @pytest.mark.slow  # four processes

@@ -20,6 +20,7 @@ from bpc_artifacts import ArtifactError
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, sparse_attention
 from bpc_calib.runtime import enabling
 from bpc_calib.runtime.growing import append
+from bpc_calib.runtime.hashed_layer import BPCLayer
 
 SMALL = {"budget": 5, "min_tokens": 1, "dense_layers": ()}
 
@@ -158,6 +159,31 @@ def test_inference_mode_and_no_grad_mix():
     assert torch.equal(*made)
     model(ids(3), past_key_values=(fresh := BPCCache(model.config, **SMALL)))  # with gradients on
     assert not fresh.layers[0].buffers["keys"].requires_grad
+
+
+def test_whole_steps_keep_what_single_stages_keep():
+    """The same codes, gains and errors, and the same logits: after a prompt, a crop, a rewind and another prompt."""
+    model = enabled()
+    plain = type("InStages", (BPCCache,), {"layer_class": BPCLayer})
+    rules = SMALL | {"budget": 20, "safeguard": 0.2, "recent": 1}
+    made = []
+    for kind in (plain, BPCCache):
+        cache, logits = kind(model.config, tiny.artifact(model.config, metric=True, centred=True), **rules), []
+        for length, before in ((80, lambda: None), (1, lambda: None), (1, lambda: None), (1, lambda: cache.crop(-1)),
+                               (1, lambda: cache.rewind(81)), (1, lambda: None), (300, lambda: None), (1, lambda: None),
+                               (1, lambda: None)):  # fmt: skip
+            before()
+            with torch.no_grad():
+                logits.append(model(ids(length, seed=length), past_key_values=cache).logits[:, -1])
+        made.append((cache, torch.stack(logits)))
+    (stages, expected), (whole, found) = made
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    length = stages.get_seq_length()
+    for one, other in zip(stages.layers, whole.layers, strict=True):
+        assert other.hashed == one.hashed == length
+        assert other.ready() is None  # every token has a code
+        for name in ("codes", "gain", "error"):
+            assert torch.equal(one.buffers[name][:, :, :length], other.buffers[name][:, :, :length]), name
 
 
 def test_a_copy_of_a_cache_is_independent():

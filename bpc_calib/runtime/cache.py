@@ -18,6 +18,7 @@ from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.rules import Ranking, Rules, ranking_defaults
+from bpc_calib.runtime.whole_step import WholeStepLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,7 +69,9 @@ class BPCCache(Cache):  # type: ignore[misc]
     """
 
     is_compileable = False  # otherwise `generate` compiles the model on CUDA by default
-    layer_class: type[SparseLayer] = BPCLayer  # a subclass of BPCCache sets another class to rank tokens differently
+    layer_class: type[SparseLayer] = (
+        WholeStepLayer  # a subclass of BPCCache sets another class to rank tokens differently
+    )
 
     def __init__(
         self,

@@ -9,12 +9,12 @@ from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import choose, encode_with, step
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.appending import Slots
+from bpc_calib.backends.dispatch import choose, encode_with, fit
+from bpc_calib.errors import ModelError
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.stepping import Hashed
 from bpc_calib.models.description import ModelDescription
-from bpc_calib.runtime.growing import writable
 from bpc_calib.runtime.layers import SparseLayer
 from bpc_calib.runtime.online_fit import Asked, fit_online, join
 from bpc_calib.runtime.rules import Rules
@@ -39,28 +39,6 @@ class BPCLayer(SparseLayer):
         """Keep some queries for the metric of online projections."""
         if self.calibrated is None and self.projection is None:
             self.asked = join(self.asked, query, places)
-
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-        """Do the same as `SparseLayer.attend`, in one call of the backend where only the newest token has no code."""
-        hashed = self.ready()
-        if hashed is None or visible is not None or isinstance(k, Tensor):
-            return super().attend(query, k, visible, scale)
-        self.scaling = self.scaling if scale is None else scale
-        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
-        out = step(grouped, hashed, k, self.choice())
-        self.hashed = hashed.length
-        return out.flatten(1, 2).unsqueeze(1)
-
-    def ready(self) -> Hashed | None:
-        """Return the buffers for a step that hashes the newest token alone; None if `hash` has more to do."""
-        length, buffers, encoder = self.get_seq_length(), self.buffers, self.encoder
-        if self.projection is None or encoder is None or self.hashed != length - 1:
-            return None
-        kept = [buffers.get(name) for name in ("codes", "gain", "error")]
-        if any(buffer is not None and (buffer.shape[2] < length or not writable(buffer)) for buffer in kept):
-            return None  # `append` makes room
-        slots = Slots(buffers["keys"], buffers["values"], *kept)
-        return Hashed(self.projection, encoder, slots, length, self.worst())
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
         """Choose the tokens whose codes score best, and those that are always attended."""
