@@ -96,7 +96,7 @@ def evaluate(
         for length in (comparison.lengths if TEXT in tasks else ())
     }
     steps = [(length, task) for length in comparison.lengths for task in tasks]
-    frame = make_frame(tokenizer, comparison.raw)
+    frame = None if set(tasks) == {TEXT} else make_frame(tokenizer, comparison.raw)
     drawn = {
         (length, task): draw_prompts(task, tokenizer, length, prompts, seed, frame)
         for length, task in steps
