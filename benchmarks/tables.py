@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import aggregation_tables
 import default_tables
 import evaluation_tables
 import measurement_tables
@@ -41,6 +42,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kernel-cost": performance_tables.kernel_cost,
     "kernel-cost-launches": performance_tables.kernel_cost_launches,
     "bench": performance_tables.bench,
+    "aggregation": aggregation_tables.aggregation,
     "evaluation-files": evaluation_tables.evaluation_files,
     "evaluation": evaluation_tables.evaluation,
     "shift-made-text": measurement_tables.shift_made_text,

@@ -23,6 +23,7 @@ from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
+    from bpc_calib.evaluation.harness_tasks import HarnessTask
 
 HARNESS = "lm_eval:"
 
@@ -151,7 +152,9 @@ def eval_(
     methods = check(opened.config, projections, comparison)
     if projections is not None and "bpc" not in methods and not quiet:
         note("--artifact has no effect: the method bpc is not among --methods")
-    tokenizer, loaded = open_tokenizer(opened), open_weights(opened, quiet)
+    tokenizer = open_tokenizer(opened)
+    harness_tasks = _prepare_harness(wanted, tokenizer, quiet)
+    loaded = open_weights(opened, quiet)
     enable(loaded)
     result: dict[str, Any] = {
         "model": opened.description.id,
@@ -160,7 +163,8 @@ def eval_(
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
-    _run_harness(result, write, wanted, methods, loaded, tokenizer, projections, quiet)
+    if harness_tasks:
+        _run_harness(result, write, harness_tasks, wanted, methods, loaded, tokenizer, projections, quiet)
     write(result)
     if as_json:
         print_json(result)
@@ -200,14 +204,25 @@ def _length(text: str) -> int:
 
 def _check_harness(tasks: list[str]) -> None:
     if tasks:
-        from bpc_calib.evaluation import harness
+        from bpc_calib.evaluation.harness_tasks import check
 
-        harness.check(tasks)
+        check(tasks)
+
+
+def _prepare_harness(wanted: _Comparison, tokenizer: Any, quiet: bool) -> "list[HarnessTask]":
+    """The tasks of lm_eval with their data."""
+    if not wanted.harness_tasks:
+        return []
+    from bpc_calib.evaluation.harness_tasks import prepare
+
+    with working("Loading the data of lm_eval's tasks", quiet):
+        return prepare(wanted.harness_tasks, tokenizer, wanted.lengths, wanted.rules["seed"])
 
 
 def _run_harness(
     result: dict[str, Any],
     write: Callable[[dict[str, Any]], None],
+    tasks: "list[HarnessTask]",
     wanted: _Comparison,
     methods: tuple[str, ...],
     model: Any,
@@ -216,15 +231,12 @@ def _run_harness(
     quiet: bool,
 ) -> None:
     """Add the rows of lm_eval's tasks; what is known is written before each, in case lm_eval fails."""
-    if not wanted.harness_tasks:
-        return
     from bpc_calib.evaluation import harness
 
-    for task in wanted.harness_tasks:
+    settings = {"limit": result["settings"]["prompts"], "raw": result["settings"]["raw"], **wanted.rules}
+    for task in tasks:
         if result["rows"]:
             write(result)
-        limit = result["settings"]["prompts"]
-        with working(f"Running {HARNESS}{task}", quiet):
-            result["rows"] += harness.run(
-                model, tokenizer, artifact, task, methods, wanted.budgets, limit=limit, **wanted.rules
-            )
+        length = "" if task.tokens is None else f", {task.tokens:,} tokens"
+        with working(f"Running {HARNESS}{task.name}{length}", quiet):
+            result["rows"] += harness.run(model, tokenizer, artifact, task, methods, wanted.budgets, **settings)

@@ -43,15 +43,16 @@ def _print_harness(rows: list[dict[str, Any]], model: str) -> None:
     """The metrics of lm_eval, with its own names: one line per method and budget."""
     from rich.table import Table
 
-    for task in dict.fromkeys(row["task"] for row in rows):
-        own = [row for row in rows if row["task"] == task]
+    for task, tokens in dict.fromkeys((row["task"], row["tokens"]) for row in rows):
+        own = [row for row in rows if (row["task"], row["tokens"]) == (task, tokens)]
         names = list(dict.fromkeys(name for row in own for name in row["metrics"] if "," in name))
         table = Table("method", "budget", *map(printable, names))
         for row in own:
-            budget = "" if row["budget"] is None else _of_tokens(row["budget"], None)
+            budget = "" if row["budget"] is None else _of_tokens(row["budget"], tokens)
             cells = [f"{row['metrics'][name]:.4g}" if name in row["metrics"] else "" for name in names]
             table.add_row(METHODS[row["method"]].label, budget, *cells)
-        print_table(f"{printable(model)}: {printable(task)}, {own[0]['prompts']} documents", table)
+        length = "" if tokens is None else f", {tokens:,} tokens"
+        print_table(f"{printable(model)}: {printable(task)}{length}, {own[0]['prompts']} documents", table)
 
 
 def _print_figures(title: str, cells: list[_Cell], columns: Mapping[str, Callable[[dict[str, Any]], str]]) -> None:

@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "calibration_memory calibration_plan calibration_time demo_model engine_run evaluation fingerprint "
-    "fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head needles other_engines "
-    "outlier_needle pictures position_shift projections real_decode real_models real_suite real_text "
-    "steady_decode tables".split()
+    "aggregation aggregation_model calibration_memory calibration_plan calibration_time demo_model engine_run "
+    "evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head "
+    "needles other_engines outlier_needle pictures position_shift projections real_decode real_models real_suite "
+    "real_text steady_decode tables".split()
 )
 
 
@@ -180,6 +180,35 @@ def test_the_demo_model_trains(run, tmp_path):
     weights = (tmp_path / "model.safetensors").read_bytes()
     run("training/demo_model.py", tmp_path, "--tiny")  # goes on after the last step: nothing is left to do
     assert (tmp_path / "model.safetensors").read_bytes() == weights
+
+
+def test_the_aggregation_model_trains_and_is_measured(run, tmp_path):
+    model, output = tmp_path / "model", tmp_path / "result.json"
+    run("training/aggregation_model.py", model, "--tiny")
+    (line,) = map(json.loads, (model / "log.jsonl").read_text().splitlines())
+    assert (line["step"], line["of"], line["length"]) == (3, 3, 256)
+    run("benchmarks/aggregation.py", "--tiny", "--model", model, "-o", output)
+    result = json.loads(output.read_text())
+    assert result["command"] == "python aggregation.py --tiny --model model -o result.json"
+    assert len(result["rows"]) == 2 * (1 + 2)
+    assert {row["prompts"] for row in result["rows"]} == {2}
+    assert all(math.isfinite(number) for number in numbers(result))
+
+
+def test_the_aggregation_model_learns_the_answers_alone(monkeypatch):
+    """Every sequence is a prompt of the task and the answer to it, and only the answer counts."""
+    monkeypatch.syspath_prepend(ROOT / "training")
+    made = runpy.run_path(str(ROOT / "training" / "aggregation_model.py"))
+    tokenizer = made["make_tokenizer"]()
+    for seed in range(4):
+        ids, weights, answers = made["sequence"](f"{seed}", tokenizer, 192)
+        assert len(ids) == 193
+        assert (weights.bool() == answers).all()
+        text, answer = tokenizer.decode(ids), tokenizer.decode(ids[1:][answers])
+        said = answer.removesuffix(".").replace(",", "").split()
+        assert f" The {len(said)} most common words are{answer}" in text
+        counts = {word: text.count(f" {word}") for word in re.findall(r"\w+", text.split("Words:", 1)[1])}
+        assert all(counts[word] >= 3 for word in said)
 
 
 def test_the_pictures_are_drawn(run, tmp_path):

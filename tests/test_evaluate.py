@@ -200,6 +200,20 @@ def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
     assert "recall.png: exists and is not a picture" in bpc(*words, "--force").err
 
 
+def test_prompts_are_in_the_chat_template_unless_raw(bpc, tmp_path):
+    folder = tiny.save(tmp_path / "chatting", **LENGTHS)
+    tokenizer = tiny.tokenizer()
+    words = ("eval", "-m", folder, "--tasks", "single", "--methods", "full", "--lengths", "700", "--prompts", "1")
+    words += ("--json",)
+    before = json.loads(bpc(*words).out)
+    tokenizer.chat_template = "{{ bos_token }}<user>{{ messages[0].content }}<assistant>"
+    tokenizer.save_pretrained(folder)
+    said = [json.loads(bpc(*words, *more).out) for more in ((), ("--raw",))]
+    assert [each["settings"]["raw"] for each in said] == [False, True]
+    assert said[1]["rows"] == before["rows"]
+    assert said[0]["rows"][0]["example"]["said"] != before["rows"][0]["example"]["said"]
+
+
 def test_options_without_effect_are_noted(bpc, folder, artifact):
     words = (
         "eval",

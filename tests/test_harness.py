@@ -1,6 +1,7 @@
 """Tasks of lm_eval that a cache decodes: likelihoods, generation, rolling likelihoods."""
 
 import json
+from pathlib import Path
 
 import pytest
 import tiny
@@ -12,9 +13,14 @@ from bpc_calib.evaluation.comparison import HARD
 
 pytest.importorskip("lm_eval")
 
+from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 
 from bpc_calib.evaluation import harness
+from bpc_calib.evaluation.harness_model import harness_model
+from bpc_calib.evaluation.harness_tasks import prepare
 
 CONTEXT = "the old stone bridge over the river saw a small lantern and the garden"
 ANSWER = " carried the coin"
@@ -28,7 +34,7 @@ def model():
 
 
 def adapter(model, method="full", budget=3):
-    return harness.harness_model(
+    return harness_model(
         model, tiny.tokenizer(), lambda: make_cache(method, model.config, None, budget, seed=0, **HARD)
     )
 
@@ -108,7 +114,7 @@ def test_every_answer_is_decoded(model):
             steps.append(key_states.shape[2])
             return super().update(key_states, *arguments, **more)
 
-    counted = harness.harness_model(model, tiny.tokenizer(), lambda: Counting(model.config, budget=3, **HARD))
+    counted = harness_model(model, tiny.tokenizer(), lambda: Counting(model.config, budget=3, **HARD))
     counted.generate_until(ask("generate_until", CONTEXT, {"until": [], "max_gen_toks": 5}))
     prefix = len(CONTEXT.encode())  # with BOS, without the last byte
     assert steps == [prefix] * 3 + [1] * 15
@@ -159,3 +165,104 @@ def test_unknown_tasks_of_lm_eval_are_refused(bpc, model_folder):
         assert ran.err.startswith("Error: ")
         assert message in ran.err
         assert len(ran.err.splitlines()) == 1
+
+
+RULER = Path(pytest.importorskip("lm_eval").__file__).parent / "tasks" / "ruler"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+class Listening:
+    """A tokenizer that remembers the texts of prompts."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.heard = tokenizer, []
+
+    def __call__(self, text, **more):
+        self.heard.append(text)
+        return self.tokenizer(text, **more)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+class Recorder(HFLM):
+    """lm_eval's own model, which remembers the texts of prompts and answers nothing."""
+
+    def generate_until(self, requests, disable_tqdm=False):
+        self.heard = [request.args[0] for request in requests]
+        return [""] * len(requests)
+
+
+def prompts_of_lm_eval(model, tokenizer, folder, task, length, chat):
+    """The prompts of lm_eval's own run, as `lm_eval --seed 5 --metadata ...` makes them."""
+    tokenizer.save_pretrained(folder)
+    path = Path(task)
+    manager = TaskManager(
+        include_path=str(path.parent) if path.suffix else None,
+        include_defaults=not path.suffix,
+        metadata={"tokenizer": str(folder), "max_seq_lengths": [length]},
+    )
+    recorder = Recorder(pretrained=model, tokenizer=tokenizer, backend="causal")
+    seeds = {f"{name}_seed": 5 for name in ("random", "numpy_random", "torch_random", "fewshot_random")}
+    simple_evaluate(
+        recorder,
+        tasks=[path.stem],
+        task_manager=manager,
+        limit=2,
+        apply_chat_template=chat,
+        bootstrap_iters=0,
+        verbosity="ERROR",
+        **seeds,
+    )
+    return recorder.heard
+
+
+def check_prompts(model, folder, tasks, lengths, chat=False):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE if chat else None
+    expected = [
+        prompts_of_lm_eval(model, tokenizer, folder, task, length, chat) for task in tasks for length in lengths
+    ]
+    listening = Listening(tokenizer)
+    for task, prompts in zip(prepare(tasks, listening, lengths, seed=5), expected, strict=True):
+        listening.heard.clear()
+        task.tasks[0].config.generation_kwargs["max_gen_toks"] = 2  # not 128: the prompts are what counts here
+        rows = harness.run(model, listening, None, task, ["full", "bpc-online"], [0.1], limit=2, seed=5, **HARD)
+        assert len(prompts) == 2
+        assert listening.heard == prompts * 2  # the same for both methods
+        assert [row["method"] for row in rows] == ["full", "bpc-online"]
+        assert {(row["tokens"], row["prompts"]) for row in rows} == {(task.tokens, 2)}
+        assert all(f"{task.tokens},none" in row["metrics"] for row in rows)
+        assert all(value >= 0 for row in rows for value in row["metrics"].values())
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("names", "chat"), [(("niah_single_1", "niah_multikey_3"), False), (("niah_multikey_2",), True)]
+)
+def test_the_prompts_of_rulers_tasks_are_those_of_lm_eval(tmp_path, names, chat):
+    """By the paths of their files: lm_eval reads all of its tasks to find a name."""
+    model = tiny.model(max_position_embeddings=1024)
+    enable(model)
+    tasks = [f"{RULER / name}.yaml" for name in names]
+    for prompts in check_prompts(model, tmp_path, tasks, [800], chat):
+        assert all((prompt.startswith("<user>"), "<assistant>" in prompt) == (chat, chat) for prompt in prompts)
+        assert all(400 < len(prompt) <= 800 for prompt in prompts)
+
+
+@pytest.mark.slow  # lm_eval reads all of its tasks seven times
+def test_the_prompts_of_rulers_other_tasks_without_a_network_are_those_of_lm_eval(tmp_path):
+    model = tiny.model(max_position_embeddings=4096)
+    enable(model)
+    check_prompts(model, tmp_path, ["ruler_vt", "ruler_cwe", "ruler_fwe"], [2048, 3000])
+
+
+def test_a_task_whose_data_cannot_be_loaded_is_one_line(tmp_path):
+    (tmp_path / "broken.yaml").write_text(
+        f"task: broken\ndataset_path: {tmp_path / 'none'}\noutput_type: generate_until\n"
+    )
+    with pytest.raises(InputError, match=r"^lm_eval:.*broken\.yaml: its data cannot be loaded: [^\n]+$"):
+        prepare([str(tmp_path / "broken.yaml")], tiny.tokenizer(), [512], seed=0)

@@ -10,6 +10,7 @@ import tiny
 from bpc_calib import InputError
 from bpc_calib.evaluation.evaluate import draw_prompts
 from bpc_calib.evaluation.fact_tasks import needle
+from bpc_calib.evaluation.frame import make_frame
 from bpc_calib.evaluation.problem import score
 from bpc_calib.evaluation.prompts import OPENING, hide, largest
 from bpc_calib.evaluation.tasks import GROWING, RULER, TASKS
@@ -195,6 +196,34 @@ def test_a_prompt_has_the_exact_length_and_all_statements(task, bos):
         places = [text.index(statement) for statement in dict.fromkeys(problem.statements)]
         assert places == sorted(places)
         assert tokenizer.decode(prompt.ids[-prompt.question :]) == problem.question + problem.start
+
+
+def test_a_chat_template_stands_around_text_and_question():
+    tokenizer = tiny.tokenizer()
+    raw = make_frame(tokenizer)
+    tokenizer.chat_template = "{{ bos_token }}<user>{{ messages[0].content | trim }}</user><assistant>"
+    assert make_frame(tokenizer, raw=True) == raw
+    for task in ("needle", "tracking", "frequent-words"):
+        (prompt,) = draw_prompts(task, tokenizer, 3000, 1, 0, make_frame(tokenizer))
+        assert len(prompt.ids) + prompt.answer == 3000
+        assert prompt.ids.count(257) == 1
+        problem, text = prompt.problem, tokenizer.decode(prompt.ids)
+        assert text.startswith("<s><user>")
+        end = f"{problem.question}</user><assistant>{problem.start.lstrip()}"
+        assert text.endswith(end)
+        assert tokenizer.decode(prompt.ids[-prompt.question :]) == end
+        assert all(statement in text for statement in problem.statements)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [("{{ raise_exception('no user') }}", "cannot be used: no user"), ("hello", "does not show the user's message")],
+)
+def test_a_chat_template_that_cannot_be_used_is_refused(template, message):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=f"^the model's chat template {message}.*--raw"):
+        make_frame(tokenizer)
 
 
 def test_a_prompt_has_the_exact_length_if_tokens_span_sentences():

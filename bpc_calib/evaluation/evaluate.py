@@ -88,7 +88,7 @@ def evaluate(
     tasks, prompts, seed = comparison.tasks, comparison.prompts, comparison.seed
     texts = _draw_texts(setting) if TEXT in tasks else None
     steps = [(length, task) for length in comparison.lengths for task in tasks]
-    frame = make_frame(tokenizer, comparison.raw)
+    frame = None if set(tasks) == {TEXT} else make_frame(tokenizer, comparison.raw)
     drawn = {
         (length, task): draw_prompts(task, tokenizer, length, prompts, seed, frame)
         for length, task in steps
