@@ -69,9 +69,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     """
 
     is_compileable = False  # otherwise `generate` compiles the model on CUDA by default
-    layer_class: type[SparseLayer] = (
-        WholeStepLayer  # a subclass of BPCCache sets another class to rank tokens differently
-    )
+    layer_class: type[SparseLayer] = WholeStepLayer  # a subclass of BPCCache sets another to rank tokens differently
 
     def __init__(
         self,

@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import choose, encode_with, step
+from bpc_calib.backends.dispatch import choose, encode_with
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.appending import Slots
-from bpc_calib.backends.dispatch import choose, encode_with, fit
-from bpc_calib.errors import ModelError
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.selection import worst_first
