@@ -29,7 +29,7 @@ def generate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
             path = Path(folder) / "prompt.txt"
             path.write_text(prompt)
             found = bpc(
-                "generate", "-m", subject.model, "-a", subject.artifact("score-aware"), "--prompt-file", path,
+                "generate", "--raw", "-m", subject.model, "-a", subject.artifact("score-aware"), "--prompt-file", path,
                 "--max-new-tokens", settings["new"], "--compare", "--json", "-q",
             )  # fmt: skip
             found.pop("model"), found.pop("artifact")  # paths
