@@ -28,19 +28,21 @@ def generate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
         for prompt in _texts(subject, settings["lengths"], settings["new"]):
             path = Path(folder) / "prompt.txt"
             path.write_text(prompt)
-            found = bpc(
-                "generate", "--raw", "-m", subject.model, "-a", subject.artifact("score-aware"), "--prompt-file", path,
-                "--max-new-tokens", settings["new"], "--compare", "--json", "-q",
-            )  # fmt: skip
-            found.pop("model"), found.pop("artifact")  # paths
-            for run in (found, found["full_attention"]):
-                run.pop("text", None)
-                run["tokens"] = len(run["tokens"])
-            rows.append(found)
-            ours, theirs = (run["tokens_per_second"] or 0 for run in (found, found["full_attention"]))
-            print(
-                f"{found['prompt_tokens']:,} tokens: {ours:.1f} tokens/s, full attention {theirs:.1f}", file=sys.stderr
-            )
+            for projections, artifact in (("calibrated", subject.artifact("score-aware")), ("online", "online")):
+                found = bpc(
+                    "generate", "--raw", "-m", subject.model, "-a", artifact, "--prompt-file", path,
+                    "--max-new-tokens", settings["new"], "--compare", "--json", "-q",
+                )  # fmt: skip
+                found.pop("model"), found.pop("artifact")  # paths
+                for run in (found, found["full_attention"]):
+                    run.pop("text", None)
+                    run["tokens"] = len(run["tokens"])
+                rows.append({"projections": projections} | found)
+                ours, theirs = (run["tokens_per_second"] or 0 for run in (found, found["full_attention"]))
+                print(
+                    f"{found['prompt_tokens']:,} tokens, {projections}: {ours:.1f} tokens/s, full attention {theirs:.1f}",
+                    file=sys.stderr,
+                )
     return {"rows": rows}
 
 

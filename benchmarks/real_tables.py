@@ -137,13 +137,18 @@ def generate(results: Results) -> str:
     for model, found in models(results, "generate").items():
         for row in found["rows"]:
             ours, theirs = (run["tokens_per_second"] for run in (row, row["full_attention"]))
-            ratio = f"{ours / theirs:.2f}" if ours and theirs else ""
+            # Behind the prefill: the first step follows the preparing.
+            behind = [
+                (run["tokens"] - 1) / run["tokens_per_second"] if run["tokens_per_second"] else 0
+                for run in (row, row["full_attention"])
+            ]
+            ratio = f"{behind[1] / (behind[0] + row['prepare_seconds']):.2f}" if all(behind) else ""
             speeds = [f"{speed:.1f}" if speed else "" for speed in (ours, theirs)]
             share = "" if row["kv_bytes_share"] is None else f"{percent(row['kv_bytes_share'])} %"
-            lines.append([model, f"{row['prompt_tokens']:,}", share, *speeds, ratio])
-    return (
-        table(["model", "tokens", "KV read", "BPC, tokens/s", "full attention", "ratio"], lines) if lines else NOTHING
-    )
+            times = [f"{row[name]:.2f}" for name in ("prefill_seconds", "prepare_seconds")]
+            lines.append([model, f"{row['prompt_tokens']:,}", row["projections"], share, *times, *speeds, ratio])
+    heads = ["model", "tokens", "projections", "KV read", "prefill, s", "preparing, s", "BPC, tokens/s"]
+    return table([*heads, "full attention, tokens/s", "speedup behind the prefill"], lines) if lines else NOTHING
 
 
 def engines(results: Results) -> str:
