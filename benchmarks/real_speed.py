@@ -40,7 +40,7 @@ def generate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
                 rows.append({"projections": projections} | found)
                 ours, theirs = (run["tokens_per_second"] or 0 for run in (found, found["full_attention"]))
                 print(
-                    f"{found['prompt_tokens']:,} tokens, {projections}: {ours:.1f} tokens/s, full attention {theirs:.1f}",
+                    f"{found['prompt_tokens']:,} tokens, {projections}: {ours:.1f} tokens/s, full {theirs:.1f}",
                     file=sys.stderr,
                 )
     return {"rows": rows}
