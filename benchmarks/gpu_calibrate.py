@@ -44,7 +44,7 @@ def _one(keys: Tensor) -> Callable[[], Any]:
 
 def _fit(keys: Tensor) -> Callable[[], Any]:
     root = torch.randn(KV_HEADS, 2 * DIM, DIM, generator=torch.Generator(device()).manual_seed(1), device=device())
-    method = next(each for each in PROJECTION_METHODS.values() if each.power is not None)
+    method = next(each for each in PROJECTION_METHODS.values() if each.metric)
     return functools.partial(
         fit, keys, 64, iterations=method.iterations, rounds=method.rounds, metric=root.mT @ root / (2 * DIM),
         centred=method.centred,

@@ -15,11 +15,12 @@ import report
 import torch
 from torch import Tensor
 
-from bpc_calib import describe, fit, query_metric
+from bpc_calib import describe, fit
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.positions import shift_offsets, spread_positions
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS
 from bpc_calib.method.fitting import residual_norms
+from bpc_calib.method.metric import score_metric
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 from bpc_calib.text.corpora import open_corpus
@@ -100,7 +101,7 @@ def collect(
 def residuals(own: tuple[Tensor, Tensor], others: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The residual of each head on the fitted keys and on others, as a share of their length in the metric."""
     keys, moment = own
-    metric = None if METHOD.power is None else query_metric(moment, METHOD.power, METHOD.dominant_power)
+    metric = score_metric(moment)
     found = fit(
         keys,
         bits,

@@ -6,14 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpc_calib.method.fitting import fit
-from bpc_calib.method.metric import query_metric, second_moment
+from bpc_calib.method.metric import score_metric, second_moment
 from bpc_calib.runtime.online_fit import (
     ASKED,
-    DOMINANT_POWER,
     FITTED,
     ITERATIONS,
     NEWEST,
-    POWER,
     ROUNDS,
     fit_online,
     join,
@@ -56,7 +54,7 @@ def test_chunks_keep_their_queries_with_their_places():
 
 
 def by_hand(keys, queries, bits=32):
-    metric = query_metric(second_moment(queries), POWER, DOMINANT_POWER)
+    metric = score_metric(second_moment(queries))
     generator = torch.Generator().manual_seed(7)
     return fit(keys, bits, iterations=ITERATIONS, rounds=ROUNDS, metric=metric, centred=True, generator=generator)
 

@@ -42,7 +42,7 @@ def _metadata(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[
             "name": method.name,
             "bits": plan.bits,
             "iterations": method.iterations,
-            "metric": method.power is not None,
+            "metric": method.metric,
             "least_squares": method.rounds,
             "centred": method.centred,
             "position_shift": plan.position_shift,

@@ -10,7 +10,7 @@ from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import fit
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.method.fitting import Fit, residual_norms
-from bpc_calib.method.metric import query_metric
+from bpc_calib.method.metric import query_metric, score_metric
 
 __all__ = ["LayerFit", "fit_layers", "layers_at_once"]
 
@@ -61,8 +61,9 @@ def fit_layers(
     if device.type == "cpu":
         heads = max(heads, torch.get_num_threads())  # each thread fits a head
     metric = None
-    if moments is not None and method.power is not None:
-        metric = query_metric(moments.flatten(0, 1), method.power, method.dominant_power)
+    if moments is not None and method.metric:
+        flat = moments.flatten(0, 1)
+        metric = score_metric(flat) if method.power is None else query_metric(flat, method.power)
     fits: list[Fit] = []
     measured: list[Tensor] = []
     for first in range(0, len(keys), heads):

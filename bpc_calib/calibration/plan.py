@@ -46,7 +46,7 @@ class Plan:
     @property
     def summed(self) -> list[int]:
         """The samples whose queries' moments are summed for the query metric."""
-        return [] if self.method.power is None else self.fitted
+        return self.fitted if self.method.metric else []
 
     @property
     def held_out_keys_per_head(self) -> int:
@@ -74,7 +74,7 @@ class Plan:
         """Bytes of the artifact's tensors; its header adds a few kilobytes."""
         model = self.model
         method, dim = self.method, model.head_dim
-        numbers = self.bits * dim + self.bits + 1 + (method.power is not None) * dim * dim + method.centred * dim
+        numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
         return len(model.full_layers) * model.kv_heads * numbers * 4
 
 

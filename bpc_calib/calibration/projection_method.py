@@ -13,8 +13,8 @@ class ProjectionMethod:
     summary: str
     iterations: int  # steps per bit
     rounds: int  # least-squares updates of the projection
-    power: float | None  # exponent of the query metric; None: no metric
-    dominant_power: float | None  # its exponent for what nearly every query asks; None: the same
+    metric: bool  # whether errors are measured in the query metric
+    power: float | None  # exponent of the metric in all its directions; None: `score_metric`
     centred: bool  # subtract the mean key first
     shift: bool  # shift positions by default
 
@@ -28,8 +28,8 @@ PROJECTION_METHODS = {
             "makes the error of the attention scores small",
             iterations=8,
             rounds=6,
-            power=0.25,
-            dominant_power=0.75,
+            metric=True,
+            power=None,
             centred=True,
             shift=True,
         ),
@@ -38,8 +38,8 @@ PROJECTION_METHODS = {
             "follows the paper's Algorithm 1 as printed",
             iterations=1,
             rounds=0,
+            metric=False,
             power=None,
-            dominant_power=None,
             centred=False,
             shift=False,
         ),

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from bpc_calib.backends.dispatch import fit
 from bpc_calib.method.fitting import Fit
-from bpc_calib.method.metric import query_metric, second_moment
+from bpc_calib.method.metric import score_metric, second_moment
 
 __all__ = ["ASKED", "Asked", "fit_online", "join", "observed_places", "spread"]
 
 # An online fit delays the first step, so it is short: 4 iterations per bit, as in the authors' release, 2 rounds of
 # least squares, and at most so many keys: more keys do not improve it (docs/projections.md).
 ITERATIONS, ROUNDS, FITTED = 4, 2, 2048
-POWER, DOMINANT_POWER = 0.25, 0.75  # as in calibration
 ASKED = 512  # queries that are kept of a prompt, as many as the metric needs
 NEWEST = 64  # of these the last tokens, because the next queries are most like them
 
@@ -65,7 +64,7 @@ def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: 
         queries = asked.queries.unflatten(1, (keys.shape[1], -1))
         if visible is not None:
             queries = queries * visible[:, None, None, asked.places.to(visible.device), None]
-        metric = query_metric(second_moment(queries.flatten(2, 3)), POWER, DOMINANT_POWER)
+        metric = score_metric(second_moment(queries.flatten(2, 3)))
     if visible is None:
         keys = keys[:, :, spread(keys.shape[2], FITTED).to(keys.device)]
     else:  # all of them, because a short sequence in a long batch has few
