@@ -169,10 +169,17 @@ def test_whole_steps_keep_what_single_stages_keep():
     made = []
     for kind in (plain, BPCCache):
         cache, logits = kind(model.config, tiny.artifact(model.config, metric=True, centred=True), **rules), []
-        for length, before in ((80, lambda: None), (1, lambda: None), (1, lambda: None), (1, lambda: cache.crop(-1)),
-                               (1, lambda: cache.rewind(81)), (1, lambda: None), (300, lambda: None), (1, lambda: None),
-                               (1, lambda: None)):  # fmt: skip
-            before()
+        for length, undo in (
+            (80, None),
+            (1, None),
+            (1, None),
+            (1, cache.crop),
+            (1, cache.rewind),
+            (300, None),
+            (1, None),
+        ):
+            if undo is not None:
+                undo(-1 if undo == cache.crop else 81)
             with torch.no_grad():
                 logits.append(model(ids(length, seed=length), past_key_values=cache).logits[:, -1])
         made.append((cache, torch.stack(logits)))
