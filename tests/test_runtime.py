@@ -169,10 +169,17 @@ def test_whole_steps_keep_what_single_stages_keep():
     made = []
     for kind in (plain, BPCCache):
         cache, logits = kind(model.config, tiny.artifact(model.config, metric=True, centred=True), **rules), []
-        for length, before, by in ((80, "", 0), (1, "", 0), (1, "", 0), (1, "crop", -1), (1, "rewind", 81), (1, "", 0),
-                                   (300, "", 0), (1, "", 0), (1, "", 0)):  # fmt: skip
-            if before:
-                getattr(cache, before)(by)
+        for length, undo in (
+            (80, None),
+            (1, None),
+            (1, None),
+            (1, cache.crop),
+            (1, cache.rewind),
+            (300, None),
+            (1, None),
+        ):
+            if undo is not None:
+                undo(-1 if undo == cache.crop else 81)
             with torch.no_grad():
                 logits.append(model(ids(length, seed=length), past_key_values=cache).logits[:, -1])
         made.append((cache, torch.stack(logits)))
@@ -599,60 +606,6 @@ def test_kv_bytes_counts_what_a_step_reads(rules, per_key, listed):
     codes = 2 * (100 * per_key + 4 * listed)  # codes and gains of 2 heads, and the part of the safeguard's list read
     assert cache.kv_bytes(100) == (2 * (5 * token + codes) + 100 * token, 3 * 100 * token)
     assert cache.kv_bytes(4) == (3 * 4 * token, 3 * 4 * token)
-
-
-def test_the_bytes_of_a_step_by_what_they_are():
-    model = tiny.model("gemma3_text")  # layer 0 has a sliding window of 16
-    enable(model)
-    cache = BPCCache(model.config, budget=5, min_tokens=9, dense_layers=(1,))
-    assert cache.kv_parts(100).full == 0
-    generate(model, ids(40), past_key_values=cache)
-    token = 2 * 2 * 16 * 4  # keys and values, 2 heads of 16, float32
-    parts = cache.kv_parts(100)
-    assert (parts.sliding, parts.dense) == (15 * token, 100 * token)
-    assert (parts.ranking, parts.chosen, parts.minimum) == (100 * 2 * 9, 5 * token, 4 * token)
-    assert cache.kv_bytes(100) == (parts.read, parts.full) == (124 * token + 1800, 215 * token)
-
-
-@pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated", "online"])
-def test_prepare_hashes_what_the_next_step_would(calibrated):
-    model = enabled()
-    artifact = tiny.artifact(model.config) if calibrated else None
-    inputs = ids(40, rows=2)
-    mask = torch.ones_like(inputs)
-    mask[0, :7] = 0
-    made = []
-    for prepares in (False, True):
-        cache = BPCCache(model.config, artifact, **SMALL)
-        with torch.no_grad():
-            model(inputs[:, :39], attention_mask=mask[:, :39], past_key_values=cache)
-            if prepares:
-                cache.prepare(mask[:, :39])
-                assert [layer.hashed for layer in cache.layers] == [39] * 3
-                fitted = [layer.projection for layer in cache.layers]
-                cache.prepare(mask[:, :39])
-                assert all(one is layer.projection for one, layer in zip(fitted, cache.layers, strict=True))
-            made.append(model(inputs[:, 39:], attention_mask=mask, past_key_values=cache).logits)
-        assert [layer.hashed for layer in cache.layers] == [40] * 3
-    if calibrated:
-        assert torch.equal(*made)
-    with pytest.raises(InputError, match=r"attention_mask must be \[2, 40\] like the cache, not \[2, 3\]"):
-        cache.prepare(mask[:, :3])
-
-
-def test_prepare_does_nothing_where_the_next_step_chooses_nothing():
-    model = enabled()
-    for rules in ({"budget": 1.0}, {"min_tokens": 41}, {"min_context": 42}):
-        cache = BPCCache(model.config, dense_layers=(), **({"budget": 5, "min_tokens": 1} | rules))
-        cache.prepare()
-        with torch.no_grad():
-            model(ids(40), past_key_values=cache)
-        cache.prepare()
-        assert [layer.hashed for layer in cache.layers] == [0, 0, 0]
-        with torch.no_grad():
-            model(ids(1), past_key_values=cache)
-        cache.prepare()
-        assert [layer.hashed for layer in cache.layers] == [0 if rules == {"budget": 1.0} else 41] * 3
 
 
 def test_below_min_context_a_step_is_full_attention_and_reads_all_of_it():
