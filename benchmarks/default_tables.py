@@ -73,7 +73,7 @@ def defaults(results: Results) -> str:
             ],
             [
                 "query metric",
-                "power 1/4",
+                "power 1/4, see below",
                 "recall and mass rise on both models, and answers hold or rise. The whole metric (power 1) raises "
                 f"recall more but *loses* answers: {eight_gain[0]} to {whole[0]} % and {eight_gain[1]} to {whole[1]} % "
                 f"at 0.25 %; without the gain {eight_some[0]} to {whole_plain[0]} % and {eight_some[1]} to "
