@@ -2,7 +2,7 @@
 
 It follows only the definitions in docs/generating.md, in float64 and without speed: plain transformers caches, one
 sequence and KV head at a time, and the literal algorithms for codes, scores and the set. It shares no code with the
-runtime except `fit`, which has its own tests.
+runtime except `fit` and `score_metric`, which have their own tests.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import eager_mask
 
 from bpc_calib.method.fitting import fit
+from bpc_calib.method.metric import score_metric
 
 NAME = "masked_reference"
 NUDGE = 16  # size of a nudge in units of eps times the vector's RMS: what earlier layers may have rounded
@@ -37,13 +38,17 @@ class ReferenceCache(DynamicCache):
         self.rules = rules
         self.sparse_layers = sparse_layers
         self.calibrated = {} if artifact is None else artifact.layers
-        self.online: dict[int, Tensor] = {}  # [batch, kv_heads, bits, head_dim]
+        # By layer: projection, metric and mean, each [batch, kv_heads, ...]; before that, the queries of steps with
+        # several tokens, [batch, heads, head_dim] by place.
+        self.online: dict[int, list[Tensor]] = {}
+        self.asked: dict[int, dict[int, Tensor]] = {layer: {} for layer in sparse_layers}
         self.guarded = dict.fromkeys(sparse_layers, 0)
 
     def projection(self, layer: int, row: int, head: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if layer in self.calibrated:
             return of_head(self.calibrated[layer], head)
-        return self.online[layer][row, head], None, None
+        projection, metric, mean = (tensor[row, head] for tensor in self.online[layer])
+        return projection, metric, mean
 
     def nudged(self, tensor: Tensor) -> Tensor:
         if self.nudge is None:
@@ -58,24 +63,35 @@ class ReferenceCache(DynamicCache):
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = 0
         self.online = {}
+        self.asked = {layer: {} for layer in self.sparse_layers}
         self.guarded = dict.fromkeys(self.sparse_layers, 0)
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         length = int(self.get_seq_length())  # in transformers 5.17 a tensor of the cache, which counts on
         self.guarded = {layer: min(count, length) for layer, count in self.guarded.items()}
+        self.asked = {
+            layer: {place: query for place, query in asked.items() if place < length}
+            for layer, asked in self.asked.items()
+        }
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)
-        self.online = {layer: projection[beam_idx] for layer, projection in self.online.items()}
+        self._rebatch(lambda tensor: tensor[beam_idx])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        self.online = {layer: projection.repeat_interleave(repeats, 0) for layer, projection in self.online.items()}
+        self._rebatch(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        self.online = {layer: projection[indices] for layer, projection in self.online.items()}
+        self._rebatch(lambda tensor: tensor[indices])
+
+    def _rebatch(self, change: Any) -> None:
+        self.online = {layer: [change(tensor) for tensor in tensors] for layer, tensors in self.online.items()}
+        self.asked = {
+            layer: {place: change(query) for place, query in asked.items()} for layer, asked in self.asked.items()
+        }
 
 
 @contextmanager
@@ -110,6 +126,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **argume
     if isinstance(cache, ReferenceCache) and layer in cache.sparse_layers:
         if query.shape[2] > 1:
             cache.guarded[layer] = key.shape[2]
+            first = key.shape[2] - query.shape[2]
+            cache.asked[layer] |= {first + i: query[:, :, i] for i in range(query.shape[2])}
         else:
             _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scale)
     weights = logits.softmax(-1)
@@ -127,12 +145,12 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, sc
     if all(k == len(tokens) for k, tokens in zip(wanted, visible, strict=True)):
         return
     if layer not in cache.calibrated and layer not in cache.online:
-        cache.online[layer] = torch.stack(
-            [
-                torch.stack([_online(key[row, head, visible[row]], rules) for head in range(heads)])
-                for row in range(batch)
-            ]
-        )
+        found = [
+            _online(key[row, head, visible[row]], _asked(cache.asked[layer], row, head, group, visible[row]), rules)
+            for row in range(batch)
+            for head in range(heads)
+        ]
+        cache.online[layer] = [torch.stack(each).unflatten(0, (batch, heads)) for each in zip(*found, strict=True)]
     for row in range(batch):
         for head in range(heads):
             queries = query[row, head * group : (head + 1) * group, 0]
@@ -143,9 +161,18 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, sc
             logits[row, head * group : (head + 1) * group, 0, outside] = -torch.inf
 
 
-def _online(keys: Tensor, rules: dict[str, Any]) -> Tensor:
+def _asked(asked: dict[int, Tensor], row: int, head: int, group: int, visible: list[int]) -> Tensor:
+    """Return the queries of one KV head, `[n, D]`, without those of padding."""
+    queries = [query[row, head * group : (head + 1) * group] for place, query in asked.items() if place in visible]
+    return torch.cat(queries)
+
+
+def _online(keys: Tensor, queries: Tensor, rules: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rules["seed"])
-    return fit(keys, rules["bits"], iterations=4, rounds=2, generator=generator).projection
+    metric = score_metric(queries.double().T @ queries.double())
+    found = fit(keys, rules["bits"], iterations=4, rounds=2, metric=metric, centred=True, generator=generator)
+    assert found.mean is not None
+    return found.projection, metric, found.mean
 
 
 def of_head(layer: Any, head: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
