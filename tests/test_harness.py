@@ -140,7 +140,7 @@ def tasks(tmp_path):
     return choice, answer
 
 
-def test_the_command_runs_tasks_of_lm_eval(bpc, model_folder, tasks):
+def test_the_command_runs_tasks_of_lm_eval(quick, bpc, model_folder, tasks):
     names = ",".join(f"lm_eval:{path}" for path in tasks)
     words = ("eval", "-m", model_folder, "--methods", "full,bpc-online", "--budgets", "10", "--prompts", "3")
     ran = bpc(*words, "--tasks", names, "--json")
@@ -220,6 +220,12 @@ def prompts_of_lm_eval(model, tokenizer, folder, task, length, chat):
     return recorder.heard
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """lm_eval describes the machine after every run, which takes seconds."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
 def check_prompts(model, folder, tasks, lengths, chat=False):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE if chat else None
@@ -241,9 +247,11 @@ def check_prompts(model, folder, tasks, lengths, chat=False):
 
 
 @pytest.mark.parametrize(
-    ("names", "chat"), [(("niah_single_1", "niah_multikey_3"), False), (("niah_multikey_2",), True)]
+    ("names", "chat"),
+    [(("niah_single_1", "niah_multikey_3"), False), (("niah_multikey_2",), True)],
+    ids=["raw", "chat"],
 )
-def test_the_prompts_of_rulers_tasks_are_those_of_lm_eval(tmp_path, names, chat):
+def test_the_prompts_of_rulers_tasks_are_those_of_lm_eval(tmp_path, quick, names, chat):
     """By the paths of their files: lm_eval reads all of its tasks to find a name."""
     model = tiny.model(max_position_embeddings=1024)
     enable(model)
@@ -253,11 +261,11 @@ def test_the_prompts_of_rulers_tasks_are_those_of_lm_eval(tmp_path, names, chat)
         assert all(400 < len(prompt) <= 800 for prompt in prompts)
 
 
-@pytest.mark.slow  # lm_eval reads all of its tasks seven times
-def test_the_prompts_of_rulers_other_tasks_without_a_network_are_those_of_lm_eval(tmp_path):
+@pytest.mark.slow  # lm_eval reads all of its tasks six times
+def test_the_prompts_of_rulers_other_tasks_without_a_network_are_those_of_lm_eval(tmp_path, quick):
     model = tiny.model(max_position_embeddings=4096)
     enable(model)
-    check_prompts(model, tmp_path, ["ruler_vt", "ruler_cwe", "ruler_fwe"], [2048, 3000])
+    check_prompts(model, tmp_path, ["ruler_vt", "ruler_cwe", "ruler_fwe"], [2048])
 
 
 def test_a_task_whose_data_cannot_be_loaded_is_one_line(tmp_path):
