@@ -45,7 +45,7 @@ def calibrate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 # In this order; each with its settings. `generate`, `decode` and `engines` want a machine that does nothing else.
 PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
-    "calibrate": (calibrate, {"samples": 60, "sequence_length": 2048}),
+    "calibrate": (calibrate, {"samples": 16, "sequence_length": 8192}),
     "quality": (
         real_quality.quality,
         {"budgets": [0.02, 0.01, 0.005], "forced": 512, "forced_fewer": 128, "texts": 6},
