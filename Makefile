@@ -6,7 +6,7 @@ PYTHON ?= python3
 FLOOR_TORCH ?= torch==2.8.0
 FLOOR_PYTHON ?= python3.10
 FLOORS := numpy==1.26.0 transformers==5.17.0 datasets==4.0.0 filelock==3.21.2 jinja2==3.1.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 \
-  numba==0.61.2 lm_eval==0.4.10 matplotlib==3.8.0 accelerate==1.1.0
+  numba==0.61.2 lm_eval==0.4.13 matplotlib==3.8.0 accelerate==1.1.0
 SOURCES := $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache__/*')
 # Tests side by side, one thread in each: the tensors are tiny, and threads that share a core wait for each other.
 WORKERS ?= 2

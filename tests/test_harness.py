@@ -256,8 +256,11 @@ def check_prompts(model, folder, tokenizer, tasks, lengths, chat=False):
 
 @pytest.mark.parametrize(
     ("names", "chat"),
-    [(("niah_single_1", "niah_multikey_3"), False), (("niah_multikey_2",), True)],
-    ids=["raw", "chat"],
+    [
+        # Two tasks more: `make test-all`, because lm_eval makes 500 prompts of each.
+        pytest.param(("niah_single_1", "niah_multikey_3"), False, id="raw", marks=pytest.mark.slow),
+        pytest.param(("niah_multikey_2",), True, id="chat"),
+    ],
 )
 def test_the_prompts_of_rulers_tasks_are_those_of_lm_eval(tmp_path, quick, names, chat):
     """By the paths of their files: lm_eval reads all of its tasks to find a name."""

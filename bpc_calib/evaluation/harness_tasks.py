@@ -5,7 +5,7 @@ import io
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,7 @@ def _load(task: str, name: str, manager: Any, seed: int) -> list[Any]:
     torch.manual_seed(seed)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            if hasattr(manager, "load"):
-                return list(manager.load([name])["tasks"].values())
-            return list(_leaves(manager.load_task_or_group([name])))  # lm_eval 0.4.10
+            return list(manager.load([name])["tasks"].values())
     except Exception as fault:  # a missing package or file, no network
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         raise InputError(f"lm_eval:{task}: its data cannot be loaded: {reason}") from fault
-
-
-def _leaves(loaded: dict[Any, Any]) -> Iterator[Any]:
-    for each in loaded.values():
-        yield from _leaves(each) if isinstance(each, dict) else [each]
