@@ -8,7 +8,6 @@ training/aggregation_model.py makes. BPC's projections are calibrated on other l
 """
 
 import random
-import sys
 import tempfile
 from pathlib import Path
 
@@ -54,11 +53,7 @@ def main() -> None:
         rules=HARD,
     )
 
-    def show(share: float, what: str) -> None:
-        print(f"\r{share:6.1%} {what}    ", end="", file=sys.stderr, flush=True)
-
-    rows = evaluate(model, tokenizer, artifact, comparison, progress=show)
-    print(file=sys.stderr)
+    rows = evaluate(model, tokenizer, artifact, comparison, progress=report.progress)
     for row in rows:
         print(row["task"], row["tokens"], row["method"], row["budget"], row["score"])
     settings = report.settings(arguments, ("lengths", "prompts", "samples", "sequence_length", "seed")) | HARD

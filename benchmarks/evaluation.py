@@ -3,7 +3,6 @@
 python benchmarks/evaluation.py --lengths 2048 --prompts 300 --output evaluation_2048.json
 """
 
-import sys
 from pathlib import Path
 
 import calibrated
@@ -50,11 +49,7 @@ def main() -> None:
         rules=HARD,
     )
 
-    def show(share: float, what: str) -> None:
-        print(f"\r{share:6.1%} {what}    ", end="", file=sys.stderr, flush=True)
-
-    rows = evaluate(model, tokenizer, artifact, comparison, progress=show)
-    print(file=sys.stderr)
+    rows = evaluate(model, tokenizer, artifact, comparison, progress=report.progress)
     for row in rows:
         figures = {key: value["value"] for key, value in row.items() if isinstance(value, dict) and "value" in value}
         print(row["task"], row["tokens"], row["method"], row["budget"], figures)

@@ -55,7 +55,7 @@ def tasks(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Evaluated:
-    """A model in memory, with the projections of both methods."""
+    """A model in memory, with all its projections."""
 
     def __init__(self, subject: Subject, rules: Mapping[str, Any] | None = None) -> None:
         from bpc_artifacts import load
@@ -66,20 +66,23 @@ class _Evaluated:
 
         self.model, self.tokenizer = load_model(subject.model), load_tokenizer(subject.model)
         enable(self.model)
-        self.artifacts = {"bpc": load(subject.artifact("score-aware")), "paper": load(subject.artifact("paper"))}
+        artifacts = {name: load(subject.artifact(name)) for name in subject.projections}
+        self.artifacts = {"bpc": artifacts.pop("score-aware"), **artifacts}
         self.corpora = [open_corpus(spec) for spec in subject.corpora("held-out")]
         self.rules = HARD if rules is None else rules
 
     def text(
         self, names: Sequence[str] | None, budgets: Sequence[float], lengths: Sequence[int], forced: int, texts: int
     ) -> list[Row]:
-        """Rows on text of these methods, and of the paper's projections on the same text."""
+        """Rows on text of these methods, and of BPC with the other projections on the same text."""
         common = {"tasks": ("text",), "budgets": budgets, "lengths": lengths, "forced": forced, "prompts": texts}
         rows = self._rows("bpc", methods=names, **common)
-        paper = self._rows("paper", methods=("bpc",), **common)
-        for row in paper:
+        others = [
+            row for name in self.artifacts if name != "bpc" for row in self._rows(name, methods=("bpc",), **common)
+        ]
+        for row in others:
             compare(row, next(each for each in rows if each["method"] == "full" and each["tokens"] == row["tokens"]))
-        return [row | {"forced": forced} for row in rows + paper]
+        return [row | {"forced": forced} for row in rows + others]
 
     def questions(
         self, names: Sequence[str], methods: Sequence[str], length: int, prompts: int, budgets: Sequence[float]

@@ -6,13 +6,21 @@ from pathlib import Path
 
 import real_models
 
-__all__ = ["KINDS", "SIDES", "Subject", "digests", "subjects"]
+__all__ = ["KINDS", "PROJECTIONS", "SIDES", "Subject", "digests", "subjects"]
 
 KINDS = ("prose", "code")
 SIDES = ("calibration", "held-out")
 # Tokens per prompt. SmolLM2's limit is 8,192.
 LENGTHS = {"SmolLM2-135M-Instruct": (2048, 8192), "gemma-3-270m": (2048, 8192, 16384)}
 TINY_LENGTHS = (256, 512)
+# The options of `bpc calibrate` that make each artifact.
+PROJECTIONS = {
+    "score-aware": (),
+    "unshifted": ("--no-position-shift",),
+    "paper": ("--method", "paper"),
+}
+# SmolLM2's samples are as long as its limit, so none can be shifted.
+SHIFTED = ("demo", "gemma-3-270m")
 
 
 @dataclass(frozen=True)
@@ -32,9 +40,14 @@ class Subject:
             return ["demo-prose", "demo-code"]
         return [f"{kind}={self.folder / 'text' / side / kind}" for kind in KINDS]
 
-    def artifact(self, method: str) -> Path:
-        """The file with the projections of a method."""
-        return self.folder / f"{self.name}-{method}.safetensors"
+    @property
+    def projections(self) -> list[str]:
+        """The names of its artifacts, the default first."""
+        return [name for name in PROJECTIONS if name != "unshifted" or self.name in SHIFTED]
+
+    def artifact(self, projections: str) -> Path:
+        """The file with these projections."""
+        return self.folder / f"{self.name}-{projections}.safetensors"
 
 
 def subjects(folder: Path, *, tiny: bool) -> list[Subject]:

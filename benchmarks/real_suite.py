@@ -21,7 +21,7 @@ from typing import Any
 
 import real_quality
 import real_speed
-from real_subjects import Subject, digests, subjects
+from real_subjects import PROJECTIONS, Subject, digests, subjects
 from suite_files import link_packages, sources, write
 
 ROOT = Path(__file__).parent.parent
@@ -31,15 +31,15 @@ Part = Callable[[Subject, Mapping[str, Any]], dict[str, Any]]
 
 
 def calibrate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the projections of both methods, with the defaults of `bpc calibrate` but for the amount of text."""
+    """Make all projections of a model, with the defaults of `bpc calibrate` but for the amount of text."""
     rows = []
-    for method in ("score-aware", "paper"):
+    for name in subject.projections:
         words = [word for spec in subject.corpora("calibration") for word in ("--corpus", spec)]
         found = real_speed.bpc(
-            "calibrate", "-m", subject.model, *words, "--method", method, "--samples", settings["samples"],
-            "--sequence-length", settings["sequence_length"], "-o", subject.artifact(method), "--force", "--json", "-q",
+            "calibrate", "-m", subject.model, *words, *PROJECTIONS[name], "--samples", settings["samples"],
+            "--sequence-length", settings["sequence_length"], "-o", subject.artifact(name), "--force", "--json", "-q",
         )  # fmt: skip
-        rows.append({"method": method} | {name: value for name, value in found.items() if not _is_path(value)})
+        rows.append({"projections": name} | {key: value for key, value in found.items() if not _is_path(value)})
     return {"rows": rows}
 
 

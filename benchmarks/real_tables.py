@@ -15,8 +15,12 @@ Row = dict[str, Any]
 PARTS = ("calibrate", "quality", "methods", "defaults", "tasks", "generate", "decode", "engines")
 NOTHING = "Not measured yet: `make real`."
 LENGTH = 8192  # tokens per prompt of the first table and the picture
-HEADLINE = ("full", "oracle", "bpc", "bpc-online", "paper", "random")
-LABELS = {"oracle": "the exact best tokens", "paper": "BPC, `--method paper`"}
+HEADLINE = ("full", "oracle", "bpc", "unshifted", "bpc-online", "paper", "random")
+LABELS = {
+    "oracle": "the exact best tokens",
+    "paper": "BPC, `--method paper`",
+    "unshifted": "BPC, `--no-position-shift`",
+}
 ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transformers"}
 
 
@@ -36,9 +40,9 @@ def headline(results: Results) -> str:
     for model, found in models(results, "quality").items():
         rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH)]
         budgets = sorted({row["budget"] for row in rows if row["budget"]}, reverse=True)
-        for method in HEADLINE:
-            row = next(row for row in rows if row["method"] == method and row["budget"] in (budgets[0], None))
-            lines.append([model, label(method), _read(row), *_figures(row)])
+        first = {row["method"]: row for row in rows if row["budget"] in (budgets[0], None)}
+        for method in (name for name in HEADLINE if name in first):
+            lines.append([model, label(method), _read(first[method]), *_figures(first[method])])
             model = ""
         least = next(row for row in rows if row["method"] == "bpc" and row["budget"] == budgets[-1])
         lines.append(["", f"BPC, {budget_text(budgets[-1])} attended", _read(least), *_figures(least)])
@@ -137,12 +141,11 @@ def generate(results: Results) -> str:
     for model, found in models(results, "generate").items():
         for row in found["rows"]:
             ours, theirs = (run["tokens_per_second"] for run in (row, row["full_attention"]))
-            # Behind the prefill: the first step follows the preparing.
-            behind = [
-                (run["tokens"] - 1) / run["tokens_per_second"] if run["tokens_per_second"] else 0
+            behind = [  # seconds per token behind the prefill
+                (run["prepare_seconds"] + run["decode_seconds"]) / max(1, run["tokens"] - 1)
                 for run in (row, row["full_attention"])
             ]
-            ratio = f"{behind[1] / (behind[0] + row['prepare_seconds']):.2f}" if all(behind) else ""
+            ratio = f"{behind[1] / behind[0]:.2f}" if all(behind) else ""
             speeds = [f"{speed:.1f}" if speed else "" for speed in (ours, theirs)]
             share = "" if row["kv_bytes_share"] is None else f"{percent(row['kv_bytes_share'])} %"
             times = [f"{row[name]:.2f}" for name in ("prefill_seconds", "prepare_seconds")]
@@ -172,9 +175,9 @@ def calibrate(results: Results) -> str:
     for model, found in models(results, "calibrate").items():
         for row in found["rows"]:
             held_out = f"{row['held_out']['residual']:.3f}" if row.get("held_out") else ""
-            about = [model, row["method"], row["algorithm"]["bits"], f"{row['tokens']:,}", f"{row['seconds']:.0f}"]
+            about = [model, row["projections"], row["algorithm"]["bits"], f"{row['tokens']:,}", f"{row['seconds']:.0f}"]
             lines.append([*about, f"{row['residual']:.3f}", held_out])
-    heads = ["model", "method", "bits", "tokens", "seconds", "residual", "on new text"]
+    heads = ["model", "projections", "bits", "tokens", "seconds", "residual", "on new text"]
     return table(heads, lines) if lines else NOTHING
 
 
@@ -209,6 +212,7 @@ def _sorted(rows: Iterable[Row]) -> list[Row]:
 def _order() -> list[str]:
     """The methods as tables list them."""
     order = list(METHODS)
+    order[order.index("bpc-online") : order.index("bpc-online")] = ["unshifted"]
     order.insert(order.index("bpc-online") + 1, "paper")
     return order
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from bpc_calib.bench.machine import machine, without_folder
 
-__all__ = ["machine", "make_parser", "parse", "settings", "without_folder", "write"]
+__all__ = ["machine", "make_parser", "parse", "progress", "settings", "without_folder", "write"]
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -30,6 +30,11 @@ def parse(parser: argparse.ArgumentParser, **tiny: Any) -> argparse.Namespace:
 def settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """The arguments of these names."""
     return {name: getattr(arguments, name) for name in names}
+
+
+def progress(share: float, what: str) -> None:
+    """Show the finished share on one line of stderr, as `evaluate` calls it."""
+    print(f"\r{share:6.1%} {what}    ", end="\n" if share == 1 else "", file=sys.stderr, flush=True)
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:

@@ -1,11 +1,12 @@
 """Tasks of lm_eval by name, and the data that some of them make for a length and a tokenizer, such as RULER's."""
 
 import contextlib
+import functools
 import io
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from bpc_calib.errors import InputError
 
 __all__ = ["HarnessTask", "check", "prepare"]
+
+Managers = Callable[[Path | None], Any]
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,9 @@ def check(tasks: Sequence[str]) -> None:
         import lm_eval  # noqa: F401
     except ImportError as fault:
         raise InputError("tasks of lm_eval need the package lm_eval: pip install 'bpc-calib[eval]'") from fault
+    managers = _managers({})
     for task in tasks:
-        _find(task, {})
+        _find(task, managers)
 
 
 def prepare(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int], seed: int) -> list[HarnessTask]:
@@ -53,9 +57,10 @@ def prepare(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int], seed: 
     found = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
+        metadata: dict[str, Any] = {"tokenizer": folder}
+        managers = _managers(metadata)
         for task in tasks:
-            metadata: dict[str, Any] = {"tokenizer": folder}
-            name, manager = _find(task, metadata)
+            name, manager = _find(task, managers)
             for length in lengths:
                 metadata["max_seq_lengths"] = [length]  # the manager reads this when it loads a task
                 loaded = _load(task, name, manager, seed)
@@ -66,18 +71,32 @@ def prepare(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int], seed: 
     return found
 
 
-def _find(task: str, metadata: dict[str, Any]) -> tuple[str, Any]:
-    """Return the name of a task and the `TaskManager` that has it; FOLDER/NAME.yaml is a task of the user's."""
+def _managers(metadata: dict[str, Any]) -> Managers:
+    """Return a function of a folder with the user's tasks, or None for those of lm_eval, to its `TaskManager`.
+
+    Each is made once, because lm_eval reads every task's file for that, which takes seconds.
+    """
     from lm_eval.tasks import TaskManager
 
+    @functools.cache
+    def make(folder: Path | None) -> Any:
+        if folder is None:
+            return TaskManager(metadata=metadata)
+        return TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)
+
+    return make
+
+
+def _find(task: str, managers: Managers) -> tuple[str, Any]:
+    """Return the name of a task and the `TaskManager` that has it; FOLDER/NAME.yaml is a task of the user's."""
     path = Path(task)
     if path.suffix == ".yaml":
         if not path.is_file():
             raise InputError(f"{task}: there is no such file")
-        manager = TaskManager(include_path=str(path.parent), include_defaults=False, metadata=metadata)
+        manager = managers(path.parent)
         name, fault = path.stem, f"{task} does not define a task named {path.stem!r}"
     else:
-        manager, name = TaskManager(metadata=metadata), task
+        manager, name = managers(None), task
         fault = f"lm_eval has no task {task!r}: `lm_eval ls tasks` lists its tasks"
     if not manager.match_tasks([name]):
         raise InputError(fault)
