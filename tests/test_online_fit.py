@@ -1,12 +1,15 @@
 """Online projections: which queries are kept of a prompt, and what the fit makes of them."""
 
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bpc_calib
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.metric import score_metric, second_moment
+from bpc_calib.runtime import preparing
 from bpc_calib.runtime.online_fit import (
     ASKED,
     FITTED,
@@ -86,3 +89,28 @@ def test_without_queries_the_fit_is_centred_and_has_no_metric():
     found = fit_online(keys, None, None, 32, 7)
     assert found.metric is None
     torch.testing.assert_close(found.mean[0, 0], keys[0, 0].mean(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("at_once", [1, 8, 64])
+def test_layers_are_fitted_together_as_they_are_alone(at_once, padded, monkeypatch):
+    """The same bytes, with 3 layers of 4 heads: one layer at a time, two and one, all."""
+    monkeypatch.setattr(preparing, "HEADS_AT_ONCE", at_once)
+    model = tiny.model("llama")
+    bpc_calib.enable(model)
+    ids, mask = torch.randint(250, (2, 300), generator=torch.Generator().manual_seed(0)), torch.ones(2, 300)
+    mask[0, : 100 * padded] = 0
+    caches = [bpc_calib.BPCCache(model.config, budget=20, min_tokens=1, dense_layers=()) for _ in range(2)]
+    for cache in caches:
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+    caches[0].prepare(mask)
+    for together, alone in zip(*(cache.layers for cache in caches), strict=True):
+        alone.prepare(mask)
+        assert torch.equal(together.projection, alone.projection)
+        assert torch.equal(together.encoder.mean, alone.encoder.mean)
+        assert torch.equal(together.encoder.metric, alone.encoder.metric)
+        assert torch.equal(together.buffers["codes"][:, :, :300], alone.buffers["codes"][:, :, :300])
+        assert together.asked is None
+    with pytest.raises(bpc_calib.InputError, match=r"must be \[2, 300\] like the cache, not \[2, 7\]"):
+        caches[0].prepare(mask[:, :7])

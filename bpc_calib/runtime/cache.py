@@ -17,6 +17,7 @@ from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
+from bpc_calib.runtime.preparing import prepare
 from bpc_calib.runtime.rules import Ranking, Rules, ranking_defaults
 from bpc_calib.runtime.whole_step import WholeStepLayer
 
@@ -216,9 +217,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         Raises:
             InputError: the mask does not fit the cache.
         """
-        for layer in self.layers:
-            if isinstance(layer, BPCLayer):
-                layer.prepare(attention_mask)
+        prepare([layer for layer in self.layers if isinstance(layer, BPCLayer)], attention_mask)
 
 
 def check_layers(config: Any, model: ModelDescription) -> list[Any]:

@@ -10,6 +10,7 @@ from bpc_calib.backends.dispatch import choose, encode_with
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.method.fitting import Fit
 from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.runtime.layers import SparseLayer
@@ -92,22 +93,45 @@ class BPCLayer(SparseLayer):
 
     def prepare(self, mask: Tensor | None) -> None:
         """Hash the cached tokens if the next step with one token chooses among them; the mask is `[batch, N]`."""
+        visible = self.visible(mask)
+        if self.will_choose(visible):
+            self.hash(visible)
+
+    def visible(self, mask: Tensor | None) -> Tensor | None:
+        """Return a mask of the cached tokens as bool on their device; None: none is padding."""
         length = self.get_seq_length()
-        if not length:
-            return
-        if mask is not None and tuple(mask.shape) != (self.keys.shape[0], length):
+        if not length or mask is None:
+            return None
+        if tuple(mask.shape) != (self.keys.shape[0], length):
             raise InputError(
                 f"attention_mask must be [{self.keys.shape[0]}, {length}] like the cache, not {list(mask.shape)}"
             )
-        visible = None if mask is None or mask.all() else mask.to(self.keys.device).bool()
+        return None if mask.all() else mask.to(self.keys.device).bool()
+
+    def will_choose(self, visible: Tensor | None) -> bool:
+        """Return whether the next step with one token chooses among the cached tokens."""
+        length = self.get_seq_length()
         longest = length if visible is None else int(visible.sum(-1).max())
-        if self.count(longest + 1) <= longest:
-            self.hash(visible)
+        return bool(longest) and self.count(longest + 1) <= longest
+
+    def unfitted(self) -> bool:
+        """Return whether the layer waits for online projections."""
+        return self.calibrated is None and self.projection is None
+
+    def take_fit(self, fitted: Fit) -> None:
+        """Hash with these online projections from now on."""
+        dtype = self.keys.dtype
+        self.encoder = make_encoder(fitted.projection, dtype, metric=fitted.metric, mean=fitted.mean)
+        self.projection, self.asked = fitted.projection.to(dtype), None
 
     def hash(self, visible: Tensor | None) -> Tensor:
         """Compute the codes, errors and gains of the tokens that have none yet; return the projection."""
-        if self.projection is None or self.encoder is None:
-            self.projection, self.encoder = self._begin(visible)
+        if self.unfitted():
+            self.take_fit(fit_online(self.keys, self.asked, visible, self.rules.bits, self.rules.seed))
+        elif self.projection is None:
+            self._take_calibrated()
+        assert self.projection is not None
+        assert self.encoder is not None
         length = self.get_seq_length()
         while self.hashed < length:
             end = min(length, self.hashed + HASHED_AT_ONCE)
@@ -120,14 +144,10 @@ class BPCLayer(SparseLayer):
             self.hashed = end
         return self.projection
 
-    def _begin(self, visible: Tensor | None) -> tuple[Tensor, Encoder]:
-        """Return the projection and its encoder: calibrated, or fitted to the keys that are cached now."""
+    def _take_calibrated(self) -> None:
+        """Hash with the artifact's projections from now on."""
+        assert self.calibrated is not None
         keys = self.keys
-        if self.calibrated is None:
-            fitted = fit_online(keys, self.asked, visible, self.rules.bits, self.rules.seed)
-            self.asked = None
-            encoder = make_encoder(fitted.projection, keys.dtype, metric=fitted.metric, mean=fitted.mean)
-            return fitted.projection.to(keys.dtype), encoder
         projection, metric, mean = (
             None if array is None else torch.from_numpy(array).to(keys.device)
             for array in (self.calibrated.projection, self.calibrated.metric, self.calibrated.mean)
@@ -137,4 +157,5 @@ class BPCLayer(SparseLayer):
             raise ModelError(
                 f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {projection.shape[0]}"
             )
-        return projection.to(keys.dtype), make_encoder(projection, keys.dtype, metric=metric, mean=mean)
+        self.projection = projection.to(keys.dtype)
+        self.encoder = make_encoder(projection, keys.dtype, metric=metric, mean=mean)

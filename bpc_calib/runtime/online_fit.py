@@ -9,11 +9,11 @@ from bpc_calib.backends.dispatch import fit
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.metric import score_metric, second_moment
 
-__all__ = ["ASKED", "Asked", "fit_online", "join", "observed_places", "spread"]
+__all__ = ["ASKED", "Asked", "fit_online", "fitted_places", "join", "observed_places", "spread"]
 
 # An online fit delays the first step, so it is short: 4 iterations per bit, as in the authors' release, 2 rounds of
 # least squares, and at most so many keys: more keys do not improve it (docs/projections.md).
-ITERATIONS, ROUNDS, FITTED = 4, 2, 2048
+ITERATIONS, ROUNDS, FITTED = 4, 2, 1024
 ASKED = 512  # queries that are kept of a prompt, as many as the metric needs
 NEWEST = 64  # of these the last tokens, because the next queries are most like them
 
@@ -29,6 +29,11 @@ class Asked:
 def spread(count: int, most: int) -> Tensor:
     """Return at most `most` indices below `count`, ascending and evenly spaced; the last is always among them."""
     return (torch.arange(1, min(count, most) + 1) * count) // min(count, most) - 1
+
+
+def fitted_places(count: int) -> Tensor:
+    """Return the at most `FITTED` of `count` keys that projections are fitted to, without padding."""
+    return spread(count, FITTED)
 
 
 def observed_places(count: int) -> Tensor:
@@ -66,7 +71,7 @@ def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: 
             queries = queries * visible[:, None, None, asked.places.to(visible.device), None]
         metric = score_metric(second_moment(queries.flatten(2, 3)))
     if visible is None:
-        keys = keys[:, :, spread(keys.shape[2], FITTED).to(keys.device)]
+        keys = keys[:, :, fitted_places(keys.shape[2]).to(keys.device)]
     else:  # all of them, because a short sequence in a long batch has few
         weights = visible.unsqueeze(1).expand(keys.shape[:3])
     return fit(
