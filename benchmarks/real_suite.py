@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in arguments.parts or list(PARTS):
         shown = {key: value for key, value in settings(name, arguments).items() if key not in ("llama_cpp", "vllm")}
         result = about | {"settings": shown, "models": {}}
-        for subject in subjects(arguments.folder, tiny=arguments.tiny):
+        for subject in filter(lambda each: each.takes(name), subjects(arguments.folder, tiny=arguments.tiny)):
             kept = arguments.folder / "finished" / f"{name}-{subject.name}.json"
             found = finished(kept, subject, result)
             if found is None:
