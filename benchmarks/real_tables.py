@@ -171,6 +171,29 @@ def generate(results: Results) -> str:
     return table([*heads, "full attention, tokens/s", "speedup behind the prefill"], lines) if lines else NOTHING
 
 
+def decode(results: Results) -> str:
+    """What a decoding step takes, and the same model without attention."""
+    lines = []
+    for model, found in models(results, "decode").items():
+        times = {(row["length"], row["form"], row["products"]): row for row in found["rows"]}
+        for length, form in dict.fromkeys((row["length"], row["form"]) for row in found["rows"]):
+            each = [times[length, form, products]["milliseconds"] for products in ("oneDNN", "torch's own")]
+            hashing = times[length, form, "oneDNN"]["hashing_milliseconds"]
+            lines.append(
+                [model, f"{length:,}", form, *(f"{ms:.1f}" for ms in each), f"{hashing:.0f}" if hashing else ""]
+            )
+            model = ""
+    heads = [
+        "model",
+        "tokens",
+        "form",
+        "ms a step, oneDNN",
+        "ms a step, torch's own products",
+        "hashing the prompt, ms",
+    ]
+    return table(heads, lines) if lines else NOTHING
+
+
 def engines(results: Results) -> str:
     """What a user of a CPU would take instead."""
     lines = []
@@ -211,7 +234,8 @@ def files(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "real-short": short, "real-headline": headline, "real-text": text, "real-corpora": corpora, "real-layers": layers,
     "real-methods": methods, "real-defaults": defaults, "real-asked": asked, "real-tasks": tasks,
-    "real-generate": generate, "real-engines": engines, "real-calibrate": calibrate, "real-files": files,
+    "real-generate": generate, "real-decode": decode, "real-engines": engines, "real-calibrate": calibrate,
+    "real-files": files,
 }  # fmt: skip
 
 
