@@ -39,8 +39,10 @@ def methods(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 def defaults(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """BPC as `bpc generate` decodes: with its dense layers and its least number of tokens."""
     names, lengths = ("full", "oracle", "bpc"), subject.lengths[:2]
-    evaluated = _Evaluated(subject, rules={})
-    return {"rows": evaluated.text(names, settings["budgets"], lengths, settings["forced"], settings["texts"])}
+    rows = _Evaluated(subject, rules={}).text(
+        names, settings["budgets"], lengths, settings["forced"], settings["texts"], others=False
+    )
+    return {"rows": rows}
 
 
 def tasks(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
