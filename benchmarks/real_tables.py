@@ -39,18 +39,20 @@ def short(results: Results) -> str:
     lines = []
     for model, found in models(results, "generate").items():
         losses = models(results, "defaults").get(model, {"rows": []})["rows"]
-        for row in (row for row in found["rows"] if row["projections"] == "calibrated" and row["tokens"] > 1):
-            prompt, share = row["prompt_tokens"], row["kv_bytes_share"]
+        shortest = min(row["prompt_tokens"] for row in found["rows"])
+        for row in found["rows"]:
+            prompt, share, calibrated = row["prompt_tokens"], row["kv_bytes_share"], row["projections"] == "calibrated"
+            if row["tokens"] < 2 or not (calibrated or prompt == shortest):
+                continue
             # The evaluated lengths include the forced tokens; the prompt leaves room for the new ones.
             near = [each for each in losses if each["method"] == "bpc" and 0.85 < prompt / each["tokens"] <= 1]
             speeds = [run["tokens_per_second"] for run in (row["full_attention"], row)]
-            figures = [f"{share:.0%}", _spread(near[0]["loss_difference"]) if near else ""]
-            lines.append(
-                [model, f"{prompt:,}", *figures, *(f"{speed:.1f}" for speed in speeds), f"{_speedup(row):.2f}"]
-            )
+            loss = _spread(near[0]["loss_difference"]) if near and calibrated else ""
+            about = [model, f"{prompt:,}", row["projections"], f"{percent(share, 0)} %", loss]
+            lines.append([*about, *(f"{speed:.1f}" for speed in speeds), f"{_speedup(row):.2f}"])
             model = ""
-    heads = ["model", "prompt, tokens", "KV bytes read", "loss", "full attention, tokens/s", "BPC, tokens/s", "speedup"]
-    return table(heads, lines) if lines else NOTHING
+    heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "full attention, tokens/s"]
+    return table([*heads, "BPC, tokens/s", "speedup"], lines) if lines else NOTHING
 
 
 def headline(results: Results) -> str:
