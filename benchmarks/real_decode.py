@@ -84,16 +84,15 @@ def measure(model: Any, artifact: Any, length: int, new: int, repeats: int) -> l
     """A row per form and kind of products at one length of the prompt, printed as they are made."""
     forms = make_forms(model, artifact, length)
     rows = []
-    for name, allowed in PRODUCTS.items():
+    for products, allowed in PRODUCTS.items():
         for form in forms.values():
             form.taken.clear()
         with torch.backends.mkldnn.flags(enabled=allowed):
             for _ in range(repeats):
-                for form in forms.values():
-                    form.taken += steps(model, form.cache, length)
-                forms[LIMIT].taken += limit(model, forms[LIMIT].cache, length)
-        print(f"{length:,} tokens, products by {name}")
-        rows += [{"length": length, "products": name, **row} for row in summary(forms, length, new)]
+                for name, form in forms.items():
+                    form.taken += (limit if name == LIMIT else steps)(model, form.cache, length)
+        print(f"{length:,} tokens, products by {products}")
+        rows += [{"length": length, "products": products, **row} for row in summary(forms, length, new)]
     return rows
 
 

@@ -10,16 +10,21 @@ __all__ = ["defaults", "methods", "quality", "tasks"]
 
 Row = dict[str, Any]
 # Full attention, its best approximation, BPC and the least that one can do.
-MAIN = ("full", "oracle", "bpc", "bpc-online", "random")
+FIRST = ("full", "oracle", "bpc", "bpc-online")
+MAIN = (*FIRST, "random")
 
 
 def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The main methods on text at every length: many forced tokens at the first budget, fewer at the others."""
-    evaluated, (first, *others) = _Evaluated(subject), settings["budgets"]
-    rows = evaluated.text(MAIN, [first], subject.lengths, settings["forced"], settings["texts"])
-    if others:
-        some = [name for name in MAIN if name in ("full", "oracle", "bpc")]
-        rows += evaluated.text(some, others, subject.lengths[:2], settings["forced_fewer"], settings["texts"])
+    """The first methods on text, with many forced tokens; with fewer: what is less, other budgets, longer texts."""
+    evaluated, (first, *smaller), texts = _Evaluated(subject), settings["budgets"], settings["texts"]
+    many, fewer = settings["forced"], settings["forced_fewer"]
+    short, long = subject.lengths[:2], subject.lengths[2:]
+    rows = evaluated.text(FIRST, [first], short, many, texts, others=False)
+    rows += evaluated.text(("full", "random"), [first], short, fewer, texts)
+    if smaller:
+        rows += evaluated.text(("full", "oracle", "bpc"), smaller, short, fewer, texts)
+    if long:
+        rows += evaluated.text(FIRST, [first], long, fewer, texts, others=False)
     return {"rows": rows}
 
 
@@ -34,8 +39,10 @@ def methods(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 def defaults(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """BPC as `bpc generate` decodes: with its dense layers and its least number of tokens."""
     names, lengths = ("full", "oracle", "bpc"), subject.lengths[:2]
-    evaluated = _Evaluated(subject, rules={})
-    return {"rows": evaluated.text(names, settings["budgets"], lengths, settings["forced"], settings["texts"])}
+    rows = _Evaluated(subject, rules={}).text(
+        names, settings["budgets"], lengths, settings["forced"], settings["texts"], others=False
+    )
+    return {"rows": rows}
 
 
 def tasks(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,17 +79,25 @@ class _Evaluated:
         self.rules = HARD if rules is None else rules
 
     def text(
-        self, names: Sequence[str] | None, budgets: Sequence[float], lengths: Sequence[int], forced: int, texts: int
+        self,
+        names: Sequence[str] | None,
+        budgets: Sequence[float],
+        lengths: Sequence[int],
+        forced: int,
+        texts: int,
+        *,
+        others: bool = True,
     ) -> list[Row]:
-        """Rows on text of these methods, and of BPC with the other projections on the same text."""
+        """Rows on text of these methods, and with `others` of BPC with the other projections on the same text."""
         common = {"tasks": ("text",), "budgets": budgets, "lengths": lengths, "forced": forced, "prompts": texts}
         rows = self._rows("bpc", methods=names, **common)
-        others = [
-            row for name in self.artifacts if name != "bpc" for row in self._rows(name, methods=("bpc",), **common)
-        ]
-        for row in others:
-            compare(row, next(each for each in rows if each["method"] == "full" and each["tokens"] == row["tokens"]))
-        return [row | {"forced": forced} for row in rows + others]
+        for name in [name for name in self.artifacts if name != "bpc" and others]:
+            for row in self._rows(name, methods=("bpc",), **common):
+                compare(
+                    row, next(each for each in rows if each["method"] == "full" and each["tokens"] == row["tokens"])
+                )
+                rows.append(row)
+        return [row | {"forced": forced} for row in rows]
 
     def questions(
         self, names: Sequence[str], methods: Sequence[str], length: int, prompts: int, budgets: Sequence[float]

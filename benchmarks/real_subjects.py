@@ -40,6 +40,10 @@ class Subject:
             return ["demo-prose", "demo-code"]
         return [f"{kind}={self.folder / 'text' / side / kind}" for kind in KINDS]
 
+    def takes(self, part: str) -> bool:
+        """Whether a part measures this model: `decode` takes tokens back, which sliding-window layers cannot."""
+        return part != "decode" or not self.name.startswith("gemma")
+
     @property
     def projections(self) -> list[str]:
         """The names of its artifacts, the default first."""

@@ -48,11 +48,11 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "calibrate": (calibrate, {"samples": 16, "sequence_length": 8192}),
     "quality": (
         real_quality.quality,
-        {"budgets": [0.02, 0.01, 0.005], "forced": 512, "forced_fewer": 128, "texts": 6},
+        {"budgets": [0.02, 0.01, 0.005], "forced": 512, "forced_fewer": 128, "texts": 4},
     ),
-    "methods": (real_quality.methods, {"budgets": [0.02], "forced": 64, "texts": 6}),
-    "defaults": (real_quality.defaults, {"budgets": [0.02], "forced": 128, "texts": 6}),
-    "tasks": (real_quality.tasks, {"tasks": None, "budgets": [0.02], "tried": 10, "least": 0.5, "prompts": 30}),
+    "methods": (real_quality.methods, {"budgets": [0.02], "forced": 64, "texts": 4}),
+    "defaults": (real_quality.defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
+    "tasks": (real_quality.tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (real_speed.generate, {"lengths": [2048, 4096, 8192], "new": 64}),
     "decode": (real_speed.decode, {"lengths": [2048, 4096, 8000]}),
     "engines": (real_speed.engines, {"lengths": [2048, 8000]}),
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in arguments.parts or list(PARTS):
         shown = {key: value for key, value in settings(name, arguments).items() if key not in ("llama_cpp", "vllm")}
         result = about | {"settings": shown, "models": {}}
-        for subject in subjects(arguments.folder, tiny=arguments.tiny):
+        for subject in filter(lambda each: each.takes(name), subjects(arguments.folder, tiny=arguments.tiny)):
             kept = arguments.folder / "finished" / f"{name}-{subject.name}.json"
             found = finished(kept, subject, result)
             if found is None:

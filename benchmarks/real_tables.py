@@ -34,12 +34,34 @@ def label(method: str) -> str:
     return LABELS.get(method) or METHODS[method].label
 
 
+def short(results: Results) -> str:
+    """What a user of `bpc generate` pays and gets: loss, bytes and speed with its default settings."""
+    lines = []
+    for model, found in models(results, "generate").items():
+        losses = models(results, "defaults").get(model, {"rows": []})["rows"]
+        shortest = min(row["prompt_tokens"] for row in found["rows"])
+        for row in found["rows"]:
+            prompt, share, calibrated = row["prompt_tokens"], row["kv_bytes_share"], row["projections"] == "calibrated"
+            if row["tokens"] < 2 or not (calibrated or prompt == shortest):
+                continue
+            # The evaluated lengths include the forced tokens; the prompt leaves room for the new ones.
+            near = [each for each in losses if each["method"] == "bpc" and 0.85 < prompt / each["tokens"] <= 1]
+            speeds = [run["tokens_per_second"] for run in (row["full_attention"], row)]
+            loss = _spread(near[0]["loss_difference"]) if near and calibrated else ""
+            about = [model, f"{prompt:,}", row["projections"], f"{percent(share, 0)} %", loss]
+            lines.append([*about, *(f"{speed:.1f}" for speed in speeds), f"{_speedup(row):.2f}"])
+            model = ""
+    heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "full attention, tokens/s"]
+    return table([*heads, "BPC, tokens/s", "speedup"], lines) if lines else NOTHING
+
+
 def headline(results: Results) -> str:
     """Both models at the first budget, with code and prose together."""
     lines = []
     for model, found in models(results, "quality").items():
         rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH)]
         budgets = sorted({row["budget"] for row in rows if row["budget"]}, reverse=True)
+        rows.sort(key=lambda row: row["forced"])  # those with the most forced tokens replace the others
         first = {row["method"]: row for row in rows if row["budget"] in (budgets[0], None)}
         for method in (name for name in HEADLINE if name in first):
             lines.append([model, label(method), _read(first[method]), *_figures(first[method])])
@@ -141,17 +163,37 @@ def generate(results: Results) -> str:
     for model, found in models(results, "generate").items():
         for row in found["rows"]:
             ours, theirs = (run["tokens_per_second"] for run in (row, row["full_attention"]))
-            behind = [  # seconds per token behind the prefill
-                (run["prepare_seconds"] + run["decode_seconds"]) / max(1, run["tokens"] - 1)
-                for run in (row, row["full_attention"])
-            ]
-            ratio = f"{behind[1] / behind[0]:.2f}" if all(behind) else ""
             speeds = [f"{speed:.1f}" if speed else "" for speed in (ours, theirs)]
             share = "" if row["kv_bytes_share"] is None else f"{percent(row['kv_bytes_share'])} %"
             times = [f"{row[name]:.2f}" for name in ("prefill_seconds", "prepare_seconds")]
-            lines.append([model, f"{row['prompt_tokens']:,}", row["projections"], share, *times, *speeds, ratio])
+            lines.append(
+                [model, f"{row['prompt_tokens']:,}", row["projections"], share, *times, *speeds, f"{_speedup(row):.2f}"]
+            )
     heads = ["model", "tokens", "projections", "KV read", "prefill, s", "preparing, s", "BPC, tokens/s"]
     return table([*heads, "full attention, tokens/s", "speedup behind the prefill"], lines) if lines else NOTHING
+
+
+def decode(results: Results) -> str:
+    """What a decoding step takes, and the same model without attention."""
+    lines = []
+    for model, found in models(results, "decode").items():
+        times = {(row["length"], row["form"], row["products"]): row for row in found["rows"]}
+        for length, form in dict.fromkeys((row["length"], row["form"]) for row in found["rows"]):
+            each = [times[length, form, products]["milliseconds"] for products in ("oneDNN", "torch's own")]
+            hashing = times[length, form, "oneDNN"]["hashing_milliseconds"]
+            lines.append(
+                [model, f"{length:,}", form, *(f"{ms:.1f}" for ms in each), f"{hashing:.0f}" if hashing else ""]
+            )
+            model = ""
+    heads = [
+        "model",
+        "tokens",
+        "form",
+        "ms a step, oneDNN",
+        "ms a step, torch's own products",
+        "hashing the prompt, ms",
+    ]
+    return table(heads, lines) if lines else NOTHING
 
 
 def engines(results: Results) -> str:
@@ -192,15 +234,25 @@ def files(results: Results) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "real-headline": headline, "real-text": text, "real-corpora": corpora, "real-layers": layers,
+    "real-short": short, "real-headline": headline, "real-text": text, "real-corpora": corpora, "real-layers": layers,
     "real-methods": methods, "real-defaults": defaults, "real-asked": asked, "real-tasks": tasks,
-    "real-generate": generate, "real-engines": engines, "real-calibrate": calibrate, "real-files": files,
+    "real-generate": generate, "real-decode": decode, "real-engines": engines, "real-calibrate": calibrate,
+    "real-files": files,
 }  # fmt: skip
 
 
 def longest(rows: Iterable[Row], most: int) -> int:
     """The greatest length of these rows up to a limit."""
     return max(row["tokens"] for row in rows if row["tokens"] <= most)
+
+
+def _speedup(row: Row) -> float:
+    """Full attention's seconds per token behind the prefill, hashing included, over BPC's."""
+    ours, theirs = (
+        (run["prepare_seconds"] + run["decode_seconds"]) / max(1, run["tokens"] - 1)
+        for run in (row, row["full_attention"])
+    )
+    return theirs / ours
 
 
 def _sorted(rows: Iterable[Row]) -> list[Row]:
