@@ -200,7 +200,7 @@ def test_preempted_requests_go_on(engine, monkeypatch):
         return preempt(*arguments)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
-    prompts = [ids(pages * PAGE - 4, seed=pages + i) for i, pages in enumerate((9, 10, 9, 10))]
+    prompts = [ids(pages * PAGE - 4, seed=100 + i) for i, pages in enumerate((9, 10, 9, 10))]
     with engine.checked(monkeypatch) as counted:
         answers, _ = engine.generate(*prompts, new=60)
     assert preempted
