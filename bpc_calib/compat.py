@@ -23,6 +23,7 @@ __all__ = [
     "keep_compiled",
     "read_gguf",
     "sampling_loop",
+    "set_torch_threads",
 ]
 
 
@@ -48,6 +49,13 @@ def eager_attention(module: Any) -> Any:
 def sampling_loop(model: Any) -> Any:
     """Return transformers' loop of greedy decoding and sampling, as a function with the model as first argument."""
     return type(model)._sample
+
+
+def set_torch_threads(count: int) -> None:
+    """Set torch's number of threads, also where vLLM has replaced `torch.set_num_threads` by one that does nothing."""
+    import torch
+
+    torch._C.set_num_threads(count)  # type: ignore[attr-defined]
 
 
 def generate_arguments() -> dict[str, Any]:

@@ -31,6 +31,7 @@ ROOMS = {
     "runtime": {"errors", "compat", "method", "models", "backends"},
     "evaluation": {"errors", "method", "models", "text", "runtime"},
     "bench": {"errors", "compat", "method", "models", "backends", "runtime"},
+    "serving": {"errors", "method", "models", "backends", "runtime"},
 }
 # The only modules of `backends` that other subpackages may import.
 OPEN_BACKENDS = {"dispatch", "limits", "pages"}

@@ -18,6 +18,7 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import Fit
+from bpc_calib.method.paging import CodePages
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
@@ -31,8 +32,11 @@ __all__ = [
     "fit",
     "make_ready",
     "named",
+    "read_codes",
+    "read_tokens",
     "sparse_attention",
     "step",
+    "write_codes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -175,6 +179,21 @@ def dense_attention(
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     """`bpc_calib.method.stepping.step`."""
     return _serving(_attention_request(query, hashed.slots.keys, hashed.slots.values)).step(query, hashed, k, choice)
+
+
+def write_codes(encoded: Encoded, slots: Tensor, pages: CodePages) -> None:
+    """`bpc_calib.method.paging.write_codes`."""
+    find(slots.device).write_codes(encoded, slots, pages)
+
+
+def read_codes(pages: CodePages, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.paging.read_codes`."""
+    return find(table.device).read_codes(pages, table, lengths)
+
+
+def read_tokens(cache: Tensor, where: Tensor, table: Tensor, indices: Tensor) -> Tensor:
+    """`bpc_calib.method.paging.read_tokens`."""
+    return find(table.device).read_tokens(cache, where, table, indices)
 
 
 def _attention_request(query: Tensor, keys: Tensor, values: Tensor) -> Request:

@@ -11,6 +11,7 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import Fit
+from bpc_calib.method.paging import CodePages
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
@@ -91,6 +92,15 @@ class Backend(Protocol):
 
     def step(self, query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
         """`bpc_calib.method.stepping.step`."""
+
+    def write_codes(self, encoded: Encoded, slots: Tensor, pages: CodePages) -> None:
+        """`bpc_calib.method.paging.write_codes`."""
+
+    def read_codes(self, pages: CodePages, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """`bpc_calib.method.paging.read_codes`."""
+
+    def read_tokens(self, cache: Tensor, where: Tensor, table: Tensor, indices: Tensor) -> Tensor:
+        """`bpc_calib.method.paging.read_tokens`."""
 
     def stages(self, query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
         """The stages `project`, `score` and `select` of `choose`, each with those before it: for benchmarks."""

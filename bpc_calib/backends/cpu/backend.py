@@ -5,6 +5,7 @@ from torch import Tensor
 from bpc_calib.backends.cpu import at_once, pipeline
 from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.fitting import fit
+from bpc_calib.backends.cpu.paging import read_codes, read_tokens, write_codes
 from bpc_calib.backends.cpu.paper import popcount_scores
 from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved
@@ -19,8 +20,8 @@ from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query", "serves",
-    "sparse_attention", "stages", "step",
+    "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query",
+    "read_codes", "read_tokens", "serves", "sparse_attention", "stages", "step", "write_codes",
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numba
 import torch
 
 from bpc_calib.backends.pages import in_huge_pages
+from bpc_calib.compat import set_torch_threads
 
 __all__ = ["one_at_a_time", "parts", "run", "scratch", "set_threads"]
 
@@ -24,7 +25,7 @@ def _start_threads() -> None:
     """Have numba start its threads, which makes torch, too, use the whole machine: put that back."""
     before = torch.get_num_threads()
     numba.set_num_threads(1)
-    torch.set_num_threads(before)
+    set_torch_threads(before)
 
 
 def set_threads() -> None:

@@ -1,0 +1,295 @@
+"""The attention of vLLM on a CPU with BPC's decoding steps. Prefill, short sequences and dense layers stay vLLM's."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from bpc_calib.backends import dispatch
+from bpc_calib.errors import ModelError
+from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.paging import CodePages
+from bpc_calib.models.description import describe
+from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
+from bpc_calib.serving.options import Options, count, read_options, rules
+from bpc_calib.serving.packing import packing
+from bpc_calib.serving.projections import LayerProjections, checked_artifact, first_head, layer_projections
+
+__all__ = ["Attention", "Backend", "Metadata", "SparseRows", "sparse_rows"]
+
+_latest: VllmConfig | None = None  # vLLM asks for the size of pages outside of its current config
+
+
+class Backend(CPUAttentionBackend):  # type: ignore[misc]
+    """vLLM's own backend, except for a model that asks for BPC."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        """Return the implementation for the current config.
+
+        Raises:
+            BPCError: the options, the artifact or the model do not fit; the message is one line.
+        """
+        global _latest
+        _latest = get_current_vllm_config()
+        options = read_options(_latest)
+        if options is None:
+            return CPUAttentionBackendImpl
+        check(_latest, options)
+        return Attention
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """Return the class that finds the sparse rows of a step."""
+        return Builder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Give pages room for codes, where a model has layers of several kinds."""
+        config = get_current_vllm_config_or_none() or _latest
+        options = None if config is None else read_options(config)
+        if options is None or spec.page_size_padded is not None or not is_hybrid(config):
+            return spec
+        return with_room(spec, words(checked_artifact(options.artifact, config.model_config.hf_config).metadata))
+
+
+def check(config: VllmConfig, options: Options) -> None:
+    """Raise a `BPCError` unless BPC can serve the model of this config."""
+    artifact = checked_artifact(options.artifact, config.model_config.hf_config)
+    rules(options, artifact)
+    if config.model_config.use_mla:
+        raise ModelError(f"{config.model_config.model}: BPC does not serve multi-head latent attention")
+    if config.cache_config.cache_dtype.startswith("fp8"):
+        raise ModelError("BPC on a CPU does not serve FP8 caches: leave out --kv-cache-dtype")
+
+
+def is_hybrid(config: VllmConfig) -> bool:
+    """Return whether some layers do not attend to everything."""
+    model = describe(config.model_config.hf_config)
+    return len(model.full_layers) < model.num_layers
+
+
+def words(metadata: Any) -> int:
+    """Return the 64-bit words of a code."""
+    return -(-int(metadata["algorithm"]["bits"]) // 64)
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """The requests of a step that choose tokens."""
+
+    tokens: Tensor  # int64 [R], their rows in the queries
+    table: Tensor  # int32 [R, pages]
+    lengths: Tensor  # int64 [R], cached tokens, the new one included
+    k: Tensor  # int64 [R, 1]
+    width: int  # the largest k
+
+
+@dataclass
+class Metadata(CPUAttentionMetadata):  # type: ignore[misc]
+    """vLLM's metadata of a step, and which rows are BPC's."""
+
+    sparse: SparseRows | None = None
+    dense: CPUAttentionMetadata | None = None  # of the other requests
+    dense_tokens: Tensor | None = None  # int64, their rows in the queries
+
+
+class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Finds the sparse rows of a step, once for all layers that share block tables."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        """Return vLLM's metadata, with the sparse rows if the model asks for BPC."""
+        whole = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        options = read_options(self.vllm_config)
+        if options is None or self.window_size != -1:
+            return whole
+        chosen = sparse_requests(self.vllm_config, options, common_attn_metadata)
+        if not chosen.any():
+            return whole
+        made = Metadata(**vars(whole), sparse=sparse_rows(self.vllm_config, options, common_attn_metadata, chosen))
+        if not chosen.all():
+            made.dense_tokens, rest = without(common_attn_metadata, chosen)
+            made.dense = super().build(common_prefix_len, rest, fast_build)
+        return made
+
+
+def sparse_requests(config: VllmConfig, options: Options, common: CommonAttentionMetadata) -> Tensor:
+    """Return which requests choose tokens in this step: bool `[requests]`.
+
+    A single token can also be the rest of a prompt, whose other tokens were cached: it attends to everything, as in a
+    prefill.
+    """
+    one = common.query_start_loc_cpu.diff()[: common.num_reqs] == 1
+    if common.is_prefilling is not None:
+        one &= ~common.is_prefilling[: common.num_reqs]
+    lengths = common.seq_lens[: common.num_reqs]
+    return one & (wanted(config, options, lengths) < lengths)
+
+
+def wanted(config: VllmConfig, options: Options, lengths: Tensor) -> Tensor:
+    """Return how many tokens each sequence attends to: int64."""
+    settings = rules(options, checked_artifact(options.artifact, config.model_config.hf_config))
+    return torch.tensor([count(settings, length) for length in lengths.tolist()], dtype=torch.int64)
+
+
+def sparse_rows(config: VllmConfig, options: Options, common: CommonAttentionMetadata, chosen: Tensor) -> SparseRows:
+    """Return the rows of the chosen requests."""
+    lengths = common.seq_lens[: common.num_reqs][chosen].to(torch.int64)
+    k = wanted(config, options, lengths)
+    return SparseRows(
+        tokens=common.query_start_loc[: common.num_reqs][chosen].to(torch.int64),
+        table=common.block_table_tensor[: common.num_reqs][chosen].contiguous(),
+        lengths=lengths,
+        k=k.unsqueeze(-1),
+        width=int(k.max()),
+    )
+
+
+def without(common: CommonAttentionMetadata, chosen: Tensor) -> tuple[Tensor, CommonAttentionMetadata]:
+    """Return the query rows of the other requests, and vLLM's metadata of these requests alone."""
+    rest, sizes = ~chosen, common.query_start_loc_cpu.diff()[: common.num_reqs]
+    tokens = rest.repeat_interleave(sizes).nonzero().squeeze(-1)
+    starts = torch.cat([sizes.new_zeros(1), sizes[rest].cumsum(0)]).to(common.query_start_loc.dtype)
+    lengths = common.seq_lens[: common.num_reqs][rest]
+    return tokens, dataclasses.replace(
+        common,
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=len(lengths),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(sizes[rest].max()),
+        max_seq_len=int(lengths.max()),
+        block_table_tensor=common.block_table_tensor[: common.num_reqs][rest],
+        slot_mapping=common.slot_mapping[: len(rest.repeat_interleave(sizes))][tokens],
+        is_prefilling=None if common.is_prefilling is None else common.is_prefilling[: common.num_reqs][rest],
+    )
+
+
+class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Hashes keys where they are cached, and attends to the best of them in decoding steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.config = get_current_vllm_config()
+        self.projections: LayerProjections | None = None  # None: the layer attends to everything
+        self.cache: CodeCache | None = None  # None: codes lie behind the pages
+        self.words = 0
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take the projections of this layer, and a cache for its codes.
+
+        Raises:
+            BPCError: BPC cannot serve the layer, or its projections do not fit.
+        """
+        super().process_weights_after_loading(act_dtype)
+        options = read_options(self.config)
+        layers = self.config.compilation_config.static_forward_context
+        name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
+        index = extract_layer_index(name)
+        if options is None or self.sliding_window != -1 or index in options.dense_layers:
+            return
+        self.check(name)
+        artifact = checked_artifact(options.artifact, self.config.model_config.hf_config)
+        self.settings, self.words = rules(options, artifact), words(artifact.metadata)
+        self.projections = layer_projections(artifact, index, self.heads(), act_dtype)
+        if self.projections is None:
+            return
+        dispatch.make_ready(torch.device("cpu"), act_dtype, fitting=False)
+        if not is_hybrid(self.config):
+            self.cache = add_code_cache(self.config, name, self.num_kv_heads, self.words)
+
+    def check(self, name: str) -> None:
+        """Raise `ModelError` if the layer does more than attention over its own cached keys."""
+        for fault, reason in (
+            (self.attn_type != AttentionType.DECODER, f"attention of type {self.attn_type}"),
+            (self.alibi_slopes is not None, "ALiBi"),
+            (bool(self.logits_soft_cap), "a soft cap on the logits"),
+            (self.sinks is not None, "attention sinks"),
+            (self.kv_sharing_target_layer_name is not None, "keys shared with another layer"),
+        ):
+            if fault:
+                raise ModelError(f"{name} has {reason}, which BPC does not serve")
+
+    def heads(self) -> slice:
+        """Return the KV heads of this rank."""
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        ranks = self.config.parallel_config.tensor_parallel_size
+        total = self.config.model_config.get_total_num_kv_heads()
+        first = first_head(total, get_tensor_model_parallel_rank() if ranks > 1 else 0, ranks)
+        return slice(first, first + self.num_kv_heads)
+
+    def pages(self, kv_cache: Tensor) -> CodePages:
+        """Return the codes of this layer."""
+        return behind_pages(kv_cache, self.words) if self.cache is None else self.cache.pages()
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write keys `[tokens, kv_heads, head_dim]` and values as vLLM does, and the codes of the keys."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if self.projections is None:
+            return
+        keys = key[: len(slot_mapping)].transpose(0, 1).unsqueeze(0)
+        encoded = dispatch.encode_with(self.projections.encoder, keys)
+        dispatch.write_codes(encoded, slot_mapping.to(torch.int64), self.pages(kv_cache))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the attention of every token to `output`, as vLLM's own does."""
+        stock = super().forward
+        sparse = attn_metadata.sparse if isinstance(attn_metadata, Metadata) else None
+        if self.projections is None or sparse is None:
+            return stock(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        assert isinstance(attn_metadata, Metadata)
+        rest = attn_metadata.dense_tokens
+        if rest is not None:
+            own = torch.empty_like(output[: len(rest)])
+            output[rest] = stock(layer, query[rest], key, value, kv_cache, attn_metadata.dense, own)
+        output[sparse.tokens] = self.attend(query[sparse.tokens], kv_cache, sparse, layer.isa).view_as(
+            output[sparse.tokens]
+        )
+        return output
+
+    def attend(self, query: Tensor, kv_cache: Tensor, rows: SparseRows, isa: str) -> Tensor:
+        """Attend to the best tokens of each row; queries and result are `[R, heads, head_dim]`."""
+        assert self.projections is not None
+        pages, kv_heads, size, content = kv_cache.shape
+        grouped = query.unflatten(1, (kv_heads, -1))
+        codes, gain = dispatch.read_codes(self.pages(kv_cache), rows.table, rows.lengths)
+        settings = self.settings
+        cached = Cached(codes, gain if settings.gain else None, lengths=rows.lengths)
+        choice = Choice(self.scale, settings.group, recent=settings.recent, sink=settings.sink)
+        chosen = dispatch.choose(grouped, self.projections.projection, cached, rows.k, choice, width=rows.width)
+        flat = kv_cache.view(pages, kv_heads, size * content)
+        keys, values = (
+            dispatch.read_tokens(flat, where, rows.table, chosen)
+            for where in packing(isa, size, content // 2, kv_cache.dtype)
+        )
+        found = torch.arange(rows.width).expand_as(chosen).where(chosen >= 0, -1)
+        return dispatch.sparse_attention(grouped, keys, values, found, self.scale).flatten(1, 2)

@@ -1,0 +1,37 @@
+"""Where vLLM's CPU kernels keep the numbers of a token within a page: they pack them for their vector instructions."""
+
+import functools
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+
+__all__ = ["packing"]
+
+
+@functools.cache
+def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return where number `d` of the key, and of the value, of the token in a place lies: int64 `[size, dim]` each.
+
+    The packing depends on the processor and is private to the kernel that writes it, so this function looks: it writes
+    a page of known numbers. A small integer is exact in every dtype, so numbers are written in parts of 4 bits.
+    """
+    places = torch.arange(size)
+    numbers = torch.arange(dim).expand(size, dim), places.unsqueeze(-1).expand(size, dim)
+    found = [sum(_written(number >> shift & 15, isa, dtype) << shift for shift in (0, 4, 8)) for number in numbers]
+    dims, tokens = (each.view(2, size * dim) for each in found)
+    where = torch.full((2, size, dim), -1)
+    for kind in range(2):  # keys fill the first half of a page, values the second
+        where[kind, tokens[kind], dims[kind]] = torch.arange(size * dim) + kind * size * dim
+    assert (where >= 0).all(), f"unknown packing of {isa}"
+    return where[0], where[1]
+
+
+def _written(numbers: Tensor, isa: str, dtype: torch.dtype) -> Tensor:
+    """Return the page, int64, after the kernel wrote these keys `[size, dim]`, and the same values."""
+    size, dim = numbers.shape
+    page = torch.zeros(1, 1, 2 * size, dim, dtype=dtype)
+    keys, values = page.chunk(2, dim=2)
+    both = numbers.to(dtype).unsqueeze(1).contiguous()
+    ops.cpu_attn_reshape_and_cache(both, both, keys, values, torch.arange(size), isa)
+    return page.flatten().long()

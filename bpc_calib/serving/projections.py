@@ -1,0 +1,70 @@
+"""The projections of a layer, for the KV heads of one rank of tensor parallelism."""
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bpc_artifacts import ProjectionArtifact, check_model, load
+from bpc_calib.errors import InputError
+from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.models.description import describe
+
+__all__ = ["LayerProjections", "checked_artifact", "first_head", "layer_projections"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerProjections:
+    """What hashes the keys and projects the queries of a layer."""
+
+    projection: Tensor  # [kv_heads, bits, head_dim], in the dtype of the keys
+    encoder: Encoder
+
+
+@functools.cache
+def _load(path: str) -> ProjectionArtifact:
+    return load(path)
+
+
+def checked_artifact(path: str, config: Any) -> ProjectionArtifact:
+    """Load an artifact and check that it fits the model of a transformers config.
+
+    Raises:
+        ArtifactError: the file is no artifact, or belongs to another model.
+        ModelError: BPC cannot serve the model.
+    """
+    artifact = _load(path)
+    for warning in check_model(artifact, describe(config).metadata()):
+        logger.warning("%s", warning)
+    return artifact
+
+
+def layer_projections(
+    artifact: ProjectionArtifact, index: int, heads: slice, dtype: torch.dtype
+) -> LayerProjections | None:
+    """Return the projections of some KV heads of a layer, for keys of a dtype; None: the artifact has none.
+
+    Raises:
+        InputError: the layer has fewer KV heads than asked for.
+    """
+    if index not in artifact.layers:
+        return None
+    layer = artifact.layers[index]
+    if heads.stop > len(layer.projection):
+        raise InputError(f"layer {index} of the artifact has {len(layer.projection)} KV heads, not {heads.stop}")
+    projection, metric, mean = (
+        None if array is None else torch.from_numpy(array[heads].copy())
+        for array in (layer.projection, layer.metric, layer.mean)
+    )
+    assert projection is not None
+    return LayerProjections(projection.to(dtype), make_encoder(projection, dtype, metric=metric, mean=mean))
+
+
+def first_head(total: int, rank: int, ranks: int) -> int:
+    """Return the first KV head of a rank: in order, or each head on several ranks where these are more."""
+    return rank * (total // ranks) if total >= ranks else rank * total // ranks

@@ -1,0 +1,306 @@
+"""BPC inside vLLM, in this process: what each decoding step chooses is what `BPCLayer` chooses from the same keys.
+
+Needs vLLM (`make test-vllm`). Every test but the first runs the bundled model in float32.
+"""
+
+import contextlib
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}  # fmt: skip
+pytest.importorskip("vllm")
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.core.sched.scheduler import Scheduler
+
+import bpc_artifacts
+from bpc_calib import BPCCache, BPCError, InputError, calibrate, make_plan
+from bpc_calib.demo import DEMO_MODEL
+from bpc_calib.models.description import describe
+from bpc_calib.serving import cpu_backend
+from bpc_calib.serving.options import Options, read_options
+from bpc_calib.serving.plugin import register, supported
+from bpc_calib.serving.projections import first_head
+
+# Every engine replaces Triton's kernels by others, for which vLLM looks through all modules, and stumbles over one of
+# llvmlite. Once is enough, before numba brings llvmlite.
+current_platform.register_triton_kernel_overrides()
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+SETTINGS = {"budget": 0.02, "min_tokens": 8}
+DENSE = {"min_context": 10**9}
+PAGE = 128  # tokens
+
+
+def made_artifact(model_folder, target, samples=4):
+    """Projections of a model, from a little of the demo's text."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    plan = make_plan(describe(model.config), samples=samples, sequence_length=256)
+    text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
+    bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
+    return target
+
+
+class Engine:
+    """A vLLM engine in this process whose options can change between runs."""
+
+    def __init__(self, model, artifact, **arguments):
+        self.model, self.artifact = model, artifact
+        register()
+        self.llm = LLM(
+            str(model), distributed_executor_backend="uni", enforce_eager=True, dtype="float32", max_num_seqs=8,
+            skip_tokenizer_init=True, block_size=PAGE,
+            additional_config={"bpc": {"artifact": str(artifact)} | SETTINGS},
+            **({"max_num_batched_tokens": 256, "max_model_len": 2048} | arguments),
+        )  # fmt: skip
+        self.config = self.llm.llm_engine.vllm_config
+        self.core = self.llm.llm_engine.engine_core.engine_core
+
+    def use(self, **options):
+        """Change the options, and forget cached prompts."""
+        self.config.additional_config["bpc"] = {"artifact": str(self.artifact)} | SETTINGS | options
+        self.llm.reset_prefix_cache()
+
+    def generate(self, *prompts, new=12):
+        """The answers, and how many tokens of each prompt were cached."""
+        asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        made = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in made], [each.num_cached_tokens for each in made]
+
+    @contextlib.contextmanager
+    def checked(self, monkeypatch):
+        """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
+        counted, latest = SimpleNamespace(rows=0, steps=0, together=0), {}
+        choose, attend = cpu_backend.dispatch.choose, cpu_backend.Attention.attend
+        artifact = bpc_artifacts.load(self.artifact)
+        names = {
+            id(layer.impl): cpu_backend.extract_layer_index(name)
+            for name, layer in self.config.compilation_config.static_forward_context.items()
+            if hasattr(layer, "impl")
+        }
+
+        def recorded(query, projection, cached, k, choice, *, width=None):
+            latest["chosen"] = choose(query, projection, cached, k, choice, width=width)
+            return latest["chosen"]
+
+        def compared(attention, query, kv_cache, rows, isa):
+            out = attend(attention, query, kv_cache, rows, isa)
+            pages, heads, size, content = kv_cache.shape
+            flat, where = kv_cache.view(pages, heads, -1), cpu_backend.packing(isa, size, content // 2, kv_cache.dtype)
+            for row, length in enumerate(rows.lengths.tolist()):
+                every = torch.arange(length).expand(1, heads, -1)
+                keys, values = (
+                    cpu_backend.dispatch.read_tokens(flat, each, rows.table[row : row + 1], every) for each in where
+                )
+                config = AutoConfig.from_pretrained(self.model)
+                layer = BPCCache(config, artifact, **SETTINGS, dense_layers=()).layers[names[id(attention)]]
+                layer.update(keys, values)
+                layer.scaling = attention.scale
+                k = int(rows.k[row])
+                assert k == layer.count(length)
+                wanted = layer.choose(query[row : row + 1].unflatten(1, (heads, -1)), k, None)
+                assert torch.equal(latest["chosen"][row : row + 1, :, :k], wanted)
+                assert (latest["chosen"][row, :, k:] == -1).all()
+            counted.rows += len(rows.k)
+            counted.steps += 1
+            counted.together = max(counted.together, len(rows.k))
+            return out
+
+        monkeypatch.setattr(cpu_backend.dispatch, "choose", recorded)
+        monkeypatch.setattr(cpu_backend.Attention, "attend", compared)
+        yield counted
+
+
+def ids(length, seed=0, vocabulary=800):
+    return torch.randint(3, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return made_artifact(DEMO_MODEL, tmp_path_factory.mktemp("artifact") / "demo.safetensors")
+
+
+@pytest.fixture(scope="module")
+def engine(artifact):
+    return Engine(DEMO_MODEL, artifact, num_gpu_blocks_override=40)
+
+
+@pytest.fixture(autouse=True)
+def fresh(request):
+    if "engine" in request.fixturenames:
+        request.getfixturevalue("engine").use()
+
+
+def test_without_options_vllm_is_stock(engine):
+    with set_current_vllm_config(replace(engine.config, additional_config={})):
+        assert cpu_backend.Backend.get_impl_cls() is CPUAttentionBackendImpl
+    with set_current_vllm_config(engine.config):
+        assert cpu_backend.Backend.get_impl_cls() is cpu_backend.Attention
+
+
+def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
+    prompts, rows = [ids(length, seed=length) for length in (900, 140, 1500)], []
+    engine.use(**DENSE)
+    dense, _ = engine.generate(*prompts)
+    engine.use(budget=1.0)
+    attend = cpu_backend.Attention.attend
+
+    def counted(attention, query, *arguments):
+        rows.append(len(query))
+        return attend(attention, query, *arguments)
+
+    def every_step(config, options, common):
+        return (common.query_start_loc_cpu.diff()[: common.num_reqs] == 1) & ~common.is_prefilling[: common.num_reqs]
+
+    monkeypatch.setattr(cpu_backend.Attention, "attend", counted)
+    monkeypatch.setattr(cpu_backend, "sparse_requests", every_step)
+    assert engine.generate(*prompts)[0] == dense
+    assert sum(rows) == 3 * 11 * 2
+    assert max(rows) == 3
+
+
+def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch):
+    """Prompts go in by chunks of at most 256 tokens, so decoding steps and chunks share passes."""
+    prompts = [ids(length, seed=length) for length in (900, 140, 1500, 300, 650)]
+    with engine.checked(monkeypatch) as counted:
+        engine.generate(*prompts)
+    assert counted.together == 5
+    assert counted.rows == 5 * 11 * 2  # the first token comes from the prefill; two of four layers are dense
+
+
+def test_a_cached_prompt_keeps_its_codes(engine, monkeypatch):
+    prompt = ids(900)
+    with engine.checked(monkeypatch) as counted:
+        (first,), (none,) = engine.generate(prompt)
+        (second,), (cached,) = engine.generate(prompt)
+    assert none == 0
+    assert cached == 900 // PAGE * PAGE
+    assert first == second
+    assert counted.rows == 2 * 11 * 2
+
+
+def test_preempted_requests_go_on(engine, monkeypatch):
+    """Four prompts fill 38 of 39 pages, and each answer needs one more."""
+    preempted, preempt = [], Scheduler._preempt_request
+
+    def counting(*arguments):
+        preempted.append(1)
+        return preempt(*arguments)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counting)
+    prompts = [ids(pages * PAGE - 4, seed=100 + i) for i, pages in enumerate((9, 10, 9, 10))]
+    with engine.checked(monkeypatch) as counted:
+        answers, _ = engine.generate(*prompts, new=60)
+    assert preempted
+    assert [len(answer) for answer in answers] == [60] * 4
+    assert counted.together == 4
+
+
+def test_requests_join_and_leave(engine, monkeypatch):
+    asked = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, detokenize=False)
+    inner, finished = engine.llm.llm_engine, {}
+    with engine.checked(monkeypatch) as counted:
+        for step in range(60):
+            if step in (0, 5, 9):
+                inner.add_request(f"request {step}", {"prompt_token_ids": ids(700 + step, seed=step)}, asked)
+            if step == 16:
+                inner.abort_request(["request 5"])
+            for each in inner.step():
+                if each.finished:
+                    finished[each.request_id] = list(each.outputs[0].token_ids)
+    assert [len(answer) for answer in finished.values() if len(answer) == 20] == [20, 20]
+    assert counted.together == 3
+
+
+def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(tmp_path, monkeypatch):
+    folder = tiny.save(tmp_path / "model", "gemma3_text", head_dim=64, sliding_window=256, max_position_embeddings=2048)
+    engine = Engine(folder, made_artifact(folder, tmp_path / "gemma.safetensors", samples=6))
+    attention = [
+        layer.impl
+        for layer in engine.config.compilation_config.static_forward_context.values()
+        if layer.impl.projections
+    ]
+    assert len(attention) == 1  # layer 0 slides, layer 1 is dense by default
+    assert attention[0].cache is None
+    with engine.checked(monkeypatch) as counted:
+        first, _ = engine.generate(ids(900, vocabulary=250), ids(400, 1, vocabulary=250))
+        second, cached = engine.generate(ids(900, vocabulary=250))
+    assert counted.rows == 3 * 11
+    assert cached[0] > 0
+    assert second[0] == first[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "additional_config.bpc needs an artifact: the file that bpc calibrate wrote"),
+        ({"artifact": "a", "bugdet": 1}, "additional_config.bpc has no 'bugdet'; it has artifact, budget, min_tokens"),
+        ({"artifact": "online"}, "must be a file that bpc calibrate wrote: requests share cached prompts"),
+        ({"artifact": None}, "must be a file that bpc calibrate wrote"),
+    ],
+)
+def test_wrong_options_are_refused(given, message):
+    with pytest.raises(InputError, match=message):
+        read_options(SimpleNamespace(additional_config={"bpc": given}))
+
+
+def test_what_bpc_cannot_serve_is_refused(engine, tmp_path):
+    def refused(config, **options):
+        asked = Options(**({"artifact": str(engine.artifact)} | SETTINGS | options))
+        with pytest.raises(BPCError) as caught:
+            cpu_backend.check(config, asked)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    other = tiny.artifact(tiny.config("llama"))
+    assert "budget must be a share in (0, 1]" in refused(engine.config, budget=2.0)
+    assert "min_tokens must be an integer" in refused(engine.config, min_tokens=0)
+    assert "missing.safetensors" in refused(engine.config, artifact=str(tmp_path / "missing.safetensors"))
+    fp8 = replace(engine.config.cache_config, cache_dtype="fp8")
+    assert "FP8" in refused(SimpleNamespace(model_config=engine.config.model_config, cache_config=fp8))
+    assert other.layers
+    attention = next(
+        layer.impl for layer in engine.config.compilation_config.static_forward_context.values()
+        if hasattr(layer, "impl") and layer.impl.projections
+    )  # fmt: skip
+    for name, value, message in (
+        ("logits_soft_cap", 30.0, "a soft cap on the logits"),
+        ("alibi_slopes", torch.ones(4), "ALiBi"),
+        ("sinks", torch.ones(4), "attention sinks"),
+        ("kv_sharing_target_layer_name", "model.layers.0", "keys shared with another layer"),
+    ):
+        before = getattr(attention, name)
+        setattr(attention, name, value)
+        with pytest.raises(BPCError, match=f"model.layers.2 has {message}, which BPC does not serve"):
+            attention.check("model.layers.2")
+        setattr(attention, name, before)
+
+
+def test_the_artifact_of_another_model_stops_the_start(artifact, tmp_path):
+    folder = tiny.save(tmp_path / "model", head_dim=64, max_position_embeddings=2048)
+    with pytest.raises(Exception, match="does not fit"):
+        Engine(folder, artifact)
+
+
+def test_versions():
+    assert supported("0.32.0")
+    assert supported("0.32.1.dev3+cpu")
+    assert not supported("0.33.0")
+    assert not supported("0.3.2")
+
+
+@pytest.mark.parametrize(("total", "ranks", "first"), [(8, 2, [0, 4]), (8, 1, [0]), (2, 4, [0, 0, 1, 1])])
+def test_ranks_take_their_heads_as_vllm_shards_them(total, ranks, first):
+    assert [first_head(total, rank, ranks) for rank in range(ranks)] == first
