@@ -55,7 +55,7 @@ def set_torch_threads(count: int) -> None:
     """Set torch's number of threads, also where vLLM has replaced `torch.set_num_threads` by one that does nothing."""
     import torch
 
-    torch._C.set_num_threads(count)  # type: ignore[attr-defined]
+    torch._C.set_num_threads(count)
 
 
 def generate_arguments() -> dict[str, Any]:

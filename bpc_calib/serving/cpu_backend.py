@@ -60,7 +60,7 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
         """Give pages room for codes, where a model has layers of several kinds."""
         config = get_current_vllm_config_or_none() or _latest
         options = None if config is None else read_options(config)
-        if options is None or spec.page_size_padded is not None or not is_hybrid(config):
+        if config is None or options is None or spec.page_size_padded is not None or not is_hybrid(config):
             return spec
         return with_room(spec, words(checked_artifact(options.artifact, config.model_config.hf_config).metadata))
 

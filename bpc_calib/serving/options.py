@@ -29,8 +29,7 @@ class Options:
 def given_options(vllm_config: Any) -> Mapping[str, Any] | None:
     """Return what the user gave; None: nothing, so vLLM stays as it is."""
     given = vllm_config.additional_config
-    found = given.get("bpc") if isinstance(given, Mapping) else None
-    return found
+    return given.get("bpc") if isinstance(given, Mapping) else None
 
 
 def read_options(vllm_config: Any) -> Options | None:
@@ -52,7 +51,8 @@ def read_options(vllm_config: Any) -> Options | None:
             "additional_config.bpc.artifact must be a file that bpc calibrate wrote: requests share cached prompts, so "
             "projections cannot come from one prompt"
         )
-    return Options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return Options(**values)
 
 
 def rules(options: Options, artifact: ProjectionArtifact) -> Rules:

@@ -18,8 +18,11 @@ def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, 
     """
     places = torch.arange(size)
     numbers = torch.arange(dim).expand(size, dim), places.unsqueeze(-1).expand(size, dim)
-    found = [sum(_written(number >> shift & 15, isa, dtype) << shift for shift in (0, 4, 8)) for number in numbers]
-    dims, tokens = (each.view(2, size * dim) for each in found)
+    dims, tokens = (
+        torch.stack([_written(number >> shift & 15, isa, dtype) << shift for shift in (0, 4, 8)]).sum(0)
+        for number in numbers
+    )
+    dims, tokens = dims.view(2, size * dim), tokens.view(2, size * dim)
     where = torch.full((2, size, dim), -1)
     for kind in range(2):  # keys fill the first half of a page, values the second
         where[kind, tokens[kind], dims[kind]] = torch.arange(size * dim) + kind * size * dim
