@@ -24,7 +24,7 @@ def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     if smaller:
         rows += evaluated.text(("full", "oracle", "bpc"), smaller, short, fewer, texts)
     if long:
-        rows += evaluated.text(FIRST, [first], long, fewer, texts, others=False)
+        rows += evaluated.text(FIRST, [first], long, fewer, texts)
     return {"rows": rows}
 
 
