@@ -19,9 +19,12 @@ import torch
 from bpc_calib import BPCCache, InputError, enable, quantize_query
 from bpc_calib.backends import cpu, dispatch
 from bpc_calib.backends.cpu import attend, folder, pipeline, score
+from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.method import encoding
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
-from bpc_calib.method.encoding import Encoded
+from bpc_calib.method.encoding import Encoded, make_encoder
+from bpc_calib.method.stepping import Hashed
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 CHOICE = Choice(scaling=0.1)
@@ -383,3 +386,30 @@ def test_without_numba_torch_serves_with_one_warning(monkeypatch, caplog):
     finally:
         for cached in (dispatch._warn_once, dispatch._not_installed):
             cached.cache_clear()
+
+
+def test_the_default_dtype_changes_nothing():
+    """A program may set it, as vLLM does while it loads a model; the kernels write float32."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(1, 2, 4, 64, generator=generator), torch.randn(1, 2, 90, 64, generator=generator)
+    projection, choice = torch.randn(2, 64, 64, generator=generator) / 8, Choice(scaling=0.125)
+    encoder = make_encoder(projection, torch.float32)
+
+    def everything():
+        encoded = kernels.encode_with(encoder, keys)
+        cached = Cached(encoded.codes, encoded.gain)
+        chosen = kernels.choose(query, projection, cached, 9, choice)
+        slots = Slots(keys.clone(), keys.clone(), encoded.codes, encoded.gain, encoded.error)
+        out = kernels.step(query, Hashed(projection, encoder, slots, 90), 9, choice)
+        scale = kernels.quantize_query(query, projection).scale
+        return encoded.error, chosen, kernels.sparse_attention(query, keys, keys, chosen), out, scale
+
+    expected = everything()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = everything()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)

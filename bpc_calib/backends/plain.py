@@ -43,5 +43,5 @@ def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[st
 
 def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
     """The paper's scores, by the look-up tables of `hash_scores`."""
-    scale = torch.ones(values.shape[:2], device=values.device)
+    scale = torch.ones(values.shape[:2], dtype=torch.float32, device=values.device)
     return hash_scores(QuantizedQuery(values, scale), codes).amax(-2)

@@ -46,7 +46,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
     worst = None if hashed.worst is None or not choice.safeguard else hashed.worst.to(torch.int32).contiguous()
     numerator, denominator = (0, 1) if worst is None else as_fraction(choice.safeguard).as_integer_ratio()
-    out = torch.empty(batch, kv_heads, heads, dim)
+    out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
     stride, size = -(-length // PAD) * PAD + PAD, table_size(words)
     query_b, query_h, query_g, _ = query.stride()
     keys_b, keys_h, keys_n, _ = keys.stride()

@@ -63,7 +63,8 @@ def run_stages(
         width = int(k.max()) if isinstance(k, Tensor) else k
     if not rows or not width:
         empty = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8)
-        return codes.new_empty(batch, kv_heads, width), QuantizedQuery(empty, torch.empty(batch, kv_heads))
+        scale = torch.empty(batch, kv_heads, dtype=torch.float32)
+        return codes.new_empty(batch, kv_heads, width), QuantizedQuery(empty, scale)
     query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
     if codes.stride(3) != 1 or codes.stride(2) != words:
         codes = codes.contiguous()
@@ -78,7 +79,8 @@ def run_stages(
     slots = min(rows, torch.get_num_threads()) if split == 1 else rows
     stride, size = -(-tokens // PAD) * PAD + PAD, table_size(words)
     part_size = stride if split == 1 else ((tokens + split - 1) // split + PAD - 1) // PAD * PAD
-    values, scale = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8), torch.empty(batch, kv_heads)
+    values = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8)
+    scale = torch.empty(batch, kv_heads, dtype=torch.float32)
     indices = torch.empty(batch, kv_heads, width, dtype=torch.int64)
     query_b, query_h, query_g = strides(query, 3)
     projection_b, projection_h, projection_n = strides(projection, 3)
@@ -127,7 +129,7 @@ def sparse_attention(
         return plain_sparse.sparse_attention(query, keys, values, indices, scale)
     split = parts(rows, count, 64)
     query, indices = tight(query), indices.contiguous()
-    out = torch.empty(batch, kv_heads, heads, dim)
+    out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
     query_b, query_h, query_g = strides(query, 3)
     keys_b, keys_h, keys_n = strides(keys, 3)
     values_b, values_h, values_n = strides(values, 3)
@@ -194,7 +196,7 @@ def _encode_many(encoder: Encoder, keys: Tensor) -> Encoded:
 def _empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
     return Encoded(
         codes=torch.empty(*lead, tokens, -(-bits // 64), dtype=torch.int64),
-        error=torch.empty(*lead, tokens),
+        error=torch.empty(*lead, tokens, dtype=torch.float32),
         gain=torch.empty(*lead, tokens, dtype=torch.uint8),
     )
 
