@@ -192,7 +192,7 @@ def test_a_cached_prompt_keeps_its_codes(engine, monkeypatch):
 
 
 def test_preempted_requests_go_on(engine, monkeypatch):
-    """Four prompts fill 38 of 39 pages, and each answer needs one more."""
+    """Three prompts fill 36 of 39 pages, and each answer needs two more."""
     preempted, preempt = [], Scheduler._preempt_request
 
     def counting(*arguments):
@@ -200,12 +200,12 @@ def test_preempted_requests_go_on(engine, monkeypatch):
         return preempt(*arguments)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
-    prompts = [ids(pages * PAGE - 4, seed=100 + i) for i, pages in enumerate((9, 10, 9, 10))]
+    prompts = [ids(12 * PAGE - 4, seed=seed) for seed in (100, 101, 102)]
     with engine.checked(monkeypatch) as counted:
-        answers, _ = engine.generate(*prompts, new=60)
+        answers, _ = engine.generate(*prompts, new=150)
     assert preempted
-    assert [len(answer) for answer in answers] == [60] * 4
-    assert counted.together == 4
+    assert [len(answer) for answer in answers] == [150] * 3
+    assert counted.together == 3
 
 
 def test_requests_join_and_leave(engine, monkeypatch):
