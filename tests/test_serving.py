@@ -195,9 +195,9 @@ def test_preempted_requests_go_on(engine, monkeypatch):
     """Three prompts fill 36 of 39 pages, and each answer needs two more."""
     preempted, preempt = [], Scheduler._preempt_request
 
-    def counting(*arguments):
+    def counting(*arguments, **more):
         preempted.append(1)
-        return preempt(*arguments)
+        return preempt(*arguments, **more)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
     prompts = [ids(12 * PAGE - 4, seed=seed) for seed in (100, 101, 102)]
