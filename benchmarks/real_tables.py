@@ -264,7 +264,7 @@ def _sorted(rows: Iterable[Row]) -> list[Row]:
 def _order() -> list[str]:
     """The methods as tables list them."""
     order = list(METHODS)
-    order[order.index("bpc-online") : order.index("bpc-online")] = ["unshifted"]
+    order.insert(order.index("bpc-online"), "unshifted")
     order.insert(order.index("bpc-online") + 1, "paper")
     return order
 

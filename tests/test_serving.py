@@ -161,7 +161,7 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
         rows.append(len(query))
         return attend(attention, query, *arguments)
 
-    def every_step(config, options, common):
+    def every_step(common, k):
         return (common.query_start_loc_cpu.diff()[: common.num_reqs] == 1) & ~common.is_prefilling[: common.num_reqs]
 
     monkeypatch.setattr(cpu_backend.Attention, "attend", counted)

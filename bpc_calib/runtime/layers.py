@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import sparse_attention
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.selection import attended, select
+from bpc_calib.method.selection import select
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.runtime.attention_call import AttentionCall, with_layer
 from bpc_calib.runtime.growing import append
@@ -179,9 +179,7 @@ class SparseLayer(GrowingLayer):
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens."""
-        if length < self.rules.min_context:
-            return length
-        return attended(length, self.rules.budget, self.rules.min_tokens)
+        return self.rules.count(length)
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
         """Compute attention of one new token per sequence, already cached, over the chosen tokens.

@@ -59,6 +59,10 @@ class Rules:
             raise InputError(f"seed must be below 2^63, not {self.seed}")
         check_bits(self.bits)
 
+    def count(self, length: int) -> int:
+        """Return the number of attended tokens at `length` tokens."""
+        return length if length < self.min_context else attended(length, self.budget, self.min_tokens)
+
 
 def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:
     """Return the default `Ranking`: that of the paper for projections of its method, else BPC's own.

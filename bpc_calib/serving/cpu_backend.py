@@ -1,6 +1,7 @@
 """The attention of vLLM on a CPU with BPC's decoding steps. Prefill, short sequences and dense layers stay vLLM's."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,17 @@ from bpc_calib.errors import ModelError
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.paging import CodePages
 from bpc_calib.models.description import describe
+from bpc_calib.runtime.rules import Rules
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
-from bpc_calib.serving.options import Options, count, read_options, rules
+from bpc_calib.serving.options import Options, read_options, rules
 from bpc_calib.serving.packing import packing
-from bpc_calib.serving.projections import LayerProjections, checked_artifact, first_head, layer_projections
+from bpc_calib.serving.projections import (
+    LayerProjections,
+    checked_artifact,
+    first_head,
+    layer_projections,
+    open_artifact,
+)
 
 __all__ = ["Attention", "Backend", "Metadata", "SparseRows", "sparse_rows"]
 
@@ -62,7 +70,7 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
         options = None if config is None else read_options(config)
         if config is None or options is None or spec.page_size_padded is not None or not is_hybrid(config):
             return spec
-        return with_room(spec, words(checked_artifact(options.artifact, config.model_config.hf_config).metadata))
+        return with_room(spec, words(settings(options)))
 
 
 def check(config: VllmConfig, options: Options) -> None:
@@ -81,9 +89,15 @@ def is_hybrid(config: VllmConfig) -> bool:
     return len(model.full_layers) < model.num_layers
 
 
-def words(metadata: Any) -> int:
+@functools.cache
+def settings(options: Options) -> Rules:
+    """Return the settings of every layer, for options that are checked."""
+    return rules(options, open_artifact(options.artifact))
+
+
+def words(settings: Rules) -> int:
     """Return the 64-bit words of a code."""
-    return -(-int(metadata["algorithm"]["bits"]) // 64)
+    return -(-settings.bits // 64)
 
 
 @dataclass(frozen=True)
@@ -117,18 +131,25 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         options = read_options(self.vllm_config)
         if options is None or self.window_size != -1:
             return whole
-        chosen = sparse_requests(self.vllm_config, options, common_attn_metadata)
+        k = wanted(settings(options), common_attn_metadata)
+        chosen = sparse_requests(common_attn_metadata, k)
         if not chosen.any():
             return whole
-        made = Metadata(**vars(whole), sparse=sparse_rows(self.vllm_config, options, common_attn_metadata, chosen))
+        made = Metadata(**vars(whole), sparse=sparse_rows(common_attn_metadata, chosen, k))
         if not chosen.all():
             made.dense_tokens, rest = without(common_attn_metadata, chosen)
             made.dense = super().build(common_prefix_len, rest, fast_build)
         return made
 
 
-def sparse_requests(config: VllmConfig, options: Options, common: CommonAttentionMetadata) -> Tensor:
-    """Return which requests choose tokens in this step: bool `[requests]`.
+def wanted(settings: Rules, common: CommonAttentionMetadata) -> Tensor:
+    """Return how many tokens each request attends to: int64 `[requests]`."""
+    lengths = common.seq_lens[: common.num_reqs].tolist()
+    return torch.tensor([settings.count(length) for length in lengths], dtype=torch.int64)
+
+
+def sparse_requests(common: CommonAttentionMetadata, k: Tensor) -> Tensor:
+    """Return which requests choose tokens in this step, of which each may attend to `k`: bool `[requests]`.
 
     A single token can also be the rest of a prompt, whose other tokens were cached: it attends to everything, as in a
     prefill.
@@ -136,24 +157,16 @@ def sparse_requests(config: VllmConfig, options: Options, common: CommonAttentio
     one = common.query_start_loc_cpu.diff()[: common.num_reqs] == 1
     if common.is_prefilling is not None:
         one &= ~common.is_prefilling[: common.num_reqs]
-    lengths = common.seq_lens[: common.num_reqs]
-    return one & (wanted(config, options, lengths) < lengths)
+    return one & (k < common.seq_lens[: common.num_reqs])
 
 
-def wanted(config: VllmConfig, options: Options, lengths: Tensor) -> Tensor:
-    """Return how many tokens each sequence attends to: int64."""
-    settings = rules(options, checked_artifact(options.artifact, config.model_config.hf_config))
-    return torch.tensor([count(settings, length) for length in lengths.tolist()], dtype=torch.int64)
-
-
-def sparse_rows(config: VllmConfig, options: Options, common: CommonAttentionMetadata, chosen: Tensor) -> SparseRows:
+def sparse_rows(common: CommonAttentionMetadata, chosen: Tensor, k: Tensor) -> SparseRows:
     """Return the rows of the chosen requests."""
-    lengths = common.seq_lens[: common.num_reqs][chosen].to(torch.int64)
-    k = wanted(config, options, lengths)
+    k = k[chosen]
     return SparseRows(
         tokens=common.query_start_loc[: common.num_reqs][chosen].to(torch.int64),
         table=common.block_table_tensor[: common.num_reqs][chosen].contiguous(),
-        lengths=lengths,
+        lengths=common.seq_lens[: common.num_reqs][chosen].to(torch.int64),
         k=k.unsqueeze(-1),
         width=int(k.max()),
     )
@@ -175,7 +188,7 @@ def without(common: CommonAttentionMetadata, chosen: Tensor) -> tuple[Tensor, Co
         max_query_len=int(sizes[rest].max()),
         max_seq_len=int(lengths.max()),
         block_table_tensor=common.block_table_tensor[: common.num_reqs][rest],
-        slot_mapping=common.slot_mapping[: len(rest.repeat_interleave(sizes))][tokens],
+        slot_mapping=common.slot_mapping[tokens],
         is_prefilling=None if common.is_prefilling is None else common.is_prefilling[: common.num_reqs][rest],
     )
 
@@ -204,9 +217,9 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         if options is None or self.sliding_window != -1 or index in options.dense_layers:
             return
         self.check(name)
-        artifact = checked_artifact(options.artifact, self.config.model_config.hf_config)
-        self.settings, self.words = rules(options, artifact), words(artifact.metadata)
-        self.projections = layer_projections(artifact, index, self.heads(), act_dtype)
+        self.settings = settings(options)
+        self.words = words(self.settings)
+        self.projections = layer_projections(open_artifact(options.artifact), index, self.heads(), act_dtype)
         if self.projections is None:
             return
         dispatch.make_ready(torch.device("cpu"), act_dtype, fitting=False)
@@ -271,9 +284,8 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         if rest is not None:
             own = torch.empty_like(output[: len(rest)])
             output[rest] = stock(layer, query[rest], key, value, kv_cache, attn_metadata.dense, own)
-        output[sparse.tokens] = self.attend(query[sparse.tokens], kv_cache, sparse, layer.isa).view_as(
-            output[sparse.tokens]
-        )
+        found = self.attend(query[sparse.tokens], kv_cache, sparse, layer.isa)
+        output[sparse.tokens] = found.view(-1, *output.shape[1:])
         return output
 
     def attend(self, query: Tensor, kv_cache: Tensor, rows: SparseRows, isa: str) -> Tensor:
@@ -282,9 +294,9 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         pages, kv_heads, size, content = kv_cache.shape
         grouped = query.unflatten(1, (kv_heads, -1))
         codes, gain = dispatch.read_codes(self.pages(kv_cache), rows.table, rows.lengths)
-        settings = self.settings
-        cached = Cached(codes, gain if settings.gain else None, lengths=rows.lengths)
-        choice = Choice(self.scale, settings.group, recent=settings.recent, sink=settings.sink)
+        asked = self.settings
+        cached = Cached(codes, gain if asked.gain else None, lengths=rows.lengths)
+        choice = Choice(self.scale, asked.group, recent=asked.recent, sink=asked.sink)
         chosen = dispatch.choose(grouped, self.projections.projection, cached, rows.k, choice, width=rows.width)
         flat = kv_cache.view(pages, kv_heads, size * content)
         keys, values = (

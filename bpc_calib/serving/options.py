@@ -6,10 +6,9 @@ from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
-from bpc_calib.method.selection import attended
 from bpc_calib.runtime.rules import Rules, ranking_defaults
 
-__all__ = ["Options", "count", "given_options", "read_options", "rules"]
+__all__ = ["Options", "given_options", "read_options", "rules"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +66,3 @@ def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
         budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context,
         bits=artifact.metadata["algorithm"]["bits"], seed=0, **(chosen | {"safeguard": 0.0}),
     )  # fmt: skip
-
-
-def count(settings: Rules, length: int) -> int:
-    """Return how many of `length` cached tokens a step attends to."""
-    return length if length < settings.min_context else attended(length, settings.budget, settings.min_tokens)

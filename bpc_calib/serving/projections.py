@@ -13,7 +13,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.models.description import describe
 
-__all__ = ["LayerProjections", "checked_artifact", "first_head", "layer_projections"]
+__all__ = ["LayerProjections", "checked_artifact", "first_head", "layer_projections", "open_artifact"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,12 @@ class LayerProjections:
 
 
 @functools.cache
-def _load(path: str) -> ProjectionArtifact:
+def open_artifact(path: str) -> ProjectionArtifact:
+    """Load an artifact, once per process.
+
+    Raises:
+        ArtifactError: the file is no artifact.
+    """
     return load(path)
 
 
@@ -38,10 +43,15 @@ def checked_artifact(path: str, config: Any) -> ProjectionArtifact:
         ArtifactError: the file is no artifact, or belongs to another model.
         ModelError: BPC cannot serve the model.
     """
-    artifact = _load(path)
+    artifact = open_artifact(path)
     for warning in check_model(artifact, describe(config).metadata()):
-        logger.warning("%s", warning)
+        _warn_once(warning)
     return artifact
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)  # vLLM asks for every layer
 
 
 def layer_projections(
