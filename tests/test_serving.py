@@ -28,6 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 import bpc_artifacts
 from bpc_calib import BPCCache, BPCError, InputError, calibrate, make_plan
 from bpc_calib.demo import DEMO_MODEL
+from bpc_calib.method.paging import read_tokens
 from bpc_calib.models.description import describe
 from bpc_calib.serving import cpu_backend
 from bpc_calib.serving.options import Options, read_options
@@ -82,8 +83,8 @@ class Engine:
     @contextlib.contextmanager
     def checked(self, monkeypatch):
         """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
-        counted, latest = SimpleNamespace(rows=0, steps=0, together=0), {}
-        choose, attend = cpu_backend.dispatch.choose, cpu_backend.Attention.attend
+        counted = SimpleNamespace(rows=0, steps=0, together=0)
+        attend = cpu_backend.Attention.attend
         artifact = bpc_artifacts.load(self.artifact)
         names = {
             id(layer.impl): cpu_backend.extract_layer_index(name)
@@ -91,18 +92,13 @@ class Engine:
             if hasattr(layer, "impl")
         }
 
-        def recorded(query, projection, cached, k, choice, *, width=None):
-            latest["chosen"] = choose(query, projection, cached, k, choice, width=width)
-            return latest["chosen"]
-
-        def compared(attention, query, kv_cache, rows, isa):
-            out = attend(attention, query, kv_cache, rows, isa)
-            pages, heads, size, content = kv_cache.shape
-            flat, where = kv_cache.view(pages, heads, -1), cpu_backend.packing(isa, size, content // 2, kv_cache.dtype)
+        def compared(attention, query, paged, rows):
+            out, chosen = attend(attention, query, paged, rows)
             for row, length in enumerate(rows.lengths.tolist()):
-                every = torch.arange(length).expand(1, heads, -1)
+                every = torch.arange(length).expand(1, query.shape[1], -1)
                 keys, values = (
-                    cpu_backend.dispatch.read_tokens(flat, each, rows.table[row : row + 1], every) for each in where
+                    read_tokens(paged.cache, where, rows.table[row : row + 1], every)
+                    for where in (paged.keys_at, paged.values_at)
                 )
                 config = AutoConfig.from_pretrained(self.model)
                 layer = BPCCache(config, artifact, **SETTINGS, dense_layers=()).layers[names[id(attention)]]
@@ -110,15 +106,14 @@ class Engine:
                 layer.scaling = attention.scale
                 k = int(rows.k[row])
                 assert k == layer.count(length)
-                wanted = layer.choose(query[row : row + 1].unflatten(1, (heads, -1)), k, None)
-                assert torch.equal(latest["chosen"][row : row + 1, :, :k], wanted)
-                assert (latest["chosen"][row, :, k:] == -1).all()
+                wanted = layer.choose(query[row : row + 1], k, None)
+                assert torch.equal(chosen[row : row + 1, :, :k], wanted)
+                assert (chosen[row, :, k:] == -1).all()
             counted.rows += len(rows.k)
             counted.steps += 1
             counted.together = max(counted.together, len(rows.k))
-            return out
+            return out, chosen
 
-        monkeypatch.setattr(cpu_backend.dispatch, "choose", recorded)
         monkeypatch.setattr(cpu_backend.Attention, "attend", compared)
         yield counted
 

@@ -18,7 +18,6 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import Fit
-from bpc_calib.method.paging import CodePages
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
@@ -30,13 +29,11 @@ __all__ = [
     "encode_with",
     "find",
     "fit",
+    "for_pages",
     "make_ready",
     "named",
-    "read_codes",
-    "read_tokens",
     "sparse_attention",
     "step",
-    "write_codes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -100,6 +97,16 @@ def make_ready(device: torch.device, dtype: torch.dtype, *, fitting: bool) -> No
     ready.make_ready(dtype)
     if fitting:
         ready.make_fitting_ready(dtype)
+
+
+def for_pages(query: Tensor, kv_heads: int) -> Backend:
+    """The backend that serves decoding steps over pages, made ready for queries like `[1, H, D]`."""
+    found = _serving(Request(query.unsqueeze(0), torch.Size([1, kv_heads, 1]), query.shape[1] // kv_heads))
+    if found is _load("numba"):
+        from bpc_calib.backends.cpu import ready
+
+        ready.make_pages_ready(query.dtype)
+    return found
 
 
 def choose(
@@ -179,21 +186,6 @@ def dense_attention(
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     """`bpc_calib.method.stepping.step`."""
     return _serving(_attention_request(query, hashed.slots.keys, hashed.slots.values)).step(query, hashed, k, choice)
-
-
-def write_codes(encoded: Encoded, slots: Tensor, pages: CodePages) -> None:
-    """`bpc_calib.method.paging.write_codes`."""
-    find(slots.device).write_codes(encoded, slots, pages)
-
-
-def read_codes(pages: CodePages, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """`bpc_calib.method.paging.read_codes`."""
-    return find(table.device).read_codes(pages, table, lengths)
-
-
-def read_tokens(cache: Tensor, where: Tensor, table: Tensor, indices: Tensor) -> Tensor:
-    """`bpc_calib.method.paging.read_tokens`."""
-    return find(table.device).read_tokens(cache, where, table, indices)
 
 
 def _attention_request(query: Tensor, keys: Tensor, values: Tensor) -> Request:

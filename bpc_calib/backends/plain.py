@@ -9,15 +9,15 @@ from bpc_calib.method.choosing import Choice, choose, rank
 from bpc_calib.method.dense_attention import dense_attention
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.fitting import fit
-from bpc_calib.method.paging import read_codes, read_tokens, write_codes
+from bpc_calib.method.paging import attend_pages, hash_into
 from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
 from bpc_calib.method.stepping import step
 
 __all__ = [
-    "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query",
-    "read_codes", "read_tokens", "serves", "sparse_attention", "stages", "step", "write_codes",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into", "popcount_scores",
+    "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 

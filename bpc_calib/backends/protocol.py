@@ -11,7 +11,7 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import Fit
-from bpc_calib.method.paging import CodePages
+from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
@@ -93,14 +93,21 @@ class Backend(Protocol):
     def step(self, query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
         """`bpc_calib.method.stepping.step`."""
 
-    def write_codes(self, encoded: Encoded, slots: Tensor, pages: CodePages) -> None:
-        """`bpc_calib.method.paging.write_codes`."""
+    def hash_into(self, fresh: Fresh, pages: CodePages) -> None:
+        """`bpc_calib.method.paging.hash_into`."""
 
-    def read_codes(self, pages: CodePages, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """`bpc_calib.method.paging.read_codes`."""
-
-    def read_tokens(self, cache: Tensor, where: Tensor, table: Tensor, indices: Tensor) -> Tensor:
-        """`bpc_calib.method.paging.read_tokens`."""
+    def attend_pages(
+        self,
+        query: Tensor,
+        projection: Tensor,
+        paged: Paged,
+        rows: Rows,
+        choice: Choice,
+        *,
+        gain: bool = True,
+        fresh: Fresh | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`bpc_calib.method.paging.attend_pages`."""
 
     def stages(self, query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
         """The stages `project`, `score` and `select` of `choose`, each with those before it: for benchmarks."""

@@ -10,9 +10,23 @@ import torch
 from torch import Tensor
 
 from bpc_calib.errors import InputError
-from bpc_calib.method.encoding import Encoded
+from bpc_calib.method.choosing import Cached, Choice, choose
+from bpc_calib.method.encoding import Encoded, Encoder, encode_with
+from bpc_calib.method.sparse_attention import sparse_attention
 
-__all__ = ["CodePages", "check_indices", "check_table", "read_codes", "read_tokens", "write_codes"]
+__all__ = [
+    "CodePages",
+    "Fresh",
+    "Paged",
+    "Rows",
+    "attend_pages",
+    "check",
+    "check_table",
+    "hash_into",
+    "read_codes",
+    "read_tokens",
+    "write_codes",
+]
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,83 @@ class CodePages:
 
     codes: Tensor  # int64 [pages, H_KV, size, W]
     gain: Tensor  # uint8 [pages, H_KV, size]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """What is cached of a layer.
+
+    `keys_at[place, d]` is where number `d` of the key in a place lies in what a page holds of a KV head; `values_at`
+    the same of values.
+    """
+
+    codes: CodePages
+    cache: Tensor  # [pages, H_KV, content], keys and values; the last dimension is contiguous
+    keys_at: Tensor  # int64 [size, D], contiguous
+    values_at: Tensor  # int64 [size, D], contiguous
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The sequences of a step, the same in all layers."""
+
+    table: Tensor  # int32 [B, P], contiguous; entries behind the pages of a sequence may be anything
+    lengths: Tensor  # int64 [B], tokens of each sequence, at most `P * size`
+    k: Tensor  # int64 [B], tokens that each sequence attends to
+    width: int  # the largest `k`
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Keys that are not hashed yet, and their slots."""
+
+    encoder: Encoder
+    keys: Tensor  # [1, H_KV, T, D]
+    slots: Tensor  # integers [T]; a token with a negative slot is not written
+
+
+def hash_into(fresh: Fresh, pages: CodePages) -> None:
+    """Hash keys, and write their codes and gains to their slots, in place."""
+    write_codes(encode_with(fresh.encoder, fresh.keys), fresh.slots, pages)
+
+
+def attend_pages(
+    query: Tensor,
+    projection: Tensor,
+    paged: Paged,
+    rows: Rows,
+    choice: Choice,
+    *,
+    gain: bool = True,
+    fresh: Fresh | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose tokens by their codes, and attend to them.
+
+    Args:
+        query: `[B, H_KV, G, D]`, one query per head and sequence.
+        projection: `[H_KV, H, D]` for queries, in their dtype.
+        paged: codes, keys and values.
+        rows: the sequences.
+        choice: the rules.
+        gain: whether scores are weighted by gains.
+        fresh: keys to hash first, of these and other sequences.
+
+    Returns:
+        Attention `[B, H_KV, G, D]` in the dtype of the query, and the tokens chosen, int64 `[B, H_KV, width]`,
+        ascending, with -1 behind the last.
+
+    Raises:
+        InputError: the shapes or dtypes do not fit.
+    """
+    check(query, projection, paged, rows)
+    if fresh is not None:
+        hash_into(fresh, paged.codes)
+    codes, gains = read_codes(paged.codes, rows.table, rows.lengths)
+    cached = Cached(codes, gains if gain else None, lengths=rows.lengths)
+    chosen = choose(query, projection, cached, rows.k.unsqueeze(-1), choice, width=rows.width)
+    keys, values = (read_tokens(paged.cache, where, rows.table, chosen) for where in (paged.keys_at, paged.values_at))
+    places = torch.arange(rows.width, device=chosen.device).expand_as(chosen).where(chosen >= 0, -1)
+    return sparse_attention(query, keys, values, places, choice.scaling), chosen
 
 
 def write_codes(encoded: Encoded, slots: Tensor, pages: CodePages) -> None:
@@ -71,10 +162,7 @@ def read_tokens(cache: Tensor, where: Tensor, table: Tensor, indices: Tensor) ->
     Returns:
         `[B, H_KV, k, D]`, with zeros where an index is -1.
 
-    Raises:
-        InputError: the shapes or dtypes do not fit.
     """
-    check_indices(cache, table, indices)
     size, (batch, kv_heads, _) = where.shape[0], indices.shape
     token = indices.clamp(min=0)
     sequence = torch.arange(batch, device=indices.device).view(-1, 1, 1)
@@ -84,6 +172,25 @@ def read_tokens(cache: Tensor, where: Tensor, table: Tensor, indices: Tensor) ->
     return found.masked_fill((indices < 0).unsqueeze(-1), 0)
 
 
+def check(query: Tensor, projection: Tensor, paged: Paged, rows: Rows) -> None:
+    """Raise `InputError` unless the arguments of `attend_pages` fit each other."""
+    (batch, kv_heads, _, dim), (_, heads, size, _), bits = query.shape, paged.codes.codes.shape, projection.shape[-2]
+    check_table(rows.table, rows.lengths)
+    fits = (
+        heads == kv_heads == paged.cache.shape[-2]
+        and projection.shape == (kv_heads, bits, dim)
+        and paged.keys_at.shape == paged.values_at.shape == (size, dim)
+        and rows.k.shape == rows.lengths.shape == (batch,)
+        and paged.cache.dtype == query.dtype == projection.dtype
+    )
+    if not fits:
+        raise InputError(
+            f"query {query.dtype} {list(query.shape)}, projection {projection.dtype} {list(projection.shape)} and k "
+            f"{list(rows.k.shape)} do not fit a cache of pages {paged.cache.dtype} {list(paged.cache.shape)} and "
+            f"{len(rows.table)} sequences"
+        )
+
+
 def check_table(table: Tensor, lengths: Tensor) -> None:
     """Raise `InputError` unless a table and lengths fit each other."""
     if table.dim() != 2 or table.dtype != torch.int32 or lengths.shape != table.shape[:1]:
@@ -91,12 +198,3 @@ def check_table(table: Tensor, lengths: Tensor) -> None:
             f"table must be int32 [B, P] and lengths [B], not {table.dtype} {list(table.shape)} and "
             f"{list(lengths.shape)}"
         )
-
-
-def check_indices(cache: Tensor, table: Tensor, indices: Tensor) -> None:
-    """Raise `InputError` unless indices fit a cache and a table."""
-    if indices.dim() != 3 or indices.dtype != torch.int64 or cache.dim() != 3 or cache.shape[1] != indices.shape[1]:
-        raise InputError(
-            f"indices {indices.dtype} {list(indices.shape)} do not fit a cache of pages {list(cache.shape)}"
-        )
-    check_table(table, indices[:, 0, 0])

@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from bpc_calib.backends import dispatch
 from bpc_calib.errors import ModelError
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.paging import CodePages
+from bpc_calib.method.choosing import Choice
+from bpc_calib.method.paging import Fresh, Paged, Rows
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.rules import Rules
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
@@ -104,11 +104,8 @@ def words(settings: Rules) -> int:
 class SparseRows:
     """The requests of a step that choose tokens."""
 
-    tokens: Tensor  # int64 [R], their rows in the queries
-    table: Tensor  # int32 [R, pages]
-    lengths: Tensor  # int64 [R], cached tokens, the new one included
-    k: Tensor  # int64 [R, 1]
-    width: int  # the largest k
+    tokens: slice | Tensor  # their rows in the queries; int64 [R] where other requests lie between them
+    rows: Rows
 
 
 @dataclass
@@ -135,7 +132,9 @@ class Builder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         chosen = sparse_requests(common_attn_metadata, k)
         if not chosen.any():
             return whole
-        made = Metadata(**vars(whole), sparse=sparse_rows(common_attn_metadata, chosen, k))
+        made = Metadata(
+            **vars(whole), sparse=sparse_rows(common_attn_metadata, chosen, k, self.kv_cache_spec.block_size)
+        )
         if not chosen.all():
             made.dense_tokens, rest = without(common_attn_metadata, chosen)
             made.dense = super().build(common_prefix_len, rest, fast_build)
@@ -160,15 +159,14 @@ def sparse_requests(common: CommonAttentionMetadata, k: Tensor) -> Tensor:
     return one & (k < common.seq_lens[: common.num_reqs])
 
 
-def sparse_rows(common: CommonAttentionMetadata, chosen: Tensor, k: Tensor) -> SparseRows:
-    """Return the rows of the chosen requests."""
-    k = k[chosen]
+def sparse_rows(common: CommonAttentionMetadata, chosen: Tensor, k: Tensor, size: int) -> SparseRows:
+    """Return the rows of the chosen requests, with as many pages of `size` tokens as the longest has."""
+    tokens = common.query_start_loc[: common.num_reqs][chosen].to(torch.int64)
+    lengths, k = common.seq_lens[: common.num_reqs][chosen].to(torch.int64), k[chosen]
+    pages = -(-int(lengths.max()) // size)
     return SparseRows(
-        tokens=common.query_start_loc[: common.num_reqs][chosen].to(torch.int64),
-        table=common.block_table_tensor[: common.num_reqs][chosen].contiguous(),
-        lengths=common.seq_lens[: common.num_reqs][chosen].to(torch.int64),
-        k=k.unsqueeze(-1),
-        width=int(k.max()),
+        tokens=slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else tokens,
+        rows=Rows(common.block_table_tensor[: common.num_reqs, :pages][chosen].contiguous(), lengths, k, int(k.max())),
     )
 
 
@@ -202,6 +200,8 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         self.projections: LayerProjections | None = None  # None: the layer attends to everything
         self.cache: CodeCache | None = None  # None: codes lie behind the pages
         self.words = 0
+        self.fresh: Fresh | None = None
+        self.lying: tuple[Tensor, Paged] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the projections of this layer, and a cache for its codes.
@@ -222,7 +222,11 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         self.projections = layer_projections(open_artifact(options.artifact), index, self.heads(), act_dtype)
         if self.projections is None:
             return
-        dispatch.make_ready(torch.device("cpu"), act_dtype, fitting=False)
+        self.backend = dispatch.for_pages(
+            torch.empty(1, self.num_heads, self.head_size, dtype=act_dtype), self.num_kv_heads
+        )
+        rules = self.settings
+        self.choice = Choice(self.scale, rules.group, recent=rules.recent, sink=rules.sink)
         if not is_hybrid(self.config):
             self.cache = add_code_cache(self.config, name, self.num_kv_heads, self.words)
 
@@ -247,20 +251,31 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         first = first_head(total, get_tensor_model_parallel_rank() if ranks > 1 else 0, ranks)
         return slice(first, first + self.num_kv_heads)
 
-    def pages(self, kv_cache: Tensor) -> CodePages:
-        """Return the codes of this layer."""
-        return behind_pages(kv_cache, self.words) if self.cache is None else self.cache.pages()
+    def paged(self, kv_cache: Tensor, isa: str) -> Paged:
+        """Return how this layer lies in its cache, which stays the same tensor for as long as vLLM serves."""
+        if self.lying is None or self.lying[0] is not kv_cache:
+            pages, kv_heads, size, content = kv_cache.shape
+            codes = behind_pages(kv_cache, self.words) if self.cache is None else self.cache.pages()
+            flat = kv_cache.view(pages, kv_heads, size * content)
+            self.lying = kv_cache, Paged(codes, flat, *packing(isa, size, content // 2, kv_cache.dtype))
+        return self.lying[1]
+
+    def hash_fresh(self, paged: Paged) -> None:
+        """Hash the keys that were cached last, if that is still to be done."""
+        fresh, self.fresh = self.fresh, None
+        if fresh is not None:
+            self.backend.hash_into(fresh, paged.codes)
 
     def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write keys `[tokens, kv_heads, head_dim]` and values as vLLM does, and the codes of the keys."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.projections is None:
             return
+        self.hash_fresh(self.paged(kv_cache, layer.isa))
         keys = key[: len(slot_mapping)].transpose(0, 1).unsqueeze(0)
-        encoded = dispatch.encode_with(self.projections.encoder, keys)
-        dispatch.write_codes(encoded, slot_mapping.to(torch.int64), self.pages(kv_cache))
+        self.fresh = Fresh(self.projections.encoder, keys, slot_mapping)  # hashed in `forward`, which follows
 
     def forward(
         self,
@@ -278,30 +293,23 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
         stock = super().forward
         sparse = attn_metadata.sparse if isinstance(attn_metadata, Metadata) else None
         if self.projections is None or sparse is None:
+            if self.fresh is not None:
+                self.hash_fresh(self.paged(kv_cache, layer.isa))
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         assert isinstance(attn_metadata, Metadata)
         rest = attn_metadata.dense_tokens
         if rest is not None:
             own = torch.empty_like(output[: len(rest)])
             output[rest] = stock(layer, query[rest], key, value, kv_cache, attn_metadata.dense, own)
-        found = self.attend(query[sparse.tokens], kv_cache, sparse, layer.isa)
+        grouped = query[sparse.tokens].unflatten(1, (self.num_kv_heads, -1))
+        found, _ = self.attend(grouped, self.paged(kv_cache, layer.isa), sparse.rows)
         output[sparse.tokens] = found.view(-1, *output.shape[1:])
         return output
 
-    def attend(self, query: Tensor, kv_cache: Tensor, rows: SparseRows, isa: str) -> Tensor:
-        """Attend to the best tokens of each row; queries and result are `[R, heads, head_dim]`."""
+    def attend(self, query: Tensor, paged: Paged, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Hash new keys, and attend to the best tokens of each row, `[R, H_KV, G, D]`. Also return these tokens."""
         assert self.projections is not None
-        pages, kv_heads, size, content = kv_cache.shape
-        grouped = query.unflatten(1, (kv_heads, -1))
-        codes, gain = dispatch.read_codes(self.pages(kv_cache), rows.table, rows.lengths)
-        asked = self.settings
-        cached = Cached(codes, gain if asked.gain else None, lengths=rows.lengths)
-        choice = Choice(self.scale, asked.group, recent=asked.recent, sink=asked.sink)
-        chosen = dispatch.choose(grouped, self.projections.projection, cached, rows.k, choice, width=rows.width)
-        flat = kv_cache.view(pages, kv_heads, size * content)
-        keys, values = (
-            dispatch.read_tokens(flat, where, rows.table, chosen)
-            for where in packing(isa, size, content // 2, kv_cache.dtype)
+        fresh, self.fresh = self.fresh, None
+        return self.backend.attend_pages(
+            query, self.projections.projection, paged, rows, self.choice, gain=self.settings.gain, fresh=fresh
         )
-        found = torch.arange(rows.width).expand_as(chosen).where(chosen >= 0, -1)
-        return dispatch.sparse_attention(grouped, keys, values, found, self.scale).flatten(1, 2)

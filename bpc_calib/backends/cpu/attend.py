@@ -8,7 +8,7 @@ import numpy as np
 from bpc_calib.backends.cpu.compiling import compiled, inlined
 from bpc_calib.backends.cpu.language import WIDE, add_four, at, dot_four, float_of, prefetch_row, widen
 
-__all__ = ["Attention", "attend_kernel", "attend_part", "put_together", "work_size"]
+__all__ = ["Attention", "attend_kernel", "attend_listed", "attend_part", "listed_of", "put_together", "work_size"]
 
 CHUNK = 16  # tokens whose weights are computed at once; nothing is prefetched meanwhile
 AHEAD = 12  # how many tokens ahead keys are prefetched
@@ -162,15 +162,39 @@ def add_values(like, values, values_n, listed, begin, count, dim, weights, sums)
 @inlined
 def attend_part(task, like, call):
     """Attention of one part of a row, to be put together."""
-    size, heads, dim, count = like.itemsize, call.heads, call.dim, call.count
+    size, count = like.itemsize, call.count
     share = (count + call.parts - 1) // call.parts
     row, part = task // call.parts, task % call.parts
+    b, h = row // call.kv_heads, row % call.kv_heads
+    room = listed_of(task, call)
+    found, beyond = tokens_of(
+        at(call.indices + 8 * row * count, count, I64), part * share, min(count, (part + 1) * share), call.tokens, room
+    )
+    at(call.faults + 8 * task, 1, I64)[0] = beyond
+    keys = call.keys + size * (b * call.keys_b + h * call.keys_h)
+    values = call.values + size * (b * call.values_b + h * call.values_h)
+    attend_listed(task, like, call, keys, values, room[:found])
+
+
+@inlined
+def listed_of(task, call):
+    """The memory for the list of tokens of a part."""
+    fours, share = (call.heads + 3) // 4 * 4, (call.count + call.parts - 1) // call.parts
+    begin = call.work + task * work_size(call.heads, call.dim, share)
+    return at(begin + 4 * fours * (call.dim + CHUNK), share, I64)
+
+
+@inlined
+def attend_listed(task, like, call, keys, values, tokens):
+    """Attention over the tokens listed; keys and values of the row are given as addresses."""
+    size, heads, dim = like.itemsize, call.heads, call.dim
+    share, found = (call.count + call.parts - 1) // call.parts, len(tokens)
+    row = task // call.parts
     b, h = row // call.kv_heads, row % call.kv_heads
     fours = (heads + 3) // 4 * 4
     sums = call.partial + 4 * task * fours * dim
     queries = call.work + task * work_size(heads, dim, share)
     logits = queries + 4 * fours * dim
-    room = at(logits + 4 * fours * CHUNK, share, I64)
     wide = at(queries, fours * dim, F32)
     wide[heads * dim :] = 0
     at(sums, fours * dim, F32)[:] = 0
@@ -182,13 +206,6 @@ def attend_part(task, like, call):
     total = at(call.weights + 8 * task * heads + 4 * heads, heads, F32)
     most[:] = -np.inf
     total[:] = 0
-    found, beyond = tokens_of(
-        at(call.indices + 8 * row * count, count, I64), part * share, min(count, (part + 1) * share), call.tokens, room
-    )
-    at(call.faults + 8 * task, 1, I64)[0] = beyond
-    tokens = room[:found]
-    keys = call.keys + size * (b * call.keys_b + h * call.keys_h)
-    values = call.values + size * (b * call.values_b + h * call.values_h)
     keys_n, values_n = size * call.keys_n, size * call.values_n
     for i in range(min(AHEAD, found)):
         prefetch_row(keys + keys_n * tokens[i], size * dim)

@@ -2,26 +2,26 @@
 
 from torch import Tensor
 
-from bpc_calib.backends.cpu import at_once, pipeline
+from bpc_calib.backends.cpu import at_once, over_pages, pipeline
 from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.fitting import fit
-from bpc_calib.backends.cpu.paging import read_codes, read_tokens, write_codes
 from bpc_calib.backends.cpu.paper import popcount_scores
-from bpc_calib.backends.cpu.ready import make_ready
+from bpc_calib.backends.cpu.ready import make_pages_ready, make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
-from bpc_calib.method import appending, choosing, stepping
+from bpc_calib.method import appending, choosing, paging, stepping
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
 from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query",
-    "read_codes", "read_tokens", "serves", "sparse_attention", "stages", "step", "write_codes",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into", "popcount_scores",
+    "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 
@@ -75,6 +75,28 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     stepping.store(pipeline.encode_with(hashed.encoder, stepping.newest(hashed)), hashed)
     chosen = pipeline.choose(query, hashed.projection, stepping.cached(hashed), k, choice)
     return pipeline.sparse_attention(query, *stepping.in_use(hashed), chosen, choice.scaling)
+
+
+def hash_into(fresh: Fresh, pages: CodePages) -> None:
+    """`bpc_calib.method.paging.hash_into`."""
+    make_pages_ready(fresh.keys.dtype)
+    over_pages.hash_into(fresh, pages)
+
+
+def attend_pages(
+    query: Tensor,
+    projection: Tensor,
+    paged: Paged,
+    rows: Rows,
+    choice: Choice,
+    *,
+    gain: bool = True,
+    fresh: Fresh | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.paging.attend_pages`."""
+    paging.check(query, projection, paged, rows)
+    make_pages_ready(query.dtype)
+    return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
 
 
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:

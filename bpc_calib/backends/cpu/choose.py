@@ -13,24 +13,30 @@ from bpc_calib.backends.cpu.score import score_part
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.take import candidates_of_part, mark_row, take_row
 
-__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel", "rows_in_turn"]
+__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel", "choose_row", "rows_in_turn"]
 
 PROJECT, SCORE, SELECT = 1, 2, 3  # the stages, each with those before it
 
 
 @inlined
+def choose_row(row, slot, like, step):
+    """All stages of a row in one part."""
+    prep_row(row, like, step)
+    if step.last_stage < SCORE:
+        return
+    score_part(row, slot, step)
+    mark_row(row, slot, step)
+    candidates_of_part(row, slot, step)
+    if step.last_stage < SELECT:
+        return
+    take_row(row, slot, step)
+
+
+@inlined
 def rows_in_turn(slot, like, step):
-    """All stages of the rows of one slot, each row in one part."""
+    """All rows of one slot."""
     for row in range(slot * step.rows // step.slots, (slot + 1) * step.rows // step.slots):
-        prep_row(row, like, step)
-        if step.last_stage < SCORE:
-            continue
-        score_part(row, slot, step)
-        mark_row(row, slot, step)
-        candidates_of_part(row, slot, step)
-        if step.last_stage < SELECT:
-            continue
-        take_row(row, slot, step)
+        choose_row(row, slot, like, step)
 
 
 @compiled(parallel=True)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["LIKE", "address", "like", "rows_of", "strides", "tight"]
+__all__ = ["EMPTY", "LIKE", "address", "like", "rows_of", "strides", "tight"]
 
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 EMPTY = {dtype: np.empty(0, kind) for dtype, kind in LIKE.items()}

@@ -258,15 +258,17 @@ def score_part(task, slot, step):
     best[:] = LEAST
     sampled = at(step.sample + slot * sample_size(fours), 4 * fours * SAMPLE, I16)
     weights = at(step.sample + slot * sample_size(fours) + 8 * fours * SAMPLE, SAMPLE, U8)
+    codes = step.codes + 8 * (b * step.codes_b + h * step.codes_h + slot * step.codes_slot)
+    gain = step.gain + b * step.gain_b + h * step.gain_h + slot * step.gain_slot
     for begin in range(part * step.part_size, min(length, last), BLOCK):
         count = min(BLOCK, length - begin, last - begin)
-        gains = at(step.gain + b * step.gain_b + h * step.gain_h + begin, count if step.gain else 0, U8)
+        gains = at(gain + begin, count if step.gain else 0, U8)
         valid = at(step.valid + b * step.valid_b + begin, count if step.valid else 0, BOOL)
         for four in range(fours):
             out = step.products + 2 * ((slot * fours + four) * 4 * stride + begin)
             which = row * fours + four
             products(
-                step.codes + 8 * (b * step.codes_b + h * step.codes_h + begin * words), words, count,
+                codes + 8 * begin * words, words, count,
                 step.tables + 4 * step.table_size * which, step.table_size, step.totals + 16 * which, out, stride,
             )  # fmt: skip
             best_of = best[4 * four : 4 * four + 4]

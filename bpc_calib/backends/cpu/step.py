@@ -39,9 +39,11 @@ class Step(NamedTuple):
     codes: int  # contiguous from the tokens on
     codes_b: int
     codes_h: int
+    codes_slot: int  # over slots: of codes that are copied there, else 0
     gain: int
     gain_b: int
     gain_h: int
+    gain_slot: int
     valid: int
     valid_b: int
     lengths: int  # int64 [B]

@@ -163,7 +163,7 @@ def candidates_of_part(task, slot, step):
     places = at(step.candidates + 8 * slot * stride + 4 * part * size, size, I32)
     values = at(step.candidates + 8 * slot * stride + 4 * (stride + part * size), size, I32)
     products = step.products + 2 * slot * ((step.heads + 3) // 4) * 4 * stride
-    gain = step.gain + b * step.gain_b + h * step.gain_h
+    gain = step.gain + b * step.gain_b + h * step.gain_h + slot * step.gain_slot
     taken = 0
     for begin in range(part * size, min(length, last), BLOCK):
         count = min(BLOCK, length - begin, last - begin)

@@ -28,10 +28,10 @@ def _start_threads() -> None:
     set_torch_threads(before)
 
 
-def set_threads() -> None:
-    """Have numba use as many threads as torch."""
+def set_threads(most: int | None = None) -> None:
+    """Have numba use as many threads as torch, and at most so many."""
     _start_threads()
-    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, most or numba.config.NUMBA_NUM_THREADS)
     if getattr(_set, "threads", None) != wanted:  # numba's number is one per thread of Python
         numba.set_num_threads(wanted)
         _set.threads = wanted

@@ -16,12 +16,12 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import fit
-from bpc_calib.method.paging import read_codes, read_tokens, write_codes
+from bpc_calib.method.paging import attend_pages, hash_into
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "choose", "dense_attention", "encode_with", "fit", "popcount_scores", "quantize_query",
-    "read_codes", "read_tokens", "serves", "sparse_attention", "stages", "step", "write_codes",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into", "popcount_scores",
+    "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
