@@ -39,7 +39,7 @@ class Encoded:
     gain: Tensor  # uint8 [..., N], (gain + GAIN_OFFSET) / GAIN_UNIT ~ |k|^2 / <k, u P>, measured in the metric
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Encoder:
     """What hashing needs from a projection, computed once for keys of one dtype: see `make_encoder`.
 

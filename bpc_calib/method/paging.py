@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CodePages:
     """Codes and gains of all pages; the last two dimensions of `codes`, and the last of `gain`, are contiguous."""
 
@@ -37,7 +37,7 @@ class CodePages:
     gain: Tensor  # uint8 [pages, H_KV, size]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Paged:
     """What is cached of a layer.
 
@@ -51,7 +51,7 @@ class Paged:
     values_at: Tensor  # int64 [size, D], contiguous
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """The sequences of a step, the same in all layers."""
 

@@ -1,6 +1,7 @@
 """The calls of the kernels over pages."""
 
 import functools
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from bpc_calib.backends.cpu.paging import Call, Written, hash_into_kernel, pages
 from bpc_calib.backends.cpu.pipeline import encode_with
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES
-from bpc_calib.backends.cpu.threads import SHARE, one_at_a_time, run, scratch, set_threads
+from bpc_calib.backends.cpu.threads import one_at_a_time, run, scratch, set_threads
 from bpc_calib.method.choosing import Choice
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 
 __all__ = ["attend_pages", "hash_into"]
@@ -20,22 +22,25 @@ __all__ = ["attend_pages", "hash_into"]
 FEW = 8  # tokens hashed in one kernel: for more, torch's products are faster
 
 
-NO_HASHING, NOTHING_WRITTEN = Hashing(*[0] * len(Hashing._fields)), Written(*[0] * len(Written._fields))
+NO_HASHING, NOTHING_WRITTEN = (0,) * len(Hashing._fields), (0,) * len(Written._fields)
+# Where what stays lies: a decoding step has 100 us per layer, and looking at every tensor takes half of that.
+_pages: WeakKeyDictionary[CodePages, tuple[int, ...]] = WeakKeyDictionary()
+_caches: WeakKeyDictionary[Paged, tuple[int, ...]] = WeakKeyDictionary()
+_encoders: WeakKeyDictionary[Encoder, tuple[tuple[int, ...], tuple[Tensor | None, ...]]] = WeakKeyDictionary()
 
 
 def hash_into(fresh: Fresh, pages: CodePages) -> None:
     """`bpc_calib.method.paging.hash_into`."""
-    keys = fresh.keys
+    keys, slots = tight(fresh.keys), fresh.slots.to(torch.int64).contiguous()
     if keys.shape[2] > FEW:
-        slots = fresh.slots.to(torch.int64).contiguous()
         encoded = encode_with(fresh.encoder, keys)
         codes, gain = encoded.codes.contiguous(), encoded.gain.contiguous()
-        run(write_kernel, tuple(_written(pages, slots, codes.data_ptr(), gain.data_ptr())))
+        run(write_kernel, (*_code_pages(pages), len(slots), slots.data_ptr(), codes.data_ptr(), gain.data_ptr()))
         return
     with one_at_a_time:
-        hashing, written, _ = _few(fresh, pages, *scratch(*_few_sizes(fresh, pages)))
+        (room,) = scratch(_few_size(keys, pages))
         set_threads(keys.shape[1] if keys.shape[2] > 1 else 1)
-        hash_into_kernel(like(keys), tuple(hashing), tuple(written))
+        hash_into_kernel(like(keys), *_few(fresh.encoder, keys, slots, pages, room))
 
 
 def attend_pages(
@@ -52,42 +57,29 @@ def attend_pages(
     if fresh is not None and fresh.keys.shape[2] > FEW:
         hash_into(fresh, paged.codes)
         fresh = None
-    pages, gains, cache, table, lengths, k = (
-        paged.codes.codes,
-        paged.codes.gain,
-        paged.cache,
-        rows.table,
-        rows.lengths,
-        rows.k,
-    )
-    (batch, kv_heads, heads, dim), (_, _, size, words), per_sequence = query.shape, pages.shape, table.shape[1]
-    query, projection = tight(query), tight(projection)
-    slots = max(1, min(batch * kv_heads, torch.get_num_threads(), batch * kv_heads * per_sequence * size // SHARE))
+    (batch, kv_heads, heads, dim), (_, _, size, words) = query.shape, paged.codes.codes.shape
+    query, projection, bits, per_sequence = tight(query), tight(projection), projection.shape[1], rows.table.shape[1]
+    slots = min(batch * kv_heads, torch.get_num_threads())
     indices = torch.empty(batch, kv_heads, rows.width, dtype=torch.int64)
     out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
-    query_b, query_h, query_g, _ = query.stride()
-    projection_h, projection_n, _ = projection.stride()
-    codes_page, codes_h, _, _ = pages.stride()
-    gain_page, gain_h, _ = gains.stride()
-    cache_page, cache_h, _ = cache.stride()
-    sizes = () if fresh is None else _few_sizes(fresh, paged.codes)
-    room = _room(
-        query.dtype, (batch, kv_heads, heads, dim, projection.shape[1], words), size, per_sequence, rows.width, slots
-    )
+    sizes = batch, kv_heads, heads, dim, bits, words
+    need = _room(query.dtype, sizes, size, per_sequence, rows.width, slots)
+    hashing, written = NO_HASHING, NOTHING_WRITTEN
     with one_at_a_time:
-        begin, *more = scratch(room, *sizes)
-        call = Call(
-            query.data_ptr(), query_b, query_h, query_g, projection.data_ptr(), projection_h, projection_n,
-            batch, kv_heads, heads, dim, projection.shape[1], words,
-            pages.data_ptr(), codes_page, codes_h, gains.data_ptr(), gain_page, gain_h, cache.data_ptr(), cache_page,
-            cache_h, paged.keys_at.data_ptr(), paged.values_at.data_ptr(), size,
-            table.data_ptr(), per_sequence, lengths.data_ptr(), k.data_ptr(), rows.width,
+        if fresh is None:
+            (room,) = scratch(need)
+        else:
+            keys, new = tight(fresh.keys), fresh.slots.to(torch.int64).contiguous()
+            (room,) = scratch(need + _few_size(keys, paged.codes))
+            hashing, written = _few(fresh.encoder, keys, new, paged.codes, room + need)
+        call = (
+            query.data_ptr(), *query.stride()[:3], projection.data_ptr(), *projection.stride()[:2], *sizes,
+            *_cache(paged), rows.table.data_ptr(), per_sequence, rows.lengths.data_ptr(), rows.k.data_ptr(), rows.width,
             gain, GROUP_CODES[choice.group], choice.recent, choice.sink, float(choice.scaling),
-            slots, table_size(words), begin, indices.data_ptr(), out.data_ptr(),
+            slots, table_size(words), room, indices.data_ptr(), out.data_ptr(),
         )  # fmt: skip
-        hashing, written, _ = (NO_HASHING, NOTHING_WRITTEN, ()) if fresh is None else _few(fresh, paged.codes, *more)
         set_threads(slots)
-        pages_kernel(like(query), tuple(hashing), tuple(written), tuple(call))
+        pages_kernel(like(query), hashing, written, call)
     return out.to(query.dtype), indices
 
 
@@ -96,40 +88,63 @@ def _room(dtype: torch.dtype, sizes: tuple[int, ...], size: int, pages: int, wid
     """The bytes of a `Call` of these sizes: `batch` to `words`, as they stand there."""
     names = ("batch", "kv_heads", "heads", "dim", "bits", "words")
     given = dict(zip(names, sizes, strict=True)) | {"size": size, "pages": pages, "width": width, "slots": slots}
-    call = Call(*[0] * len(Call._fields))._replace(gained=True, scaling=1.0, table_size=table_size(sizes[-1]), **given)
-    return int(room_size(EMPTY[dtype], tuple(call)))
+    nowhere = Call(*[0] * len(Call._fields))
+    return int(
+        room_size(
+            EMPTY[dtype],
+            tuple(nowhere._replace(gained=True, scaling=1.0, table_size=table_size(sizes[-1]), **given)),
+        )
+    )
 
 
-def _few_sizes(fresh: Fresh, pages: CodePages) -> tuple[int, int, int]:
-    """The bytes of the codes, gains and errors of a few keys."""
-    _, kv_heads, tokens, _ = fresh.keys.shape
-    return 8 * kv_heads * tokens * pages.codes.shape[3], kv_heads * tokens, 4 * kv_heads * tokens
+def _code_pages(pages: CodePages) -> tuple[int, ...]:
+    """The first fields of a `Written`, up to `words`."""
+    known = _pages.get(pages)
+    if known is None:
+        codes, gain = pages.codes, pages.gain
+        known = (codes.data_ptr(), *codes.stride()[:2], gain.data_ptr(), *gain.stride()[:2], *codes.shape[1:])
+        _pages[pages] = known
+    return known
+
+
+def _cache(paged: Paged) -> tuple[int, ...]:
+    """The fields of a `Call` from `codes` to `size`."""
+    known = _caches.get(paged)
+    if known is None:
+        cache, codes = paged.cache, _code_pages(paged.codes)
+        places = (paged.keys_at.data_ptr(), paged.values_at.data_ptr(), len(paged.keys_at))
+        known = _caches[paged] = (*codes[:6], cache.data_ptr(), *cache.stride()[:2], *places)
+    return known
+
+
+def _few_size(keys: Tensor, pages: CodePages) -> int:
+    """The bytes of codes, gains and errors of a few keys, each beginning at a multiple of 64."""
+    _, kv_heads, tokens, _ = keys.shape
+    return kv_heads * tokens * (8 * pages.codes.shape[3] + 4 + 1) + 3 * 64
 
 
 def _few(
-    fresh: Fresh, pages: CodePages, codes_at: int, gain_at: int, errors_at: int
-) -> tuple[Hashing, Written, tuple[Tensor, ...]]:
-    """What hashes a few keys and writes their codes, and the tensors that must live until then."""
-    encoder, keys, slots = fresh.encoder, tight(fresh.keys), fresh.slots.to(torch.int64).contiguous()
+    encoder: Encoder, keys: Tensor, slots: Tensor, pages: CodePages, room: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The `Hashing` and the `Written` of a few keys."""
     encoder.check(keys)
-    (_, kv_heads, tokens, dim), lead, words = keys.shape, keys.shape[:2], pages.codes.shape[3]
-    matrix, gram = rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2)
-    metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
-    mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
-    keys_b, keys_h, keys_n, _ = keys.stride()
-    hashing = Hashing(
-        keys.data_ptr(), keys_b, keys_h, keys_n, matrix.data_ptr(), matrix.stride(0), gram.data_ptr(),
-        gram.stride(0), address(metric), strides(metric, 1)[0], address(mean), strides(mean, 1)[0],
-        kv_heads, kv_heads, tokens, dim, matrix.shape[1],
-        codes_at, tokens * words, errors_at, tokens, gain_at, tokens,
-    )  # fmt: skip
-    return hashing, _written(pages, slots, codes_at, gain_at), (keys, slots, matrix, gram, metric, mean)
+    _, kv_heads, tokens, dim = keys.shape
+    where, words = _encoder(encoder, keys.shape[:2])[0], pages.codes.shape[3]
+    errors = room + -(-8 * kv_heads * tokens * words // 64) * 64
+    gains = errors + -(-4 * kv_heads * tokens // 64) * 64
+    lead = (keys.data_ptr(), *keys.stride()[:3], *where[:-1], kv_heads, kv_heads, tokens, dim, where[-1])
+    hashing = (*lead, room, tokens * words, errors, tokens, gains, tokens)
+    return hashing, (*_code_pages(pages), tokens, slots.data_ptr(), room, gains)
 
 
-def _written(pages: CodePages, slots: Tensor, own_codes: int, own_gain: int) -> Written:
-    codes, gain = pages.codes, pages.gain
-    (codes_page, codes_h, _, _), (gain_page, gain_h, _) = codes.stride(), gain.stride()
-    return Written(
-        codes.data_ptr(), codes_page, codes_h, gain.data_ptr(), gain_page, gain_h, *codes.shape[1:],
-        len(slots), slots.data_ptr(), own_codes, own_gain,
-    )  # fmt: skip
+def _encoder(encoder: Encoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
+    """The fields of a `Hashing` from `matrix` to `mean_stride`, and its bits; and the tensors that lie there."""
+    known = _encoders.get(encoder)
+    if known is None:
+        matrix, gram = rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2)
+        metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
+        mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
+        places = (matrix.data_ptr(), matrix.stride(0), gram.data_ptr(), gram.stride(0))
+        more = (address(metric), strides(metric, 1)[0], address(mean), strides(mean, 1)[0], matrix.shape[1])
+        known = _encoders[encoder] = ((*places, *more), (matrix, gram, metric, mean))
+    return known

