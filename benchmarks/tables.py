@@ -42,6 +42,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "kernel-cost": performance_tables.kernel_cost,
     "kernel-cost-launches": performance_tables.kernel_cost_launches,
     "bench": performance_tables.bench,
+    "serving": performance_tables.serving,
     "aggregation": aggregation_tables.aggregation,
     "evaluation-files": evaluation_tables.evaluation_files,
     "evaluation": evaluation_tables.evaluation,

@@ -13,6 +13,7 @@ from bpc_cli.demo import demo
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
+from bpc_cli.serve import serve
 
 __all__ = ["app", "main"]
 
@@ -27,6 +28,7 @@ app.command()(calibrate)
 app.command()(inspect)
 app.command()(generate)
 app.command()(chat)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command("eval")(eval_)
 app.command()(bench)
 

@@ -22,7 +22,7 @@ TESTED = set(
     "aggregation aggregation_model calibration_memory calibration_plan calibration_time demo_model engine_run "
     "evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head "
     "needles other_engines outlier_needle pictures position_shift projections real_decode real_models real_suite "
-    "real_text steady_decode tables".split()
+    "real_text serving steady_decode tables".split()  # serving: in test_serving.py
 )
 
 

