@@ -40,7 +40,8 @@ def draw(results: Results, folder: Path) -> Path | None:
             _frame(axis, f"{model}, {tokens:,} tokens")
         axes.flat[0].set_ylabel("perplexity above full attention's, %")
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small", frameon=False)
+        columns = 3 if len(measured) == 1 else len(labels)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
         folder.mkdir(exist_ok=True)
         figure.savefig(folder / NAME, dpi=150, transparent=True)
         pyplot.close(figure)
@@ -59,16 +60,6 @@ def _curve(axis: Any, method: str, rows: list[dict[str, Any]]) -> None:
     (marker, color), name = STYLES[method], real_tables.label(method).replace("`", "")
     reads = [100 * row["read"] for row in rows]
     axis.errorbar(reads, middle, [below, above], marker=marker, color=color, capsize=2, label=name)
-    for read, value, row in zip(reads, middle, rows, strict=True):
-        if method == "bpc":
-            axis.annotate(
-                f"{100 * row['budget']:g} %",
-                (read, value),
-                (5, 5),
-                textcoords="offset points",
-                fontsize="x-small",
-                color=color,
-            )
 
 
 def _frame(axis: Any, title: str) -> None:

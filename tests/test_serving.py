@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import random
+import re
 import resource
 import socket
 import subprocess
@@ -295,6 +296,43 @@ def test_the_command_serves(artifact, tmp_path):
             server.terminate()
             server.wait(60)
     assert answer["usage"]["completion_tokens"] == 5
+
+
+RANKS = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, artifact, ranks, budget = sys.argv[1:]
+    bpc = {"artifact": artifact, "min_tokens": 8, "budget": float(budget)}
+    llm = LLM(
+        model, tensor_parallel_size=int(ranks), dtype="float32", max_model_len=2048, enforce_eager=True, max_num_seqs=4,
+        skip_tokenizer_init=True, additional_config={"bpc": bpc},
+    )
+    asked = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.stdin.read())]
+    print("answers", json.dumps([list(each.outputs[0].token_ids) for each in llm.generate(prompts, asked)]))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_as_one(artifact, tmp_path):
+    """Each has half of the KV heads, and their projections."""
+    script, prompts = tmp_path / "ranks.py", [ids(length, seed=length) for length in (900, 140, 1500)]
+    script.write_text(RANKS)
+
+    def answers(ranks, budget):
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": "0|1" if ranks == 2 else "nobind"}
+        words = [sys.executable, script, DEMO_MODEL, artifact, ranks, budget]
+        ran = subprocess.run(
+            list(map(str, words)), input=json.dumps(prompts), capture_output=True, text=True, check=True, timeout=600,
+            env=os.environ | threads,
+        )  # fmt: skip
+        return json.loads(re.search(r"answers (.*)", ran.stdout)[1])
+
+    one = answers(1, 0.02)
+    assert answers(2, 0.02) == one
+    assert answers(1, 1.0) != one  # the budget matters
 
 
 @pytest.mark.slow
