@@ -15,7 +15,8 @@ numba = pytest.importorskip("bpc_calib.backends.cpu.backend")
 
 SIZE, HEADS, PAGES = 32, 3, 9
 DIMS = ("words", [1, 2])
-DTYPES = ("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in (torch.bfloat16, torch.float16)]  # 50 s to compile
+DTYPES = ("dtype", [torch.float32, *OTHERS])
 
 
 def empty_pages(words: int, behind: int = 0) -> CodePages:

@@ -20,10 +20,8 @@ from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 __all__ = ["attend_pages", "hash_into"]
 
 FEW = 8  # tokens hashed in one kernel: for more, torch's products are faster
-
-
 NO_HASHING, NOTHING_WRITTEN = (0,) * len(Hashing._fields), (0,) * len(Written._fields)
-# Where what stays lies: a decoding step has 100 us per layer, and looking at every tensor takes half of that.
+# Addresses that stay the same from step to step: to read them anew would take half of the 100 us of a layer.
 _pages: WeakKeyDictionary[CodePages, tuple[int, ...]] = WeakKeyDictionary()
 _caches: WeakKeyDictionary[Paged, tuple[int, ...]] = WeakKeyDictionary()
 _encoders: WeakKeyDictionary[Encoder, tuple[tuple[int, ...], tuple[Tensor | None, ...]]] = WeakKeyDictionary()
