@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, work_size
 from bpc_calib.backends.cpu.choose import SELECT
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import address, like, rows_of, strides, tight
+from bpc_calib.backends.cpu.layout import address, encoder_rows, like, strides, tight
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
@@ -41,9 +41,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     rows, fours, room = batch * kv_heads, -(-heads // 4), codes.shape[2]
     query, lead = tight(query), codes.shape[:2]
     projection = tight(hashed.projection.to(query.dtype)).expand(batch, kv_heads, bits, dim)
-    matrix, gram = rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2)
-    metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
-    mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
+    matrix, gram, metric, mean = encoder_rows(encoder, lead)
     worst = None if hashed.worst is None or not choice.safeguard else hashed.worst.to(torch.int32).contiguous()
     numerator, denominator = (0, 1) if worst is None else as_fraction(choice.safeguard).as_integer_ratio()
     out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["EMPTY", "LIKE", "address", "like", "rows_of", "strides", "tight"]
+from bpc_calib.method.encoding import Encoder
+
+__all__ = ["EMPTY", "LIKE", "address", "encoder_rows", "like", "rows_of", "strides", "tight"]
 
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 EMPTY = {dtype: np.empty(0, kind) for dtype, kind in LIKE.items()}
@@ -39,3 +41,10 @@ def rows_of(tensor: Tensor, lead: torch.Size, rank: int) -> Tensor:
     shape = tensor.shape[-rank:]
     rows = tensor.expand(*lead, *shape).reshape(-1, *shape)  # one for all has stride 0 here
     return rows if rows[:1].is_contiguous() else rows.contiguous()
+
+
+def encoder_rows(encoder: Encoder, lead: torch.Size) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Matrix `[rows, H, D]`, gram, metric and mean of an encoder, by `rows_of`."""
+    metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
+    mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
+    return rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2), metric, mean

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import EMPTY, address, like, rows_of, strides, tight
+from bpc_calib.backends.cpu.layout import EMPTY, address, encoder_rows, like, strides, tight
 from bpc_calib.backends.cpu.paging import Call, Written, hash_into_kernel, pages_kernel, room_size, write_kernel
 from bpc_calib.backends.cpu.pipeline import encode_with
 from bpc_calib.backends.cpu.prep import table_size
@@ -139,9 +139,7 @@ def _encoder(encoder: Encoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple
     """The fields of a `Hashing` from `matrix` to `mean_stride`, and its bits; and the tensors that lie there."""
     known = _encoders.get(encoder)
     if known is None:
-        matrix, gram = rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2)
-        metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
-        mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
+        matrix, gram, metric, mean = encoder_rows(encoder, lead)
         places = (matrix.data_ptr(), matrix.stride(0), gram.data_ptr(), gram.stride(0))
         more = (address(metric), strides(metric, 1)[0], address(mean), strides(mean, 1)[0], matrix.shape[1])
         known = _encoders[encoder] = ((*places, *more), (matrix, gram, metric, mean))

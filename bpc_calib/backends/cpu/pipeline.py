@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, attend_kernel, work_size
 from bpc_calib.backends.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.backends.cpu.encode import Hashing, greedy_kernel, hash_kernel
-from bpc_calib.backends.cpu.layout import address, like, rows_of, strides, tight
+from bpc_calib.backends.cpu.layout import address, encoder_rows, like, rows_of, strides, tight
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
@@ -160,9 +160,7 @@ def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     lead, (tokens, dim) = keys.shape[:-2], keys.shape[-2:]
     if tokens > FEW or not lead.numel():
         return _encode_many(encoder, keys)
-    matrix, gram = rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2)
-    metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
-    mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
+    matrix, gram, metric, mean = encoder_rows(encoder, lead)
     encoded, keys = _empty(lead, tokens, matrix.shape[1]), tight(keys)
     keys_b, keys_h, keys_n = strides(keys, 3)
     call = Hashing(
