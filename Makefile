@@ -17,7 +17,7 @@ FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py
   test_cli.py test_corpora.py test_decomposition.py test_dispatch.py test_emulator.py test_encoding.py test_families.py \
   test_generate.py test_harness.py test_hub.py test_package.py test_placement.py test_runtime.py test_selection.py)
 
-EMULATED_TESTS := tests/test_kernels.py tests/test_backends.py
+EMULATED_TESTS := tests/test_kernels.py tests/test_paged_kernels.py tests/test_backends.py
 # The kernels as compiled for an A100 and an H100, run from their PTX without a GPU: $(call emulated,ENVIRONMENT,OPTIONS).
 emulated = for arch in 80 90; do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(2) $(EMULATED_TESTS) || exit; done
 

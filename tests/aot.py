@@ -25,11 +25,12 @@ import torch
 import triton
 from ptx import driver, lints
 
-from bpc_calib.backends.triton import pipeline
+from bpc_calib.backends.triton import hashing, over_pages, pipeline
 from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NO_FLOAT64 = 100  # from this capability on Triton's compiler fails at products of float64
@@ -56,6 +57,8 @@ class Case:
     batch: int = 1
     tokens: int = 131072
     k: int = 2621
+    page: int = 16  # tokens of a page
+    eight_bits: bool = False  # keys and values in pages are float8_e4m3fn
 
 
 # Those of a push: each kernel, and the settings that change its code most.
@@ -67,6 +70,7 @@ SOME = {
     "padding": Case("choose", heads=7, group="sum", valid=True, forced=True, safeguard=True, strided=True),
     "paper": Case("paper gram"),
     "long lists": Case("sparse", k=20000),
+    "pages": Case("pages", batch=2),
 }
 MORE = {
     **{f"head_dim {dim}": Case("choose sparse dense encode append", dim=dim) for dim in (8, 64, 80, 96, 256)},
@@ -96,6 +100,11 @@ MORE = {
     "many tokens": Case("choose sparse", tokens=524288, k=10485),
     "most tokens": Case("choose", tokens=4 << 20, k=20000),
     "dense, short": Case("dense", tokens=4096),
+    **{f"pages, head_dim {dim}": Case("pages", dim=dim, page=64) for dim in (64, 256)},
+    "pages of 8 bits": Case("pages", eight_bits=True, forced=True),
+    "pages of 8 bits, float16": Case("pages", eight_bits=True, dtype="float16", dim=256),
+    "pages, largest": Case("pages", dim=256, heads=16, bits=128, group="sum"),
+    "pages, one head of 32 bits": Case("pages", heads=1, bits=32, gain=False, group="max", page=32),
 }  # fmt: skip
 
 
@@ -103,7 +112,7 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     """The calls of a case, by their names."""
     dtype, rows, tokens = getattr(torch, case.dtype), (case.batch, 8), case.tokens
     words, entries = -(-case.bits // 64), case.entries.split()
-    stored = entries != ["choose"]
+    stored = entries not in (["choose"], ["pages"])
     query = torch.empty(*rows, case.heads, case.dim, dtype=dtype)
     keys, values = (torch.empty(*rows, tokens if stored else 1, case.dim, dtype=dtype) for _ in range(2))
     lengths = torch.full((case.batch,), tokens)
@@ -145,6 +154,26 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
             torch.empty(*rows, case.heads, 64, dtype=torch.int8), torch.empty(*rows, tokens, 1, dtype=torch.int64)
         )
 
+    def pages() -> object:
+        count = tokens // case.page
+        codes = torch.empty(count, rows[1], case.page, words, dtype=torch.int64)
+        content = torch.float8_e4m3fn if case.eight_bits else dtype
+        cache = torch.empty(count, case.page, rows[1], 2 * case.dim, dtype=content).transpose(1, 2)
+        paged = Paged(
+            CodePages(codes, torch.empty(count, rows[1], case.page, dtype=torch.uint8)), cache,
+            scales=(torch.ones(1), torch.ones(1)) if case.eight_bits else None,
+        )  # fmt: skip
+        table, k = torch.zeros(case.batch, count, dtype=torch.int32), torch.full((case.batch,), case.k)
+        shared = make_encoder(
+            *(torch.randn(rows[1], case.bits, case.dim), dtype), metric=torch.eye(case.dim).expand(rows[1], -1, -1)
+        )
+        hashing.hash_into(Fresh(shared, keys[:1], torch.arange(1)), paged.codes)
+        forced = {"recent": 8, "sink": 4} if case.forced else {}
+        choice, of_queries = Choice(case.dim**-0.5, case.group, **forced), shared.matrix.mT.to(dtype)
+        return over_pages.attend_pages(
+            query, of_queries, paged, Rows(table, lengths, k, case.k), choice, gain=case.gain
+        )
+
     listed = torch.empty(*rows, case.k, dtype=torch.int64)
     calls = {
         "choose": choose,
@@ -154,6 +183,7 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         "append": append,
         "gram": gram,
         "paper": paper,
+        "pages": pages,
     }
     yield from ((entry, calls[entry]) for entry in entries)
 

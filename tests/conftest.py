@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
 def emulated(item, *, every):
     """Whether a test is one of kernels, and is marked; `emulated(shape=["one head"])` is for these values alone."""
     values = item.callspec.params if hasattr(item, "callspec") else {}
-    if item.path.name != "test_kernels.py" and values.get("pipeline") != "triton":
+    if item.path.name not in ("test_kernels.py", "test_paged_kernels.py") and values.get("pipeline") != "triton":
         return False
     marks = list(item.iter_markers("emulated"))
     return every or any(all(values[name] in chosen for name, chosen in mark.kwargs.items()) for mark in marks)

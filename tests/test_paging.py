@@ -9,7 +9,7 @@ from bpc_calib import InputError
 from bpc_calib.backends import plain
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoded, make_encoder
-from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows, read_codes, read_tokens, write_codes
+from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows, read_codes, read_tokens, write_codes
 
 numba = pytest.importorskip("bpc_calib.backends.cpu.backend")
 
@@ -68,17 +68,35 @@ def test_tokens_without_a_slot_are_not_written(words):
 def test_chosen_tokens_are_unpacked():
     """From pages of numbers in any order, between other bytes."""
     generator, dim = torch.Generator().manual_seed(0), 20
-    where = torch.randperm(2 * SIZE * dim, generator=generator)[: SIZE * dim].view(SIZE, dim)
+    where = torch.randperm(2 * SIZE * dim, generator=generator).view(2, SIZE, dim)
     wide = torch.randn(PAGES, HEADS * 2 * SIZE * dim + 10, generator=generator)
     cache = wide[:, : HEADS * 2 * SIZE * dim].unflatten(1, (HEADS, -1))
     table = torch.tensor([[4, 0, 7], [2, 8, 1]], dtype=torch.int32)
     indices = torch.randint(96, (2, HEADS, 11), generator=generator)
     indices[1, :, 8:] = -1
-    found = read_tokens(cache, where, table, indices)
+    both = read_tokens(Paged(empty_pages(1), cache, Packing(*where)), table, indices)
     token = int(indices[1, 2, 3])
     page = cache[table[1, token // SIZE].item(), 2]
-    assert torch.equal(found[1, 2, 3], page[where[token % SIZE]])
-    assert (found[1, :, 8:] == 0).all()
+    for found, at in zip(both, where, strict=True):
+        assert torch.equal(found[1, 2, 3], page[at[token % SIZE]])
+        assert (found[1, :, 8:] == 0).all()
+
+
+def test_chosen_tokens_of_rows_and_of_8_bits():
+    """A key and then its value in a row, with heads and places in another order in memory; and the same in FP8."""
+    generator, dim = torch.Generator().manual_seed(0), 20
+    cache = torch.randn(PAGES, SIZE, HEADS, 2 * dim, generator=generator).transpose(1, 2)
+    table, indices = torch.tensor([[4, 0]], dtype=torch.int32), torch.tensor([[[3, 40, -1]]]).expand(1, HEADS, 3)
+    keys, values = read_tokens(Paged(empty_pages(1), cache), table, indices)
+    assert torch.equal(keys[0, 1, :2], torch.stack([cache[4, 1, 3, :dim], cache[0, 1, 8, :dim]]))
+    assert torch.equal(values[0, 2, :2], torch.stack([cache[4, 2, 3, dim:], cache[0, 2, 8, dim:]]))
+    assert (keys[:, :, 2] == 0).all()
+    scales = torch.tensor([0.5]), torch.tensor([3.0])
+    small = Paged(empty_pages(1), cache.to(torch.float8_e4m3fn), scales=scales)
+    found = read_tokens(small, table, indices)
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], keys * 0.5, rtol=2**-4, atol=2**-10)
+    torch.testing.assert_close(found[1], values * 3, rtol=2**-4, atol=2**-7)
 
 
 @pytest.mark.parametrize(*DTYPES)
@@ -129,7 +147,7 @@ def test_a_step_over_pages_is_a_step_over_rows(lengths, k, heads, rules, words, 
     places = torch.randperm(2 * size * dim, generator=generator).view(2, size, dim)
     cache = torch.randn(count, HEADS, 2 * size * dim, generator=generator).to(dtype)
     table = torch.randperm(count, generator=generator).int().view(batch, per_sequence)
-    paged = Paged(CodePages(codes, gains), cache, places[0], places[1])
+    paged = Paged(CodePages(codes, gains), cache, Packing(*places))
     for row, length in zip(table, lengths, strict=True):
         row[-(-length // size) :] = 1 << 30  # a page that is not read
     query = torch.randn(batch, HEADS, heads, dim, generator=generator).to(dtype)
@@ -144,7 +162,7 @@ def test_a_step_over_pages_is_a_step_over_rows(lengths, k, heads, rules, words, 
         out, chosen = numba.attend_pages(query, projection, paged, rows, choice, gain=gain)
         torch.set_num_threads(threads)
         assert torch.equal(chosen, wanted)
-    keys, values = (read_tokens(cache, where, table, wanted) for where in (paged.keys_at, paged.values_at))
+    keys, values = read_tokens(paged, table, wanted)
     listed = torch.arange(rows.width).expand_as(wanted).where(wanted >= 0, -1)
     assert torch.equal(out, numba.sparse_attention(query, keys, values, listed, choice.scaling))
     exact, same = plain.attend_pages(query, projection, paged, rows, choice, gain=gain)
@@ -166,7 +184,7 @@ def test_new_keys_are_hashed_before_the_choice(backend, new):
     projection, choice = torch.randn(HEADS, 64, dim, generator=generator), Choice(0.25)
     found = []
     for at_once in (True, False):
-        paged = Paged(empty_pages(1), cache, where[0], where[1])
+        paged = Paged(empty_pages(1), cache, Packing(*where))
         if not at_once:
             backend.hash_into(fresh, paged.codes)
         given = fresh if at_once else None
@@ -187,7 +205,7 @@ def test_wrong_shapes_are_refused():
     assert read_codes(pages, table, torch.tensor([1, 2]))[0].shape == (2, HEADS, 96, 1)
     write_codes(encoded(0, 1), torch.zeros(0, dtype=torch.int64), pages)
     where = torch.zeros(SIZE, 8, dtype=torch.int64)
-    paged = Paged(pages, torch.zeros(PAGES, HEADS, 2 * SIZE * 8), where, where)
+    paged = Paged(pages, torch.zeros(PAGES, HEADS, 2 * SIZE * 8), Packing(where, where))
     query, projection = torch.zeros(2, HEADS, 1, 8), torch.zeros(HEADS, 64, 8)
     rows = Rows(table, torch.tensor([1, 2]), torch.tensor([1, 1]), 1)
     for backend in (plain, numba):

@@ -107,10 +107,7 @@ class Engine:
             out, chosen = attend(attention, query, paged, rows)
             for row, length in enumerate(rows.lengths.tolist()):
                 every = torch.arange(length).expand(1, query.shape[1], -1)
-                keys, values = (
-                    read_tokens(paged.cache, where, rows.table[row : row + 1], every)
-                    for where in (paged.keys_at, paged.values_at)
-                )
+                keys, values = read_tokens(paged, rows.table[row : row + 1], every)
                 config = AutoConfig.from_pretrained(self.model)
                 layer = BPCCache(config, artifact, **SETTINGS, dense_layers=()).layers[names[id(attention)]]
                 layer.update(keys, values)

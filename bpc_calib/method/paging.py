@@ -17,6 +17,7 @@ from bpc_calib.method.sparse_attention import sparse_attention
 __all__ = [
     "CodePages",
     "Fresh",
+    "Packing",
     "Paged",
     "Rows",
     "attend_pages",
@@ -38,17 +39,24 @@ class CodePages:
 
 
 @dataclass(frozen=True, eq=False)
-class Paged:
-    """What is cached of a layer.
+class Packing:
+    """Where the kernels of a server put number `d` of the token in a place: `keys[place, d]` in what a page holds."""
 
-    `keys_at[place, d]` is where number `d` of the key in a place lies in what a page holds of a KV head; `values_at`
-    the same of values.
-    """
+    keys: Tensor  # int64 [size, D], contiguous
+    values: Tensor  # int64 [size, D], contiguous
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """What is cached of a layer."""
 
     codes: CodePages
-    cache: Tensor  # [pages, H_KV, content], keys and values; the last dimension is contiguous
-    keys_at: Tensor  # int64 [size, D], contiguous
-    values_at: Tensor  # int64 [size, D], contiguous
+    # [pages, H_KV, size, 2 D], the key of a token and then its value; with a packing [pages, H_KV, content]. The last
+    # dimension is contiguous.
+    cache: Tensor
+    packing: Packing | None = None
+    # Of a cache of float8_e4m3fn: keys and values are what is cached times these, float32 with one number each.
+    scales: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +117,7 @@ def attend_pages(
     codes, gains = read_codes(paged.codes, rows.table, rows.lengths)
     cached = Cached(codes, gains if gain else None, lengths=rows.lengths)
     chosen = choose(query, projection, cached, rows.k.unsqueeze(-1), choice, width=rows.width)
-    keys, values = (read_tokens(paged.cache, where, rows.table, chosen) for where in (paged.keys_at, paged.values_at))
+    keys, values = (each.to(query.dtype) for each in read_tokens(paged, rows.table, chosen))
     places = torch.arange(rows.width, device=chosen.device).expand_as(chosen).where(chosen >= 0, -1)
     return sparse_attention(query, keys, values, places, choice.scaling), chosen
 
@@ -150,38 +158,50 @@ def read_codes(pages: CodePages, table: Tensor, lengths: Tensor) -> tuple[Tensor
     return pages.codes[read].transpose(1, 2).flatten(2, 3), pages.gain[read].transpose(1, 2).flatten(2, 3)
 
 
-def read_tokens(cache: Tensor, where: Tensor, table: Tensor, indices: Tensor) -> Tensor:
-    """Copy the keys, or the values, of chosen tokens.
+def read_tokens(paged: Paged, table: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the keys and values of chosen tokens.
 
     Args:
-        cache: `[pages, H_KV, content]`, what a page holds of a KV head; the last dimension is contiguous.
-        where: int64 `[size, D]`, where in `content` number `d` of the token in a place lies.
+        paged: keys and values of all pages.
         table: int32 `[B, P]`.
         indices: int64 `[B, H_KV, k]`, tokens of each sequence; -1 is no token.
 
     Returns:
-        `[B, H_KV, k, D]`, with zeros where an index is -1.
+        `[B, H_KV, k, D]` each, with zeros where an index is -1; float32 from a cache of 8 bits.
 
     """
-    size, (batch, kv_heads, _) = where.shape[0], indices.shape
-    token = indices.clamp(min=0)
-    sequence = torch.arange(batch, device=indices.device).view(-1, 1, 1)
-    page = table[sequence, token // size].long().unsqueeze(-1)
-    head = torch.arange(kv_heads, device=indices.device).view(1, -1, 1, 1)
-    found = cache[page, head, where[token % size]]
-    return found.masked_fill((indices < 0).unsqueeze(-1), 0)
+    size, (batch, kv_heads, _) = paged.codes.codes.shape[2], indices.shape
+    token, device = indices.clamp(min=0), indices.device
+    page = table[torch.arange(batch, device=device).view(-1, 1, 1), token // size].long()
+    head, place = torch.arange(kv_heads, device=device).view(1, -1, 1), token % size
+    if paged.packing is None:
+        keys, values = paged.cache[page, head, place].chunk(2, dim=-1)
+    else:
+        page, head = page.unsqueeze(-1), head.unsqueeze(-1)
+        keys, values = (paged.cache[page, head, at[place]] for at in (paged.packing.keys, paged.packing.values))
+    if paged.scales is not None:
+        keys, values = (each.float() * scale for each, scale in zip((keys, values), paged.scales, strict=True))
+    none = (indices < 0).unsqueeze(-1)
+    return keys.masked_fill(none, 0), values.masked_fill(none, 0)
 
 
 def check(query: Tensor, projection: Tensor, paged: Paged, rows: Rows) -> None:
     """Raise `InputError` unless the arguments of `attend_pages` fit each other."""
     (batch, kv_heads, _, dim), (_, heads, size, _), bits = query.shape, paged.codes.codes.shape, projection.shape[-2]
     check_table(rows.table, rows.lengths)
+    packing, eight = paged.packing, torch.float8_e4m3fn
+    lies = (
+        paged.cache.shape[2:] == (size, 2 * dim)
+        if packing is None
+        else packing.keys.shape == packing.values.shape == (size, dim)
+    )
     fits = (
-        heads == kv_heads == paged.cache.shape[-2]
+        lies
+        and heads == kv_heads == paged.cache.shape[1]
         and projection.shape == (kv_heads, bits, dim)
-        and paged.keys_at.shape == paged.values_at.shape == (size, dim)
         and rows.k.shape == rows.lengths.shape == (batch,)
-        and paged.cache.dtype == query.dtype == projection.dtype
+        and projection.dtype == query.dtype
+        and paged.cache.dtype == (query.dtype if paged.scales is None else eight)
     )
     if not fits:
         raise InputError(

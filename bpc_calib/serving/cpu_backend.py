@@ -257,7 +257,7 @@ class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
             pages, kv_heads, size, content = kv_cache.shape
             codes = behind_pages(kv_cache, self.words) if self.cache is None else self.cache.pages()
             flat = kv_cache.view(pages, kv_heads, size * content)
-            self.lying = kv_cache, Paged(codes, flat, *packing(isa, size, content // 2, kv_cache.dtype))
+            self.lying = kv_cache, Paged(codes, flat, packing(isa, size, content // 2, kv_cache.dtype))
         return self.lying[1]
 
     def hash_fresh(self, paged: Paged) -> None:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
+from bpc_calib.method.paging import Packing
+
 __all__ = ["packing"]
 
 
 @functools.cache
-def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return where number `d` of the key, and of the value, of the token in a place lies: int64 `[size, dim]` each.
+def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> Packing:
+    """Return where the numbers of pages of `size` tokens lie.
 
     The packing depends on the processor and is private to the kernel that writes it, so this function looks: it writes
     a page of known numbers. A small integer is exact in every dtype, so numbers are written in parts of 4 bits.
@@ -27,7 +29,7 @@ def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, 
     for kind in range(2):  # keys fill the first half of a page, values the second
         where[kind, tokens[kind], dims[kind]] = torch.arange(size * dim) + kind * size * dim
     assert (where >= 0).all(), f"unknown packing of {isa}"
-    return where[0], where[1]
+    return Packing(where[0], where[1])
 
 
 def _written(numbers: Tensor, isa: str, dtype: torch.dtype) -> Tensor:

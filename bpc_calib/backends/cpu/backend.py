@@ -93,7 +93,9 @@ def attend_pages(
     gain: bool = True,
     fresh: Fresh | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`bpc_calib.method.paging.attend_pages`."""
+    """`bpc_calib.method.paging.attend_pages`; plain torch attends where keys and values are not packed for a CPU."""
+    if paged.packing is None:
+        return paging.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
     paging.check(query, projection, paged, rows)
     make_pages_ready(query.dtype)
     return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)

@@ -109,8 +109,9 @@ def _cache(paged: Paged) -> tuple[int, ...]:
     """The fields of a `Call` from `codes` to `size`."""
     known = _caches.get(paged)
     if known is None:
-        cache, codes = paged.cache, _code_pages(paged.codes)
-        places = (paged.keys_at.data_ptr(), paged.values_at.data_ptr(), len(paged.keys_at))
+        cache, codes, packing = paged.cache, _code_pages(paged.codes), paged.packing
+        assert packing is not None
+        places = (packing.keys.data_ptr(), packing.values.data_ptr(), len(packing.keys))
         known = _caches[paged] = (*codes[:6], cache.data_ptr(), *cache.stride()[:2], *places)
     return known
 

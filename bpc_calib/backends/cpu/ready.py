@@ -20,7 +20,7 @@ from bpc_calib.backends.cpu.pipeline import FEW, choose, encode_with, sparse_att
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows
 from bpc_calib.method.stepping import Hashed
 
 __all__ = ["make_fitting_ready", "make_pages_ready", "make_ready"]
@@ -88,7 +88,7 @@ def _pages(dtype: torch.dtype) -> None:
     for tokens in (1, 16):
         hash_into(Fresh(encoder, torch.zeros(1, 1, tokens, 16, dtype=dtype), torch.arange(tokens)), pages)
     where, table = torch.arange(256).view(16, 16), torch.zeros(1, 1, dtype=torch.int32)
-    paged = Paged(pages, torch.zeros(1, 1, 512, dtype=dtype), where, where + 256)
+    paged = Paged(pages, torch.zeros(1, 1, 512, dtype=dtype), Packing(where, where + 256))
     attend_pages(query, projection, paged, Rows(table, torch.tensor([2]), torch.tensor([1]), 1), Choice(scaling=1.0))
 
 

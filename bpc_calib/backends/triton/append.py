@@ -117,9 +117,9 @@ def append_kernel(
         low, high, squared_error, product = greedy(scores, norms, gram, H, COPIES, UNROLL)
         own_gain = gain.at
         if own_gain is not None:
-            own_gain += b * gain.b + h * gain.h + at * gain.n
+            own_gain += b * gain.b + h * gain.h + at * gain.n + copy
         own_error = error.at
         if own_error is not None:
-            own_error += b * error.b + h * error.h + at * error.n
-        own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n
-        finish(low, high, squared_error, product, norms, own_codes, own_error, own_gain, copy, 1, H)
+            own_error += b * error.b + h * error.h + at * error.n + copy
+        own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n + copy
+        finish(low, high, squared_error, product, norms, own_codes, own_error, own_gain, copy < 1, H)

@@ -1,14 +1,21 @@
 """Steps 6 and 7: exact attention over the listed tokens, split over the list, and the splits combined."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.arguments import Strided
+from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
 from bpc_calib.backends.triton.language import dot
 
-__all__ = ["AttendShape", "attend_kernel", "reduce_kernel"]
+__all__ = ["AttendShape", "Scales", "attend_kernel", "reduce_kernel"]
+
+
+class Scales(NamedTuple):
+    """What keys and values of 8 bits are multiplied by, pointers to float32; None: they have no scale."""
+
+    of_keys: Any  # not `values`: in kernels every tuple has an attribute of that name
+    of_values: Any
 
 
 class AttendShape(NamedTuple):
@@ -20,6 +27,18 @@ class AttendShape(NamedTuple):
     D_UP: int
     CHUNK: int
     BLOCK: int
+    PAGE: int  # tokens of a page, keys and values lie alike in it; 0: they lie in rows
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """Numbers as `dtype`; of float8_e4m3fn, whose bytes these are, the 256th part: exactly, on every GPU."""
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.int16)
+        # Its exponent, of 4 bits, is 7 more than it says; that of float16, of 5 bits, 15 more.
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
+    else:
+        return x
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -34,6 +53,7 @@ def attend_kernel(
     largest,
     scale,
     count,
+    scales: Scales,
     shape: tl.constexpr,
 ):
     """Attention over one chunk of `indices [rows, count]`; without indices, over the first `lengths [B]` tokens.
@@ -57,8 +77,10 @@ def attend_kernel(
         mask=(g[:, None] < G) & (d[None, :] < D),
         other=0,
     )
-    own_keys = keys.at + b * keys.b + h * keys.h
-    own_values = values.at + b * values.b + h * values.h
+    own_keys = head_of(keys, b, h)
+    own_values = head_of(values, b, h)
+    if scales.of_keys is not None:
+        scale = scale * (tl.load(scales.of_keys) * 256)
     wide = tl.float64 if query.at.dtype.element_ty == tl.float64 else tl.float32
     top = tl.full([16], float("-inf"), wide)
     total = tl.zeros([16], wide)
@@ -72,8 +94,10 @@ def attend_kernel(
             token = tl.where(at < end, at, -1).to(tl.int64)
         listed = token >= 0
         mask = listed[:, None] & (d[None, :] < D)
-        k = tl.load(own_keys + token[:, None] * keys.n + d[None, :], mask=mask, other=0)
-        v = tl.load(own_values + token[:, None] * values.n + d[None, :], mask=mask, other=0)
+        of_key = token_at(keys, b, token, listed, shape.PAGE)
+        of_value = token_at(values, b, token, listed, shape.PAGE) if shape.PAGE == 0 else of_key
+        k = widened(tl.load(own_keys + of_key[:, None] + d[None, :], mask=mask, other=0), q.dtype)
+        v = widened(tl.load(own_values + of_value[:, None] + d[None, :], mask=mask, other=0), q.dtype)
         logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
         next_top = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token so far
@@ -82,6 +106,8 @@ def attend_kernel(
         total = total * fade + tl.sum(weights, 1)
         sums = sums * fade[:, None] + dot(weights.to(v.dtype), v)
         top = next_top
+    if scales.of_values is not None:
+        sums = sums * (tl.load(scales.of_values) * 256)
     at = (row.to(tl.int64) * tl.num_programs(0) + split) * G + g
     tl.store(part + at[:, None] * D + d[None, :], sums, mask=(g[:, None] < G) & (d[None, :] < D))
     tl.store(weight + at, total, mask=g < G)

@@ -5,18 +5,18 @@ from torch import Tensor
 
 from bpc_calib.backends.limits import DTYPES, MOST_ROWS, MOST_TOKENS, unserved
 from bpc_calib.backends.protocol import Request, Stage
-from bpc_calib.backends.triton import ops, pipeline
+from bpc_calib.backends.triton import hashing, ops, over_pages, pipeline
 from bpc_calib.backends.triton.device import capability
 from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.backends.triton.pipeline import quantize_query
-from bpc_calib.method import appending, stepping
+from bpc_calib.method import appending, paging, stepping
 from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoding import Encoded, Encoder
 from bpc_calib.method.fitting import fit
-from bpc_calib.method.paging import attend_pages, hash_into
+from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
@@ -100,6 +100,32 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     stepping.store(encode_with(hashed.encoder, stepping.newest(hashed)), hashed)
     chosen = choose(query, hashed.projection, stepping.cached(hashed), k, choice)
     return sparse_attention(query, *stepping.in_use(hashed), chosen, choice.scaling)
+
+
+def hash_into(fresh: Fresh, pages: CodePages) -> None:
+    """`bpc_calib.method.paging.hash_into`."""
+    with torch.cuda.device_of(fresh.keys):
+        hashing.hash_into(fresh, pages)
+
+
+def attend_pages(
+    query: Tensor,
+    projection: Tensor,
+    paged: Paged,
+    rows: Rows,
+    choice: Choice,
+    *,
+    gain: bool = True,
+    fresh: Fresh | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.paging.attend_pages`; plain torch attends where a server packs keys and values for a CPU."""
+    if fresh is not None:
+        hash_into(fresh, paged.codes)
+    if over_pages.unserved(paged) is not None:
+        return paging.attend_pages(query, projection, paged, rows, choice, gain=gain)
+    paging.check(query, projection, paged, rows)
+    with torch.cuda.device_of(query):
+        return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain)
 
 
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:

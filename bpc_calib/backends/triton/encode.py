@@ -62,24 +62,22 @@ def greedy(scores, squared_norm, gram, H: tl.constexpr, COPIES: tl.constexpr = 1
 
 
 @triton.jit
-def finish(low, high, squared_error, product, squared_norm, codes, error, gain, at, n, H: tl.constexpr):
-    """Writes codes, error and gain byte of the tokens `at`, which are contiguous; `error` and `gain` may be None."""
-    W: tl.constexpr = (H + 63) // 64
-    inside = at < n
-    tl.store(codes + at * W, low, mask=inside)
-    if W == 2:
-        tl.store(codes + at * W + 1, high, mask=inside)
+def finish(low, high, squared_error, product, squared_norm, codes, error, gain, inside, H: tl.constexpr):
+    """Writes code, error and gain byte of each token to its pointers; `error` and `gain` may be None."""
+    tl.store(codes, low, mask=inside)
+    if H > 64:
+        tl.store(codes + 1, high, mask=inside)
     if error is not None:
         squared_error = tl.maximum(squared_error, 0.0)
         root = tl.sqrt(squared_error) if squared_error.dtype == tl.float64 else tl.sqrt_rn(squared_error)
-        tl.store(error + at, root.to(tl.float32), mask=inside)
+        tl.store(error, root.to(tl.float32), mask=inside)
     if gain is not None:
         positive = product > 0
         share = divide(squared_norm * GAIN_UNIT, tl.where(positive, product, 1.0)) - GAIN_OFFSET
         byte = round_even(tl.minimum(tl.maximum(share, 0.0), GAIN_MAX))  # within bounds first: rounding keeps them
         byte = tl.where(positive, byte, GAIN_MAX)
         byte = tl.where(squared_norm > 0, byte, GAIN_ONE)
-        tl.store(gain + at, byte.to(tl.int32).to(tl.uint8), mask=inside)
+        tl.store(gain, byte.to(tl.int32).to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -99,17 +97,21 @@ def part_of(keys, mean, at, n, first, keys_n, D: tl.constexpr, PART: tl.constexp
 def encode_kernel(
     keys: Strided,
     encoder: Hashing,
-    codes,
+    codes: Strided,
     error,
-    gain,
+    gain: Strided,
+    slots,
     n,
     H_KV: tl.constexpr,
     D: tl.constexpr,
     H: tl.constexpr,
     PART: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Codes of keys `[B, H_KV, n, D]`: grid (blocks of keys, rows).
+
+    With `slots [n]` those of token `i` go to place `slots[i] % PAGE` of page `slots[i] // PAGE`; none below 0.
 
     Products are taken `PART` dimensions at a time: all of them would not fit the registers.
     """
@@ -150,9 +152,18 @@ def encode_kernel(
     if mean is not None:
         scores = scores - shift[None, :]
     low, high, squared_error, product = greedy(scores, squared_norm, encoder.gram + own * (H * H), H)
-    to = row.to(tl.int64) * n
-    W: tl.constexpr = (H + 63) // 64
-    finish(low, high, squared_error, product, squared_norm, codes + to * W, error + to, gain + to, at, n, H)
+    inside = at < n
+    of_error = error
+    if slots is None:
+        of_codes = codes.at + b * codes.b + h * codes.h + at.to(tl.int64) * codes.n
+        of_gain = gain.at + b * gain.b + h * gain.h + at.to(tl.int64) * gain.n
+        of_error += row.to(tl.int64) * n + at
+    else:
+        slot = tl.load(slots + at, mask=inside, other=-1).to(tl.int64)
+        inside = slot >= 0
+        of_codes = codes.at + slot // PAGE * codes.b + h * codes.h + slot % PAGE * codes.n
+        of_gain = gain.at + slot // PAGE * gain.b + h * gain.h + slot % PAGE * gain.n
+    finish(low, high, squared_error, product, squared_norm, of_codes, of_error, of_gain, inside, H)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -166,4 +177,5 @@ def greedy_kernel(scores, squared_norm, gram, codes, error, gain, n, gram_r, H: 
     norm = tl.load(squared_norm + to + at, mask=at < n, other=0)
     low, high, squared_error, product = greedy(S, norm, gram + row.to(tl.int64) * gram_r, H)
     W: tl.constexpr = (H + 63) // 64
-    finish(low, high, squared_error, product, norm, codes + to * W, error + to, gain + to, at, n, H)
+    to += at
+    finish(low, high, squared_error, product, norm, codes + to * W, error + to, gain + to, at < n, H)

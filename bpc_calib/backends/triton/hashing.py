@@ -10,8 +10,9 @@ from bpc_calib.backends.triton.encode import Hashing, encode_kernel, greedy_kern
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.paging import CodePages, Fresh
 
-__all__ = ["append", "encode_gram", "encode_with"]
+__all__ = ["append", "encode_gram", "encode_with", "hash_into"]
 
 # Sizes to tune on a GPU; none changes a result.
 HASHED = 64  # keys that one program hashes
@@ -45,17 +46,28 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
 
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with` for keys `[B, H_KV, N, D]`."""
+    encoded = _empty(keys.shape[:3], encoder.matrix.shape[-1], keys.device)
+    _encode(encoder, keys, CodePages(encoded.codes, encoded.gain), error=encoded.error, slots=None)
+    return encoded
+
+
+def hash_into(fresh: Fresh, pages: CodePages) -> None:
+    """`bpc_calib.method.paging.hash_into`."""
+    _encode(fresh.encoder, tight(fresh.keys), pages, error=None, slots=fresh.slots.contiguous())
+
+
+def _encode(encoder: Encoder, keys: Tensor, to: CodePages, *, error: Tensor | None, slots: Tensor | None) -> None:
+    """Write the codes and gains of keys to their slots, or without slots in order."""
     encoder.check(keys)
     batch, kv_heads, tokens, dim = keys.shape
     bits = encoder.matrix.shape[-1]
-    encoded = _empty((batch, kv_heads, tokens), bits, keys.device)
+    if not tokens:
+        return
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
-        strided(keys), _hashing(encoder, batch, kv_heads),
-        encoded.codes, encoded.error, encoded.gain, tokens,
-        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED,
+        strided(keys), _hashing(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens,
+        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, PAGE=0 if slots is None else to.codes.shape[2],
         num_warps=hash_warps(bits, keys.element_size()), num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
-    return encoded
 
 
 def _hashing(encoder: Encoder, batch: int, kv_heads: int) -> Hashing:

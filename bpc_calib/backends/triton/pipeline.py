@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from bpc_calib.backends.triton import constants
-from bpc_calib.backends.triton.arguments import strided, tight
+from bpc_calib.backends.triton.arguments import Strided, in_pages, strided, tight
 from bpc_calib.backends.triton.attention import dense_attention, sparse_attention
 from bpc_calib.backends.triton.compact import CompactShape, compact_kernel
 from bpc_calib.backends.triton.guard import guard_kernel
@@ -105,18 +105,23 @@ def few_registers(heads: int, bits: int) -> dict[str, int]:
     return {"maxnreg": 168} if (target.backend, target.arch) == ("cuda", 90) else {}
 
 
-def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> Ranking:
-    """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`."""
+def score(
+    query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice, *, table: Tensor | None = None
+) -> Ranking:
+    """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`.
+
+    With a table, int32 `[B, P]`, here and in `rank`, codes and gains are those of pages `[pages, H_KV, size, ...]`.
+    """
     batch, kv_heads, heads, dim = query.shape
     bits, rows, device = projection.shape[-2], batch * kv_heads, query.device
-    tokens, has_gain = cached.codes.shape[2], cached.gain is not None
+    tokens, has_gain, page = _tokens(cached, table), cached.gain is not None, _page(cached, table)
     query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
     codes = cached.codes.view(torch.int8)
     counts = COARSE + middle_bins(choice.group, heads, bits, has_gain) + FINE
     shape = ScoreShape(
         H_KV=kv_heads, G=heads, G_UP=triton.next_power_of_2(heads), H=bits, D=dim,
         PART=min(64, max(16, triton.next_power_of_2(dim))), GROUP=choice.group, GAIN=has_gain,
-        TIGHT=codes.stride(2) == bits // 8, PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=counts,
+        TIGHT=codes.stride(2) == bits // 8, PAGE=page, PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=counts,
     )  # fmt: skip
     parts, room = (
         programs(rows, tokens, shape.BLOCK, SCORING),
@@ -137,13 +142,27 @@ def score(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, ch
         limits=_limits(cached, k, choice, batch, kv_heads),
     )
     score_kernel[(parts, rows)](
-        strided(query), strided(projection), strided(codes), strided(cached.gain),
+        strided(query), strided(projection), _placed(codes, table), _placed(cached.gain, table),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
         tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape,
         num_warps=4 if heads <= 8 and bits <= 64 else 8, num_stages=1,
         **few_registers(heads, bits), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
+
+
+def _tokens(cached: Cached, table: Tensor | None) -> int:
+    """The most tokens that a sequence can have."""
+    return cached.codes.shape[2] * (1 if table is None else table.shape[1])
+
+
+def _page(cached: Cached, table: Tensor | None) -> int:
+    """Tokens of a page; 0: there are none."""
+    return 0 if table is None else cached.codes.shape[2]
+
+
+def _placed(tensor: Tensor | None, table: Tensor | None) -> Strided:
+    return strided(tensor) if table is None else in_pages(tensor, table)
 
 
 def _limits(cached: Cached, k: int | Tensor, choice: Choice, batch: int, kv_heads: int) -> Limits:
@@ -186,18 +205,18 @@ def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
     return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
 
 
-def rank(ranking: Ranking, cached: Cached, choice: Choice) -> None:
+def rank(ranking: Ranking, cached: Cached, choice: Choice, *, table: Tensor | None = None) -> None:
     """Steps 2 and 3: fills `ranked` and the first histogram."""
-    kv_heads, tokens = cached.codes.shape[1:3]
+    kv_heads, tokens = cached.codes.shape[1], _tokens(cached, table)
     rows, parts, heads_up = ranking.best.shape
     heads, room, worst = ranking.values.shape[1], ranking.ranked.shape[1], _guarding(cached, choice)
     shape = RankShape(
         H_KV=kv_heads, G=heads, G_UP=heads_up, GROUP=choice.group, GAIN=cached.gain is not None,
         FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(max(1, SCORING // rows)),
-        COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED),
+        COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED), PAGE=_page(cached, table),
     )  # fmt: skip
     rank_kernel[(programs(rows, tokens, shape.BLOCK), rows)](
-        ranking.heads, strided(cached.gain), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
+        ranking.heads, _placed(cached.gain, table), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
         ranking.counts, room, parts, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     if worst is not None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.arguments import Strided
+from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
 from bpc_calib.backends.triton.constants import COARSE, FORCED, GAIN_OFFSET, NEVER
 from bpc_calib.backends.triton.plan import (
     PLAN_FIRST_TO,
@@ -35,6 +35,7 @@ class RankShape(NamedTuple):
     PARTS_UP: int  # programs that left their best scores
     COUNTS: int
     BLOCK: int
+    PAGE: int  # tokens of a page; 0: gains lie in rows
 
 
 @triton.jit
@@ -89,8 +90,8 @@ def rank_kernel(heads, gain: Strided, best, plan, limits: Limits, ranked, counts
         of_key = heads + (row.to(tl.int64) * room + at)[:, None] * G_UP + g[None, :]
         scores = tl.load(of_key, mask=inside[:, None], other=0).to(tl.int32)
         if shape.GAIN:
-            own_gain = gain.at + b * gain.b + h * gain.h
-            gains = tl.load(own_gain + at.to(tl.int64) * gain.n, mask=at < length, other=0).to(tl.int32)
+            of_gain = head_of(gain, b, h) + token_at(gain, b, at, at < length, shape.PAGE)
+            gains = tl.load(of_gain, mask=at < length, other=0).to(tl.int32)
             scores = scores * (gains + GAIN_OFFSET)[:, None]
         score = grouped(scores, bests, limit, limits.valid is not None, shape)
         real = counted(limits, b, at, length)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.arguments import Strided
+from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
 from bpc_calib.backends.triton.constants import (
     COARSE,
     FINE_BITS,
@@ -82,6 +82,7 @@ class ScoreShape(NamedTuple):
     GROUP: str
     GAIN: bool
     TIGHT: bool  # the codes of each row are contiguous
+    PAGE: int  # tokens of a page, which are contiguous and a multiple of PACK; 0: codes and gains lie in rows
     PACK: int
     BLOCK: int
     COUNTS: int  # bins of all histograms of a row, to clear
@@ -163,11 +164,15 @@ def codes_of(codes: Strided, b, h, first, length, shape: tl.constexpr):
     """int8 `[BLOCK / PACK, PACK H / 8]`: the codes of the keys from `first` on."""
     BYTES: tl.constexpr = shape.H // 8
     PACK: tl.constexpr = shape.PACK
-    own = codes.at + b * codes.b + h * codes.h
+    own = head_of(codes, b, h)
     r = tl.arange(0, shape.BLOCK // PACK)
     byte = tl.arange(0, PACK * BYTES)
     key = first + r[:, None] * PACK + byte[None, :] // BYTES
-    if shape.TIGHT:  # the usual case, and one that the compiler sees to be contiguous
+    if shape.PAGE:
+        n = first + r * PACK
+        within = byte if shape.TIGHT else byte // BYTES * codes.n + byte % BYTES
+        at = own + token_at(codes, b, n, n < length, shape.PAGE)[:, None] + within[None, :]
+    elif shape.TIGHT:  # the usual case, and one that the compiler sees to be contiguous
         at = own + tl.cast(first, tl.int64) * BYTES + r[:, None] * (PACK * BYTES) + byte[None, :]
     else:
         at = own + key.to(tl.int64) * codes.n + byte[None, :] % BYTES
@@ -178,11 +183,15 @@ def codes_of(codes: Strided, b, h, first, length, shape: tl.constexpr):
 def gains_of(gain: Strided, b, h, first, length, shape: tl.constexpr):
     """uint8 `[BLOCK / PACK, PACK]`: the gains of the keys from `first` on; 0 where none are needed."""
     PACK: tl.constexpr = shape.PACK
-    at = first + tl.arange(0, shape.BLOCK // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-    if shape.GAIN and shape.GROUP == "relative":
-        return tl.load(gain.at + b * gain.b + h * gain.h + at.to(tl.int64) * gain.n, mask=at < length, other=0)
-    else:
+    r = first + tl.arange(0, shape.BLOCK // PACK) * PACK
+    at = r[:, None] + tl.arange(0, PACK)[None, :]
+    if not (shape.GAIN and shape.GROUP == "relative"):
         return tl.zeros([shape.BLOCK // PACK, PACK], tl.uint8)
+    elif shape.PAGE:
+        place = token_at(gain, b, r, r < length, shape.PAGE)[:, None] + tl.arange(0, PACK)[None, :]
+        return tl.load(head_of(gain, b, h) + place, mask=at < length, other=0)
+    else:
+        return tl.load(head_of(gain, b, h) + at.to(tl.int64) * gain.n, mask=at < length, other=0)
 
 
 @triton.jit(do_not_specialize=["length", "k"])

@@ -1,0 +1,61 @@
+"""A step over pages: the kernels of `choose` and of attention, which read through the table of each sequence."""
+
+import triton
+from torch import Tensor
+
+from bpc_calib.backends.triton import pipeline
+from bpc_calib.backends.triton.arguments import in_pages, tight
+from bpc_calib.backends.triton.attend import Scales
+from bpc_calib.backends.triton.attention import NO_SCALES, Source, attention
+from bpc_calib.backends.triton.plan import SIDE_BY_SIDE
+from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.paging import Paged, Rows
+
+__all__ = ["at_once", "attend_pages", "unserved", "workspace"]
+
+SMALLEST = 16  # tokens of a page are a multiple of so many: a program takes that many codes side by side
+WORKSPACE = 256 << 20  # bytes of scores at once: more sequences are served one group after the other
+
+
+def unserved(paged: Paged) -> str | None:
+    """What about pages the kernels do not serve; None: nothing."""
+    size = paged.codes.codes.shape[2]
+    if size % SMALLEST:
+        return f"pages of {size} tokens, which is no multiple of {SMALLEST}"
+    return None if paged.packing is None else "keys and values that are packed"
+
+
+def workspace(kv_heads: int, heads: int, tokens: int) -> int:
+    """The bytes of scores of one sequence of so many tokens: of each head, and to rank by."""
+    return kv_heads * tokens * (2 * triton.next_power_of_2(heads) + 4)
+
+
+def at_once(kv_heads: int, heads: int, tokens: int) -> int:
+    """How many sequences of so many tokens are served at once."""
+    return max(1, WORKSPACE // workspace(kv_heads, heads, triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value))
+
+
+def attend_pages(
+    query: Tensor, projection: Tensor, paged: Paged, rows: Rows, choice: Choice, *, gain: bool
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.paging.attend_pages` for checked arguments, when all keys are hashed.
+
+    Nothing depends on a length on the host, so a CUDA graph may capture it. Sequences come in groups of `at_once`.
+    """
+    batch, kv_heads, heads, dim = query.shape
+    pages, size = paged.codes, paged.codes.codes.shape[2]
+    out = query.new_empty(batch, kv_heads, heads, dim)
+    chosen = pages.codes.new_empty(batch, kv_heads, rows.width)
+    step = at_once(kv_heads, heads, rows.table.shape[1] * size)
+    scales = NO_SCALES if paged.scales is None else Scales(*paged.scales)
+    cache = paged.cache if paged.scales is None else paged.cache.view(dtype=pages.gain.dtype)
+    for first in range(0, batch, step):
+        some = slice(first, first + step)
+        table, own = rows.table[some], tight(query[some])
+        cached = Cached(pages.codes, pages.gain if gain else None, lengths=rows.lengths[some])
+        ranking = pipeline.score(own, projection, cached, rows.k[some].unsqueeze(-1), choice, table=table)
+        pipeline.rank(ranking, cached, choice, table=table)
+        chosen[some] = pipeline.take(ranking, rows.width).unflatten(0, (-1, kv_heads))
+        source = Source(in_pages(cache, table), in_pages(cache[..., dim:], table), size, scales)
+        out[some] = attention(own, source, rows.width, choice.scaling, indices=chosen[some])
+    return out, chosen
