@@ -9,7 +9,7 @@ from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
 from bpc_calib.backends.triton.language import divide, dot, round_even
 
-__all__ = ["Hashing", "encode_kernel", "finish", "greedy", "greedy_kernel"]
+__all__ = ["EncodeShape", "Hashing", "encode_kernel", "finish", "greedy", "greedy_kernel"]
 
 
 class Hashing(NamedTuple):
@@ -20,6 +20,17 @@ class Hashing(NamedTuple):
     metric: Any  # [.., D, D] or None
     mean: Any  # [.., D] or None
     b: int  # 0 where all sequences share the projections, H_KV where each has its own
+
+
+class EncodeShape(NamedTuple):
+    """Constants of a compiled kernel."""
+
+    H_KV: int
+    H: int
+    D: int
+    PART: int  # dimensions of the keys at a time
+    BLOCK: int
+    PAGE: int  # tokens of a page; 0: codes and gains are written in order
 
 
 @triton.jit
@@ -102,12 +113,7 @@ def encode_kernel(
     gain: Strided,
     slots,
     n,
-    H_KV: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """Codes of keys `[B, H_KV, n, D]`: grid (blocks of keys, rows).
 
@@ -115,9 +121,14 @@ def encode_kernel(
 
     Products are taken `PART` dimensions at a time: all of them would not fit the registers.
     """
+    H: tl.constexpr = shape.H
+    D: tl.constexpr = shape.D
+    PART: tl.constexpr = shape.PART
+    BLOCK: tl.constexpr = shape.BLOCK
+    PAGE: tl.constexpr = shape.PAGE
     row = tl.program_id(1)
-    b = (row // H_KV).to(tl.int64)
-    h = (row % H_KV).to(tl.int64)
+    b = (row // shape.H_KV).to(tl.int64)
+    h = (row % shape.H_KV).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bit = tl.arange(0, H)
     own_keys = keys.at + b * keys.b + h * keys.h

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bpc_calib.backends.triton.append import AppendShape, append_kernel
 from bpc_calib.backends.triton.arguments import strided, tight
-from bpc_calib.backends.triton.encode import Hashing, encode_kernel, greedy_kernel
+from bpc_calib.backends.triton.encode import EncodeShape, Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.encoding import Encoded, Encoder
@@ -60,12 +60,12 @@ def _encode(encoder: Encoder, keys: Tensor, to: CodePages, *, error: Tensor | No
     """Write the codes and gains of keys to their slots, or without slots in order."""
     encoder.check(keys)
     batch, kv_heads, tokens, dim = keys.shape
-    bits = encoder.matrix.shape[-1]
     if not tokens:
         return
+    bits, page = encoder.matrix.shape[-1], 0 if slots is None else to.codes.shape[2]
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
         strided(keys), _hashing(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens,
-        H_KV=kv_heads, D=dim, H=bits, PART=PART, BLOCK=HASHED, PAGE=0 if slots is None else to.codes.shape[2],
+        EncodeShape(H_KV=kv_heads, H=bits, D=dim, PART=PART, BLOCK=HASHED, PAGE=page),
         num_warps=hash_warps(bits, keys.element_size()), num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
 
