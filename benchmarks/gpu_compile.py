@@ -21,7 +21,7 @@ from gpu_tests import ROOT, command, files, report
 
 __all__ = ["slice_steps", "steps"]
 
-PARTS = ("exactness", "kernels", "encode", "decode")  # that have `cases`
+PARTS = ("exactness", "kernels", "encode", "decode", "serving")  # that have `cases`
 TESTS = 0.6  # of the time: what the tests may take, so that a hang leaves time for the cases
 
 Work = Callable[[], list[dict[str, Any]]]

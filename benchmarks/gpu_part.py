@@ -20,7 +20,7 @@ __all__ = ["MODULES", "SPOILED", "Emit", "Limits", "Step", "measure", "run_steps
 
 MODULES = {
     "compile": "gpu_compile", "tests": "gpu_tests", "exactness": "gpu_exactness", "kernels": "gpu_kernels",
-    "encode": "gpu_encode", "decode": "gpu_decode", "calibrate": "gpu_calibrate",
+    "encode": "gpu_encode", "decode": "gpu_decode", "serving": "gpu_serving", "calibrate": "gpu_calibrate",
 }  # fmt: skip
 
 SPOILED = 75  # exit code of a process whose CUDA context is spoiled

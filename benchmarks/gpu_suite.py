@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
 
 # The parts and their shares of the time; the later parts get the time that an earlier one leaves.
-PARTS = {"compile": 4, "tests": 6, "exactness": 5, "kernels": 7, "encode": 2, "decode": 5, "calibrate": 1}
+PARTS = {"compile": 4, "tests": 6, "exactness": 5, "kernels": 7, "encode": 2, "decode": 5, "serving": 3, "calibrate": 1}
 TITLES = {
     "compile": "Compiling for the other parts, on all cores",
     "tests": "The tests that need a GPU",
@@ -36,6 +36,7 @@ TITLES = {
     "kernels": "A decoding step of a layer: 8 KV heads, 4 query heads each, D=128, bf16, 2 %, batch 1",
     "encode": "Hashing a prompt, and the prefill of the layer",
     "decode": "Decoding through transformers: random weights of Llama 3.1 8B's shape, batch 1",
+    "serving": "A server's decoding step of a layer, over pages of 16 tokens; and vLLM, where it is installed",
     "calibrate": "Calibration",
 }
 WRITE = 2  # seconds between two versions of the results while a part runs

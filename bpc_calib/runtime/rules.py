@@ -59,6 +59,11 @@ class Rules:
             raise InputError(f"seed must be below 2^63, not {self.seed}")
         check_bits(self.bits)
 
+    @property
+    def words(self) -> int:
+        """The 64-bit words of a code."""
+        return -(-self.bits // 64)
+
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens."""
         return length if length < self.min_context else attended(length, self.budget, self.min_tokens)

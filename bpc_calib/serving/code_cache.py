@@ -98,7 +98,7 @@ def behind_pages(kv_cache: Tensor, words: int) -> CodePages:
     pages, heads, size, _ = kv_cache.shape
     wide = kv_cache.element_size()
     page, first = kv_cache.stride(0) * wide, kv_cache.storage_offset() * wide + kv_cache[0].numel() * wide
-    raw = torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
+    raw = torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(kv_cache.untyped_storage())
     codes = raw.view(torch.int64).as_strided(
         (pages, heads, size, words), (page // 8, size * words, words, 1), first // 8
     )

@@ -1,15 +1,13 @@
 """The attention of vLLM on a CPU with BPC's decoding steps. Prefill, short sequences and dense layers stay vLLM's."""
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -18,26 +16,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from bpc_calib.backends import dispatch
 from bpc_calib.errors import ModelError
-from bpc_calib.method.choosing import Choice
 from bpc_calib.method.paging import Fresh, Paged, Rows
-from bpc_calib.models.description import describe
 from bpc_calib.runtime.rules import Rules
-from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
-from bpc_calib.serving.options import Options, read_options, rules
+from bpc_calib.serving.layer import Layer, asked, settings, sized
+from bpc_calib.serving.options import read_options
 from bpc_calib.serving.packing import packing
-from bpc_calib.serving.projections import (
-    LayerProjections,
-    checked_artifact,
-    first_head,
-    layer_projections,
-    open_artifact,
-)
 
 __all__ = ["Attention", "Backend", "Metadata", "SparseRows", "sparse_rows"]
-
-_latest: VllmConfig | None = None  # vLLM asks for the size of pages outside of its current config
 
 
 class Backend(CPUAttentionBackend):  # type: ignore[misc]
@@ -50,12 +36,10 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
         Raises:
             BPCError: the options, the artifact or the model do not fit; the message is one line.
         """
-        global _latest
-        _latest = get_current_vllm_config()
-        options = read_options(_latest)
-        if options is None:
+        if asked() is None:
             return CPUAttentionBackendImpl
-        check(_latest, options)
+        if get_current_vllm_config().cache_config.cache_dtype.startswith("fp8"):
+            raise ModelError("BPC on a CPU does not serve FP8 caches: leave out --kv-cache-dtype")
         return Attention
 
     @staticmethod
@@ -66,38 +50,7 @@ class Backend(CPUAttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give pages room for codes, where a model has layers of several kinds."""
-        config = get_current_vllm_config_or_none() or _latest
-        options = None if config is None else read_options(config)
-        if config is None or options is None or spec.page_size_padded is not None or not is_hybrid(config):
-            return spec
-        return with_room(spec, words(settings(options)))
-
-
-def check(config: VllmConfig, options: Options) -> None:
-    """Raise a `BPCError` unless BPC can serve the model of this config."""
-    artifact = checked_artifact(options.artifact, config.model_config.hf_config)
-    rules(options, artifact)
-    if config.model_config.use_mla:
-        raise ModelError(f"{config.model_config.model}: BPC does not serve multi-head latent attention")
-    if config.cache_config.cache_dtype.startswith("fp8"):
-        raise ModelError("BPC on a CPU does not serve FP8 caches: leave out --kv-cache-dtype")
-
-
-def is_hybrid(config: VllmConfig) -> bool:
-    """Return whether some layers do not attend to everything."""
-    model = describe(config.model_config.hf_config)
-    return len(model.full_layers) < model.num_layers
-
-
-@functools.cache
-def settings(options: Options) -> Rules:
-    """Return the settings of every layer, for options that are checked."""
-    return rules(options, open_artifact(options.artifact))
-
-
-def words(settings: Rules) -> int:
-    """Return the 64-bit words of a code."""
-    return -(-settings.bits // 64)
+        return sized(spec)
 
 
 @dataclass(frozen=True)
@@ -191,73 +144,20 @@ def without(common: CommonAttentionMetadata, chosen: Tensor) -> tuple[Tensor, Co
     )
 
 
-class Attention(CPUAttentionBackendImpl):  # type: ignore[misc]
+class Attention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
     """Hashes keys where they are cached, and attends to the best of them in decoding steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.config = get_current_vllm_config()
-        self.projections: LayerProjections | None = None  # None: the layer attends to everything
-        self.cache: CodeCache | None = None  # None: codes lie behind the pages
-        self.words = 0
         self.fresh: Fresh | None = None
         self.lying: tuple[Tensor, Paged] | None = None
-
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take the projections of this layer, and a cache for its codes.
-
-        Raises:
-            BPCError: BPC cannot serve the layer, or its projections do not fit.
-        """
-        super().process_weights_after_loading(act_dtype)
-        options = read_options(self.config)
-        layers = self.config.compilation_config.static_forward_context
-        name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
-        index = extract_layer_index(name)
-        if options is None or self.sliding_window != -1 or index in options.dense_layers:
-            return
-        self.check(name)
-        self.settings = settings(options)
-        self.words = words(self.settings)
-        self.projections = layer_projections(open_artifact(options.artifact), index, self.heads(), act_dtype)
-        if self.projections is None:
-            return
-        self.backend = dispatch.for_pages(
-            torch.empty(1, self.num_heads, self.head_size, dtype=act_dtype), self.num_kv_heads
-        )
-        rules = self.settings
-        self.choice = Choice(self.scale, rules.group, recent=rules.recent, sink=rules.sink)
-        if not is_hybrid(self.config):
-            self.cache = add_code_cache(self.config, name, self.num_kv_heads, self.words)
-
-    def check(self, name: str) -> None:
-        """Raise `ModelError` if the layer does more than attention over its own cached keys."""
-        for fault, reason in (
-            (self.attn_type != AttentionType.DECODER, f"attention of type {self.attn_type}"),
-            (self.alibi_slopes is not None, "ALiBi"),
-            (bool(self.logits_soft_cap), "a soft cap on the logits"),
-            (self.sinks is not None, "attention sinks"),
-            (self.kv_sharing_target_layer_name is not None, "keys shared with another layer"),
-        ):
-            if fault:
-                raise ModelError(f"{name} has {reason}, which BPC does not serve")
-
-    def heads(self) -> slice:
-        """Return the KV heads of this rank."""
-        from vllm.distributed import get_tensor_model_parallel_rank
-
-        ranks = self.config.parallel_config.tensor_parallel_size
-        total = self.config.model_config.get_total_num_kv_heads()
-        first = first_head(total, get_tensor_model_parallel_rank() if ranks > 1 else 0, ranks)
-        return slice(first, first + self.num_kv_heads)
 
     def paged(self, kv_cache: Tensor, isa: str) -> Paged:
         """Return how this layer lies in its cache, which stays the same tensor for as long as vLLM serves."""
         if self.lying is None or self.lying[0] is not kv_cache:
             pages, kv_heads, size, content = kv_cache.shape
-            codes = behind_pages(kv_cache, self.words) if self.cache is None else self.cache.pages()
             flat = kv_cache.view(pages, kv_heads, size * content)
-            self.lying = kv_cache, Paged(codes, flat, packing(isa, size, content // 2, kv_cache.dtype))
+            self.lying = kv_cache, Paged(self.codes(kv_cache), flat, packing(isa, size, content // 2, kv_cache.dtype))
         return self.lying[1]
 
     def hash_fresh(self, paged: Paged) -> None:

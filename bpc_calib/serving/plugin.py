@@ -11,12 +11,18 @@ def supported(version: str) -> bool:
 
 
 def register() -> None:
-    """Offer BPC's attention to vLLM on a CPU; it serves only a model with `additional_config["bpc"]`."""
+    """Offer BPC's attention to vLLM; it serves only a model with `additional_config["bpc"]`."""
     import vllm
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if current_platform.is_cpu():
         # The CPU platform takes no backend but CPU_ATTN, whatever is asked for.
-        module = "cpu_backend" if supported(vllm.__version__) else "other_version"
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"bpc_calib.serving.{module}.Backend")
+        extended, module = AttentionBackendEnum.CPU_ATTN, "cpu_backend"
+    elif current_platform.is_cuda():
+        extended, module = AttentionBackendEnum.FLASH_ATTN, "cuda_backend"
+    else:
+        return
+    if not supported(vllm.__version__):
+        module = "other_version"
+    register_backend(extended, f"bpc_calib.serving.{module}.Backend")

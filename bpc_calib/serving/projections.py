@@ -55,7 +55,7 @@ def _warn_once(message: str) -> None:
 
 
 def layer_projections(
-    artifact: ProjectionArtifact, index: int, heads: slice, dtype: torch.dtype
+    artifact: ProjectionArtifact, index: int, heads: slice, dtype: torch.dtype, device: torch.device
 ) -> LayerProjections | None:
     """Return the projections of some KV heads of a layer, for keys of a dtype; None: the artifact has none.
 
@@ -68,7 +68,7 @@ def layer_projections(
     if heads.stop > len(layer.projection):
         raise InputError(f"layer {index} of the artifact has {len(layer.projection)} KV heads, not {heads.stop}")
     projection, metric, mean = (
-        None if array is None else torch.from_numpy(array[heads].copy())
+        None if array is None else torch.from_numpy(array[heads].copy()).to(device)
         for array in (layer.projection, layer.metric, layer.mean)
     )
     assert projection is not None

@@ -1,0 +1,114 @@
+"""A vLLM engine in this process, whose steps tests compare with `BPCLayer`."""
+
+import contextlib
+import os
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}  # fmt: skip
+pytest.importorskip("vllm")
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+import bpc_artifacts
+from bpc_calib import BPCCache, calibrate, make_plan
+from bpc_calib.demo import DEMO_MODEL
+from bpc_calib.method.paging import read_tokens
+from bpc_calib.models.description import describe
+from bpc_calib.serving.plugin import register
+
+# Every engine replaces Triton's kernels by others, for which vLLM looks through all modules, and stumbles over one of
+# llvmlite. Once is enough, before numba brings llvmlite.
+current_platform.register_triton_kernel_overrides()
+type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+
+SETTINGS = {"budget": 0.02, "min_tokens": 8}
+DENSE = {"min_context": 10**9}
+PAGE = 128  # tokens
+
+
+def made_artifact(model_folder, target, samples=4):
+    """Projections of a model, from a little of the demo's text."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    plan = make_plan(describe(model.config), samples=samples, sequence_length=256)
+    text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
+    bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
+    return target
+
+
+class Engine:
+    """A vLLM engine in this process whose options can change between runs; `backend` in place of the CPU's own."""
+
+    def __init__(self, model, artifact, *, backend=None, **arguments):
+        self.model, self.artifact = model, artifact
+        load_general_plugins()  # once in a process: so that no engine registers again what it finds
+        register()
+        if backend is not None:
+            register_backend(AttentionBackendEnum.CPU_ATTN, backend)
+        selector._cached_get_attn_backend.cache_clear()  # of an earlier engine
+        self.llm = LLM(
+            str(model), distributed_executor_backend="uni", enforce_eager=True, dtype="float32", max_num_seqs=8,
+            skip_tokenizer_init=True, block_size=PAGE,
+            additional_config={"bpc": {"artifact": str(artifact)} | SETTINGS},
+            **({"max_num_batched_tokens": 256, "max_model_len": 2048} | arguments),
+        )  # fmt: skip
+        self.config = self.llm.llm_engine.vllm_config
+        self.core = self.llm.llm_engine.engine_core.engine_core
+
+    def use(self, **options):
+        """Change the options, and forget cached prompts."""
+        self.config.additional_config["bpc"] = {"artifact": str(self.artifact)} | SETTINGS | options
+        self.llm.reset_prefix_cache()
+
+    def generate(self, *prompts, new=12):
+        """The answers, and how many tokens of each prompt were cached."""
+        asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        made = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in made], [each.num_cached_tokens for each in made]
+
+    @contextlib.contextmanager
+    def checked(self, monkeypatch):
+        """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
+        counted = SimpleNamespace(rows=0, steps=0, together=0)
+        layers = self.config.compilation_config.static_forward_context
+        kind = type(next(layer.impl for layer in layers.values() if hasattr(layer, "impl") and layer.impl.projections))
+        attend, artifact = kind.attend, bpc_artifacts.load(self.artifact)
+        names = {id(layer.impl): extract_layer_index(name) for name, layer in layers.items() if hasattr(layer, "impl")}
+
+        def compared(attention, query, paged, rows):
+            out, chosen = attend(attention, query, paged, rows)
+            for row, length in enumerate(rows.lengths.tolist()):
+                every = torch.arange(length).expand(1, query.shape[1], -1)
+                keys, values = read_tokens(paged, rows.table[row : row + 1], every)
+                config = AutoConfig.from_pretrained(self.model)
+                layer = BPCCache(config, artifact, **SETTINGS, dense_layers=()).layers[names[id(attention)]]
+                layer.update(keys, values)
+                layer.scaling = attention.scale
+                k = int(rows.k[row])
+                assert k == layer.count(length)
+                wanted = layer.choose(query[row : row + 1], k, None)
+                assert torch.equal(chosen[row : row + 1, :, :k], wanted)
+                assert (chosen[row, :, k:] == -1).all()
+            counted.rows += len(rows.k)
+            counted.steps += 1
+            counted.together = max(counted.together, len(rows.k))
+            return out, chosen
+
+        monkeypatch.setattr(kind, "attend", compared)
+        yield counted
+
+
+def ids(length, seed=0, vocabulary=800):
+    return torch.randint(3, vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,188 @@
+"""BPC's backend for GPUs inside vLLM on a CPU: plain torch stands in for FlashAttention, the rest is what a GPU runs.
+
+Needs vLLM (`make test-vllm`).
+"""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+pytest.importorskip("vllm")
+
+from flash_on_cpu import Backend, attend, cache
+from serving_engine import PAGE, Engine, ids, made_artifact
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
+
+from bpc_calib import BPCError
+from bpc_calib.backends.triton import backend as triton
+from bpc_calib.demo import DEMO_MODEL
+from bpc_calib.method.selection import attended
+from bpc_calib.serving import cuda_backend
+from bpc_calib.serving.code_cache import CodeCache
+
+BACKEND = f"{Backend.__module__}.{Backend.__qualname__}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def flash_attention():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlashAttentionImpl, "forward", attend)
+        patch.setattr(FlashAttentionImpl, "do_kv_cache_update", cache)
+        yield
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    return made_artifact(DEMO_MODEL, tmp_path_factory.mktemp("artifact") / "demo.safetensors")
+
+
+@pytest.fixture(scope="module")
+def engine(artifact):
+    made = Engine(DEMO_MODEL, artifact, backend=BACKEND, num_gpu_blocks_override=40)
+    layers = made.config.compilation_config.static_forward_context.values()
+    assert {type(layer.impl) for layer in layers if hasattr(layer, "impl")} == {cuda_backend.Attention}
+    return made
+
+
+def test_without_options_vllm_is_stock(engine):
+    without = dataclasses.replace(engine.config, additional_config={})
+    with set_current_vllm_config(without):
+        assert cuda_backend.Backend.get_impl_cls() is FlashAttentionImpl
+    stock = FlashAttentionMetadataBuilder.get_cudagraph_support(without, None)
+    assert cuda_backend.Builder.get_cudagraph_support(without, None) is stock
+    asked = cuda_backend.Builder.get_cudagraph_support(engine.config, None)
+    assert asked is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
+def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch):
+    """Prompts go in by chunks of at most 256 tokens, so decoding steps and chunks share passes."""
+    prompts = [ids(length, seed=length) for length in (900, 140, 1500, 300, 650)]
+    with engine.checked(monkeypatch) as counted:
+        engine.generate(*prompts)
+    assert counted.together == 5
+    assert counted.rows == 5 * 11 * 2  # the first token comes from the prefill; two of four layers are dense
+
+
+def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
+    """A short request, too, attends to its tokens through a list."""
+    prompts, build = [ids(length, seed=length) for length in (900, 140, 1500, 5)], cuda_backend.Builder.build
+
+    def everything(builder, *arguments):
+        if builder.counts is not None:
+            monkeypatch.setattr(builder, "counts", torch.arange(len(builder.counts)))
+            monkeypatch.setattr(builder, "width", len(builder.counts) - 1)
+        return build(builder, *arguments)
+
+    monkeypatch.setattr(cuda_backend.Builder, "build", FlashAttentionMetadataBuilder.build)
+    dense, _ = engine.generate(*prompts)
+    engine.use()
+    monkeypatch.setattr(cuda_backend.Builder, "build", everything)
+    assert engine.generate(*prompts)[0] == dense
+
+
+def test_a_cached_prompt_keeps_its_codes(engine, monkeypatch):
+    prompt = ids(900)
+    with engine.checked(monkeypatch) as counted:
+        (first,), (none,) = engine.generate(prompt)
+        (second,), (cached,) = engine.generate(prompt)
+    assert (none, cached) == (0, 900 // PAGE * PAGE)
+    assert first == second
+    assert counted.rows == 2 * 11 * 2
+
+
+def test_the_kernels_serve(engine, monkeypatch):
+    """Triton's, interpreted: the first answers' tokens of two requests, and what every step chooses."""
+    prompts = [ids(150), ids(60, seed=1)]
+    plain, _ = engine.generate(*prompts, new=4)
+    engine.use()
+    layers = engine.config.compilation_config.static_forward_context.values()
+    for layer in layers:
+        if hasattr(layer, "impl") and layer.impl.projections:
+            monkeypatch.setattr(layer.impl, "backend", triton)
+    with engine.checked(monkeypatch) as counted:
+        kernels, _ = engine.generate(*prompts, new=4)
+    assert counted.rows == 2 * 3 * 2
+    assert kernels == plain
+
+
+def test_keys_of_8_bits_are_hashed_as_they_come(engine):
+    """Before they are rounded; queries that vLLM rounded, too, get their dtype back."""
+    layers = engine.config.compilation_config.static_forward_context.values()
+    layer = next(each for each in layers if hasattr(each, "impl") and each.impl.projections)
+    impl, found = layer.impl, []
+    kv_cache = torch.zeros(4, impl.num_kv_heads, PAGE, 2 * impl.head_size)
+    keys, slots = torch.randn(3, impl.num_kv_heads, impl.head_size), torch.tensor([5, -1, 2 * PAGE])
+    scaled = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25), _q_scale=torch.tensor(0.125))
+    for dtype in ("auto", "fp8"):
+        own = copy.copy(impl)
+        own.kv_cache_dtype, own.lying, own.cache = dtype, None, CodeCache(impl.num_kv_heads, 1)
+        own.cache.kv_cache = torch.zeros(4, impl.num_kv_heads, PAGE, 9, dtype=torch.uint8)
+        content = kv_cache if dtype == "auto" else kv_cache.to(torch.uint8)
+        own.do_kv_cache_update(scaled, keys, keys, content, slots)
+        found.append((own, content, own.cache.kv_cache))
+    assert torch.equal(found[0][2], found[1][2])
+    assert found[0][2].any()
+    own, content, _ = found[1]
+    paged = own.paged(scaled, content)
+    assert paged.cache.dtype == torch.float8_e4m3fn
+    assert paged.scales == (scaled._k_scale, scaled._v_scale)
+    scaled._k_scale, own.lying = torch.ones(impl.num_kv_heads), None
+    with pytest.raises(BPCError, match="one scale per layer"):
+        own.paged(scaled, content)
+
+
+@torch.inference_mode()
+def test_metadata_of_a_captured_batch_and_of_other_block_tables(engine, monkeypatch):
+    """As vLLM builds them: for a graph of decoding steps, and for layers whose pages lie elsewhere."""
+    build, seen = cuda_backend.Builder.build, []
+
+    def recorded(builder, common_prefix_len, common, *fast):
+        made = build(builder, common_prefix_len, common, *fast)
+        if isinstance(made, cuda_backend.Metadata):
+            seen.append((builder, copy.deepcopy(common), made.rest is not None))
+        return made
+
+    monkeypatch.setattr(cuda_backend.Builder, "build", recorded)
+    engine.generate(ids(300), ids(1200, seed=1), new=6)
+    monkeypatch.undo()
+    builder, common, _ = next(each for each in seen if each[2])
+    made = builder.build(0, common)
+    rows, tokens = len(made.sparse.k), common.num_actual_tokens
+    assert (rows, made.sparse.lengths.tolist()) == (1, common.seq_lens[:1].tolist())
+    assert made.sparse.k.tolist() == [attended(int(common.seq_lens[0]), 0.02, 8)]
+    assert made.rest.query_start_loc.tolist() == [0, tokens - 1]
+    assert made.rest.seq_lens.tolist() == common.seq_lens[1:].tolist()
+    table, slots = common.block_table_tensor + 1, common.slot_mapping + PAGE
+    moved = builder.update_block_table(made, table, slots)
+    assert torch.equal(moved.sparse.table, table[:1])
+    assert torch.equal(moved.rest.block_table, table[1:])
+    assert torch.equal(moved.rest.slot_mapping, slots[1:])
+    assert torch.equal(made.sparse.table, common.block_table_tensor[:1])
+
+    builder, common, _ = next(each for each in seen if not each[2])
+    lengths, captured = common.seq_lens.clone(), builder.build_for_cudagraph_capture(common)
+    assert captured.sparse.k.data_ptr() == builder.k.data_ptr()
+    assert captured.sparse.lengths.tolist() == captured.sparse.k.tolist() == [1] * len(lengths)
+    assert captured.sparse.width == builder.width == attended(2048, 0.02, 8)
+    common.seq_lens.copy_(lengths)
+    replayed = builder.build(0, common)  # writes what the captured batch reads
+    assert captured.sparse.k.tolist() == replayed.sparse.k.tolist() == [attended(n, 0.02, 8) for n in lengths.tolist()]
+    assert captured.sparse.lengths.tolist() == lengths.tolist()
+
+
+def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(tmp_path, monkeypatch):
+    folder = tiny.save(tmp_path / "model", "gemma3_text", head_dim=64, sliding_window=256, max_position_embeddings=2048)
+    artifact = made_artifact(folder, tmp_path / "gemma.safetensors", samples=6)
+    engine = Engine(folder, artifact, backend=BACKEND)
+    with engine.checked(monkeypatch) as counted:
+        first, _ = engine.generate(ids(900, vocabulary=250), ids(400, 1, vocabulary=250))
+        second, cached = engine.generate(ids(900, vocabulary=250))
+    assert counted.rows == 3 * 11  # layer 0 slides, layer 1 is dense by default
+    assert cached[0] > 0
+    assert second[0] == first[0]
