@@ -67,6 +67,11 @@ class Engine:
         self.config = self.llm.llm_engine.vllm_config
         self.core = self.llm.llm_engine.engine_core.engine_core
 
+    def attention(self):
+        """vLLM's attention layers."""
+        layers = self.config.compilation_config.static_forward_context.values()
+        return [layer for layer in layers if hasattr(layer, "impl")]
+
     def use(self, **options):
         """Change the options, and forget cached prompts."""
         self.config.additional_config["bpc"] = {"artifact": str(self.artifact)} | SETTINGS | options
@@ -83,7 +88,7 @@ class Engine:
         """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
         counted = SimpleNamespace(rows=0, steps=0, together=0)
         layers = self.config.compilation_config.static_forward_context
-        kind = type(next(layer.impl for layer in layers.values() if hasattr(layer, "impl") and layer.impl.projections))
+        kind = type(next(layer.impl for layer in self.attention() if layer.impl.projections))
         attend, artifact = kind.attend, bpc_artifacts.load(self.artifact)
         names = {id(layer.impl): extract_layer_index(name) for name, layer in layers.items() if hasattr(layer, "impl")}
 

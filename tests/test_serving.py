@@ -62,6 +62,11 @@ def test_without_options_vllm_is_stock(engine):
         assert cpu_backend.Backend.get_impl_cls() is cpu_backend.Attention
 
 
+def every_step(common, k):
+    """In the place of `sparse_requests`: every decoding step, also one that attends to everything."""
+    return (common.query_start_loc_cpu.diff()[: common.num_reqs] == 1) & ~common.is_prefilling[: common.num_reqs]
+
+
 def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
     prompts, rows = [ids(length, seed=length) for length in (900, 140, 1500)], []
     engine.use(**DENSE)
@@ -72,9 +77,6 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
     def counted(attention, query, *arguments):
         rows.append(len(query))
         return attend(attention, query, *arguments)
-
-    def every_step(common, k):
-        return (common.query_start_loc_cpu.diff()[: common.num_reqs] == 1) & ~common.is_prefilling[: common.num_reqs]
 
     monkeypatch.setattr(cpu_backend.Attention, "attend", counted)
     monkeypatch.setattr(cpu_backend, "sparse_requests", every_step)
@@ -267,6 +269,31 @@ def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(tmp_path, monk
     assert counted.rows == 3 * 11
     assert cached[0] > 0
     assert second[0] == first[0]
+
+
+REAL = Path(__file__).parent.parent / "build" / "real"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["SmolLM2-135M-Instruct", "gemma-3-270m"])
+def test_models_trained_by_others(model, monkeypatch):
+    """Five requests at once choose what the layer chooses; all tokens through the sparse path answer as vLLM alone."""
+    artifact = REAL / f"{model}-score-aware.safetensors"
+    if not artifact.exists():
+        pytest.skip("make real fetches the model and makes its projections")
+    engine = Engine(REAL / model, artifact)
+    prompts = [ids(length, seed=length, vocabulary=40000) for length in (900, 140, 1500, 300, 650)]
+    with engine.checked(monkeypatch) as counted:
+        engine.generate(*prompts)
+    assert counted.together == 5
+    chosen = sum(layer.impl.projections is not None for layer in engine.attention())
+    assert counted.rows == 5 * 11 * chosen
+    monkeypatch.undo()
+    engine.use(**DENSE)
+    dense, _ = engine.generate(*prompts)
+    engine.use(budget=1.0)
+    monkeypatch.setattr(cpu_backend, "sparse_requests", every_step)
+    assert engine.generate(*prompts)[0] == dense
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ def artifact(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(artifact):
     made = Engine(DEMO_MODEL, artifact, backend=BACKEND, num_gpu_blocks_override=40)
-    layers = made.config.compilation_config.static_forward_context.values()
-    assert {type(layer.impl) for layer in layers if hasattr(layer, "impl")} == {cuda_backend.Attention}
+    assert {type(layer.impl) for layer in made.attention()} == {cuda_backend.Attention}
     return made
 
 
@@ -101,9 +100,8 @@ def test_the_kernels_serve(engine, monkeypatch):
     prompts = [ids(150), ids(60, seed=1)]
     plain, _ = engine.generate(*prompts, new=4)
     engine.use()
-    layers = engine.config.compilation_config.static_forward_context.values()
-    for layer in layers:
-        if hasattr(layer, "impl") and layer.impl.projections:
+    for layer in engine.attention():
+        if layer.impl.projections:
             monkeypatch.setattr(layer.impl, "backend", triton)
     with engine.checked(monkeypatch) as counted:
         kernels, _ = engine.generate(*prompts, new=4)
@@ -113,8 +111,7 @@ def test_the_kernels_serve(engine, monkeypatch):
 
 def test_keys_of_8_bits_are_hashed_as_they_come(engine):
     """Before they are rounded; queries that vLLM rounded, too, get their dtype back."""
-    layers = engine.config.compilation_config.static_forward_context.values()
-    layer = next(each for each in layers if hasattr(each, "impl") and each.impl.projections)
+    layer = next(each for each in engine.attention() if each.impl.projections)
     impl, found = layer.impl, []
     kv_cache = torch.zeros(4, impl.num_kv_heads, PAGE, 2 * impl.head_size)
     keys, slots = torch.randn(3, impl.num_kv_heads, impl.head_size), torch.tensor([5, -1, 2 * PAGE])
