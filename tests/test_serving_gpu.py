@@ -57,6 +57,8 @@ def test_without_options_vllm_is_stock(engine):
     assert cuda_backend.Builder.get_cudagraph_support(without, None) is stock
     asked = cuda_backend.Builder.get_cudagraph_support(engine.config, None)
     assert asked is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    codes = CodeCache(1, 1).get_attn_backend().get_builder_cls()
+    assert codes.get_cudagraph_support(engine.config, None) is AttentionCGSupport.ALWAYS
 
 
 def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch):

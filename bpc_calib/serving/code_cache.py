@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
 from bpc_calib.method.paging import CodePages
@@ -73,6 +79,8 @@ class _CodeBackend(AttentionBackend):  # type: ignore[misc]
 
 
 class _NoMetadata(AttentionMetadataBuilder):  # type: ignore[misc]
+    _cudagraph_support = AttentionCGSupport.ALWAYS  # the least of all builders decides
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
 
