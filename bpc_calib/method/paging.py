@@ -174,13 +174,17 @@ def read_tokens(paged: Paged, table: Tensor, indices: Tensor) -> tuple[Tensor, T
     token, device = indices.clamp(min=0), indices.device
     page = table[torch.arange(batch, device=device).view(-1, 1, 1), token // size].long()
     head, place = torch.arange(kv_heads, device=device).view(1, -1, 1), token % size
+    cache = paged.cache if paged.scales is None else paged.cache.view(torch.uint8)  # torch 2.8 indexes no 8-bit floats
     if paged.packing is None:
-        keys, values = paged.cache[page, head, place].chunk(2, dim=-1)
+        keys, values = cache[page, head, place].chunk(2, dim=-1)
     else:
         page, head = page.unsqueeze(-1), head.unsqueeze(-1)
-        keys, values = (paged.cache[page, head, at[place]] for at in (paged.packing.keys, paged.packing.values))
+        keys, values = (cache[page, head, at[place]] for at in (paged.packing.keys, paged.packing.values))
     if paged.scales is not None:
-        keys, values = (each.float() * scale for each, scale in zip((keys, values), paged.scales, strict=True))
+        keys, values = (
+            each.view(paged.cache.dtype).float() * scale
+            for each, scale in zip((keys, values), paged.scales, strict=True)
+        )
     none = (indices < 0).unsqueeze(-1)
     return keys.masked_fill(none, 0), values.masked_fill(none, 0)
 
