@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from markdown_table import Results, link, percent, table
+from markdown_table import Results, filled, link, percent, table
 
 from bpc_calib.evaluation.methods import METHODS
 from bpc_cli.eval_tables import FIGURES
@@ -64,7 +64,7 @@ def _text(rows: list[Row]) -> list[str]:
     for row in rows:
         figures = [_figure(row[key]) if key in row else "" for key in FIGURES]
         lines.append([METHODS[row["method"]].label, _read(row), *figures])
-    return [table(["text", "KV read", *FIGURES.values()], lines)]
+    return [filled(["text", "KV read", *FIGURES.values()], lines)]
 
 
 def _read(row: Row) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Results", "link", "percent", "table"]
+__all__ = ["Results", "filled", "link", "percent", "table"]
 
 Results = Mapping[str, Any]  # the committed results by file name, without its suffix
 
@@ -13,6 +13,12 @@ def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """One line of heads, one line per row."""
     lines = [_line(heads), "|---" * len(heads) + "|", *map(_line, rows)]
     return "\n".join(lines)
+
+
+def filled(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table without the columns in which no row has anything: older results lack a figure."""
+    places = [place for place in range(len(heads)) if any(row[place] for row in rows)]
+    return table([heads[place] for place in places], [[row[place] for place in places] for row in rows])
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from markdown_table import Results, link, percent, table
+from markdown_table import Results, filled, link, percent, table
 
 from bpc_calib.evaluation.methods import METHODS
 from bpc_cli.eval_tables import FIGURES
@@ -68,7 +68,7 @@ def headline(results: Results) -> str:
             model = ""
         least = next(row for row in rows if row["method"] == "bpc" and row["budget"] == budgets[-1])
         lines.append(["", f"BPC, {budget_text(budgets[-1])} attended", _read(least), *_figures(least)])
-    return table(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
+    return filled(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
 
 
 def text(results: Results) -> str:
@@ -80,7 +80,7 @@ def text(results: Results) -> str:
                 about = [model, f"{row['tokens']:,}", budget_text(row["budget"]), f"{row['forced']}"]
                 lines.append([*about, label(row["method"]), _read(row), *_figures(row)])
     heads = ["model", "tokens", "budget", "forced", "method", "KV read", *FIGURES.values()]
-    return table(heads, lines) if lines else NOTHING
+    return filled(heads, lines) if lines else NOTHING
 
 
 def corpora(results: Results) -> str:
@@ -93,7 +93,7 @@ def corpora(results: Results) -> str:
             for corpus, own in row["by_corpus"].items() if row["budget"] == most else ():
                 lines.append([model, f"{row['tokens']:,}", corpus, label(row["method"]), *_figures(own)])
     lines.sort(key=lambda line: line[:3])
-    return table(["model", "tokens", "text", "method", *FIGURES.values()], lines) if lines else NOTHING
+    return filled(["model", "tokens", "text", "method", *FIGURES.values()], lines) if lines else NOTHING
 
 
 def layers(results: Results) -> str:
@@ -119,7 +119,7 @@ def methods(results: Results) -> str:
         for row in sorted(found["rows"], key=lambda row: order.index(row["method"])):
             lines.append([model, label(row["method"]), _read(row), *_figures(row)])
             model = ""
-    return table(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
+    return filled(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
 
 
 def defaults(results: Results) -> str:

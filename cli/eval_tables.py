@@ -9,7 +9,10 @@ from bpc_cli.quantities import budget_text
 
 __all__ = ["FIGURES", "print_evaluation"]
 
-FIGURES = {"loss_difference": "loss", "recall": "recall", "mass": "mass", "best_kept": "best kept", "cosine": "cosine"}
+FIGURES = {
+    "loss_difference": "loss", "kl": "KL", "recall": "recall", "mass": "mass", "best_kept": "best kept",
+    "cosine": "cosine",
+}  # fmt: skip
 
 
 class _Cell(NamedTuple):

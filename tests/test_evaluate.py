@@ -77,10 +77,12 @@ def test_the_metrics_of_text(rows):
     for (name, _), row in text.items():
         assert row["perplexity"]["low"] <= row["perplexity"]["value"] <= row["perplexity"]["high"]
         assert ("mass" in row) == (name not in ("full", "magicpig-own"))
+        assert (row["kl"]["value"] > 1e-3) == (name != "full")
         if "mass" in row:
             assert [len(layer) for layer in row["recall_by_head"]] == [2, 2, 2]
             assert row["layers"] == [0, 1, 2]
     assert text["oracle", 8]["mass"]["value"] > text["random", 8]["mass"]["value"] + 0.02
+    assert abs(text["full", None]["kl"]["value"]) < 1e-5
     assert text["oracle", 0.1]["recall"]["value"] > 0.98
     # 70 of 700 tokens: a random choice keeps a tenth, apart from the newest token.
     assert text["random", 0.1]["recall"]["value"] == pytest.approx(0.1, abs=0.02)

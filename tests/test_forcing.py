@@ -7,7 +7,7 @@ import torch
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.baselines import SnapKVLayer
 from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.forcing import complete, force, fork, log_likelihoods, prefill
+from bpc_calib.evaluation.forcing import compare, complete, force, fork, keep, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.runtime.layers import RankingLayer
 
@@ -45,6 +45,24 @@ def test_log_likelihoods_are_those_of_the_model(model):
         logits = model(IDS).logits[:, 60:-1].log_softmax(-1)
     torch.testing.assert_close(likely, logits.gather(-1, IDS[:, 61:, None]).squeeze(-1), rtol=1e-4, atol=1e-4)
     assert torch.equal(greedy, logits.argmax(-1) == IDS[:, 61:])
+
+
+def test_predictions_are_compared_with_those_of_full_attention(model):
+    """The divergence is that of torch's own function, from both predictions in full precision."""
+    prefix, ids = prefill(model, IDS[:, :60]), IDS[:, 60:]
+    with torch.inference_mode():
+        full = model(IDS).logits[:, 60:-1].log_softmax(-1)
+        own = torch.stack([force(model, cache, each) for cache in [fork(prefix, newest(model))]
+                           for each in ids[:, :-1].split(1, dim=1)], dim=1).log_softmax(-1)  # fmt: skip
+    kept = keep(model, fork(prefix, BPCCache(model.config, budget=1.0)), ids)
+    likely, apart = compare(model, fork(prefix, newest(model)), ids, kept)
+    wanted = torch.nn.functional.kl_div(own, full, log_target=True, reduction="none").sum(-1).double().mean(-1)
+    torch.testing.assert_close(apart, wanted, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(likely, own.gather(-1, ids[:, 1:, None]).double().mean((1, 2)), rtol=1e-4, atol=1e-5)
+    assert apart.min() > 1e-3
+    _, same = compare(model, fork(prefix, BPCCache(model.config, budget=1.0)), ids, kept)
+    assert same.abs().max() < 1e-5
+    assert compare(model, fork(prefix, newest(model)), ids, ())[1].isnan().all()
 
 
 def test_every_forced_token_is_decoded(model):

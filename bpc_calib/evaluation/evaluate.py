@@ -15,7 +15,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.comparison import Comparison, check
 from bpc_calib.evaluation.fidelity import METRICS, probe
-from bpc_calib.evaluation.forcing import complete, fork, log_likelihoods, prefill
+from bpc_calib.evaluation.forcing import compare, complete, fork, keep, prefill
 from bpc_calib.evaluation.frame import Frame, make_frame
 from bpc_calib.evaluation.methods import METHODS, variants
 from bpc_calib.evaluation.problem import Problem, score
@@ -67,7 +67,8 @@ def evaluate(
 
     The prefix of a prompt is computed once, densely, and copied to every method. A task's question is fed token by
     token, then the answer is decoded greedily. `TEXT` forces the last tokens of texts from the corpora, the same at
-    every length, and measures perplexity and the part of full attention that each method's choice keeps (`measure`).
+    every length, and measures perplexity, the divergence of the predictions from full attention's, and the part of full
+    attention that each method's choice keeps (`measure`).
 
     Args:
         model: an enabled model (`bpc_calib.enable`).
@@ -267,6 +268,7 @@ def _text(
     prompts, forced = len(texts.corpora), setting.comparison.forced
     makers = setting.caches()
     likely: dict[Any, list[Tensor]] = {key: [] for key in makers}
+    apart: dict[Any, list[Tensor]] = {key: [] for key in makers}
     kept: dict[Any, list[Tensor]] = {key: [] for key in makers if METHODS[key[0]].takes_budget}
     read: dict[Any, float] = {}
     layers: list[int] = []
@@ -274,16 +276,18 @@ def _text(
     for part in texts.cut(length).split(batch):
         part = part.to(setting.model.device)
         prefix = prefill(setting.model, part[:, :-forced])
-        tail = part[:, -forced:]
+        tail, predicted = part[:, -forced:], list[Tensor]()
         if kept:
             probed = probe(setting.model.config, {key: makers[key]() for key in kept}, -(-forced // MEASURED))
-            log_likelihoods(setting.model, fork(prefix, probed), tail)
+            predicted = keep(setting.model, fork(prefix, probed), tail)
             layers = probed.asked_layers()
             for key, metrics in probed.found().items():
                 kept[key].append(metrics)
         for key, make in makers.items():
             cache = fork(prefix, make())
-            likely[key].append(log_likelihoods(setting.model, cache, tail)[0].double().mean(-1).cpu())
+            likelihood, divergence = compare(setting.model, cache, tail, predicted)
+            likely[key].append(likelihood)
+            apart[key].append(divergence)
             read[key] = _read(cache, length)
             done += len(part)
             report(done / (prompts * len(makers)))
@@ -293,7 +297,8 @@ def _text(
         likelihood = torch.cat(parts)
         chosen = torch.cat(kept[name, budget], dim=1) if (name, budget) in kept else None
         row = _row(TEXT, length, name, budget, prompts) | {"read": round(read[name, budget], 6)}
-        row |= _text_figures(likelihood, full, chosen)
+        from_full = torch.cat(apart[name, budget]) if kept else None
+        row |= _text_figures(likelihood, full, from_full, chosen)
         row["log_likelihoods"] = [round(value, 6) for value in likelihood.tolist()]  # to compare runs text by text
         if chosen is not None:
             row["layers"] = layers
@@ -307,17 +312,21 @@ def _text(
                 row["by_corpus"][corpus] = {"prompts": int(own.sum())} | _text_figures(
                     likelihood[own],
                     None if full is None else full[own],
+                    None if from_full is None else from_full[own],
                     None if chosen is None else chosen[:, own],
                 )
         rows.append(row)
     return rows
 
 
-def _text_figures(likelihood: Tensor, full: Tensor | None, metrics: Tensor | None) -> dict[str, Any]:
+def _text_figures(
+    likelihood: Tensor, full: Tensor | None, divergence: Tensor | None, metrics: Tensor | None
+) -> dict[str, Any]:
     """Return the figures of a method over some prompts.
 
     Args:
         likelihood, full: mean log-likelihood per prompt, of the method and of full attention.
+        divergence: mean Kullback-Leibler divergence of full attention's predictions per prompt.
         metrics: `METRICS`, `[layers, prompts, kv_heads, metrics]`.
     """
     interval = mean(likelihood.tolist())
@@ -326,6 +335,8 @@ def _text_figures(likelihood: Tensor, full: Tensor | None, metrics: Tensor | Non
     if full is not None:
         # Both losses are of the same texts, so the interval is that of their differences.
         figures["loss_difference"] = mean((full - likelihood).tolist())
+    if divergence is not None:
+        figures["kl"] = mean(divergence.tolist())
     if metrics is not None:
         for place, metric in enumerate(METRICS):
             figures[metric] = mean(metrics[..., place].mean((0, 2)).tolist())

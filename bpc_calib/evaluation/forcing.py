@@ -5,6 +5,7 @@ every cache under comparison.
 """
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.online_fit import Asked, join
 
-__all__ = ["FullLayer", "complete", "force", "fork", "log_likelihoods", "prefill"]
+__all__ = ["FullLayer", "compare", "complete", "force", "fork", "keep", "log_likelihoods", "predictions", "prefill"]
+
+IMPOSSIBLE = -1e4  # in place of the logarithm of 0
 
 
 class FullLayer(SparseLayer):
@@ -90,9 +93,50 @@ def log_likelihoods(model: Any, cache: BPCCache, ids: Tensor) -> tuple[Tensor, T
         float32 `[batch, tokens - 1]`, and bool of the same shape: whether the token was the most likely one.
     """
     likely, greedy = [], []
-    for place in range(ids.shape[1] - 1):
-        logits = force(model, cache, ids[:, place : place + 1]).float()
+    for place, predicted in enumerate(predictions(model, cache, ids[:, :-1])):
         wanted = ids[:, place + 1, None]
-        likely.append(logits.log_softmax(-1).gather(-1, wanted))
-        greedy.append(logits.argmax(-1, keepdim=True) == wanted)
+        likely.append(predicted.gather(-1, wanted))
+        greedy.append(predicted.argmax(-1, keepdim=True) == wanted)
     return torch.cat(likely, dim=1), torch.cat(greedy, dim=1)
+
+
+@torch.inference_mode()
+def predictions(model: Any, cache: BPCCache, ids: Tensor) -> Iterator[Tensor]:
+    """Feed `ids` one token at a time; yield the log-probabilities after each, float32 `[batch, vocabulary]`."""
+    for token in ids.split(1, dim=1):
+        yield force(model, cache, token).float().log_softmax(-1)
+
+
+@torch.inference_mode()
+def keep(model: Any, cache: BPCCache, ids: Tensor) -> list[Tensor]:
+    """Return the `predictions` for every token of `ids` except the first, to compare others with.
+
+    They are float16 on the CPU: an error of 2^-11 of each logarithm, which counts as much as its probability.
+    """
+    return [each.to("cpu", torch.float16) for each in predictions(model, cache, ids[:, :-1])]
+
+
+@torch.inference_mode()
+def compare(model: Any, cache: BPCCache, ids: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Force `ids` `[batch, tokens]` through a cache, and compare it with the predictions of full attention.
+
+    Args:
+        model: an enabled model.
+        cache: holds the tokens before `ids`.
+        ids: int64 `[batch, tokens]`.
+        kept: of the same ids, by `keep`; none: nothing to compare with.
+
+    Returns:
+        float64 `[batch]` on the CPU: the mean log-likelihood of the tokens except the first, and the mean
+        Kullback-Leibler divergence of full attention's prediction of these tokens from this one, in nats; NaN without
+        predictions to compare with.
+    """
+    likely, apart = [], []
+    for place, predicted in enumerate(predictions(model, cache, ids[:, :-1])):
+        likely.append(predicted.gather(-1, ids[:, place + 1, None]).squeeze(-1))
+        if kept:
+            rounded = kept[place].to(predicted).log_softmax(-1)  # probabilities that add up to 1 again
+            full, own = (each.clamp(min=IMPOSSIBLE) for each in (rounded, predicted))
+            apart.append((full.exp() * (full - own)).sum(-1))
+    likelihood = torch.stack(likely).double().mean(0).cpu()
+    return likelihood, torch.stack(apart).double().mean(0).cpu() if kept else torch.full_like(likelihood, torch.nan)
