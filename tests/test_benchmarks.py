@@ -22,7 +22,7 @@ TESTED = set(
     "aggregation aggregation_model calibration_memory calibration_plan calibration_time demo_model engine_run "
     "evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head "
     "needles other_engines outlier_needle pictures position_shift projections real_decode real_models real_suite "
-    "real_text serving steady_decode tables".split()  # serving: in test_serving.py
+    "real_text sample_lengths serving steady_decode tables".split()  # serving: in test_serving.py
 )
 
 
@@ -434,3 +434,13 @@ def test_calibration_plan(benchmark_result):
     (row,) = benchmark_result("calibration_plan")["rows"]
     assert row["work_bytes"]["ratio"] >= 1
     assert row["memory_bytes"]["plan"] > 0
+
+
+def test_sample_lengths(benchmark_result):
+    rows = benchmark_result("sample_lengths")["rows"]
+    found = [(row.get("samples"), row.get("position_shift"), row["tokens"], row["method"]) for row in rows]
+    assert found[:4] == [(None, None, tokens, method) for tokens in (128, 256) for method in ("oracle", "bpc-online")]
+    assert found[4:] == [
+        (length, shift, tokens, "bpc") for length in (128, 256) for shift in (False, True) for tokens in (128, 256)
+    ]
+    assert rows[0]["recall"]["value"] > 0.95 > rows[4]["recall"]["value"]
