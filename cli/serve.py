@@ -17,6 +17,7 @@ from bpc_cli.options import PROJECTIONS, Model
 __all__ = ["serve"]
 
 OWN = ("--model", "--additional-config")  # of vLLM's options
+ATTENTION = ("--attention-backend", "--attention_backend", "--attention-config", "--attention_config", "-ac")
 
 
 @command
@@ -51,7 +52,7 @@ def serve(
     # Not vllm's own command: that of its CPU build does not start.
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]
-    if on_gpu and not any(word.startswith("--attention-backend") for word in context.args):
+    if on_gpu and not any(word.startswith(ATTENTION) for word in context.args):
         words += ["--attention-backend", "FLASH_ATTN"]  # the one that the plugin extends
     os.execv(sys.executable, [*words, *context.args])
 

@@ -124,11 +124,11 @@ def test_sequences_in_groups(monkeypatch):
     rows = rows_of(lengths, k, size)
     paged = Paged(random_pages(rows.table.numel(), size, 1), draw(rows.table.numel(), KV_HEADS, size, 2 * dim, seed=4))
     query, projection = draw(5, KV_HEADS, 4, dim, seed=3), draw(KV_HEADS, 64, dim, seed=1)
-    each = over_pages.workspace(KV_HEADS, 4, 96)
+    each = over_pages.sequence_bytes((KV_HEADS, 4, 96), 64, "relative", True)
     found = []
     for room in (5 * each, each, 2 * each + 1):
         monkeypatch.setattr(over_pages, "WORKSPACE", room)
-        assert over_pages.at_once(KV_HEADS, 4, 90) == room // each
+        assert over_pages.workspace((KV_HEADS, 4, 90), 64, "relative", True, 9) == room // each * each
         found.append(backend.attend_pages(query, projection, paged, rows, Choice(0.1)))
     for out, chosen in found[1:]:
         assert torch.equal(chosen, found[0][1])

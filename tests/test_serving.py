@@ -33,6 +33,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from bpc_calib import BPCError, InputError
 from bpc_calib.demo import DEMO_MODEL
+from bpc_calib.models.description import describe
 from bpc_calib.serving import cpu_backend, layer
 from bpc_calib.serving.options import Options, read_options
 from bpc_calib.serving.plugin import supported
@@ -253,9 +254,10 @@ def test_the_benchmark_runs(artifact, tmp_path):
     assert rows[1]["same_answers"] == 2
 
 
-def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"disable_hybrid_kv_cache_manager": True}], ids=["managed", "unified"])
+def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(options, tmp_path, monkeypatch):
     folder = tiny.save(tmp_path / "model", "gemma3_text", head_dim=64, sliding_window=256, max_position_embeddings=2048)
-    engine = Engine(folder, made_artifact(folder, tmp_path / "gemma.safetensors", samples=6))
+    engine = Engine(folder, made_artifact(folder, tmp_path / "gemma.safetensors", samples=6), **options)
     attention = [
         layer.impl
         for layer in engine.config.compilation_config.static_forward_context.values()
@@ -310,7 +312,7 @@ def test_wrong_options_are_refused(given, message):
         read_options(SimpleNamespace(additional_config={"bpc": given}))
 
 
-def test_what_bpc_cannot_serve_is_refused(engine, tmp_path):
+def test_what_bpc_cannot_serve_is_refused(engine, tmp_path, monkeypatch):
     def refused(config, **options):
         asked = Options(**({"artifact": str(engine.artifact)} | SETTINGS | options))
         with pytest.raises(BPCError) as caught:
@@ -345,6 +347,13 @@ def test_what_bpc_cannot_serve_is_refused(engine, tmp_path):
         with pytest.raises(BPCError, match=f"model.layers.2 has {message}, which BPC does not serve"):
             attention.check("model.layers.2")
         setattr(attention, name, before)
+    monkeypatch.setattr(attention, "sliding_window", 2048)
+    with pytest.raises(BPCError, match="a sliding window as long as the model"):
+        attention.check("model.layers.2")
+    kinds = ["linear_attention", *describe(engine.config.model_config.hf_config).layer_types[1:]]
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "describe", lambda config: SimpleNamespace(layer_types=kinds))
+        assert "layers of linear attention" in refused(engine.config)
 
 
 def test_the_artifact_of_another_model_stops_the_start(artifact, tmp_path):

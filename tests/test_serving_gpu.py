@@ -111,6 +111,29 @@ def test_the_kernels_serve(engine, monkeypatch):
     assert kernels == plain
 
 
+def test_weights_loaded_again_leave_the_tensors_where_they_are(engine):
+    layer = next(each for each in engine.attention() if each.impl.projections)
+    impl = layer.impl
+    held, cache = impl.projections, impl.cache
+    tensors = (held.projection, held.encoder.matrix, held.encoder.gram, held.encoder.metric, held.encoder.mean)
+    before = [each.clone() for each in tensors]
+    with torch.inference_mode():
+        for each in tensors:
+            each.zero_()
+    impl.process_weights_after_loading(torch.float32)
+    assert impl.projections is held
+    assert impl.cache is cache
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_a_model_that_drafts_is_stock(engine):
+    drafts = SimpleNamespace(draft_model_config=engine.config.model_config)
+    config = copy.copy(engine.config)
+    config.speculative_config = drafts
+    with set_current_vllm_config(config):
+        assert cuda_backend.Backend.get_impl_cls() is FlashAttentionImpl
+
+
 def test_keys_of_8_bits_are_hashed_as_they_come(engine):
     """Before they are rounded; queries that vLLM rounded, too, get their dtype back."""
     layer = next(each for each in engine.attention() if each.impl.projections)
@@ -120,7 +143,7 @@ def test_keys_of_8_bits_are_hashed_as_they_come(engine):
     scaled = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25), _q_scale=torch.tensor(0.125))
     for dtype in ("auto", "fp8"):
         own = copy.copy(impl)
-        own.kv_cache_dtype, own.lying, own.cache = dtype, None, CodeCache(impl.num_kv_heads, 1)
+        own.kv_cache_dtype, own.cache = dtype, CodeCache(impl.num_kv_heads, 1)
         own.cache.kv_cache = torch.zeros(4, impl.num_kv_heads, PAGE, 9, dtype=torch.uint8)
         content = kv_cache if dtype == "auto" else kv_cache.to(torch.uint8)
         own.do_kv_cache_update(scaled, keys, keys, content, slots)
@@ -131,7 +154,7 @@ def test_keys_of_8_bits_are_hashed_as_they_come(engine):
     paged = own.paged(scaled, content)
     assert paged.cache.dtype == torch.float8_e4m3fn
     assert paged.scales == (scaled._k_scale, scaled._v_scale)
-    scaled._k_scale, own.lying = torch.ones(impl.num_kv_heads), None
+    scaled._k_scale = torch.ones(impl.num_kv_heads)
     with pytest.raises(BPCError, match="one scale per layer"):
         own.paged(scaled, content)
 
@@ -175,10 +198,11 @@ def test_metadata_of_a_captured_batch_and_of_other_block_tables(engine, monkeypa
     assert captured.sparse.lengths.tolist() == lengths.tolist()
 
 
-def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(tmp_path, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"disable_hybrid_kv_cache_manager": True}], ids=["managed", "unified"])
+def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(options, tmp_path, monkeypatch):
     folder = tiny.save(tmp_path / "model", "gemma3_text", head_dim=64, sliding_window=256, max_position_embeddings=2048)
     artifact = made_artifact(folder, tmp_path / "gemma.safetensors", samples=6)
-    engine = Engine(folder, artifact, backend=BACKEND)
+    engine = Engine(folder, artifact, backend=BACKEND, **options)
     with engine.checked(monkeypatch) as counted:
         first, _ = engine.generate(ids(900, vocabulary=250), ids(400, 1, vocabulary=250))
         second, cached = engine.generate(ids(900, vocabulary=250))

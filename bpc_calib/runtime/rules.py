@@ -68,6 +68,10 @@ class Rules:
         """Return the number of attended tokens at `length` tokens."""
         return length if length < self.min_context else attended(length, self.budget, self.min_tokens)
 
+    def most(self, limit: int) -> int:
+        """Return the largest number of attended tokens at up to `limit` tokens."""
+        return max(self.count(limit), self.count(min(limit, max(0, self.min_context - 1))))
+
 
 def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:
     """Return the default `Ranking`: that of the paper for projections of its method, else BPC's own.

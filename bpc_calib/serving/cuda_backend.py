@@ -70,11 +70,16 @@ class Builder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        options = read_options(vllm_config)
-        if options is None or getattr(kv_cache_spec, "sliding_window", None) is not None:
+        options, layers = read_options(vllm_config), vllm_config.compilation_config.static_forward_context
+        own = [getattr(layers[name], "impl", None) for name in layer_names if name in layers]
+        # Layers of both kinds share a window where vLLM's manager of hybrid caches is off. And what is built for layers
+        # without a window may go to others of their kind, by `update_block_table`.
+        slides = getattr(kv_cache_spec, "sliding_window", None) is not None
+        if options is None or (slides and not any(isinstance(impl, Attention) and impl.projections for impl in own)):
             return
-        counts = [settings(options).count(length) for length in range(vllm_config.model_config.max_model_len + 1)]
-        self.counts, self.width = torch.tensor(counts, device=device), max(counts)
+        rules, limit = settings(options), vllm_config.model_config.max_model_len
+        counts = [rules.count(length) for length in range(limit + 1)]
+        self.counts, self.width = torch.tensor(counts, device=device), rules.most(limit)
         # A CUDA graph reads it in place.
         most = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.k = torch.zeros(most, dtype=torch.int64, device=device)
@@ -105,6 +110,8 @@ class Builder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         made = Metadata(**vars(whole), sparse=rows)
         if others:  # a fast build leaves alone what the dense layers read of the other one
             made.rest = super().build(common_prefix_len, after(common, requests, tokens), True)
+            if whole.mm_prefix_query_range_tensor is not None:  # it lies in a buffer of which there is one
+                made.rest.mm_prefix_query_range_tensor = whole.mm_prefix_query_range_tensor[tokens:]
         return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttentionMetadata:
@@ -142,13 +149,12 @@ def after(common: CommonAttentionMetadata, requests: int, tokens: int) -> Common
         slot_mapping=common.slot_mapping[tokens:],
         seq_lens_cpu_upper_bound=None if bound is None else bound[requests:],
         is_prefilling=None if prefilling is None else prefilling[requests:],
+        mm_req_doc_ranges=None,
     )
 
 
 class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
     """Hashes keys where they are cached, and attends to the best of them in decoding steps."""
-
-    lying: tuple[Tensor, Paged] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the projections of this layer, and a cache for its codes.
@@ -163,17 +169,15 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
             raise ModelError("BPC's kernels do not serve this model on this GPU: the warning above says why")
 
     def paged(self, layer: Any, kv_cache: Tensor) -> Paged:
-        """Return how this layer lies in its cache, which stays the same tensor for as long as vLLM serves."""
-        if self.lying is None or self.lying[0] is not kv_cache:
-            codes, cache, scales = self.codes(kv_cache), kv_cache, None
-            if codes.codes.shape[2] != kv_cache.shape[2]:
-                raise ModelError(f"vLLM splits pages into blocks of {kv_cache.shape[2]}: give it as --block-size")
-            if self.kv_cache_dtype.startswith("fp8"):
-                cache, scales = kv_cache.view(torch.float8_e4m3fn), (layer._k_scale, layer._v_scale)
-                if max(each.numel() for each in scales) > 1:
-                    raise ModelError("BPC serves FP8 caches with one scale per layer, and this model has one per head")
-            self.lying = kv_cache, Paged(codes, cache, scales=scales)
-        return self.lying[1]
+        """Return how this layer lies in its cache. To keep it would keep the cache that vLLM profiles with."""
+        codes, cache, scales = self.codes(kv_cache), kv_cache, None
+        if codes.codes.shape[2] != kv_cache.shape[2]:
+            raise ModelError(f"vLLM splits pages into blocks of {kv_cache.shape[2]}: give it as --block-size")
+        if self.kv_cache_dtype.startswith("fp8"):
+            cache, scales = kv_cache.view(torch.float8_e4m3fn), (layer._k_scale, layer._v_scale)
+            if max(each.numel() for each in scales) > 1:
+                raise ModelError("BPC serves FP8 caches with one scale per layer, and this model has one per head")
+        return Paged(codes, cache, scales=scales)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -222,9 +226,12 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
         return self.backend.attend_pages(query, projection, paged, rows, self.choice, gain=self.settings.gain)
 
     def reserve(self, device: torch.device) -> None:
-        """Take as much memory as the scores of a step, and give it back: vLLM counts the most that a pass took."""
+        """Take as much memory as a step does, and give it back: vLLM counts the most that a pass took."""
         if device.type == "cuda":
-            from bpc_calib.backends.triton.over_pages import at_once, workspace
+            from bpc_calib.backends.triton.over_pages import workspace
 
-            sizes = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.config.model_config.max_model_len
-            torch.empty(at_once(*sizes) * workspace(*sizes), dtype=torch.uint8, device=device)
+            limit, requests = self.config.model_config.max_model_len, self.config.scheduler_config.max_num_seqs
+            sizes = self.num_kv_heads, self.num_heads // self.num_kv_heads, limit
+            listed = 8 * requests * self.num_kv_heads * self.settings.most(limit)
+            scored = workspace(sizes, self.settings.bits, self.choice.group, self.settings.gain, requests)
+            torch.empty(listed + scored, dtype=torch.uint8, device=device)

@@ -37,10 +37,14 @@ def asked() -> Options | None:
         BPCError: the options, the artifact or the model do not fit; the message is one line.
     """
     global _latest
-    _latest = get_current_vllm_config()
-    options = read_options(_latest)
+    config = get_current_vllm_config()
+    drafts = config.speculative_config
+    if drafts is not None and config.model_config is drafts.draft_model_config:
+        return None  # a model that drafts for the served one
+    _latest = config
+    options = read_options(config)
     if options is not None:
-        check(_latest, options)
+        check(config, options)
     return options
 
 
@@ -52,6 +56,8 @@ def check(config: VllmConfig, options: Options) -> None:
         raise ModelError(f"{config.model_config.model}: BPC does not serve multi-head latent attention")
     if config.parallel_config.decode_context_parallel_size > 1:
         raise ModelError("BPC does not serve contexts split over ranks: leave out --decode-context-parallel-size")
+    if "linear_attention" in describe(config.model_config.hf_config).layer_types:
+        raise ModelError(f"{config.model_config.model}: BPC does not serve layers of linear attention in vLLM")
 
 
 def is_hybrid(config: VllmConfig) -> bool:
@@ -107,14 +113,17 @@ class Layer:
         layers = self.config.compilation_config.static_forward_context
         name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         index = extract_layer_index(name)
-        if options is None or self.sliding_window not in (-1, (-1, -1)) or index in options.dense_layers:
+        if options is None or index in options.dense_layers:
+            return
+        artifact, device = open_artifact(options.artifact), torch.device(self.config.device_config.device)
+        projections = layer_projections(artifact, index, self.heads(), act_dtype, device)
+        if projections is None:
+            return
+        if self.projections is not None:  # the weights were loaded again: CUDA graphs read the tensors where they are
+            self.projections.refill(projections)
             return
         self.check(name)
-        self.settings = settings(options)
-        device = torch.device(self.config.device_config.device)
-        self.projections = layer_projections(open_artifact(options.artifact), index, self.heads(), act_dtype, device)
-        if self.projections is None:
-            return
+        self.settings, self.projections = settings(options), projections
         query = torch.empty(1, self.num_heads, self.head_size, dtype=act_dtype, device=device)
         self.backend = dispatch.for_pages(query, self.num_kv_heads)
         chosen = self.settings
@@ -133,6 +142,8 @@ class Layer:
         ):
             if fault:
                 raise ModelError(f"{name} has {reason}, which BPC does not serve")
+        if self.sliding_window not in (-1, (-1, -1)):  # as long as the model, or it would have no projections
+            raise ModelError(f"vLLM gives {name} a sliding window as long as the model: add --disable-sliding-window")
 
     def heads(self) -> slice:
         """Return the KV heads of this rank."""

@@ -25,6 +25,17 @@ class LayerProjections:
     projection: Tensor  # [kv_heads, bits, head_dim], in the dtype of the keys
     encoder: Encoder
 
+    @torch.inference_mode()
+    def refill(self, other: "LayerProjections") -> None:
+        """Copy the numbers of others of the same shapes."""
+        own, new = self.encoder, other.encoder
+        for old, each in (
+            (self.projection, other.projection), (own.matrix, new.matrix), (own.gram, new.gram),
+            (own.metric, new.metric), (own.mean, new.mean),
+        ):  # fmt: skip
+            if old is not None and each is not None:
+                old.copy_(each)
+
 
 @functools.cache
 def open_artifact(path: str) -> ProjectionArtifact:

@@ -11,7 +11,7 @@ from bpc_calib.backends.triton.plan import SIDE_BY_SIDE
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.paging import Paged, Rows
 
-__all__ = ["at_once", "attend_pages", "unserved", "workspace"]
+__all__ = ["attend_pages", "unserved", "workspace"]
 
 SMALLEST = 16  # tokens of a page are a multiple of so many: a program takes that many codes side by side
 WORKSPACE = 256 << 20  # bytes of scores at once: more sequences are served one group after the other
@@ -25,14 +25,23 @@ def unserved(paged: Paged) -> str | None:
     return None if paged.packing is None else "keys and values that are packed"
 
 
-def workspace(kv_heads: int, heads: int, tokens: int) -> int:
-    """The bytes of scores of one sequence of so many tokens: of each head, and to rank by."""
-    return kv_heads * tokens * (2 * triton.next_power_of_2(heads) + 4)
+def workspace(sizes: tuple[int, int, int], bits: int, group: str, gain: bool, sequences: int) -> int:
+    """The bytes that are in use at once for so many sequences; `sizes`: KV heads, heads of each, tokens."""
+    each = sequence_bytes(sizes, bits, group, gain)
+    return each * min(sequences, at_once(each))
 
 
-def at_once(kv_heads: int, heads: int, tokens: int) -> int:
-    """How many sequences of so many tokens are served at once."""
-    return max(1, WORKSPACE // workspace(kv_heads, heads, triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value))
+def sequence_bytes(sizes: tuple[int, int, int], bits: int, group: str, gain: bool) -> int:
+    """The bytes of one sequence: the scores of each head, those to rank by, and the histograms."""
+    kv_heads, heads, tokens = sizes
+    room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
+    counts = pipeline.COARSE + pipeline.middle_bins(group, heads, bits, gain) + pipeline.FINE
+    return kv_heads * (room * (2 * triton.next_power_of_2(heads) + 4) + 4 * counts)
+
+
+def at_once(each: int) -> int:
+    """How many sequences of so many bytes are served at once."""
+    return max(1, WORKSPACE // each)
 
 
 def attend_pages(
@@ -46,7 +55,9 @@ def attend_pages(
     pages, size = paged.codes, paged.codes.codes.shape[2]
     out = query.new_empty(batch, kv_heads, heads, dim)
     chosen = pages.codes.new_empty(batch, kv_heads, rows.width)
-    step = at_once(kv_heads, heads, rows.table.shape[1] * size)
+    step = at_once(
+        sequence_bytes((kv_heads, heads, rows.table.shape[1] * size), projection.shape[1], choice.group, gain)
+    )
     scales = NO_SCALES if paged.scales is None else Scales(*paged.scales)
     cache = paged.cache if paged.scales is None else paged.cache.view(dtype=pages.gain.dtype)
     for first in range(0, batch, step):
