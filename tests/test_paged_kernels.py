@@ -48,7 +48,7 @@ STEPS = {  # lengths, k, heads on a KV head, head_dim, bits, tokens of a page, d
 }
 
 
-@pytest.mark.emulated(gain=[True])
+@pytest.mark.emulated(gain=[True], step=["usual", "32 bits"])
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_over_pages_is_a_step_over_rows(step, gain):
@@ -75,7 +75,7 @@ def test_a_step_over_pages_is_a_step_over_rows(step, gain):
     assert torch.equal(out, backend.sparse_attention(query, keys, values, listed, choice.scaling))
 
 
-@pytest.mark.emulated
+@pytest.mark.emulated(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_and_values_of_8_bits(dtype):
     """Every byte of float8_e4m3fn but its two NaN is a key and a value once."""
@@ -124,11 +124,11 @@ def test_sequences_in_groups(monkeypatch):
     rows = rows_of(lengths, k, size)
     paged = Paged(random_pages(rows.table.numel(), size, 1), draw(rows.table.numel(), KV_HEADS, size, 2 * dim, seed=4))
     query, projection = draw(5, KV_HEADS, 4, dim, seed=3), draw(KV_HEADS, 64, dim, seed=1)
-    each = over_pages.sequence_bytes((KV_HEADS, 4, 96), 64, "relative", True)
+    each = over_pages.sequence_bytes((KV_HEADS, 4, 96), Choice(0.1), 64)
     found = []
     for room in (5 * each, each, 2 * each + 1):
         monkeypatch.setattr(over_pages, "WORKSPACE", room)
-        assert over_pages.workspace((KV_HEADS, 4, 90), 64, "relative", True, 9) == room // each * each
+        assert over_pages.workspace((KV_HEADS, 4, 90), Choice(0.1), 64, 9) == room // each * each
         found.append(backend.attend_pages(query, projection, paged, rows, Choice(0.1)))
     for out, chosen in found[1:]:
         assert torch.equal(chosen, found[0][1])

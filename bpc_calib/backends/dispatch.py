@@ -34,6 +34,7 @@ __all__ = [
     "named",
     "sparse_attention",
     "step",
+    "workspace",
 ]
 
 logger = logging.getLogger(__name__)
@@ -100,13 +101,36 @@ def make_ready(device: torch.device, dtype: torch.dtype, *, fitting: bool) -> No
 
 
 def for_pages(query: Tensor, kv_heads: int) -> Backend:
-    """The backend that serves decoding steps over pages, made ready for queries like `[1, H, D]`."""
+    """The backend that serves decoding steps over pages, made ready for queries like `[1, H, D]`.
+
+    Raises:
+        InputError: no kernels serve them on this GPU; a CUDA graph cannot hold a step of plain torch.
+    """
     found = _serving(Request(query.unsqueeze(0), torch.Size([1, kv_heads, 1]), query.shape[1] // kv_heads))
+    if query.is_cuda and found is _load("torch"):
+        raise InputError("BPC's kernels do not serve this model on this GPU: the warning above says why")
     if found is _load("numba"):
         from bpc_calib.backends.cpu import ready
 
         ready.make_pages_ready(query.dtype)
     return found
+
+
+def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
+    """The bytes on a GPU that a step over pages takes beside its result; else 0.
+
+    Args:
+        device: of the pages.
+        sizes: KV heads, query heads of each, and the most tokens of a sequence.
+        choice: the rules.
+        bits: of a code.
+        sequences: the most in a step.
+    """
+    if device.type != "cuda":
+        return 0
+    from bpc_calib.backends.triton import over_pages
+
+    return over_pages.workspace(sizes, choice, bits, sequences)
 
 
 def choose(

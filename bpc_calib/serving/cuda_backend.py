@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from bpc_calib.backends import plain
+from bpc_calib.backends import dispatch
 from bpc_calib.errors import ModelError
 from bpc_calib.method.paging import Fresh, Paged, Rows
 from bpc_calib.serving.layer import Layer, asked, settings, sized
@@ -164,9 +164,6 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
         """
         super().process_weights_after_loading(act_dtype)
         self.dtype = act_dtype
-        on_gpu = self.config.device_config.device_type == "cuda"
-        if self.projections is not None and on_gpu and self.backend is plain:
-            raise ModelError("BPC's kernels do not serve this model on this GPU: the warning above says why")
 
     def paged(self, layer: Any, kv_cache: Tensor) -> Paged:
         """Return how this layer lies in its cache. To keep it would keep the cache that vLLM profiles with."""
@@ -227,11 +224,8 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
 
     def reserve(self, device: torch.device) -> None:
         """Take as much memory as a step does, and give it back: vLLM counts the most that a pass took."""
-        if device.type == "cuda":
-            from bpc_calib.backends.triton.over_pages import workspace
-
-            limit, requests = self.config.model_config.max_model_len, self.config.scheduler_config.max_num_seqs
-            sizes = self.num_kv_heads, self.num_heads // self.num_kv_heads, limit
-            listed = 8 * requests * self.num_kv_heads * self.settings.most(limit)
-            scored = workspace(sizes, self.settings.bits, self.choice.group, self.settings.gain, requests)
-            torch.empty(listed + scored, dtype=torch.uint8, device=device)
+        limit, requests = self.config.model_config.max_model_len, self.config.scheduler_config.max_num_seqs
+        sizes = self.num_kv_heads, self.num_heads // self.num_kv_heads, limit
+        listed = 8 * requests * self.num_kv_heads * self.settings.most(limit)
+        scored = dispatch.workspace(device, sizes, self.choice, self.settings.bits, requests)
+        torch.empty(listed + scored, dtype=torch.uint8, device=device)

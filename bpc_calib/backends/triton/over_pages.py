@@ -25,17 +25,17 @@ def unserved(paged: Paged) -> str | None:
     return None if paged.packing is None else "keys and values that are packed"
 
 
-def workspace(sizes: tuple[int, int, int], bits: int, group: str, gain: bool, sequences: int) -> int:
+def workspace(sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
     """The bytes that are in use at once for so many sequences; `sizes`: KV heads, heads of each, tokens."""
-    each = sequence_bytes(sizes, bits, group, gain)
+    each = sequence_bytes(sizes, choice, bits)
     return each * min(sequences, at_once(each))
 
 
-def sequence_bytes(sizes: tuple[int, int, int], bits: int, group: str, gain: bool) -> int:
+def sequence_bytes(sizes: tuple[int, int, int], choice: Choice, bits: int) -> int:
     """The bytes of one sequence: the scores of each head, those to rank by, and the histograms."""
     kv_heads, heads, tokens = sizes
     room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
-    counts = pipeline.COARSE + pipeline.middle_bins(group, heads, bits, gain) + pipeline.FINE
+    counts = pipeline.COARSE + pipeline.middle_bins(choice.group, heads, bits, gain=True) + pipeline.FINE
     return kv_heads * (room * (2 * triton.next_power_of_2(heads) + 4) + 4 * counts)
 
 
@@ -55,9 +55,7 @@ def attend_pages(
     pages, size = paged.codes, paged.codes.codes.shape[2]
     out = query.new_empty(batch, kv_heads, heads, dim)
     chosen = pages.codes.new_empty(batch, kv_heads, rows.width)
-    step = at_once(
-        sequence_bytes((kv_heads, heads, rows.table.shape[1] * size), projection.shape[1], choice.group, gain)
-    )
+    step = at_once(sequence_bytes((kv_heads, heads, rows.table.shape[1] * size), choice, projection.shape[1]))
     scales = NO_SCALES if paged.scales is None else Scales(*paged.scales)
     cache = paged.cache if paged.scales is None else paged.cache.view(dtype=pages.gain.dtype)
     for first in range(0, batch, step):
