@@ -124,6 +124,7 @@ def test_calibration_time(benchmark_result):
     assert set(result["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
 
 
+@pytest.mark.slow
 def test_evaluation(benchmark_result):
     result = benchmark_result("evaluation")
     assert result["calibration"]["samples"] == 3
@@ -133,6 +134,7 @@ def test_evaluation(benchmark_result):
     assert all(0 < row["read"] < 1 for row in others)
 
 
+@pytest.mark.slow
 def test_projections(benchmark_result):
     rows = benchmark_result("projections")["rows"]
     found = {row["variant"]: row for row in rows}
@@ -141,6 +143,7 @@ def test_projections(benchmark_result):
     assert all("needle" in row and 0 < row["read"] <= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_kernel_cost(tmp_path):
     """In its own process, for the kernels of this one may be interpreted."""
     pytest.importorskip("triton")
@@ -430,12 +433,14 @@ def test_fitting_time(benchmark_result):
     assert all(row["speedup"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_calibration_plan(benchmark_result):
     (row,) = benchmark_result("calibration_plan")["rows"]
     assert row["work_bytes"]["ratio"] >= 1
     assert row["memory_bytes"]["plan"] > 0
 
 
+@pytest.mark.slow
 def test_sample_lengths(benchmark_result):
     rows = benchmark_result("sample_lengths")["rows"]
     found = [(row.get("samples"), row.get("position_shift"), row["tokens"], row["method"]) for row in rows]
