@@ -51,7 +51,7 @@ test-all: lint
 
 # Triton's kernels not in its interpreter: their PTX shows more.
 test-floor: .venv-floor/ready
-	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' -k 'not triton' $(FLOOR_TESTS)
+	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' -k 'not triton or dispatch' $(FLOOR_TESTS)
 	$(call emulated,.venv-floor)
 
 # BPC inside vLLM, in an environment of its own: vLLM pins torch. The CPU wheel asks for packages of torch that it does
