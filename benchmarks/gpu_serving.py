@@ -1,6 +1,5 @@
 """A server's decoding step of a layer on a GPU: over pages beside over rows, in a CUDA graph, and vLLM where it is."""
 
-import contextlib
 import functools
 import importlib.util
 import json
@@ -50,7 +49,7 @@ def cases(*, tiny: bool) -> list[tuple[str, Callable[[], Any]]]:
     found: list[tuple[str, Callable[[], Any]]] = [
         (_what(*each), functools.partial(_compile, *each)) for each in batches
     ]
-    return [*found, *((f"hash {count} new keys", functools.partial(_hasher, count)) for count in NEW)]
+    return [*found, *((f"hash {count} new keys", _hasher(count)) for count in NEW)]
 
 
 def _compile(requests: int, tokens: int, eight_bits: bool) -> None:
@@ -192,8 +191,8 @@ def _vllm(limits: Limits, emit: Emit) -> None:
         command = [sys.executable, *map(str, words)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=limits.left, check=False)
         if ran.returncode:
-            with contextlib.suppress(IndexError):
-                emit({"what": what, "failed": 1, "note": (ran.stderr + ran.stdout).strip().splitlines()[-1][:200]})
+            said = (ran.stderr + ran.stdout).strip().splitlines() or [f"exit {ran.returncode}"]
+            emit({"what": what, "failed": 1, "note": said[-1][:200]})
             return
     for row in json.loads(result.read_text())["rows"]:
         name = f"vLLM, {row['server']}, {row['requests']} x {row['prompt']:,} tokens"
