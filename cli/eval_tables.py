@@ -61,7 +61,7 @@ def _print_harness(rows: list[dict[str, Any]], model: str) -> None:
 def _print_figures(title: str, cells: list[_Cell], columns: Mapping[str, Callable[[dict[str, Any]], str]]) -> None:
     from rich.table import Table
 
-    table = Table()
+    table = Table(pad_edge=False)  # all figures fit into 80 columns
     table.add_column("method", no_wrap=True)
     for name in ("KV read", *(FIGURES.get(name, name) for name in columns)):
         table.add_column(printable(name), justify="right")
