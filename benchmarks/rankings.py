@@ -12,7 +12,8 @@ from torch import Tensor
 from bpc_calib.evaluation.baselines import SignsLayer, ranked
 from bpc_calib.method.choosing import rank
 from bpc_calib.method.codes import pack_codes, unpack_codes
-from bpc_calib.method.encoding import Encoded, Encoder, encode_with, gain_byte
+from bpc_calib.method.encoded import Encoded, gain_byte
+from bpc_calib.method.encoding import Encoder, encode_with
 from bpc_calib.method.scoring import hash_scores, quantize_query
 from bpc_calib.method.selection import sortable
 from bpc_calib.runtime.hashed_layer import BPCLayer

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError, WorkError
     from bpc_calib.method.choosing import Cached, Choice
     from bpc_calib.method.decomposition import Decomposition, decompose
-    from bpc_calib.method.encoding import Encoded, encode
+    from bpc_calib.method.encoded import Encoded
+    from bpc_calib.method.encoding import encode
     from bpc_calib.method.fitting import Fit, fit
     from bpc_calib.method.metric import query_metric, second_moment
     from bpc_calib.method.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query

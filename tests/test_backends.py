@@ -14,7 +14,8 @@ from bpc_calib.backends.protocol import Backend
 from bpc_calib.method import appending, stepping
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
-from bpc_calib.method.encoding import Encoded, encode_gram, encode_with, make_encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import encode_gram, encode_with, make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 from bpc_calib.method.stepping import Hashed

@@ -23,7 +23,8 @@ from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.method import encoding
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
-from bpc_calib.method.encoding import Encoded, make_encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.stepping import Hashed
 from bpc_calib.models.loading import load_model, load_tokenizer
 

@@ -9,7 +9,8 @@ from bpc_calib.backends.triton import backend, ops, pipeline
 from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
 from bpc_calib.method import choosing
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import GAIN_MAX, make_encoder
+from bpc_calib.method.encoded import GAIN_MAX
+from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 

@@ -8,7 +8,8 @@ import torch
 from bpc_calib import InputError
 from bpc_calib.backends import plain
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoded, make_encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows, read_codes, read_tokens, write_codes
 
 numba = pytest.importorskip("bpc_calib.backends.cpu.backend")

@@ -16,7 +16,8 @@ from bpc_calib.backends.triton.device import unfit
 from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.stepping import Hashed
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 from bpc_calib.method.scoring import QuantizedQuery

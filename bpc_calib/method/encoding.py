@@ -2,41 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, pack_codes
+from bpc_calib.method.encoded import Encoded, gain_byte
+from bpc_calib.method.product import Product, ProductEncoder, Projection, encode_product, make_product_encoder
 
 __all__ = [
-    "GAIN_MAX",
-    "GAIN_OFFSET",
-    "GAIN_ONE",
-    "GAIN_UNIT",
-    "Encoded",
+    "AnyEncoder",
     "Encoder",
     "encode",
     "encode_gram",
     "encode_with",
-    "gain_byte",
     "make_encoder",
 ]
-
-# A gain byte b means the gain (b + GAIN_OFFSET) / GAIN_UNIT, from 0.5 to 4.48.
-GAIN_OFFSET = 32
-GAIN_UNIT = 64
-GAIN_ONE = GAIN_UNIT - GAIN_OFFSET  # the byte of gain 1
-GAIN_MAX = 255  # the largest byte
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Keys as codes: `k ~ u P`, or `k - mean ~ u P`."""
-
-    codes: Tensor  # int64 [..., N, W]
-    error: Tensor  # float32 [..., N], |k - u P|, measured in the metric
-    gain: Tensor  # uint8 [..., N], (gain + GAIN_OFFSET) / GAIN_UNIT ~ |k|^2 / <k, u P>, measured in the metric
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +33,11 @@ class Encoder:
     gram: Tensor  # [..., H, H], P M P^T
     metric: Tensor | None  # [..., D, D]
     mean: Tensor | None  # [..., D]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.matrix.shape[-1]
 
     def check(self, keys: Tensor) -> None:
         """Raise `InputError` unless this encoder can hash the keys `[..., N, D]`."""
@@ -70,10 +58,25 @@ class Encoder:
         return Encoder(how(self.matrix.mT).mT, how(self.gram), metric, mean)  # transposed, as it lies in memory
 
 
+AnyEncoder = Encoder | ProductEncoder
+
+
+@overload
 def make_encoder(
     projection: Tensor, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
-) -> Encoder:
-    """Prepare a projection `[..., H, D]` for keys of one dtype.
+) -> Encoder: ...
+
+
+@overload
+def make_encoder(
+    projection: Projection, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> AnyEncoder: ...
+
+
+def make_encoder(
+    projection: Projection, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> AnyEncoder:
+    """Prepare a projection, `[..., H, D]` or that of product codes, for keys of one dtype.
 
     `P` and `P M` are rounded to that dtype once. Every product uses the rounded matrices, and so does the
     projected query, so that codes of 16-bit keys follow the greedy loop as exactly as in float64.
@@ -81,6 +84,8 @@ def make_encoder(
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
+    if isinstance(projection, Product):
+        return make_product_encoder(projection, dtype, mean=mean)
     check_bits(projection.shape[-2])
     dim = projection.shape[-1]
     if not dtype.is_floating_point:
@@ -125,8 +130,10 @@ def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, me
     return encode_with(make_encoder(projection, keys.dtype, metric=metric, mean=mean), keys)
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
-    """Do the same as `encode` with a prepared encoder, for keys of its dtype."""
+def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+    """Do the same as `encode` with a prepared encoder, for keys of its dtype; or find product codes."""
+    if isinstance(encoder, ProductEncoder):
+        return encode_product(encoder, keys)
     with torch.autocast(keys.device.type, enabled=False):
         wide, in_metric = encoder.centre(keys)
         return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * in_metric).sum(-1))
@@ -159,10 +166,3 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
         error=squared_error.clamp(min=0).double().sqrt().float(),  # torch misrounds float32 roots on CPU
         gain=gain_byte(squared_norm, dot),
     )
-
-
-def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
-    """Return the gain bytes, uint8, of keys with these squared norms and products `dot = <k, u P>`."""
-    byte = (GAIN_UNIT * squared_norm / dot - GAIN_OFFSET).round().clamp(0, GAIN_MAX)  # round() is half to even
-    byte = torch.where(dot > 0, byte, GAIN_MAX)
-    return torch.where(squared_norm > 0, byte, GAIN_ONE).to(torch.uint8)

@@ -14,7 +14,8 @@ from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
-from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed

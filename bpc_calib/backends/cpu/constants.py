@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bpc_calib.method import encoding, scoring
+from bpc_calib.method import encoded, scoring
 
 __all__ = [
     "GAIN_MAX",
@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT = (
-    np.int32(each) for each in (encoding.GAIN_MAX, encoding.GAIN_OFFSET, encoding.GAIN_ONE, encoding.GAIN_UNIT)
+    np.int32(each) for each in (encoded.GAIN_MAX, encoded.GAIN_OFFSET, encoded.GAIN_ONE, encoded.GAIN_UNIT)
 )
 RELATIVE_LIMIT, LARGEST_LIMIT, LARGEST_QUERY = (
     np.float32(each) for each in (scoring.RELATIVE_LIMIT, scoring.LARGEST_LIMIT, scoring.LARGEST_QUERY)

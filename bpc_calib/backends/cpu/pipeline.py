@@ -14,7 +14,8 @@ from bpc_calib.backends.cpu.threads import one_at_a_time, parts, run, scratch, s
 from bpc_calib.errors import InputError
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 

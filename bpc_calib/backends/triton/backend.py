@@ -14,7 +14,8 @@ from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
-from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 from bpc_calib.method.stepping import Hashed

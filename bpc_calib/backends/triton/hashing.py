@@ -9,7 +9,8 @@ from bpc_calib.backends.triton.arguments import strided, tight
 from bpc_calib.backends.triton.encode import EncodeShape, Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.method.appending import Slots
-from bpc_calib.method.encoding import Encoded, Encoder
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh
 
 __all__ = ["append", "encode_gram", "encode_with", "hash_into"]

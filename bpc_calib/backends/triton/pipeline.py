@@ -19,7 +19,7 @@ from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
 from bpc_calib.backends.triton.score import Limits, Scored, ScoreShape, score_kernel
 from bpc_calib.method.choosing import Cached, Choice, within
-from bpc_calib.method.encoding import GAIN_MAX, GAIN_OFFSET
+from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
 from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 

@@ -1,0 +1,30 @@
+"""What hashing returns: codes, errors, and gains as bytes."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["GAIN_MAX", "GAIN_OFFSET", "GAIN_ONE", "GAIN_UNIT", "Encoded", "gain_byte"]
+
+# A gain byte b means the gain (b + GAIN_OFFSET) / GAIN_UNIT, from 0.5 to 4.48.
+GAIN_OFFSET = 32
+GAIN_UNIT = 64
+GAIN_ONE = GAIN_UNIT - GAIN_OFFSET  # the byte of gain 1
+GAIN_MAX = 255  # the largest byte
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Keys as codes: `k ~ u P`, or `k - mean ~ u P`."""
+
+    codes: Tensor  # int64 [..., N, W]
+    error: Tensor  # float32 [..., N], |k - u P|, measured in the metric
+    gain: Tensor  # uint8 [..., N], (gain + GAIN_OFFSET) / GAIN_UNIT ~ |k|^2 / <k, u P>, measured in the metric
+
+
+def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
+    """Return the gain bytes, uint8, of keys with these squared norms and products `dot = <k, u P>`."""
+    byte = (GAIN_UNIT * squared_norm / dot - GAIN_OFFSET).round().clamp(0, GAIN_MAX)  # round() is half to even
+    byte = torch.where(dot > 0, byte, GAIN_MAX)
+    return torch.where(squared_norm > 0, byte, GAIN_ONE).to(torch.uint8)
