@@ -25,11 +25,15 @@ def print_artifact(artifact: "ProjectionArtifact", file: str, commit: str | None
 
 
 def _print_facts(artifact: "ProjectionArtifact", file: str, commit: str | None) -> None:
+    from bpc_artifacts.schema import codes_of
+
     metadata = artifact.metadata
     algorithm, model, calibration = metadata["algorithm"], metadata["model"], metadata["calibration"]
     extras = [name for name, on in (("query metric", algorithm["metric"]), ("centred", algorithm["centred"])) if on]
     if algorithm["least_squares"]:
         extras.append(f"{algorithm['least_squares']} least-squares rounds")
+    codes = codes_of(metadata)
+    steps = f"{algorithm['iterations']} {'steps per bit' if codes == 'signs' else 'rounds of k-means'}"
     rows = {
         "file": f"{file}{f' at {commit}' if commit else ''}",
         "format": f"version {metadata['format_version']}, written by bpc {metadata['bpc_version']}, checks passed",
@@ -37,8 +41,8 @@ def _print_facts(artifact: "ProjectionArtifact", file: str, commit: str | None) 
         "layers": f"{len(artifact.layers)} of {model['num_layers']} (full attention)",
         "heads": f"{model['kv_heads']} KV heads of {model['head_dim']}, {model['query_heads']} query heads",
         "RoPE": model["rope"] or "none",
-        "method": ", ".join([f"{algorithm['name']}, {algorithm['iterations']} steps per bit", *extras]),
-        "codes": f"{algorithm['bits']} bits per key",
+        "method": ", ".join([f"{algorithm['name']}, {steps}", *extras]),
+        "codes": f"{codes}, {algorithm['bits']} bits per key",
         "position shift": "on" if algorithm["position_shift"] else "off",
         "seed": algorithm["seed"],
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens, "

@@ -77,6 +77,14 @@ class PlanOptions:
             callback=_check_method,
         ),
     ] = DEFAULT_METHOD
+    codes: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of codes: signs, as in the paper, or product: every byte names one of 256 vectors.",
+            metavar="signs|product",
+            show_default="set by --method",
+        ),
+    ] = None
     position_shift: Annotated[
         bool | None,
         typer.Option(

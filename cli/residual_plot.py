@@ -36,12 +36,13 @@ def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> N
     if (held_out := artifact.metadata["metrics"].get("held_out")) is not None:
         others = [held_out["residual_by_layer"][str(layer)] for layer in layers]
         curves.scatter([residual.shape[2] - 1] * len(layers), others, c=colors, marker="x", label="on new text")
-    curves.set(xlabel="bits", ylabel="|K - UP| / |K|, mean over KV heads", ylim=(0, 1))
-    curves.set_title("Residual by bits", parse_math=False)
+    unit = "bits" if residual.shape[2] - 1 == artifact.metadata["algorithm"]["bits"] else "parts of 8 bits"
+    curves.set(xlabel=unit, ylabel="|K - UP| / |K|, mean over KV heads", ylim=(0, 1))
+    curves.set_title(f"Residual by {unit}", parse_math=False)
     curves.legend(fontsize="small", ncols=1 + len(layers) // 12)
     picture = heatmap.imshow(residual[:, :, -1], aspect="auto", cmap="viridis", interpolation="nearest")
     heatmap.set(xlabel="KV head", ylabel="layer")
-    heatmap.set_title(f"Residual after {residual.shape[2] - 1} bits", parse_math=False)
+    heatmap.set_title(f"Residual after {residual.shape[2] - 1} {unit}", parse_math=False)
     heatmap.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize="small")
     heatmap.set_xticks(range(residual.shape[1]))
     figure.colorbar(picture, ax=heatmap)

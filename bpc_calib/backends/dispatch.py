@@ -17,8 +17,9 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.fitting import Fit
+from bpc_calib.method.product import Projection
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "encode_with",
     "find",
     "fit",
+    "fit_product",
     "for_pages",
     "make_ready",
     "named",
@@ -136,7 +138,7 @@ def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice,
 
 def choose(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -149,7 +151,7 @@ def choose(
     return _serving(request).choose(query, projection, cached, k, choice, width=width)
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     request = Request(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1)
     return _serving(request).encode_with(encoder, keys)
@@ -180,7 +182,22 @@ def fit(
     )
 
 
-def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def fit_product(
+    keys: Tensor,
+    bits: int,
+    *,
+    metric: Tensor | None = None,
+    centred: bool = False,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    """`bpc_calib.method.product_fitting.fit_product`."""
+    one = keys[(None,) * max(0, 4 - keys.dim())]
+    return _serving(Request(one, one.shape[:3])).fit_product(
+        keys, bits, metric=metric, centred=centred, generator=generator
+    )
+
+
+def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     buffers = (slots.keys, slots.values) if slots.codes is None else (slots.keys, slots.values, slots.codes)
     request = Request(key, slots.keys.shape[:3], contiguous=all(buffer.stride(-1) == 1 for buffer in buffers))

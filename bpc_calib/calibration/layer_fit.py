@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import fit
+from bpc_calib.backends.dispatch import fit, fit_product
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.method.fitting import Fit, residual_norms
 from bpc_calib.method.metric import query_metric, score_metric
+from bpc_calib.method.product import Product
+from bpc_calib.method.product_fitting import product_residual_norms
 
 __all__ = ["LayerFit", "fit_layers", "layers_at_once"]
 
@@ -68,19 +70,10 @@ def fit_layers(
     measured: list[Tensor] = []
     for first in range(0, len(keys), heads):
         part = slice(first, first + heads)
-        found = fit(
-            keys[part].to(device),
-            plan.bits,
-            iterations=method.iterations,
-            rounds=method.rounds,
-            metric=None if metric is None else metric[part].to(device),
-            centred=method.centred,
-            generator=torch.Generator().manual_seed(plan.seed),
-        )
+        found = _fit(keys[part].to(device), None if metric is None else metric[part].to(device), plan)
         fits.append(found)
         if held_out is not None:
-            aside = held_out[part].to(device)
-            measured.append(residual_norms(aside, found.projection, metric=found.metric, mean=found.mean).cpu())
+            measured.append(_measure(held_out[part].to(device), found).cpu())
 
     def by_layer(parts: list[Tensor]) -> Tensor:
         return torch.cat([part.cpu() for part in parts]).unflatten(0, shape)
@@ -88,9 +81,10 @@ def fit_layers(
     projection = by_layer([found.projection for found in fits])
     residual = _relative(by_layer([found.residual_norms for found in fits])).float()
     measure = _relative(by_layer(measured))[..., -1] if measured else None
-    means = [found.mean for found in fits if found.mean is not None]
-    mean = by_layer(means) if means else None
-    metrics = None if metric is None else metric.unflatten(0, shape)
+    mean, metrics, centroids = (
+        by_layer(parts) if (parts := [part for found in fits if (part := getattr(found, name)) is not None]) else None
+        for name in ("mean", "metric", "centroids")
+    )
     return [
         LayerFit(
             LayerProjection(
@@ -98,11 +92,34 @@ def fit_layers(
                 residual=residual[i].numpy(),
                 metric=None if metrics is None else metrics[i].numpy(),
                 mean=None if mean is None else mean[i].numpy(),
+                centroids=None if centroids is None else centroids[i].numpy(),
             ),
             None if measure is None else measure[i],
         )
         for i in range(shape[0])
     ]
+
+
+def _fit(keys: Tensor, metric: Tensor | None, plan: Plan) -> Fit:
+    method, generator = plan.method, torch.Generator().manual_seed(plan.seed)
+    if plan.codes == "product":
+        return fit_product(keys, plan.bits, metric=metric, centred=method.centred, generator=generator)
+    return fit(
+        keys,
+        plan.bits,
+        iterations=method.iterations,
+        rounds=method.rounds,
+        metric=metric,
+        centred=method.centred,
+        generator=generator,
+    )
+
+
+def _measure(keys: Tensor, found: Fit) -> Tensor:
+    """The residual norms of a fit on other keys."""
+    if found.centroids is None:
+        return residual_norms(keys, found.projection, metric=found.metric, mean=found.mean)
+    return product_residual_norms(keys, Product(found.projection, found.centroids), mean=found.mean)
 
 
 def _relative(norms: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from bpc_artifacts.schema import CODES
 from bpc_calib.calibration.held_out import held_out_samples
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, default_bits
+from bpc_calib.method.product import CENTROIDS
+from bpc_calib.method.product_fitting import check_parts
 from bpc_calib.models.description import ModelDescription
 
 __all__ = ["Plan", "make_plan"]
@@ -21,6 +24,7 @@ class Plan:
 
     model: ModelDescription
     method: ProjectionMethod
+    codes: str
     bits: int
     samples: int
     sequence_length: int
@@ -74,7 +78,10 @@ class Plan:
         """Bytes of the artifact's tensors; its header adds a few kilobytes."""
         model = self.model
         method, dim = self.method, model.head_dim
-        numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
+        if self.codes == "product":
+            numbers = dim * dim + CENTROIDS * dim + self.bits // 8 + 1 + method.centred * dim
+        else:
+            numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
         return len(model.full_layers) * model.kv_heads * numbers * 4
 
 
@@ -85,6 +92,7 @@ def make_plan(
     sequence_length: int | None = None,
     bits: int | None = None,
     method: str = DEFAULT_METHOD,
+    codes: str | None = None,
     position_shift: bool | None = None,
     keys_per_head: int = KEYS_PER_HEAD,
     seed: int = 0,
@@ -97,6 +105,7 @@ def make_plan(
         sequence_length: tokens per sample; None: 8,192, or the model's limit if that is lower.
         bits: code length: 32, 64 or 128; None: `default_bits` of the `head_dim`.
         method: a name of `PROJECTION_METHODS`.
+        codes: "signs" or "product"; None: as the method does.
         position_shift: start samples at random positions; None: as the method does, where the model allows it.
         keys_per_head: keys kept per KV head, at most one per token.
         seed: of text, positions and the decomposition.
@@ -118,18 +127,28 @@ def make_plan(
         raise InputError(f"a sequence length of {length} is over the limit of {model.id}, {limit} tokens")
     if method not in PROJECTION_METHODS:
         raise InputError(f"unknown method {method!r}: known are {', '.join(PROJECTION_METHODS)}")
+    chosen = PROJECTION_METHODS[method]
+    codes = chosen.codes if codes is None else codes
+    if codes not in CODES:
+        raise InputError(f"codes must be {' or '.join(CODES)}, not {codes!r}")
+    if codes == "product":
+        if not chosen.metric:
+            raise InputError(f"the codes of the method {method} are signs, not product codes")
+        check_parts(bits, model.head_dim)
     if position_shift and not model.can_shift:
         raise InputError(f"{model.id} does not allow a position shift: no RoPE, or one that depends on the length")
     kept = min(keys_per_head, (samples - len(held_out_samples(samples))) * length)
-    if kept < (least := LEAST_PER_BIT * bits):
+    least = CENTROIDS if codes == "product" else LEAST_PER_BIT * bits
+    if kept < least:
         raise InputError(
             f"{kept} fitted keys per head are too few for {bits} bits, which need at least {least}: raise "
             f"{'the keys per head' if kept == keys_per_head else 'the samples or their length'}"
         )
-    shifts = (PROJECTION_METHODS[method].shift and model.can_shift) if position_shift is None else position_shift
+    shifts = (chosen.shift and model.can_shift) if position_shift is None else position_shift
     return Plan(
         model=model,
-        method=PROJECTION_METHODS[method],
+        method=chosen,
+        codes=codes,
         bits=bits,
         samples=samples,
         sequence_length=length,

@@ -19,6 +19,7 @@ __all__ = [
     "Product",
     "ProductEncoder",
     "Projection",
+    "by_dimension",
     "code_bits",
     "encode_parts",
     "encode_product",
@@ -53,9 +54,9 @@ class Product:
         """The leading dimensions of both tensors."""
         return self.rows.shape[:-2]
 
-    def to(self, *arguments: torch.dtype | torch.device) -> "Product":
-        """Return the same on another device, or rounded to another dtype."""
-        return Product(self.rows.to(*arguments), self.centroids.to(*arguments))
+    def to(self, dtype: torch.dtype) -> "Product":
+        """Return the same rounded to another dtype; the numbers of a dimension of all centroids lie together."""
+        return Product(self.rows.to(dtype), by_dimension(self.centroids.to(dtype)))
 
 
 Projection = Tensor | Product  # signs: [..., H, D]
@@ -97,7 +98,12 @@ class ProductEncoder:
     def change(self, how: Callable[[Tensor], Tensor]) -> "ProductEncoder":
         """Return a copy with `how`, which keeps the last two dimensions, applied to every tensor."""
         mean = None if self.mean is None else how(self.mean)
-        return ProductEncoder(how(self.matrix), how(self.centroids), how(self.halves), mean)
+        return ProductEncoder(how(self.matrix), by_dimension(how(self.centroids)), how(self.halves), mean)
+
+
+def by_dimension(centroids: Tensor) -> Tensor:
+    """Let the 256 numbers of a dimension lie one after the other, as hashing reads them."""
+    return centroids.mT.contiguous().mT
 
 
 def make_product_encoder(product: Product, dtype: torch.dtype, *, mean: Tensor | None = None) -> ProductEncoder:
@@ -122,7 +128,7 @@ def make_product_encoder(product: Product, dtype: torch.dtype, *, mean: Tensor |
         return ProductEncoder(
             # On the CPU, so that every device has the same matrix.
             matrix=torch.linalg.inv(rows.to(dtype).to("cpu", torch.float64)).to(rows.device, exact),
-            centroids=rounded.to(exact),
+            centroids=by_dimension(rounded.to(exact)),
             halves=(rounded.square().sum(-1) / 2).to(exact),
             mean=None if mean is None else mean.to(exact),
         )

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import choose, encode_with
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.method.encoding import AnyEncoder, make_encoder
 from bpc_calib.method.fitting import Fit
+from bpc_calib.method.product import Projection
 from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription
+from bpc_calib.runtime.calibrated import take
 from bpc_calib.runtime.layers import SparseLayer
 from bpc_calib.runtime.online_fit import Asked, fit_online, join
 from bpc_calib.runtime.rules import Rules
@@ -28,8 +29,8 @@ class BPCLayer(SparseLayer):
     def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__(index, rules, model, calibrated)
         # In the dtype of the keys: [kv_heads, bits, head_dim]; online: [batch, kv_heads, bits, head_dim].
-        self.projection: Tensor | None = None
-        self.encoder: Encoder | None = None  # made from the projection
+        self.projection: Projection | None = None
+        self.encoder: AnyEncoder | None = None  # made from the projection
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
@@ -60,7 +61,7 @@ class BPCLayer(SparseLayer):
 
     def ranking_bytes(self, length: int) -> int:
         """Return the bytes of a sequence's codes and gains, and of the part of the safeguard's list that is read."""
-        bits = self.rules.bits if self.calibrated is None else self.calibrated.projection.shape[1]
+        bits = self.rules.bits if self.calibrated is None else self.calibrated.bits
         listed = 4 * int(self.rules.safeguard * self.count(length))
         return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
 
@@ -88,7 +89,7 @@ class BPCLayer(SparseLayer):
         super()._rebatch(change)
         if self.asked is not None:
             self.asked = Asked(change(self.asked.queries), self.asked.places)
-        if self.calibrated is None and self.projection is not None and self.encoder is not None:
+        if self.calibrated is None and isinstance(self.projection, Tensor) and self.encoder is not None:
             self.projection, self.encoder = change(self.projection), self.encoder.change(change)
 
     def prepare(self, mask: Tensor | None) -> None:
@@ -124,7 +125,7 @@ class BPCLayer(SparseLayer):
         self.encoder = make_encoder(fitted.projection, dtype, metric=fitted.metric, mean=fitted.mean)
         self.projection, self.asked = fitted.projection.to(dtype), None
 
-    def hash(self, visible: Tensor | None) -> Tensor:
+    def hash(self, visible: Tensor | None) -> Projection:
         """Compute the codes, errors and gains of the tokens that have none yet; return the projection."""
         if self.unfitted():
             self.take_fit(fit_online(self.keys, self.asked, visible, self.rules.bits, self.rules.seed))
@@ -147,15 +148,7 @@ class BPCLayer(SparseLayer):
     def _take_calibrated(self) -> None:
         """Hash with the artifact's projections from now on."""
         assert self.calibrated is not None
-        keys = self.keys
-        projection, metric, mean = (
-            None if array is None else torch.from_numpy(array).to(keys.device)
-            for array in (self.calibrated.projection, self.calibrated.metric, self.calibrated.mean)
-        )
-        assert projection is not None
-        if projection.shape[0] != keys.shape[1]:
-            raise ModelError(
-                f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {projection.shape[0]}"
-            )
-        self.projection = projection.to(keys.dtype)
-        self.encoder = make_encoder(projection, keys.dtype, metric=metric, mean=mean)
+        keys, heads = self.keys, len(self.calibrated.projection)
+        if heads != keys.shape[1]:
+            raise ModelError(f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {heads}")
+        self.projection, self.encoder = take(self.calibrated, slice(0, heads), keys.dtype, keys.device)

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact, check_model, load
 from bpc_calib.errors import InputError
-from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.method.encoding import AnyEncoder
+from bpc_calib.method.product import Product, Projection
 from bpc_calib.models.description import describe
+from bpc_calib.runtime.calibrated import take
 
 __all__ = ["LayerProjections", "checked_artifact", "first_head", "layer_projections", "open_artifact"]
 
@@ -22,19 +24,20 @@ logger = logging.getLogger(__name__)
 class LayerProjections:
     """What hashes the keys and projects the queries of a layer."""
 
-    projection: Tensor  # [kv_heads, bits, head_dim], in the dtype of the keys
-    encoder: Encoder
+    projection: Projection  # [kv_heads, bits, head_dim], or of product codes, in the dtype of the keys
+    encoder: AnyEncoder
 
     @torch.inference_mode()
     def refill(self, other: "LayerProjections") -> None:
         """Copy the numbers of others of the same shapes."""
-        own, new = self.encoder, other.encoder
-        for old, each in (
-            (self.projection, other.projection), (own.matrix, new.matrix), (own.gram, new.gram),
-            (own.metric, new.metric), (own.mean, new.mean),
-        ):  # fmt: skip
-            if old is not None and each is not None:
-                old.copy_(each)
+        for old, new in zip(self._tensors(), other._tensors(), strict=True):
+            old.copy_(new)
+
+    def _tensors(self) -> list[Tensor]:
+        holders = [self.projection, self.encoder] if isinstance(self.projection, Product) else [self.encoder]
+        own = [] if isinstance(self.projection, Product) else [self.projection]
+        held = [getattr(holder, field.name) for holder in holders for field in fields(holder)]
+        return [*own, *(tensor for tensor in held if tensor is not None)]
 
 
 @functools.cache
@@ -78,12 +81,7 @@ def layer_projections(
     layer = artifact.layers[index]
     if heads.stop > len(layer.projection):
         raise InputError(f"layer {index} of the artifact has {len(layer.projection)} KV heads, not {heads.stop}")
-    projection, metric, mean = (
-        None if array is None else torch.from_numpy(array[heads].copy()).to(device)
-        for array in (layer.projection, layer.metric, layer.mean)
-    )
-    assert projection is not None
-    return LayerProjections(projection.to(dtype), make_encoder(projection, dtype, metric=metric, mean=mean))
+    return LayerProjections(*take(layer, heads, dtype, device))
 
 
 def first_head(total: int, rank: int, ranks: int) -> int:

@@ -6,8 +6,8 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, work_size
 from bpc_calib.backends.cpu.choose import SELECT
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import address, encoder_rows, like, strides, tight
-from bpc_calib.backends.cpu.prep import table_size
+from bpc_calib.backends.cpu.layout import address, encoder_fields, like, queried, strides, tight
+from bpc_calib.backends.cpu.prep import table_size, values_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.threads import one_at_a_time, scratch
@@ -37,19 +37,22 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     slots, length, encoder = hashed.slots, hashed.length, hashed.encoder
     keys, cached_values, codes, gain, error = slots.keys, slots.values, slots.codes, slots.gain, slots.error
     assert codes is not None
-    (batch, kv_heads, heads, dim), (bits, words) = query.shape, (hashed.projection.shape[-2], codes.shape[3])
+    (batch, kv_heads, heads, dim), (bits, words) = query.shape, (encoder.bits, codes.shape[3])
     rows, fours, room = batch * kv_heads, -(-heads // 4), codes.shape[2]
     query, lead = tight(query), codes.shape[:2]
-    projection = tight(hashed.projection.to(query.dtype)).expand(batch, kv_heads, bits, dim)
-    matrix, gram, metric, mean = encoder_rows(encoder, lead)
+    projection, along = queried(hashed.projection, query.dtype)
+    projection = projection.expand(batch, kv_heads, -1, dim)
+    along = None if along is None else along.expand(batch, kv_heads, -1, -1, -1)
+    where, _tensors = encoder_fields(encoder, lead)  # the kernel reads them
     worst = None if hashed.worst is None or not choice.safeguard else hashed.worst.to(torch.int32).contiguous()
     numerator, denominator = (0, 1) if worst is None else as_fraction(choice.safeguard).as_integer_ratio()
     out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
-    stride, size = -(-length // PAD) * PAD + PAD, table_size(words)
+    stride, size = -(-length // PAD) * PAD + PAD, table_size(words, along is not None)
     query_b, query_h, query_g, _ = query.stride()
     keys_b, keys_h, keys_n, _ = keys.stride()
     values_b, values_h, values_n, _ = cached_values.stride()
     projection_b, projection_h, projection_n, _ = projection.stride()
+    centroids_b, centroids_h = strides(along, 2)
     place, keys_at = length - 1, keys.data_ptr()
     with one_at_a_time:
         (
@@ -57,20 +60,18 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
             partial, weights, work, faults, unkept,
         ) = scratch(
             16 * rows * fours, 4 * rows * fours * size, 16 * rows * fours, 8 * fours * stride,
-            sample_size(fours), stride // 8, 4 * rows, 8 * stride, 8 * rows, rows * heads * bits, 4 * rows,
-            8 * rows * k, 16 * rows * fours * dim, 8 * rows * heads, rows * work_size(heads, dim, k), 8 * rows, 16,
+            sample_size(fours), stride // 8, 4 * rows, 8 * stride, 8 * rows,
+            rows * values_size(heads, bits, along is not None), 4 * rows, 8 * rows * k, 16 * rows * fours * dim,
+            8 * rows * heads, rows * work_size(heads, dim, k), 8 * rows, 16,
         )  # fmt: skip
         hashing = Hashing(
-            keys=keys_at + keys.element_size() * keys_n * place, keys_b=keys_b, keys_h=keys_h, keys_n=keys_n,
-            matrix=matrix.data_ptr(), matrix_stride=matrix.stride(0), gram=gram.data_ptr(), gram_stride=gram.stride(0),
-            metric=address(metric), metric_stride=strides(metric, 1)[0],
-            mean=address(mean), mean_stride=strides(mean, 1)[0],
-            rows=rows, kv_heads=kv_heads, tokens=1, dim=dim, bits=bits,
-            codes=codes.data_ptr() + 8 * words * place, codes_stride=words * room,
-            errors=unkept if error is None else error.data_ptr() + 4 * place,
-            errors_stride=0 if error is None else error.shape[2],
-            gains=unkept if gain is None else gain.data_ptr() + place,
-            gains_stride=0 if gain is None else gain.shape[2],
+            keys_at + keys.element_size() * keys_n * place, keys_b, keys_h, keys_n, *where,
+            rows, kv_heads, 1, dim, bits,
+            codes.data_ptr() + 8 * words * place, words * room,
+            unkept if error is None else error.data_ptr() + 4 * place,
+            0 if error is None else error.shape[2],
+            unkept if gain is None else gain.data_ptr() + place,
+            0 if gain is None else gain.shape[2],
         )  # fmt: skip
         choosing = Step(
             last_stage=SELECT,
@@ -78,8 +79,8 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
             slots=1, parts=1, part_size=stride,
             query=query.data_ptr(), query_b=query_b, query_h=query_h, query_g=query_g,
             projection=projection.data_ptr(), projection_b=projection_b, projection_h=projection_h,
-            projection_n=projection_n, codes=codes.data_ptr(), codes_b=kv_heads * words * room,
-            codes_h=words * room, codes_slot=0,
+            projection_n=projection_n, centroids=address(along), centroids_b=centroids_b, centroids_h=centroids_h,
+            codes=codes.data_ptr(), codes_b=kv_heads * words * room, codes_h=words * room, codes_slot=0,
             gain=address(gain), gain_b=0 if gain is None else kv_heads * gain.shape[2],
             gain_h=0 if gain is None else gain.shape[2], gain_slot=0, valid=0, valid_b=0,
             lengths=0, worst=address(worst), worst_count=0 if worst is None else worst.shape[-1],

@@ -1,28 +1,32 @@
 """The numba backend: checked arguments, kernels compiled for their dtype, and the pipeline that runs them."""
 
+import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu import at_once, over_pages, pipeline
 from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.paper import popcount_scores
+from bpc_calib.backends.cpu.product import encode_parts
 from bpc_calib.backends.cpu.ready import make_pages_ready, make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
-from bpc_calib.method import appending, choosing, paging, stepping
+from bpc_calib.method import appending, choosing, paging, product_fitting, stepping
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.encoding import AnyEncoder
+from bpc_calib.method.fitting import Fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.product import Projection
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into", "popcount_scores",
-    "quantize_query", "serves", "sparse_attention", "stages", "step",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "fit_product", "hash_into",
+    "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 
@@ -33,7 +37,7 @@ def serves(request: Request) -> str | None:
 
 def choose(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -46,13 +50,27 @@ def choose(
     return pipeline.choose(query, projection, cached, k, choice, width=width)
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     make_ready(keys.dtype)
     return pipeline.encode_with(encoder, keys)
 
 
-def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def fit_product(
+    keys: Tensor,
+    bits: int,
+    *,
+    metric: Tensor | None = None,
+    centred: bool = False,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    """`bpc_calib.method.product_fitting.fit_product`."""
+    return product_fitting.fit_product(
+        keys, bits, metric=metric, centred=centred, generator=generator, encode=encode_parts
+    )
+
+
+def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     appending.check(encoder, key, value, place, slots)
     appending.write(key, value, None if encoder is None else encode_with(encoder, key), place, slots)
@@ -86,7 +104,7 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
 
 def attend_pages(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     paged: Paged,
     rows: Rows,
     choice: Choice,
@@ -102,7 +120,7 @@ def attend_pages(
     return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
 
 
-def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
+def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
     make_ready(query.dtype)
 
@@ -112,7 +130,7 @@ def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[st
     return {"project": until(PROJECT), "score": until(SCORE), "select": until(SELECT)}
 
 
-def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
+def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
     """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
     make_ready(query.dtype)
     return pipeline.quantize_query(query, projection)

@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import EMPTY, address, encoder_rows, like, strides, tight
+from bpc_calib.backends.cpu.layout import EMPTY, address, encoder_fields, like, queried, strides, tight
 from bpc_calib.backends.cpu.paging import Call, Written, hash_into_kernel, pages_kernel, room_size, write_kernel
 from bpc_calib.backends.cpu.pipeline import encode_with
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES
 from bpc_calib.backends.cpu.threads import one_at_a_time, run, scratch, set_threads
 from bpc_calib.method.choosing import Choice
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.product import Projection, code_bits
 
 __all__ = ["attend_pages", "hash_into"]
 
@@ -24,7 +25,7 @@ NO_HASHING, NOTHING_WRITTEN = (0,) * len(Hashing._fields), (0,) * len(Written._f
 # Addresses that stay the same from step to step: to read them anew would take half of the 100 us of a layer.
 _pages: WeakKeyDictionary[CodePages, tuple[int, ...]] = WeakKeyDictionary()
 _caches: WeakKeyDictionary[Paged, tuple[int, ...]] = WeakKeyDictionary()
-_encoders: WeakKeyDictionary[Encoder, tuple[tuple[int, ...], tuple[Tensor | None, ...]]] = WeakKeyDictionary()
+_encoders: WeakKeyDictionary[AnyEncoder, tuple[tuple[int, ...], tuple[Tensor | None, ...]]] = WeakKeyDictionary()
 
 
 def hash_into(fresh: Fresh, pages: CodePages) -> None:
@@ -43,7 +44,7 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
 
 def attend_pages(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     paged: Paged,
     rows: Rows,
     choice: Choice,
@@ -56,12 +57,13 @@ def attend_pages(
         hash_into(fresh, paged.codes)
         fresh = None
     (batch, kv_heads, heads, dim), (_, _, size, words) = query.shape, paged.codes.codes.shape
-    query, projection, bits, per_sequence = tight(query), tight(projection), projection.shape[1], rows.table.shape[1]
+    query, bits, per_sequence = tight(query), code_bits(projection), rows.table.shape[1]
+    directions, along = queried(projection, query.dtype)
     slots = min(batch * kv_heads, torch.get_num_threads())
     indices = torch.empty(batch, kv_heads, rows.width, dtype=torch.int64)
     out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
     sizes = batch, kv_heads, heads, dim, bits, words
-    need = _room(query.dtype, sizes, size, per_sequence, rows.width, slots)
+    need = _room(query.dtype, sizes, size, per_sequence, rows.width, slots, along is not None)
     hashing, written = NO_HASHING, NOTHING_WRITTEN
     with one_at_a_time:
         if fresh is None:
@@ -71,10 +73,11 @@ def attend_pages(
             (room,) = scratch(need + _few_size(keys, paged.codes))
             hashing, written = _few(fresh.encoder, keys, new, paged.codes, room + need)
         call = (
-            query.data_ptr(), *query.stride()[:3], projection.data_ptr(), *projection.stride()[:2], *sizes,
+            query.data_ptr(), *query.stride()[:3], directions.data_ptr(), *directions.stride()[:2],
+            address(along), strides(along, 1)[0], *sizes,
             *_cache(paged), rows.table.data_ptr(), per_sequence, rows.lengths.data_ptr(), rows.k.data_ptr(), rows.width,
             gain, GROUP_CODES[choice.group], choice.recent, choice.sink, float(choice.scaling),
-            slots, table_size(words), room, indices.data_ptr(), out.data_ptr(),
+            slots, table_size(words, along is not None), room, indices.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         set_threads(slots)
         pages_kernel(like(query), hashing, written, call)
@@ -82,7 +85,9 @@ def attend_pages(
 
 
 @functools.lru_cache(256)
-def _room(dtype: torch.dtype, sizes: tuple[int, ...], size: int, pages: int, width: int, slots: int) -> int:
+def _room(
+    dtype: torch.dtype, sizes: tuple[int, ...], size: int, pages: int, width: int, slots: int, product: bool
+) -> int:
     """The bytes of a `Call` of these sizes: `batch` to `words`, as they stand there."""
     names = ("batch", "kv_heads", "heads", "dim", "bits", "words")
     given = dict(zip(names, sizes, strict=True)) | {"size": size, "pages": pages, "width": width, "slots": slots}
@@ -90,7 +95,11 @@ def _room(dtype: torch.dtype, sizes: tuple[int, ...], size: int, pages: int, wid
     return int(
         room_size(
             EMPTY[dtype],
-            tuple(nowhere._replace(gained=True, scaling=1.0, table_size=table_size(sizes[-1]), **given)),
+            tuple(
+                nowhere._replace(
+                    gained=True, scaling=1.0, table_size=table_size(sizes[-1], product), centroids=int(product), **given
+                )
+            ),
         )
     )
 
@@ -123,7 +132,7 @@ def _few_size(keys: Tensor, pages: CodePages) -> int:
 
 
 def _few(
-    encoder: Encoder, keys: Tensor, slots: Tensor, pages: CodePages, room: int
+    encoder: AnyEncoder, keys: Tensor, slots: Tensor, pages: CodePages, room: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The `Hashing` and the `Written` of a few keys."""
     encoder.check(keys)
@@ -131,17 +140,14 @@ def _few(
     where, words = _encoder(encoder, keys.shape[:2])[0], pages.codes.shape[3]
     errors = room + -(-8 * kv_heads * tokens * words // 64) * 64
     gains = errors + -(-4 * kv_heads * tokens // 64) * 64
-    lead = (keys.data_ptr(), *keys.stride()[:3], *where[:-1], kv_heads, kv_heads, tokens, dim, where[-1])
+    lead = (keys.data_ptr(), *keys.stride()[:3], *where, kv_heads, kv_heads, tokens, dim, encoder.bits)
     hashing = (*lead, room, tokens * words, errors, tokens, gains, tokens)
     return hashing, (*_code_pages(pages), tokens, slots.data_ptr(), room, gains)
 
 
-def _encoder(encoder: Encoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
-    """The fields of a `Hashing` from `matrix` to `mean_stride`, and its bits; and the tensors that lie there."""
+def _encoder(encoder: AnyEncoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
+    """`encoder_fields`, kept for the next step."""
     known = _encoders.get(encoder)
     if known is None:
-        matrix, gram, metric, mean = encoder_rows(encoder, lead)
-        places = (matrix.data_ptr(), matrix.stride(0), gram.data_ptr(), gram.stride(0))
-        more = (address(metric), strides(metric, 1)[0], address(mean), strides(mean, 1)[0], matrix.shape[1])
-        known = _encoders[encoder] = ((*places, *more), (matrix, gram, metric, mean))
+        known = _encoders[encoder] = encoder_fields(encoder, lead)
     return known

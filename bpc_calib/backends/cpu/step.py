@@ -19,7 +19,7 @@ class Step(NamedTuple):
     kv_heads: int
     heads: int  # query heads per KV head
     dim: int
-    bits: int
+    bits: int  # of a code
     words: int  # of 64 bits, per code
     tokens: int
 
@@ -36,6 +36,9 @@ class Step(NamedTuple):
     projection_b: int
     projection_h: int
     projection_n: int
+    centroids: int  # [256 by dimension] of product codes, see `Product`; 0: codes are signs
+    centroids_b: int
+    centroids_h: int
     codes: int  # contiguous from the tokens on
     codes_b: int
     codes_h: int
@@ -76,7 +79,7 @@ class Step(NamedTuple):
     counts: int  # int64 [rows, parts], candidates
 
     # The results.
-    values: int  # int8 [rows, heads, bits], the rounded queries
+    values: int  # int8 [rows, heads, bits], the rounded queries; int16 [rows, heads, 32 bits] of product codes
     scale: int  # float32 [rows]
     indices: int  # int64 [rows, width]
     width: int

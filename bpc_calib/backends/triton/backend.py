@@ -18,11 +18,12 @@ from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.product_fitting import fit_product
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into", "popcount_scores",
-    "quantize_query", "serves", "sparse_attention", "stages", "step",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "fit_product", "hash_into",
+    "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
