@@ -1,11 +1,14 @@
 """Where calibration looks: the positions of the kept keys, and the first position of each sample."""
 
+import heapq
 import random
 from itertools import pairwise
 
 from bpc_calib.calibration.plan import Plan
 
 __all__ = ["first_positions", "key_positions", "shift_offsets", "spread_positions"]
+
+EARLY = 512  # positions from which on the density of kept keys falls
 
 
 def key_positions(plan: Plan) -> list[list[int]]:
@@ -35,28 +38,30 @@ def first_positions(plan: Plan) -> list[int]:
 
 
 def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> list[int]:
-    """Draw the first position of each sample of `length` tokens, from 0 to `limit - length`, denser towards 0.
+    """Draw the first position of each sample of `length` tokens, from 0 to `limit - length`; half of them are 0.
 
     Shifted samples have the RoPE rotations of long contexts. Short and long contexts both contain the early
-    positions, so these count more: the offset is `room * u^2` with one `u` from each of `samples` equal parts
-    of [0, 1). benchmarks/results/position_shift_*.json compares this choice with others.
+    positions, so only every other sample is shifted, by an offset from one of equal parts of the room.
     """
-    room = limit - length
-    parts = list(range(samples))
-    rng.shuffle(parts)
-    return [int((room + 1) * ((part + rng.random()) / samples) ** 2) for part in parts]
+    shifted = samples // 2
+    offsets = [int((limit - length + 1) * (part + rng.random()) / shifted) for part in range(shifted)]
+    offsets += [0] * (samples - shifted)
+    rng.shuffle(offsets)
+    return offsets
 
 
 def spread_positions(samples: int, length: int, keys: int, rng: random.Random) -> list[list[int]]:
-    """Draw ascending positions in `[0, length)` for each sample: one from each of several equal parts.
+    """Draw ascending positions in `[0, length)` for each sample, more of the early ones, which every context has.
 
-    All samples together have at most `keys` positions, and the counts of two samples differ by at most one.
+    The density at a position is in proportion to `1 / (position + EARLY)`. All samples together have at most `keys`
+    positions, and the counts of two samples differ by at most one.
     """
     if keys >= samples * length:
         return [list(range(length))] * samples
     chosen = []
     for sample in range(samples):
-        parts = keys * (sample + 1) // samples - keys * sample // samples
-        edges = [length * part // parts for part in range(parts + 1)] if parts else []
-        chosen.append([rng.randrange(*edge) for edge in pairwise(edges)])
+        count = keys * (sample + 1) // samples - keys * sample // samples
+        # The smallest of exponential numbers with these rates: a draw without replacement (Efraimidis and Spirakis).
+        times = [rng.expovariate(1.0) * (position + EARLY) for position in range(length)]
+        chosen.append(sorted(heapq.nsmallest(count, range(length), key=times.__getitem__)))
     return chosen

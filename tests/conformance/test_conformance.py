@@ -29,6 +29,8 @@ SHAPES = {
 }
 RULES = {
     "paper": {"gain": False, "group": "max"},
+    "product codes": {"codes": "product", "centred": True},
+    "product codes, 32 bits, no gain": {"codes": "product", "bits": 32, "gain": False},
     "no gain": {"gain": False},
     "32 bits": {"bits": 32},
     "128 bits": {"bits": 128},

@@ -9,7 +9,9 @@ from bpc_calib.backends.cpu.language import at, prefetch_row, widen
 __all__ = ["add_up", "prep_product_row"]
 
 CENTROIDS = 256
-F32, I16, I32, I64, U64 = (np.empty(0, kind) for kind in (np.float32, np.int16, np.int32, np.int64, np.uint64))
+AT_ONCE = 256  # keys whose sums are split into heads together
+
+F32, I16, I32, U8, U64 = (np.empty(0, kind) for kind in (np.float32, np.int16, np.int32, np.uint8, np.uint64))
 
 
 @inlined(fastmath={"reassoc", "contract"})
@@ -57,6 +59,23 @@ def make_tables(projected, begin, parts, like, step):
     return tables
 
 
+@inlined(fastmath={"nnan", "nsz", "reassoc"})
+def longest(numbers):
+    """The largest absolute value of `[256]`."""
+    most = np.float32(0)
+    for c in range(CENTROIDS):
+        most = max(most, abs(numbers[c]))
+    return most
+
+
+@inlined(fastmath={"nnan", "nsz"})
+def round_all(exact, inverse, rounded):
+    """Rounds half to even, and to at most `LARGEST_SCORE`."""
+    for i in range(len(exact)):
+        number = np.rint(exact[i] * inverse)
+        rounded[i] = np.int16(np.int32(min(LARGEST_SCORE, max(-LARGEST_SCORE, number))))
+
+
 @inlined
 def prep_product_row(row, like, step):
     """`quantize_query` of a row for product codes, and its tables: `totals` holds what makes all entries 0 or more."""
@@ -69,16 +88,12 @@ def prep_product_row(row, like, step):
     for g in range(heads):
         reach = np.float32(0)
         for j in range(parts):
-            most = np.float32(0)
-            for c in range((g * parts + j) * CENTROIDS, (g * parts + j + 1) * CENTROIDS):
-                most = max(most, abs(exact[c]))
-            reach += most
+            reach += longest(exact[(g * parts + j) * CENTROIDS : (g * parts + j + 1) * CENTROIDS])
         largest = max(largest, reach)
     inverse = LARGEST_SCORE / largest if largest > 0 else np.float32(0)
     count = heads * parts * CENTROIDS
     rounded = at(step.values + 2 * row * count, count, I16)
-    for i in range(count):
-        rounded[i] = np.int16(min(LARGEST_SCORE, max(-LARGEST_SCORE, np.rint(exact[i] * inverse))))
+    round_all(exact, inverse, rounded)
     at(step.scale + 4 * row, 1, F32)[0] = largest / LARGEST_SCORE
     totals = at(step.totals + 16 * row * fours, 4 * fours, I32)
     totals[:] = 0
@@ -89,31 +104,36 @@ def prep_product_row(row, like, step):
             g = 4 * four + lane
             for j in range(parts):
                 own = rounded[(g * parts + j) * CENTROIDS : (g * parts + j + 1) * CENTROIDS]
-                least = np.int64(0)
+                least = np.int32(0)
                 for c in range(CENTROIDS):
-                    least = min(least, np.int64(own[c]))
+                    least = min(least, np.int32(own[c]))
                 totals[g] += least
                 entries = table[j * CENTROIDS : (j + 1) * CENTROIDS]
                 for c in range(CENTROIDS):
-                    entries[c] |= np.uint64(np.int64(own[c]) - least) << np.uint64(16 * lane)
+                    entries[c] |= np.uint64(np.uint32(np.int32(own[c]) - least)) << np.uint64(16 * lane)
 
 
 @inlined
 def add_up(codes, words, parts, count, table, totals, out, stride):
     """Scores of `count` keys whose codes lie at an address, for 4 heads: int16 `[4, stride]` at `out`."""
     entries, least = at(table, parts * CENTROIDS, U64), at(totals, 4, I32)
-    a, b = at(out, count, I16), at(out + 2 * stride, count, I16)
-    c, d = at(out + 4 * stride, count, I16), at(out + 6 * stride, count, I16)
-    one, two, three, four = least[0], least[1], least[2], least[3]
-    read = at(codes, count * words, I64)
-    for i in range(count):
-        total = np.uint64(0)
-        for word in range(words):
-            code = np.uint64(read[i * words + word])
-            for part in range(8 * word, min(8 * word + 8, parts)):
-                total += entries[CENTROIDS * part + np.int64(code & np.uint64(255))]
-                code >>= np.uint64(8)
-        a[i] = np.int16(np.int64(total & np.uint64(0xFFFF)) + one)
-        b[i] = np.int16(np.int64((total >> np.uint64(16)) & np.uint64(0xFFFF)) + two)
-        c[i] = np.int16(np.int64((total >> np.uint64(32)) & np.uint64(0xFFFF)) + three)
-        d[i] = np.int16(np.int64(total >> np.uint64(48)) + four)
+    named = at(codes, 8 * words * count, U8)  # byte by byte: on a little-endian machine part `j` is byte `j`
+    sums = np.empty(AT_ONCE, np.uint64)
+    for begin in range(0, count, AT_ONCE):
+        some = min(AT_ONCE, count - begin)
+        if parts == 8:
+            for i in range(some):
+                first, total = np.uint64(8 * (begin + i)), np.uint64(0)
+                for part in range(8):
+                    total += entries[np.uint64(CENTROIDS * part) + np.uint64(named[first + np.uint64(part)])]
+                sums[i] = total
+        else:
+            for i in range(some):
+                first, total = np.uint64(8 * words * (begin + i)), np.uint64(0)
+                for part in range(parts):
+                    total += entries[np.uint64(CENTROIDS * part) + np.uint64(named[first + np.uint64(part)])]
+                sums[i] = total
+        for lane in range(4):
+            row, shift, add = at(out + 2 * (lane * stride + begin), some, I16), np.uint64(16 * lane), least[lane]
+            for i in range(some):
+                row[i] = np.int16(np.int32((sums[i] >> shift) & np.uint64(0xFFFF)) + add)
