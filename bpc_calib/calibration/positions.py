@@ -8,7 +8,7 @@ from bpc_calib.calibration.plan import Plan
 
 __all__ = ["first_positions", "key_positions", "shift_offsets", "spread_positions"]
 
-EARLY = 512  # positions from which on the density of kept keys falls
+EARLY = 128  # positions from which on the density of kept keys falls
 
 
 def key_positions(plan: Plan) -> list[list[int]]:
@@ -38,12 +38,12 @@ def first_positions(plan: Plan) -> list[int]:
 
 
 def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> list[int]:
-    """Draw the first position of each sample of `length` tokens, from 0 to `limit - length`; half of them are 0.
+    """Draw the first position of each sample of `length` tokens, from 0 to `limit - length`; two of three are 0.
 
     Shifted samples have the RoPE rotations of long contexts. Short and long contexts both contain the early
-    positions, so only every other sample is shifted, by an offset from one of equal parts of the room.
+    positions, so only every third sample is shifted, by an offset from one of equal parts of the room.
     """
-    shifted = samples // 2
+    shifted = samples // 3
     offsets = [int((limit - length + 1) * (part + rng.random()) / shifted) for part in range(shifted)]
     offsets += [0] * (samples - shifted)
     rng.shuffle(offsets)
