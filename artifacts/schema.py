@@ -130,7 +130,8 @@ def check(artifact: ProjectionArtifact) -> None:
     _check_value("metadata", metadata, _METADATA)
     algorithm, codes = metadata["algorithm"], codes_of(metadata)
     if "codes" in algorithm or version != 1:
-        _expect("metadata.algorithm.codes", algorithm.get("codes"), " or ".join(map(repr, CODES)), codes in CODES)
+        named = algorithm.get("codes")
+        _expect("metadata.algorithm.codes", named, " or ".join(map(repr, CODES)), named in CODES)
     _expect("metadata.format_version", version, f"{version_of(codes)} for {codes} codes", version == version_of(codes))
     if list(artifact.layers) != metadata["layers"]:
         raise ArtifactError(

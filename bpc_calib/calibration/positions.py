@@ -2,7 +2,6 @@
 
 import heapq
 import random
-from itertools import pairwise
 
 from bpc_calib.calibration.plan import Plan
 
