@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "aggregation aggregation_model calibration_memory calibration_plan calibration_time demo_model engine_run "
-    "evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head "
+    "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes_time demo_model "
+    "engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head "
     "needles other_engines outlier_needle pictures position_shift projections real_decode real_models real_suite "
     "real_text sample_lengths serving steady_decode tables".split()  # serving: in test_serving.py
 )
@@ -74,6 +74,15 @@ def test_outlier_needle(benchmark_result):
     result = benchmark_result("outlier_needle")
     assert [row["method"] for row in result["rows"]][:2] == ["full attention", "32 bits, safeguard 0.0"]
     assert len(result["rows"]) == 1 + 2 * 2 * 3
+
+
+def test_codes_time(benchmark_result):
+    rows = benchmark_result("codes_time")["rows"]
+    assert {row["what"] for row in rows} == {"hashing the prompt", "hashing a token", "a step"}
+    assert {row["shape"] for row in rows} == {"SmolLM2", "Llama-3.1-8B"}
+    for row in rows:
+        assert row["signs"] > 0
+        assert row["ratio"] == pytest.approx(row["product"] / row["signs"], rel=0.1)
 
 
 def test_hashing_time(benchmark_result):

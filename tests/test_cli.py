@@ -96,7 +96,7 @@ def test_product_codes_from_calibration_to_text(calibrate, bpc, model_folder, tm
     words = ("--model", model_folder, "-a", "a.safetensors", "--prompt", "the old stone " * 6, "--max-new-tokens", 4)
     sparse = bpc("generate", *words, "--budget", "0.2", "--min-tokens", 4, "--dense-layers", "none", "--json", "-q")
     assert sparse.code == 0, sparse.err
-    assert 0 < json.loads(sparse.out)["kv_bytes_share"] < 2  # codes of so small a model take more than its keys
+    assert 0 < json.loads(sparse.out)["kv_bytes_share"] < 2  # codes take more bytes than the keys of a model this small
 
 
 def test_json_is_the_only_output(calibrate, bpc, model_folder):
