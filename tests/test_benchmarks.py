@@ -20,9 +20,9 @@ BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
     "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes_time demo_model "
-    "engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts keys_per_head "
-    "needles other_engines outlier_needle pictures position_shift projections real_decode real_models real_suite "
-    "real_text sample_lengths serving steady_decode tables".split()  # serving: in test_serving.py
+    "engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts "
+    "keys_per_head needles other_engines outlier_needle pictures position_shift projections real_decode "
+    "real_models real_suite real_text sample_lengths serving steady_decode tables".split()  # serving: test_serving.py
 )
 
 
