@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from drawn import DEVICE, EXACT, FLOAT64, cache, draw
+from drawn import DEVICE, EXACT, FLOAT64, cache, draw, integers, product_codes, product_of_integers
 
 from bpc_calib import hash_scores, quantize_query, select
 from bpc_calib.backends.triton import backend, ops, pipeline
 from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
 from bpc_calib.method import choosing
-from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoded import GAIN_MAX
 from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.product import Product
+from bpc_calib.method.scoring import LARGEST_SCORE
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
@@ -89,6 +91,69 @@ def test_scores_and_their_histogram():
         expected = torch.bincount(digits[1:1498], minlength=pipeline.COARSE)
         assert expected[1:].count_nonzero() > 3
         assert torch.equal(made.counts[row, 1 : pipeline.COARSE], expected[1:].int())
+
+
+PRODUCTS = {  # heads on a KV head, head_dim, parts, dtype, gain, rules
+    "usual": (4, 128, 8, torch.bfloat16, True, {"recent": 2, "sink": 1}),
+    "one head": (1, 64, 8, torch.float32, False, {}),
+    "three heads": (3, 64, 8, torch.float16, True, {"group": "max"}),
+    "eight heads, 16 parts": (8, 256, 16, torch.bfloat16, True, {}),
+    "five heads, 4 parts": (5, 80, 4, torch.float32, True, {"group": "sum"}),
+}
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_product_codes(case):
+    """Of integers: tables, scales, scores of heads, and so what is chosen, bit for bit."""
+    heads, dim, parts, dtype, gain, rules = PRODUCTS[case]
+    product, query = product_of_integers(2, dim, parts), integers(2, 2, heads, dim, most=2, seed=4, dtype=dtype)
+    query[1, 0] = 0
+    codes, gains = product_codes(2, 2, 300, parts=parts)
+    cached = Cached(codes, gains if gain else None, lengths=torch.tensor([300, 131], device=DEVICE))
+    choice = Choice(0.1, **rules)
+    made = pipeline.score(query, product, cached, 40, choice)
+    found, expected = pipeline.quantized(made, 2), quantize_query(query, product)
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(found.scale, expected.scale)
+    plain = hash_scores(expected, codes).mT.flatten(0, 1)
+    for row, length in enumerate((300, 300, 131, 131)):
+        assert torch.equal(made.heads[row, :length, :heads].int(), plain[row, :length])
+    pipeline.rank(made, cached, choice)
+    assert torch.equal(pipeline.take(made, 40).unflatten(0, (2, 2)), choose_quantized(expected, cached, 40, choice))
+
+
+@pytest.mark.emulated(group=["relative"])
+@pytest.mark.parametrize("group", ["relative", "max", "sum"])
+def test_the_largest_scores_there_can_be_of_product_codes(group):
+    centroids = torch.zeros(1, 16, 256, 4, device=DEVICE)
+    centroids[..., 1:3, :] = torch.tensor([[1.0], [-1.0]], device=DEVICE)
+    product = Product(torch.eye(64, device=DEVICE).unsqueeze(0), centroids)
+    codes = torch.zeros(1, 1, 50, 2, dtype=torch.int64, device=DEVICE)
+    codes[..., 20, :], codes[..., 30, :] = 0x0101010101010101, 0x0202020202020202
+    gain = torch.full((1, 1, 50), GAIN_MAX, dtype=torch.uint8, device=DEVICE)
+    query, cached, choice = torch.ones(1, 1, 16, 64, device=DEVICE), Cached(codes, gain), Choice(0.1, group)
+    made = pipeline.score(query, product, cached, 3, choice)
+    pipeline.rank(made, cached, choice)
+    rounded = pipeline.quantized(made, 1)
+    scores = hash_scores(rounded, codes, gain)
+    assert scores.amax() == -scores.amin() == LARGEST_SCORE * 287
+    ranked = choosing.rank(scores, rounded.scale, group=group, gain=True, scaling=0.1)
+    assert torch.equal(made.ranked[:, :50], ranked[0])
+    assert torch.equal(pipeline.take(made, 3), select(ranked, 3)[0])
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("dtype", [*FLOAT64, torch.bfloat16])
+def test_tables_of_product_codes(dtype):
+    """Across products that round in their own order: few entries differ, by one."""
+    product = Product(draw(2, 64, 64, seed=1) / 8, draw(2, 8, 256, 8, seed=2))
+    query = draw(3, 2, 4, 64, seed=3, dtype=dtype)
+    found, expected = pipeline.quantize_query(query, product), quantize_query(query, product)
+    apart = (found.values.int() - expected.values.int()).abs()
+    assert apart.max() <= 1
+    assert apart.sum() <= 50  # of 49,152
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
 
 
 @pytest.mark.emulated
