@@ -7,11 +7,12 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw, integers, product_codes, 
 from bpc_calib import hash_scores, quantize_query, select
 from bpc_calib.backends.triton import backend, ops, pipeline
 from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
-from bpc_calib.method import choosing
+from bpc_calib.method import appending, choosing
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoded import GAIN_MAX
-from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.product import Product
+from bpc_calib.method.encoding import encode_with, make_encoder
+from bpc_calib.method.product import Product, ProductEncoder
 from bpc_calib.method.scoring import LARGEST_SCORE
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
@@ -154,6 +155,68 @@ def test_tables_of_product_codes(dtype):
     assert apart.max() <= 1
     assert apart.sum() <= 50  # of 49,152
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
+
+
+CODED = {  # dtype, head_dim, parts, tokens, whether all are integers
+    "more than a block": (torch.bfloat16, 64, 8, 70, False),
+    "one token": (torch.bfloat16, 128, 8, 1, False),
+    "16 parts": (torch.float16, 256, 16, 5, True),
+    "4 parts": (torch.float32, 80, 4, 20, True),
+    **({"float64": (torch.float64, 32, 4, 20, False)} if FLOAT64 else {}),
+}
+
+
+def finder(dim, parts, *, whole, dtype=torch.float32):
+    """An encoder that rotates keys exactly."""
+    if whole:
+        matrix, mean = integers(2, dim, dim, most=1, seed=1, dtype=dtype), integers(2, dim, most=2, seed=2, dtype=dtype)
+        centroids = integers(2, parts, 256, dim // parts, most=9, seed=3, dtype=dtype)
+    else:
+        matrix, mean = torch.eye(dim, dtype=dtype, device=DEVICE).expand(2, dim, dim), None
+        centroids = draw(2, parts, 256, dim // parts, seed=3, dtype=dtype)
+    return ProductEncoder(matrix, centroids, centroids.square().sum(-1) / 2, mean)
+
+
+@pytest.mark.emulated(case=["more than a block", "one token", "16 parts", "4 parts"])
+@pytest.mark.parametrize("case", CODED)
+def test_product_codes_of_keys(case):
+    """Bit for bit, as the keys are rotated exactly; integers have many nearest centroids."""
+    dtype, dim, parts, tokens, whole = CODED[case]
+    keys = (
+        integers(2, 2, tokens, dim, most=2, seed=4, dtype=dtype)
+        if whole
+        else draw(2, 2, tokens, dim, seed=4, dtype=dtype)
+    )
+    keys[1, :, 0] = 0
+    encoder = finder(dim, parts, whole=whole, dtype=torch.promote_types(dtype, torch.float32))
+    found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
+    for name in ("codes", "error", "gain"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("case", ["one token", "16 parts", "4 parts"])
+def test_product_codes_of_appended_keys(case):
+    """What plain torch writes, and nothing else; 16 parts without gains and errors."""
+    dtype, dim, parts, _, whole = CODED[case]
+    encoder, filled = finder(dim, parts, whole=whole), []
+    key = integers(2, 2, 3, dim, most=2, seed=4, dtype=dtype) if whole else draw(2, 2, 3, dim, seed=4, dtype=dtype)
+    value = draw(2, 3, 2, 48, seed=5, dtype=dtype).transpose(1, 2)
+    for module in (appending, pipeline):
+        slots = Slots(
+            keys=torch.full((2, 2, 9, dim), 7, dtype=dtype, device=DEVICE)[:, :, :8],
+            values=torch.full((2, 8, 2, 48), 7, dtype=dtype, device=DEVICE).transpose(1, 2),
+            codes=torch.full((2, 2, 8, -(-parts // 8)), 7, device=DEVICE),
+            gain=None if parts == 16 else torch.full((2, 2, 8), 7, dtype=torch.uint8, device=DEVICE),
+            error=None if parts == 16 else torch.full((2, 2, 8), 7.0, device=DEVICE),
+        )
+        for step, place in enumerate((0, 5)):
+            one = slice(step, step + 1)
+            module.append(encoder, key[:, :, one], value[:, :, one], torch.tensor([place], device=DEVICE), slots)
+        filled.append(slots)
+    for name, expected in vars(filled[0]).items():
+        found = getattr(filled[1], name)
+        assert found is expected is None or torch.equal(found, expected), name
 
 
 @pytest.mark.emulated

@@ -39,38 +39,40 @@ def look_up_kernel(tables, codes: Strided, gain: Strided, heads, best, limits: L
     BLOCK: tl.constexpr = shape.BLOCK
     IN_WORD: tl.constexpr = FIELDS if G_UP > FIELDS else G_UP
     WORDS: tl.constexpr = G_UP // IN_WORD
+    READ: tl.constexpr = WORDS if WORDS < 2 else 2
     row = tl.program_id(1)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
     room = whole(length)  # of a row of `heads`
     length = length_of(limits, b, length)
     first, last = share(length, BLOCK)
-    g = tl.arange(0, G_UP)
-    word = tl.arange(0, WORDS)
+    g = tl.arange(0, READ * IN_WORD)
     shifts = tl.arange(0, IN_WORD).to(tl.int64) * FIELD
-    own_tables = tables + row.to(tl.int64) * (M * CENTROIDS * WORDS)
-    top = tl.full([BLOCK, G_UP], NEVER, tl.int32)
-    for start in range(first, last, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < last
-        of_codes = head_of(codes, b, h) + token_at(codes, b, at, inside, shape.PAGE)
-        sums = tl.full([BLOCK, WORDS], BIAS, tl.int64)
-        for part in tl.static_range(0, M, BYTES):
-            code = tl.load(of_codes + part // BYTES, mask=inside, other=0)
-            for byte in tl.static_range(M if M < BYTES else BYTES):
-                centroid = ((code >> (8 * byte)) & 255).to(tl.int32)
-                entry = (part + byte) * CENTROIDS + centroid
-                sums += tl.load(own_tables + entry[:, None] * WORDS + word[None, :])
-        fields = (sums[:, :, None] >> shifts[None, None, :]) & 0xFFFF
-        scores = tl.reshape(fields.to(tl.int32), [BLOCK, G_UP]) - 0x8000
-        to = heads + (row.to(tl.int64) * room + at)[:, None] * G_UP + g[None, :]
-        tl.store(to, scores.to(tl.int16), mask=(at < whole(length))[:, None])
+    for word in tl.static_range(0, WORDS, READ):  # what one load brings: up to eight heads
+        own_tables = tables + row.to(tl.int64) * (M * CENTROIDS * WORDS) + word + tl.arange(0, READ)[None, :]
+        top = tl.full([READ * IN_WORD], NEVER, tl.int32)
+        for start in range(first, last, BLOCK):
+            # One key after the other in the threads, in all tensors: else each byte would move between them.
+            at = tl.max_contiguous(start + tl.arange(0, BLOCK), 1)
+            inside = at < last
+            of_codes = head_of(codes, b, h) + token_at(codes, b, at, inside, shape.PAGE)
+            sums = tl.full([BLOCK, READ], BIAS, tl.int64)
+            for part in tl.static_range(0, M, BYTES):
+                code = tl.load(of_codes + part // BYTES, mask=inside, other=0)
+                for byte in tl.static_range(M if M < BYTES else BYTES):
+                    entry = (part + byte) * CENTROIDS + ((code >> (8 * byte)) & 255).to(tl.int32)
+                    sums += tl.load(own_tables + entry[:, None] * WORDS)
+            fields = (sums[:, :, None] >> shifts[None, None, :]) & 0xFFFF
+            scores = tl.reshape(fields.to(tl.int32), [BLOCK, READ * IN_WORD]) - 0x8000
+            to = heads + (row.to(tl.int64) * room + at)[:, None] * G_UP + word * IN_WORD + g[None, :]
+            tl.store(to, scores.to(tl.int16), mask=(at < whole(length))[:, None])
+            if shape.GROUP == "relative":
+                if shape.GAIN:
+                    of_gain = head_of(gain, b, h) + token_at(gain, b, at, inside, shape.PAGE)
+                    gains = tl.load(of_gain, mask=inside, other=0).to(tl.int32)
+                    scores = scores * (gains + GAIN_OFFSET)[:, None]
+                scores = tl.where(counted(limits, b, at, length)[:, None], scores, NEVER)
+                top = tl.maximum(top, tl.max(scores, 0))
         if shape.GROUP == "relative":
-            if shape.GAIN:
-                of_gain = head_of(gain, b, h) + token_at(gain, b, at, inside, shape.PAGE)
-                gains = tl.load(of_gain, mask=inside, other=0).to(tl.int32)
-                scores = scores * (gains + GAIN_OFFSET)[:, None]
-            top = tl.maximum(top, tl.where(counted(limits, b, at, length)[:, None], scores, NEVER))
-    if shape.GROUP == "relative":
-        of_program = best + (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * G_UP
-        tl.store(of_program + g, tl.max(top, 0))
+            of_program = best + (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * G_UP + word * IN_WORD
+            tl.store(of_program + g, top)

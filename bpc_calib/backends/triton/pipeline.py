@@ -46,6 +46,7 @@ __all__ = [
 PROGRAMS = 512  # programs of one kernel, at most
 SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `few_registers`
 SCORED = 1024  # keys that a program scores at once, see `scored`
+LOOKED_UP = 512  # the same by tables
 RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
@@ -139,7 +140,7 @@ def score(
     tokens, has_gain, heads_up = _tokens(cached, table), cached.gain is not None, triton.next_power_of_2(heads)
     counts = COARSE + middle_bins(choice.group, heads, largest_score(bits, product=product), has_gain) + FINE
     parts, room = (
-        programs(rows, tokens, scored(heads), SCORING),
+        programs(rows, tokens, LOOKED_UP if product else scored(heads), SCORING),
         triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value,
     )
 
@@ -205,8 +206,8 @@ def _make_tables(
     largest = torch.empty(rows, parts, heads_up, dtype=wide, device=query.device)
     shape = TableShape(
         H_KV=kv_heads, G=heads, G_UP=heads_up, M=parts, D=dim, WIDTH=dim // parts,
-        WIDTH_UP=max(16, triton.next_power_of_2(dim // parts)), PART=projected_at_once(dim), GROUP=choice.group, GAIN=gain,
-        COUNTS=made.counts.shape[1],
+        WIDTH_UP=max(16, triton.next_power_of_2(dim // parts)), PART=projected_at_once(dim),
+        GROUP=choice.group, GAIN=gain, COUNTS=made.counts.shape[1],
     )  # fmt: skip
     settings = {"num_warps": 4, "num_stages": 1} | ROUNDED_TWICE
     products_kernel[(parts, rows)](
@@ -223,7 +224,7 @@ def _look_up(made: Ranking, cached: Cached, choice: Choice, table: Tensor | None
     rows, parts, heads_up = made.best.shape
     shape = LookUpShape(
         H_KV=cached.codes.shape[1], G_UP=heads_up, M=made.values.shape[1], GROUP=choice.group,
-        GAIN=cached.gain is not None, PAGE=_page(cached, table), BLOCK=scored(made.queries),
+        GAIN=cached.gain is not None, PAGE=_page(cached, table), BLOCK=LOOKED_UP,
     )  # fmt: skip
     look_up_kernel[(parts, rows)](
         made.values, _placed(cached.codes, table), _placed(cached.gain, table), made.heads, made.best, made.limits,
