@@ -161,8 +161,8 @@ CODED = {  # dtype, head_dim, parts, tokens, whether all are integers
     "more than a block": (torch.bfloat16, 64, 8, 70, False),
     "one token": (torch.bfloat16, 128, 8, 1, False),
     "16 parts": (torch.float16, 256, 16, 5, True),
-    "4 parts": (torch.float32, 80, 4, 20, True),
-    **({"float64": (torch.float64, 32, 4, 20, False)} if FLOAT64 else {}),
+    "4 parts": (torch.float32, 80, 4, 65, True),
+    **({"float64": (torch.float64, 32, 4, 65, False)} if FLOAT64 else {}),
 }
 
 

@@ -17,8 +17,9 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.fitting import Fit
+from bpc_calib.method.product import Projection
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
@@ -117,7 +118,15 @@ def for_pages(query: Tensor, kv_heads: int) -> Backend:
     return found
 
 
-def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
+def workspace(
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    choice: Choice,
+    bits: int,
+    sequences: int,
+    *,
+    product: bool = False,
+) -> int:
     """The bytes on a GPU that a step over pages takes beside its result; else 0.
 
     Args:
@@ -126,17 +135,18 @@ def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice,
         choice: the rules.
         bits: of a code.
         sequences: the most in a step.
+        product: whether they are product codes.
     """
     if device.type != "cuda":
         return 0
     from bpc_calib.backends.triton import over_pages
 
-    return over_pages.workspace(sizes, choice, bits, sequences)
+    return over_pages.workspace(sizes, choice, bits, sequences, product=product)
 
 
 def choose(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -149,7 +159,7 @@ def choose(
     return _serving(request).choose(query, projection, cached, k, choice, width=width)
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     request = Request(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1)
     return _serving(request).encode_with(encoder, keys)
@@ -180,7 +190,7 @@ def fit(
     )
 
 
-def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     buffers = (slots.keys, slots.values) if slots.codes is None else (slots.keys, slots.values, slots.codes)
     request = Request(key, slots.keys.shape[:3], contiguous=all(buffer.stride(-1) == 1 for buffer in buffers))

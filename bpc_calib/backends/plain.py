@@ -10,6 +10,7 @@ from bpc_calib.method.dense_attention import dense_attention
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import attend_pages, hash_into
+from bpc_calib.method.product import Projection
 from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
@@ -26,7 +27,7 @@ def serves(request: Request) -> str | None:
     return None
 
 
-def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
+def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
 
     def score(codes: Tensor, gain: Tensor | None) -> Tensor:

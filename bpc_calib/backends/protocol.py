@@ -10,9 +10,10 @@ from torch import Tensor
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.product import Projection
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
@@ -45,7 +46,7 @@ class Backend(Protocol):
     def choose(
         self,
         query: Tensor,
-        projection: Tensor,
+        projection: Projection,
         cached: Cached,
         k: int | Tensor,
         choice: Choice,
@@ -54,7 +55,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """`bpc_calib.method.choosing.choose`."""
 
-    def encode_with(self, encoder: Encoder, keys: Tensor) -> Encoded:
+    def encode_with(self, encoder: AnyEncoder, keys: Tensor) -> Encoded:
         """`bpc_calib.method.encoding.encode_with`."""
 
     def fit(
@@ -71,7 +72,7 @@ class Backend(Protocol):
     ) -> Fit:
         """`bpc_calib.method.fitting.fit`."""
 
-    def append(self, encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    def append(self, encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
         """`bpc_calib.method.appending.append`."""
 
     def sparse_attention(
@@ -100,7 +101,7 @@ class Backend(Protocol):
     def attend_pages(
         self,
         query: Tensor,
-        projection: Tensor,
+        projection: Projection,
         paged: Paged,
         rows: Rows,
         choice: Choice,
@@ -110,10 +111,10 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`bpc_calib.method.paging.attend_pages`."""
 
-    def stages(self, query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
+    def stages(self, query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
         """The stages `project`, `score` and `select` of `choose`, each with those before it: for benchmarks."""
 
-    def quantize_query(self, query: Tensor, projection: Tensor) -> QuantizedQuery:
+    def quantize_query(self, query: Tensor, projection: Projection) -> QuantizedQuery:
         """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
 
     def popcount_scores(self, values: Tensor, codes: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from bpc_calib.backends.triton.arguments import strided, tight
 from bpc_calib.backends.triton.encode import EncodeShape, Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.backends.triton.nearest import (
-    AppendPartsShape,
     EncodePartsShape,
     Finding,
+    OneShape,
     append_parts_kernel,
+    encode_few_kernel,
     encode_parts_kernel,
 )
 from bpc_calib.method.appending import Slots
@@ -25,7 +26,7 @@ __all__ = ["append", "encode_gram", "encode_with", "hash_into"]
 
 # Sizes to tune on a GPU; none changes a result.
 HASHED = 64  # keys that one program hashes
-FEW = 16  # the same with product codes, where there are not more
+FEW = 64  # keys of a row that programs hash to product codes one by one
 PART = 32  # dimensions of these keys at a time
 APPENDED = 8192  # entries of a matrix that `append` reads at once
 
@@ -58,19 +59,26 @@ def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor
 
 def _append_parts(encoder: ProductEncoder, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """Do the same with product codes."""
-    (batch, kv_heads, _, dim), width = key.shape, value.shape[-1]
-    parts, rows = encoder.bits // 8, batch * kv_heads
-    dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
-    append_parts_kernel[(rows,)](
+    (batch, kv_heads, _, _), width = key.shape, value.shape[-1]
+    shape = _one(encoder, kv_heads)._replace(V=width, V_UP=max(16, triton.next_power_of_2(width)))
+    append_parts_kernel[(batch * kv_heads,)](
         *map(strided, (tight(key), tight(value))), place, _finding(encoder, batch, kv_heads),
-        encoder.halves.new_empty(rows, dim + 2 * parts),
         *map(strided, (slots.keys, slots.values, slots.codes, slots.gain, slots.error)),
-        AppendPartsShape(
-            H_KV=kv_heads, D=dim, D_UP=dim_up, V=width, V_UP=width_up, M=parts, WIDTH=dim // parts,
-            ROWS=min(dim_up, APPENDED // dim_up),
-        ),
-        num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        _scratch(encoder, batch * kv_heads), shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
+
+
+def _one(encoder: ProductEncoder, kv_heads: int) -> OneShape:
+    """How one key at a time is hashed."""
+    dim, parts = encoder.matrix.shape[-1], encoder.bits // 8
+    dim_up = max(16, triton.next_power_of_2(dim))
+    rows = min(dim_up, APPENDED // dim_up)
+    return OneShape(H_KV=kv_heads, H=encoder.bits, D=dim, D_UP=dim_up, M=parts, WIDTH=dim // parts, ROWS=rows)
+
+
+def _scratch(encoder: ProductEncoder, keys: int) -> Tensor:
+    """Room for numbers of so many keys that are hashed one at a time."""
+    return encoder.halves.new_empty(keys, encoder.matrix.shape[-1] + encoder.bits // 4)
 
 
 def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
@@ -93,16 +101,23 @@ def _encode(encoder: AnyEncoder, keys: Tensor, to: CodePages, *, error: Tensor |
         return
     bits, page = encoder.bits, 0 if slots is None else to.codes.shape[2]
     if isinstance(encoder, ProductEncoder):
-        parts = bits // 8
+        common = (
+            strided(keys), _finding(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens
+        )  # fmt: skip
+        if tokens <= FEW:
+            encode_few_kernel[(tokens, batch * kv_heads)](
+                *common, _scratch(encoder, batch * kv_heads * tokens), _one(encoder, kv_heads)._replace(PAGE=page),
+                num_warps=4, num_stages=1, **ROUNDED_TWICE,
+            )  # fmt: skip
+            return
+        width = dim * 8 // bits
         shape = EncodePartsShape(
-            H_KV=kv_heads, H=bits, D=dim, M=parts, WIDTH=dim // parts,
-            WIDTH_UP=max(16, triton.next_power_of_2(dim // parts)), PART=PART, BLOCK=HASHED if tokens > FEW else FEW,
-            PAGE=page,
+            H_KV=kv_heads, H=bits, D=dim, M=bits // 8, WIDTH=width, WIDTH_UP=max(16, triton.next_power_of_2(width)),
+            PART=PART, BLOCK=HASHED, PAGE=page,
         )  # fmt: skip
-        encode_parts_kernel[(triton.cdiv(tokens, shape.BLOCK), batch * kv_heads)](
-            strided(keys), _finding(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots,
-            tokens, shape, num_warps=8, num_stages=1, **ROUNDED_TWICE,
-        )  # fmt: skip
+        encode_parts_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
+            *common, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE
+        )
         return
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
         strided(keys), _hashing(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens,

@@ -11,9 +11,13 @@ from bpc_calib.backends.triton.constants import CENTROIDS
 from bpc_calib.backends.triton.encode import deliver, finish, only, part_of
 from bpc_calib.backends.triton.language import dot
 
-__all__ = ["AppendPartsShape", "EncodePartsShape", "Finding", "append_parts_kernel", "encode_parts_kernel"]
+__all__ = [
+    "EncodePartsShape", "Finding", "OneShape", "append_parts_kernel", "encode_few_kernel", "encode_parts_kernel",
+]  # fmt: skip
 
-UNROLL = tl.constexpr(4)  # dimensions of a part whose centroids are loaded at once
+AT_ONCE = tl.constexpr(128)  # centroids of a block of keys whose scores are in registers
+BLOCK_UNROLL = tl.constexpr(2)  # dimensions of a part whose centroids are loaded at once, for a block of keys
+ONE_UNROLL = tl.constexpr(4)  # the same for one key
 IN_ORDER = tl.constexpr(32)  # numbers of a sum in order that are loaded at once
 
 
@@ -31,7 +35,7 @@ class Finding(NamedTuple):
 
 
 class EncodePartsShape(NamedTuple):
-    """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
+    """Constants of a kernel compiled for blocks of keys; `_UP` is rounded up to a power of two."""
 
     H_KV: int
     H: int  # bits of a code
@@ -44,17 +48,19 @@ class EncodePartsShape(NamedTuple):
     PAGE: int  # tokens of a page; 0: codes and gains are written in order
 
 
-class AppendPartsShape(NamedTuple):
-    """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
+class OneShape(NamedTuple):
+    """Constants of a kernel compiled for one key at a time; `_UP` is rounded up to a power of two."""
 
     H_KV: int
+    H: int  # bits of a code
     D: int
     D_UP: int
-    V: int  # dimensions of a value
-    V_UP: int
     M: int
     WIDTH: int  # dimensions of a part
     ROWS: int  # rows of the matrix at a time
+    V: int = 0  # dimensions of a value
+    V_UP: int = 0
+    PAGE: int = 0  # tokens of a page; 0: codes and gains are written in order
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -86,7 +92,6 @@ def encode_parts_kernel(
     if mean is not None:
         mean += own * D
     i = tl.arange(0, shape.WIDTH_UP)
-    c = tl.arange(0, CENTROIDS)
     part = tl.arange(0, M)
     wide = encoder.halves.dtype.element_ty
     squared_norm = tl.zeros([BLOCK], wide)
@@ -106,13 +111,21 @@ def encode_parts_kernel(
             )
             rotated += dot(less_mean, R)
         halves = encoder.halves + (own * M + j) * CENTROIDS
-        scores = tl.zeros([BLOCK, CENTROIDS], wide) - tl.load(halves + c)[None, :]
-        for each in tl.range(0, WIDTH, loop_unroll_factor=UNROLL):
-            number = only(i == each, rotated, False)
-            along = tl.load(encoder.centroids + (own * D + j * WIDTH + each) * CENTROIDS + c)
-            scores = scores + number[:, None] * along[None, :]
-            squared_norm = squared_norm + number * number
-        best, place = tl.max(scores, 1, return_indices=True)  # the lowest place of equal ones
+        centroids = encoder.centroids + (own * D + j * WIDTH) * CENTROIDS
+        best = tl.full([BLOCK], float("-inf"), wide)
+        place = tl.zeros([BLOCK], tl.int32)
+        for few in tl.static_range(0, CENTROIDS, AT_ONCE):
+            c = few + tl.arange(0, AT_ONCE)
+            scores = tl.zeros([BLOCK, AT_ONCE], wide) - tl.load(halves + c)[None, :]
+            for each in tl.range(0, WIDTH, loop_unroll_factor=BLOCK_UNROLL):
+                number = only(i == each, rotated, False)
+                scores = scores + number[:, None] * tl.load(centroids + each * CENTROIDS + c)[None, :]
+                if few == 0:
+                    squared_norm = squared_norm + number * number
+            largest, where = tl.max(scores, 1, return_indices=True)  # the lowest place of equal ones
+            better = largest > best
+            best = tl.where(better, largest, best)
+            place = tl.where(better, where + few, place)
         product = product + (best + tl.load(halves + place))
         fell = tl.where(part[None, :] == j, best[:, None], fell)
         byte = place.to(tl.int64) << (8 * (j % 8))
@@ -126,40 +139,19 @@ def encode_parts_kernel(
 
 
 @triton.jit
-def append_parts_kernel(
-    key: Strided,
-    value: Strided,
-    place,
-    encoder: Finding,
-    scratch,
-    keys: Strided,
-    values: Strided,
-    codes: Strided,
-    gain: Strided,
-    error: Strided,
-    shape: tl.constexpr,
-):
-    """Does what `append_kernel` does, with product codes, all parts at once. Grid (rows).
+def find_parts(key, encoder: Finding, own, scratch, shape: tl.constexpr):
+    """Of one key, all parts at once: both words of its code, squared error, product `<k, code>`, norm; `[1]` each.
 
-    Sums in order read their numbers from `scratch [rows, D + 2 M]`, where every thread finds them.
+    Sums in order read their numbers from `scratch [D + 2 M]`, where every thread finds them.
     """
     D: tl.constexpr = shape.D
     D_UP: tl.constexpr = shape.D_UP
     M: tl.constexpr = shape.M
     WIDTH: tl.constexpr = shape.WIDTH
-    row = tl.program_id(0)
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
-    own = b * encoder.b + h
-    slot = tl.load(place).to(tl.int64)
-    stored(loaded(key, b, h, D, D_UP), keys, b, h, slot, D, D_UP)
-    stored(loaded(value, b, h, shape.V, shape.V_UP), values, b, h, slot, shape.V, shape.V_UP)
-
     wide = encoder.halves.dtype.element_ty
     mean = encoder.mean
     if mean is not None:
         mean += own * D
-    own_key = key.at + b * key.b + h * key.h
     d = tl.arange(0, D_UP)
     products = tl.zeros([shape.ROWS, D_UP], wide)
     for first in tl.static_range(0, D, shape.ROWS):
@@ -167,9 +159,8 @@ def append_parts_kernel(
         R = tl.load(
             encoder.matrix + (own * D + e[:, None]) * D + d[None, :], mask=(e[:, None] < D) & (d[None, :] < D), other=0
         )
-        products += R * centred(own_key, mean, e, D)[:, None]
-    rotated = scratch + row.to(tl.int64) * (D + 2 * M)
-    tl.store(rotated + d, tl.sum(products, 0), mask=d < D)
+        products += R * centred(key, mean, e, D)[:, None]
+    tl.store(scratch + d, tl.sum(products, 0), mask=d < D)
     tl.debug_barrier()  # until all warps have written
 
     part = tl.arange(0, M)
@@ -177,32 +168,88 @@ def append_parts_kernel(
     halves = encoder.halves + own * (M * CENTROIDS) + part * CENTROIDS
     centroids = encoder.centroids + own * (D * CENTROIDS) + part[:, None] * (WIDTH * CENTROIDS) + c[None, :]
     scores = tl.zeros([M, CENTROIDS], wide) - tl.load(halves[:, None] + c[None, :])
-    for each in tl.range(0, WIDTH, loop_unroll_factor=UNROLL):
-        number = tl.load(rotated + part * WIDTH + each)
+    for each in tl.range(0, WIDTH, loop_unroll_factor=ONE_UNROLL):
+        number = tl.load(scratch + part * WIDTH + each)
         scores = scores + number[:, None] * tl.load(centroids + each * CENTROIDS)
-    best, centroid = tl.max(scores, 1, return_indices=True)  # the lowest place of equal ones
-    tl.store(rotated + D + part, best)
-    tl.store(rotated + D + M + part, best + tl.load(halves + centroid))
+    best, place = tl.max(scores, 1, return_indices=True)  # the lowest place of equal ones
+    tl.store(scratch + D + part, best)
+    tl.store(scratch + D + M + part, best + tl.load(halves + place))
     tl.debug_barrier()
 
     squared_norm = tl.zeros([1], wide)
     for each in tl.range(0, D, loop_unroll_factor=IN_ORDER):
-        number = tl.load(rotated + each)
+        number = tl.load(scratch + each)
         squared_norm = squared_norm + number * number
     squared_error = squared_norm
     product = tl.zeros([1], wide)
     for j in tl.static_range(M):
-        squared_error = squared_error - 2 * tl.load(rotated + D + j)
-        product = product + tl.load(rotated + D + M + j)
-    bytes = centroid.to(tl.int64) << (8 * (part % 8)).to(tl.int64)
+        squared_error = squared_error - 2 * tl.load(scratch + D + j)
+        product = product + tl.load(scratch + D + M + j)
+    byte = place.to(tl.int64) << (8 * (part % 8)).to(tl.int64)
+    nothing = tl.zeros([1], tl.int64)
+    low = nothing + tl.sum(tl.where(part < 8, byte, 0), 0)
+    high = nothing + tl.sum(tl.where(part < 8, 0, byte), 0)
+    return low, high, squared_error, product, squared_norm
+
+
+@triton.jit(do_not_specialize=["n"])
+def encode_few_kernel(
+    keys: Strided,
+    encoder: Finding,
+    codes: Strided,
+    error,
+    gain: Strided,
+    slots,
+    n,
+    scratch,
+    shape: tl.constexpr,
+):
+    """Does what `encode_parts_kernel` does, with `scratch [rows, n, D + 2 M]`. Grid (keys, rows)."""
+    row = tl.program_id(1)
+    b = (row // shape.H_KV).to(tl.int64)
+    h = (row % shape.H_KV).to(tl.int64)
+    at = tl.program_id(0)
+    key = keys.at + b * keys.b + h * keys.h + at.to(tl.int64) * keys.n
+    own_scratch = scratch + (row.to(tl.int64) * n + at) * (shape.D + 2 * shape.M)
+    low, high, squared_error, product, squared_norm = find_parts(key, encoder, b * encoder.b + h, own_scratch, shape)
+    one = at + tl.arange(0, 1)
+    deliver(low, high, squared_error, product, squared_norm, codes, error, gain, slots, one, n, shape)
+
+
+@triton.jit
+def append_parts_kernel(
+    key: Strided,
+    value: Strided,
+    place,
+    encoder: Finding,
+    keys: Strided,
+    values: Strided,
+    codes: Strided,
+    gain: Strided,
+    error: Strided,
+    scratch,
+    shape: tl.constexpr,
+):
+    """Does what `append_kernel` does, with product codes and `scratch [rows, D + 2 M]`. Grid (rows)."""
+    D: tl.constexpr = shape.D
+    D_UP: tl.constexpr = shape.D_UP
+    row = tl.program_id(0)
+    b = (row // shape.H_KV).to(tl.int64)
+    h = (row % shape.H_KV).to(tl.int64)
+    at = tl.load(place).to(tl.int64)
+    stored(loaded(key, b, h, D, D_UP), keys, b, h, at, D, D_UP)
+    stored(loaded(value, b, h, shape.V, shape.V_UP), values, b, h, at, shape.V, shape.V_UP)
+    own_key = key.at + b * key.b + h * key.h
+    own_scratch = scratch + row.to(tl.int64) * (D + 2 * shape.M)
+    low, high, squared_error, product, squared_norm = find_parts(
+        own_key, encoder, b * encoder.b + h, own_scratch, shape
+    )
     one = tl.arange(0, 1)
-    low = tl.sum(tl.where(part < 8, bytes, 0), 0) + one.to(tl.int64)
-    high = tl.sum(tl.where(part < 8, 0, bytes), 0) + one.to(tl.int64)
     own_gain = gain.at
     if own_gain is not None:
-        own_gain += b * gain.b + h * gain.h + slot * gain.n + one
+        own_gain += b * gain.b + h * gain.h + at * gain.n + one
     own_error = error.at
     if own_error is not None:
-        own_error += b * error.b + h * error.h + slot * error.n + one
-    own_codes = codes.at + b * codes.b + h * codes.h + slot * codes.n + one
-    finish(low, high, squared_error, product, squared_norm, own_codes, own_error, own_gain, one < 1, 8 * M)
+        own_error += b * error.b + h * error.h + at * error.n + one
+    own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n + one
+    finish(low, high, squared_error, product, squared_norm, own_codes, own_error, own_gain, one < 1, shape.H)
