@@ -298,6 +298,18 @@ def test_operators_tell_their_shapes():
     torch.library.opcheck(ops.encode, (encoder.matrix, encoder.gram, None, None, keys), test_utils=checks)
 
 
+def test_operators_of_product_codes_tell_their_shapes():
+    checks, keys, place = ("test_schema", "test_faketensor"), draw(1, 2, 2, 32), torch.tensor([1], device=DEVICE)
+    codes, gain = product_codes(1, 2, 2, parts=4)
+    encoder = finder(32, 4, whole=False)
+    found = (encoder.matrix, encoder.centroids, encoder.halves, None)
+    tail = (0.1, "relative", None, None, 0, 0, None, 0.0, 1, encoder.centroids)
+    torch.library.opcheck(ops.choose, (keys, encoder.matrix, codes, gain, 1, None, *tail), test_utils=checks)
+    torch.library.opcheck(ops.encode_product, (*found, keys), test_utils=checks)
+    one = (keys[:, :, :1], keys[:, :, 1:], place, keys.clone(), keys.clone(), codes, gain, None)
+    torch.library.opcheck(ops.append_product, (*found, *one), test_utils=checks)
+
+
 def test_dense_attention_beyond_the_buffer():
     query, lengths = draw(1, 2, 4, 64, seed=3), torch.tensor([75], device=DEVICE)
     keys = draw(1, 2, 60, 64, seed=2)
