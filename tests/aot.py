@@ -74,7 +74,6 @@ SOME = {
     "long lists": Case("sparse", k=20000),
     "pages": Case("pages", batch=2),
     "product": Case("choose encode append", product=True),
-    "product, largest": Case("choose encode append", dim=256, heads=16, bits=128, product=True),
 }
 MORE = {
     **{f"head_dim {dim}": Case("choose sparse dense encode append", dim=dim) for dim in (8, 64, 80, 96, 256)},
@@ -120,6 +119,7 @@ MORE = {
             ("float64", 128, 4, 64, "relative"),
         )
     },
+    "product, largest": Case("choose encode append", dim=256, heads=16, bits=128, product=True),
     "product, padding": Case("choose", heads=7, valid=True, forced=True, safeguard=True, strided=True, product=True),
     "product, own projections": Case("choose encode append", batch=2, centred=False, product=True),
     "product, pages": Case("pages", batch=2, product=True),

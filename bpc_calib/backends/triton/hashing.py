@@ -36,6 +36,11 @@ def hash_warps(bits: int, size: int) -> int:
     return 4 if bits <= 64 and size == 2 else 8
 
 
+def one_warps(dim: int) -> int:
+    """Warps that find the product code of one key: as many as have registers for it."""
+    return 4 if dim <= 128 else 8
+
+
 def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     if isinstance(encoder, ProductEncoder):
@@ -64,7 +69,7 @@ def _append_parts(encoder: ProductEncoder, key: Tensor, value: Tensor, place: Te
     append_parts_kernel[(batch * kv_heads,)](
         *map(strided, (tight(key), tight(value))), place, _finding(encoder, batch, kv_heads),
         *map(strided, (slots.keys, slots.values, slots.codes, slots.gain, slots.error)),
-        _scratch(encoder, batch * kv_heads), shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        _scratch(encoder, batch * kv_heads), shape, num_warps=one_warps(shape.D_UP), num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
 
 
@@ -105,9 +110,10 @@ def _encode(encoder: AnyEncoder, keys: Tensor, to: CodePages, *, error: Tensor |
             strided(keys), _finding(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens
         )  # fmt: skip
         if tokens <= FEW:
+            one = _one(encoder, kv_heads)._replace(PAGE=page)
             encode_few_kernel[(tokens, batch * kv_heads)](
-                *common, _scratch(encoder, batch * kv_heads * tokens), _one(encoder, kv_heads)._replace(PAGE=page),
-                num_warps=4, num_stages=1, **ROUNDED_TWICE,
+                *common, _scratch(encoder, batch * kv_heads * tokens), one,
+                num_warps=one_warps(one.D_UP), num_stages=1, **ROUNDED_TWICE,
             )  # fmt: skip
             return
         width = dim * 8 // bits

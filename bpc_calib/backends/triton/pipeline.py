@@ -209,13 +209,13 @@ def _make_tables(
         WIDTH_UP=max(16, triton.next_power_of_2(dim // parts)), PART=projected_at_once(dim),
         GROUP=choice.group, GAIN=gain, COUNTS=made.counts.shape[1],
     )  # fmt: skip
-    settings = {"num_warps": 4, "num_stages": 1} | ROUNDED_TWICE
     products_kernel[(parts, rows)](
-        strided(query), strided(projected), strided(centroids), exact, largest, shape, **settings
-    )
+        strided(query), strided(projected), strided(centroids), exact, largest, shape,
+        num_warps=4 if shape.WIDTH_UP <= 32 else 8, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
     tables_kernel[(parts, rows)](
         exact, largest, Tables(made.values, made.scale, made.plan, made.counts), made.limits, *sizes, choice.scaling,
-        shape, **settings,
+        shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
 
 
