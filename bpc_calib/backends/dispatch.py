@@ -119,7 +119,15 @@ def for_pages(query: Tensor, kv_heads: int) -> Backend:
     return found
 
 
-def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
+def workspace(
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    choice: Choice,
+    bits: int,
+    sequences: int,
+    *,
+    product: bool = False,
+) -> int:
     """The bytes on a GPU that a step over pages takes beside its result; else 0.
 
     Args:
@@ -128,12 +136,13 @@ def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice,
         choice: the rules.
         bits: of a code.
         sequences: the most in a step.
+        product: whether they are product codes.
     """
     if device.type != "cuda":
         return 0
     from bpc_calib.backends.triton import over_pages
 
-    return over_pages.workspace(sizes, choice, bits, sequences)
+    return over_pages.workspace(sizes, choice, bits, sequences, product=product)
 
 
 def choose(

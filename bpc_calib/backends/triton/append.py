@@ -9,7 +9,7 @@ from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.encode import Hashing, finish, greedy
 from bpc_calib.backends.triton.language import fetch
 
-__all__ = ["AppendShape", "append_kernel"]
+__all__ = ["AppendShape", "append_kernel", "centred", "loaded", "stored"]
 
 COPIES = tl.constexpr(4)  # of the greedy pass: one per warp
 UNROLL = tl.constexpr(32)  # steps of it whose rows of the Gram matrix are loaded at once

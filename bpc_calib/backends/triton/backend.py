@@ -15,9 +15,10 @@ from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.product import Product, ProductEncoder, Projection
 from bpc_calib.method.product_fitting import fit_product
 from bpc_calib.method.stepping import Hashed
 
@@ -42,7 +43,7 @@ def serves(request: Request) -> str | None:
 
 def choose(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -54,20 +55,28 @@ def choose(
     one, ks = (0, k) if isinstance(k, Tensor) else (int(k), None)
     if width is None:
         width = one if ks is None else int(ks.max())
+    rows, centroids = (projection.rows, projection.centroids) if isinstance(projection, Product) else (projection, None)
     return ops.choose(
-        query, projection, cached.codes, cached.gain, one, ks, choice.scaling, choice.group, cached.valid,
-        cached.lengths, choice.recent, choice.sink, cached.worst, choice.safeguard, width,
+        query, rows, cached.codes, cached.gain, one, ks, choice.scaling, choice.group, cached.valid, cached.lengths,
+        choice.recent, choice.sink, cached.worst, choice.safeguard, width, centroids,
     )  # fmt: skip
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
+    if isinstance(encoder, ProductEncoder):
+        return Encoded(*ops.encode_product(encoder.matrix, encoder.centroids, encoder.halves, encoder.mean, keys))
     return Encoded(*ops.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
 
 
-def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     appending.check(encoder, key, value, place, slots)
+    if isinstance(encoder, ProductEncoder):
+        assert slots.codes is not None
+        found = (encoder.matrix, encoder.centroids, encoder.halves, encoder.mean)
+        ops.append_product(*found, key, value, place, slots.keys, slots.values, slots.codes, slots.gain, slots.error)
+        return
     parts = (None,) * 4 if encoder is None else (encoder.matrix, encoder.gram, encoder.metric, encoder.mean)
     ops.append(*parts, key, value, place, slots.keys, slots.values, slots.codes, slots.gain, slots.error)
 
@@ -112,7 +121,7 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
 
 def attend_pages(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     paged: Paged,
     rows: Rows,
     choice: Choice,
@@ -130,7 +139,7 @@ def attend_pages(
         return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain)
 
 
-def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
+def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
 
     def score(codes: Tensor, gain: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
 from bpc_calib.backends.triton.language import divide, dot, round_even
 
-__all__ = ["EncodeShape", "Hashing", "encode_kernel", "finish", "greedy", "greedy_kernel"]
+__all__ = ["EncodeShape", "Hashing", "deliver", "encode_kernel", "finish", "greedy", "greedy_kernel", "only", "part_of"]
 
 
 class Hashing(NamedTuple):
@@ -92,6 +92,29 @@ def finish(low, high, squared_error, product, squared_norm, codes, error, gain, 
 
 
 @triton.jit
+def deliver(
+    low, high, squared_error, product, squared_norm, codes: Strided, error, gain: Strided, slots, at, n,
+    shape: tl.constexpr,
+):  # fmt: skip
+    """Writes what was found of the tokens `at` of a row: to their slots, or without slots in order."""
+    row = tl.program_id(1)
+    b = (row // shape.H_KV).to(tl.int64)
+    h = (row % shape.H_KV).to(tl.int64)
+    inside = at < n
+    of_error = error
+    if slots is None:
+        of_codes = codes.at + b * codes.b + h * codes.h + at.to(tl.int64) * codes.n
+        of_gain = gain.at + b * gain.b + h * gain.h + at.to(tl.int64) * gain.n
+        of_error += row.to(tl.int64) * n + at
+    else:
+        slot = tl.load(slots + at, mask=inside, other=-1).to(tl.int64)
+        inside = slot >= 0
+        of_codes = codes.at + slot // shape.PAGE * codes.b + h * codes.h + slot % shape.PAGE * codes.n
+        of_gain = gain.at + slot // shape.PAGE * gain.b + h * gain.h + slot % shape.PAGE * gain.n
+    finish(low, high, squared_error, product, squared_norm, of_codes, of_error, of_gain, inside, shape.H)
+
+
+@triton.jit
 def part_of(keys, mean, at, n, first, keys_n, D: tl.constexpr, PART: tl.constexpr):
     """Columns `first` to `first + PART` of the keys, and of the keys less the mean in float32 (float64)."""
     d = first + tl.arange(0, PART)
@@ -125,7 +148,6 @@ def encode_kernel(
     D: tl.constexpr = shape.D
     PART: tl.constexpr = shape.PART
     BLOCK: tl.constexpr = shape.BLOCK
-    PAGE: tl.constexpr = shape.PAGE
     row = tl.program_id(1)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
@@ -163,18 +185,7 @@ def encode_kernel(
     if mean is not None:
         scores = scores - shift[None, :]
     low, high, squared_error, product = greedy(scores, squared_norm, encoder.gram + own * (H * H), H)
-    inside = at < n
-    of_error = error
-    if slots is None:
-        of_codes = codes.at + b * codes.b + h * codes.h + at.to(tl.int64) * codes.n
-        of_gain = gain.at + b * gain.b + h * gain.h + at.to(tl.int64) * gain.n
-        of_error += row.to(tl.int64) * n + at
-    else:
-        slot = tl.load(slots + at, mask=inside, other=-1).to(tl.int64)
-        inside = slot >= 0
-        of_codes = codes.at + slot // PAGE * codes.b + h * codes.h + slot % PAGE * codes.n
-        of_gain = gain.at + slot // PAGE * gain.b + h * gain.h + slot % PAGE * gain.n
-    finish(low, high, squared_error, product, squared_norm, of_codes, of_error, of_gain, inside, H)
+    deliver(low, high, squared_error, product, squared_norm, codes, error, gain, slots, at, n, shape)
 
 
 @triton.jit(do_not_specialize=["n"])

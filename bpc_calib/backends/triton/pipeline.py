@@ -14,13 +14,17 @@ from bpc_calib.backends.triton.compact import CompactShape, compact_kernel
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with
 from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
+from bpc_calib.backends.triton.limits import Limits
+from bpc_calib.backends.triton.look_up import LookUpShape, look_up_kernel
 from bpc_calib.backends.triton.narrow import NarrowShape, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
-from bpc_calib.backends.triton.score import Limits, Scored, ScoreShape, score_kernel
+from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
+from bpc_calib.backends.triton.tables import Tables, TableShape, apart, products_kernel, tables_kernel, words
 from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
-from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
+from bpc_calib.method.product import CENTROIDS, Product, Projection, code_bits
+from bpc_calib.method.scoring import LARGEST_QUERY, LARGEST_SCORE, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 
 __all__ = [
@@ -42,6 +46,7 @@ __all__ = [
 PROGRAMS = 512  # programs of one kernel, at most
 SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `few_registers`
 SCORED = 1024  # keys that a program scores at once, see `scored`
+LOOKED_UP = 512  # the same by tables
 RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
@@ -53,7 +58,8 @@ COARSE, FINE = constants.COARSE.value, constants.FINE.value
 class Ranking:
     """What the kernels of one `choose` pass on; a row is a KV head of a sequence; `room` is N rounded up."""
 
-    values: Tensor  # int8 [rows, G, H]
+    queries: int  # G, on a KV head
+    values: Tensor  # int8 [rows, G, H]; of product codes int64 [rows, m, 256, words], see `tables`
     scale: Tensor  # float32 [rows]
     plan: Tensor  # int32 [rows, PLAN_SIZE], see `plan`
     heads: Tensor  # int16 [rows, room, G_UP], scores of the heads without the gain
@@ -68,9 +74,14 @@ class Ranking:
         return self.counts.shape[1] - COARSE - FINE
 
 
-def middle_bins(group: str, heads: int, bits: int, gain: bool) -> int:
-    """How many bins the second histogram needs for any scores: the first and last ones cover the other bits."""
-    reach = LARGEST_QUERY * bits * (GAIN_MAX + GAIN_OFFSET if gain else 1)
+def largest_score(bits: int, *, product: bool) -> int:
+    """What no absolute score without the gain is above."""
+    return LARGEST_SCORE + bits // 8 if product else LARGEST_QUERY * bits
+
+
+def middle_bins(group: str, heads: int, largest: int, gain: bool) -> int:
+    """How many bins the second histogram needs for scores up to `largest`: the first and last cover the other bits."""
+    reach = largest * (GAIN_MAX + GAIN_OFFSET if gain else 1)
     span = 2 * reach
     if group == "relative":
         span = 5 * heads * min(2 * reach, ((1 << 31) - 1) // (5 * heads))
@@ -94,6 +105,11 @@ def programs(rows: int, tokens: int, block: int, most: int = PROGRAMS) -> int:
     return max(1, min(triton.cdiv(tokens, block), most // rows))
 
 
+def projected_at_once(dim: int) -> int:
+    """Dimensions of the queries that a program projects at once."""
+    return int(min(64, max(16, triton.next_power_of_2(dim))))
+
+
 def few_registers(heads: int, bits: int) -> dict[str, int]:
     """At most 168 per thread on compute capability 9.0: then three programs of four warps share a multiprocessor.
 
@@ -106,25 +122,25 @@ def few_registers(heads: int, bits: int) -> dict[str, int]:
 
 
 def score(
-    query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice, *, table: Tensor | None = None
+    query: Tensor,
+    projection: Projection,
+    cached: Cached,
+    k: int | Tensor,
+    choice: Choice,
+    *,
+    table: Tensor | None = None,
 ) -> Ranking:
-    """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`.
+    """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`, or those of product codes.
 
     With a table, int32 `[B, P]`, here and in `rank`, codes and gains are those of pages `[pages, H_KV, size, ...]`.
     """
-    batch, kv_heads, heads, dim = query.shape
-    bits, rows, device = projection.shape[-2], batch * kv_heads, query.device
-    tokens, has_gain, page = _tokens(cached, table), cached.gain is not None, _page(cached, table)
-    query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
-    codes = cached.codes.view(torch.int8)
-    counts = COARSE + middle_bins(choice.group, heads, bits, has_gain) + FINE
-    shape = ScoreShape(
-        H_KV=kv_heads, G=heads, G_UP=triton.next_power_of_2(heads), H=bits, D=dim,
-        PART=min(64, max(16, triton.next_power_of_2(dim))), GROUP=choice.group, GAIN=has_gain,
-        TIGHT=codes.stride(2) == bits // 8, PAGE=page, PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=counts,
-    )  # fmt: skip
+    batch, kv_heads, heads, _ = query.shape
+    bits, rows, device = code_bits(projection), batch * kv_heads, query.device
+    product = isinstance(projection, Product)
+    tokens, has_gain, heads_up = _tokens(cached, table), cached.gain is not None, triton.next_power_of_2(heads)
+    counts = COARSE + middle_bins(choice.group, heads, largest_score(bits, product=product), has_gain) + FINE
     parts, room = (
-        programs(rows, tokens, shape.BLOCK, SCORING),
+        programs(rows, tokens, LOOKED_UP if product else scored(heads), SCORING),
         triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value,
     )
 
@@ -132,23 +148,88 @@ def score(
         return torch.empty(rows, *size, dtype=dtype, device=device)
 
     made = Ranking(
-        values=empty(heads, bits, dtype=torch.int8),
+        queries=heads,
+        values=(
+            empty(bits // 8, CENTROIDS, words(heads), dtype=torch.int64)
+            if product
+            else empty(heads, bits, dtype=torch.int8)
+        ),
         scale=empty(dtype=torch.float32),
         plan=empty(PLAN_SIZE.value),
-        heads=empty(room, shape.G_UP, dtype=torch.int16),
-        best=empty(parts, shape.G_UP),
+        heads=empty(room, heads_up, dtype=torch.int16),
+        best=empty(parts, heads_up),
         ranked=empty(room),
         counts=empty(counts),
         limits=_limits(cached, k, choice, batch, kv_heads),
     )
+    each = 0 if isinstance(k, Tensor) else k
+    if isinstance(projection, Product):
+        _make_tables(made, query, projection, (tokens, each), choice, has_gain)
+        _look_up(made, cached, choice, table)
+    else:
+        _score_signs(made, query, projection, cached, each, choice, table)
+    return made
+
+
+def _score_signs(
+    made: Ranking, query: Tensor, projection: Tensor, cached: Cached, k: int, choice: Choice, table: Tensor | None
+) -> None:
+    """Rounds the queries and scores all keys."""
+    batch, kv_heads, heads, dim = query.shape
+    (rows, parts, heads_up), bits = made.best.shape, projection.shape[-2]
+    query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
+    codes = cached.codes.view(torch.int8)
+    shape = ScoreShape(
+        H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=choice.group,
+        GAIN=cached.gain is not None, TIGHT=codes.stride(2) == bits // 8, PAGE=_page(cached, table),
+        PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=made.counts.shape[1],
+    )  # fmt: skip
     score_kernel[(parts, rows)](
         strided(query), strided(projection), _placed(codes, table), _placed(cached.gain, table),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
-        tokens, 0 if isinstance(k, Tensor) else k, choice.scaling, shape,
+        _tokens(cached, table), k, choice.scaling, shape,
         num_warps=4 if heads <= 8 and bits <= 64 else 8, num_stages=1,
         **few_registers(heads, bits), **ROUNDED_TWICE,
     )  # fmt: skip
-    return made
+
+
+def _make_tables(
+    made: Ranking, query: Tensor, product: Product, sizes: tuple[int, int], choice: Choice, gain: bool
+) -> None:
+    """Rounds the products of queries with centroids; `sizes`: tokens, and `k` where all choose alike."""
+    batch, kv_heads, heads, dim = query.shape
+    (rows, _, heads_up), parts, product = made.best.shape, made.values.shape[1], product.to(query.dtype)
+    query, projected = tight(query), tight(product.rows).expand(batch, kv_heads, dim, dim)
+    centroids = product.centroids.contiguous().expand(batch, kv_heads, parts, CENTROIDS, dim // parts)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    exact = torch.empty(rows, parts, CENTROIDS, heads_up, dtype=wide, device=query.device)
+    largest = torch.empty(rows, parts, heads_up, dtype=wide, device=query.device)
+    shape = TableShape(
+        H_KV=kv_heads, G=heads, G_UP=heads_up, M=parts, D=dim, WIDTH=dim // parts,
+        WIDTH_UP=max(16, triton.next_power_of_2(dim // parts)), PART=projected_at_once(dim),
+        GROUP=choice.group, GAIN=gain, COUNTS=made.counts.shape[1],
+    )  # fmt: skip
+    products_kernel[(parts, rows)](
+        strided(query), strided(projected), strided(centroids), exact, largest, shape,
+        num_warps=4 if shape.WIDTH_UP <= 32 else 8, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
+    tables_kernel[(parts, rows)](
+        exact, largest, Tables(made.values, made.scale, made.plan, made.counts), made.limits, *sizes, choice.scaling,
+        shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
+
+
+def _look_up(made: Ranking, cached: Cached, choice: Choice, table: Tensor | None) -> None:
+    """Scores all keys by tables."""
+    rows, parts, heads_up = made.best.shape
+    shape = LookUpShape(
+        H_KV=cached.codes.shape[1], G_UP=heads_up, M=made.values.shape[1], GROUP=choice.group,
+        GAIN=cached.gain is not None, PAGE=_page(cached, table), BLOCK=LOOKED_UP,
+    )  # fmt: skip
+    look_up_kernel[(parts, rows)](
+        made.values, _placed(cached.codes, table), _placed(cached.gain, table), made.heads, made.best, made.limits,
+        _tokens(cached, table), shape, num_warps=8, num_stages=1, **ROUNDED_TWICE,
+    )  # fmt: skip
 
 
 def _tokens(cached: Cached, table: Tensor | None) -> int:
@@ -194,22 +275,23 @@ def _bounds(valid: Tensor, lengths: Tensor | None, k: int | Tensor, choice: Choi
     return torch.stack([count.expand_as(first), newest_from, first_to], dim=-1).to(torch.int32)
 
 
-def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
+def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
     """`bpc_calib.quantize_query` for `[B, H_KV, G, D]`, as step 1 rounds."""
-    nothing = Cached(query.new_empty(*query.shape[:2], 0, -(-projection.shape[-2] // 64), dtype=torch.int64))
+    nothing = Cached(query.new_empty(*query.shape[:2], 0, -(-code_bits(projection) // 64), dtype=torch.int64))
     return quantized(score(query, projection, nothing, 0, Choice(1.0, group="max")), len(query))
 
 
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
     """The queries as step 1 rounded them."""
-    return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
+    found = ranking.values if ranking.values.dtype == torch.int8 else apart(ranking.values, ranking.queries)
+    return QuantizedQuery(found.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
 
 
 def rank(ranking: Ranking, cached: Cached, choice: Choice, *, table: Tensor | None = None) -> None:
     """Steps 2 and 3: fills `ranked` and the first histogram."""
     kv_heads, tokens = cached.codes.shape[1], _tokens(cached, table)
     rows, parts, heads_up = ranking.best.shape
-    heads, room, worst = ranking.values.shape[1], ranking.ranked.shape[1], _guarding(cached, choice)
+    heads, room, worst = ranking.queries, ranking.ranked.shape[1], _guarding(cached, choice)
     shape = RankShape(
         H_KV=kv_heads, G=heads, G_UP=heads_up, GROUP=choice.group, GAIN=cached.gain is not None,
         FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(max(1, SCORING // rows)),
@@ -252,7 +334,7 @@ def take(ranking: Ranking, width: int) -> Tensor:
 
 def choose(
     query: Tensor,
-    projection: Tensor,
+    projection: Projection,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,

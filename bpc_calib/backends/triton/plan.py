@@ -3,10 +3,21 @@
 import triton
 import triton.language as tl
 
+from bpc_calib.backends.triton.constants import (
+    COARSE,
+    FINE_BITS,
+    GAIN_UNIT,
+    INT32_MAX,
+    LARGEST_FACTOR,
+    LARGEST_LIMIT,
+    RELATIVE_LIMIT,
+)
+from bpc_calib.backends.triton.limits import Limits
+
 __all__ = [
     "PLAN_FIRST_TO", "PLAN_LEAST", "PLAN_LEFT", "PLAN_LENGTH", "PLAN_LIMIT", "PLAN_LOW", "PLAN_NEWEST_FROM",
-    "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED", "SIDE_BY_SIDE", "planned",
-    "record", "share", "whole",
+    "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED", "SIDE_BY_SIDE", "clear",
+    "make_plan", "planned", "record", "share", "whole",
 ]  # fmt: skip
 
 # `score` writes these.
@@ -55,3 +66,55 @@ def share(length, BLOCK: tl.constexpr):
 def whole(length):
     """The tokens of a row of scores, with those behind its length that fill it up."""
     return tl.cdiv(length, SIDE_BY_SIDE) * SIDE_BY_SIDE
+
+
+@triton.jit
+def make_plan(plan, limits: Limits, row, length, k, most, scale, scaling, shape: tl.constexpr):
+    """Writes what the later steps know of a row; no score without the gain is above `most`, or below `-most`."""
+    G: tl.constexpr = shape.G
+    # Scores lie in [low, low + span]; the later histograms count the lowest `shift` bits of their distance from low.
+    most = most * (LARGEST_FACTOR if shape.GAIN else 1)
+    if shape.GROUP == "relative":
+        span = 5 * G * tl.minimum(2 * most, INT32_MAX // (5 * G))
+        low = -span
+    else:
+        span = 2 * most
+        low = -most
+    shift = FINE_BITS
+    for each in tl.static_range(FINE_BITS, 31):
+        shift += ((span >> each) >= COARSE).to(tl.int32)
+    product = scale * scaling
+    logit = tl.div_rn(tl.full([], GAIN_UNIT if shape.GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
+    limit = tl.where(product > 0, tl.minimum(logit * RELATIVE_LIMIT, LARGEST_LIMIT), LARGEST_LIMIT).to(tl.int32)
+
+    # Which tokens are forced: the newest, then the first, and never more than k of them.
+    newest = tl.minimum(k, limits.recent)
+    if limits.bounds is not None:
+        count = tl.load(limits.bounds + 3 * row)
+        newest_from = tl.load(limits.bounds + 3 * row + 1)
+        first_to = tl.load(limits.bounds + 3 * row + 2)
+        first = tl.minimum(tl.minimum(k, count) - newest, limits.sink)
+    else:
+        newest_from = length - newest
+        first = tl.minimum(tl.minimum(k, length) - newest, limits.sink)
+        first_to = first
+    wanted = k - newest - first
+    places = tl.minimum((k.to(tl.int64) * limits.share_up // limits.share_down).to(tl.int32), wanted)
+    record(plan, row, PLAN_LENGTH, length)
+    record(plan, row, PLAN_NEWEST_FROM, newest_from)
+    record(plan, row, PLAN_FIRST_TO, first_to)
+    record(plan, row, PLAN_PLACES, places)
+    record(plan, row, PLAN_WANTED, wanted)
+    record(plan, row, PLAN_LOW, low)
+    record(plan, row, PLAN_SHIFT, shift)
+    record(plan, row, PLAN_LIMIT, limit)
+
+
+@triton.jit
+def clear(counts, row, COUNTS: tl.constexpr):
+    """Sets the histograms of a row to 0, all programs of the row together."""
+    CLEARED: tl.constexpr = 1024
+    own_counts = counts + row.to(tl.int64) * COUNTS
+    for start in range(tl.program_id(0) * CLEARED, COUNTS, tl.num_programs(0) * CLEARED):
+        at = start + tl.arange(0, CLEARED)
+        tl.store(own_counts + at, tl.zeros([CLEARED], tl.int32), mask=at < COUNTS)

@@ -7,9 +7,19 @@ from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.constants import LARGEST_QUERY
 from bpc_calib.backends.triton.language import divide, dot, round_even
 
-__all__ = ["bit_operand", "quantized"]
+__all__ = ["HEADS", "bit_operand", "quantized", "rounded"]
 
 HEADS = tl.constexpr(16)  # the least height of a matrix product, and the most heads there are
+
+
+@triton.jit
+def rounded(exact, largest, MOST: tl.constexpr):
+    """`exact * MOST / largest` as int32 between `-MOST` and `MOST`."""
+    one = tl.full([], 1, exact.dtype)
+    # As torch rounds MOST / largest; where that overflows, values go to the ends of their range.
+    inverse = tl.where(largest > 0, divide(one, tl.where(largest > 0, largest, 1)) * MOST, 0)
+    scaled = tl.where(exact == 0, 0, exact * inverse)  # 0 stays 0, also times an inverse that overflows
+    return round_even(tl.minimum(tl.maximum(scaled, -MOST), MOST)).to(tl.int32)
 
 
 @triton.jit
@@ -37,10 +47,7 @@ def quantized(query: Strided, projection: Strided, b, h, shape: tl.constexpr):
         P = tl.load(own_projection + bit[None, :] * projection.n + d[:, None], mask=d[:, None] < D, other=0)
         exact += dot(q, P)
     largest = tl.max(tl.max(tl.abs(exact), 1), 0)
-    # As torch rounds LARGEST_QUERY / largest; where that overflows, values go to the ends of their range.
-    inverse = tl.where(largest > 0, divide(tl.full([], 1, wide), tl.where(largest > 0, largest, 1)) * LARGEST_QUERY, 0)
-    scaled = tl.where(exact == 0, 0, exact * inverse)  # 0 stays 0, also times an inverse that overflows
-    values = round_even(tl.minimum(tl.maximum(scaled, -LARGEST_QUERY), LARGEST_QUERY)).to(tl.int32)
+    values = rounded(exact, largest, LARGEST_QUERY)
     if G_UP != HEADS:
         values = tl.sum(tl.reshape(values, [HEADS // G_UP, G_UP, H]), 0)  # all but the first G rows are 0
     return values, divide(largest, tl.full([], LARGEST_QUERY, wide)).to(tl.float32)

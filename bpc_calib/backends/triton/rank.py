@@ -7,6 +7,7 @@ import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
 from bpc_calib.backends.triton.constants import COARSE, FORCED, GAIN_OFFSET, NEVER
+from bpc_calib.backends.triton.limits import Limits, counted
 from bpc_calib.backends.triton.plan import (
     PLAN_FIRST_TO,
     PLAN_LENGTH,
@@ -18,7 +19,6 @@ from bpc_calib.backends.triton.plan import (
     share,
     whole,
 )
-from bpc_calib.backends.triton.score import Limits, counted
 
 __all__ = ["RankShape", "rank_kernel"]
 

@@ -11,34 +11,13 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
-from bpc_calib.backends.triton.constants import (
-    COARSE,
-    FINE_BITS,
-    GAIN_OFFSET,
-    GAIN_UNIT,
-    INT32_MAX,
-    LARGEST_FACTOR,
-    LARGEST_LIMIT,
-    NEVER,
-    RELATIVE_LIMIT,
-)
+from bpc_calib.backends.triton.constants import GAIN_OFFSET, NEVER
 from bpc_calib.backends.triton.language import ASM
-from bpc_calib.backends.triton.plan import (
-    PLAN_FIRST_TO,
-    PLAN_LENGTH,
-    PLAN_LIMIT,
-    PLAN_LOW,
-    PLAN_NEWEST_FROM,
-    PLAN_PLACES,
-    PLAN_SHIFT,
-    PLAN_WANTED,
-    record,
-    share,
-    whole,
-)
+from bpc_calib.backends.triton.limits import Limits, counted, length_of, number_of
+from bpc_calib.backends.triton.plan import clear, make_plan, share, whole
 from bpc_calib.backends.triton.quantize import bit_operand, quantized
 
-__all__ = ["Limits", "ScoreShape", "Scored", "counted", "score_kernel"]
+__all__ = ["ScoreShape", "Scored", "score_kernel"]
 
 
 class Scored(NamedTuple):
@@ -50,24 +29,6 @@ class Scored(NamedTuple):
     heads: Any
     best: Any
     counts: Any
-
-
-class Limits(NamedTuple):
-    """Which tokens there are, how many are chosen, and which of them always."""
-
-    lengths: Any  # integers [B]; None: all `length`
-    lengths_b: int
-    ks: Any  # integers [B, H_KV]; None: `k` for all
-    ks_b: int
-    ks_h: int
-    valid: Any  # bool [B, N]; None: no padding
-    valid_b: int
-    valid_n: int
-    bounds: Any  # int32 [B, H_KV, 3]: real tokens, where the newest of them begin, where the first of them end
-    recent: int
-    sink: int
-    share_up: int  # the safeguard's share of k: numerator
-    share_down: int  # denominator
 
 
 class ScoreShape(NamedTuple):
@@ -103,60 +64,6 @@ def bit_of_bytes(x, s: tl.constexpr):
         )
     else:
         return (x >> s) & 1
-
-
-@triton.jit
-def counted(limits: Limits, b, at, length):
-    """Which tokens are real."""
-    inside = at < length
-    if limits.valid is not None:
-        own = limits.valid + b * limits.valid_b
-        inside = inside & (tl.load(own + at.to(tl.int64) * limits.valid_n, mask=inside, other=0) != 0)
-    return inside
-
-
-@triton.jit
-def make_plan(plan, limits: Limits, row, length, k, values, scale, scaling, shape: tl.constexpr):
-    """Writes what the later steps know of a row."""
-    G: tl.constexpr = shape.G
-    # Scores lie in [low, low + span]; the later histograms count the lowest `shift` bits of their distance from low.
-    reach = tl.sum(tl.abs(values), 1)
-    most = tl.sum(reach, 0) if shape.GROUP == "sum" else tl.max(reach, 0)
-    most = most * (LARGEST_FACTOR if shape.GAIN else 1)
-    if shape.GROUP == "relative":
-        span = 5 * G * tl.minimum(2 * most, INT32_MAX // (5 * G))
-        low = -span
-    else:
-        span = 2 * most
-        low = -most
-    shift = FINE_BITS
-    for each in tl.static_range(FINE_BITS, 31):
-        shift += ((span >> each) >= COARSE).to(tl.int32)
-    product = scale * scaling
-    logit = tl.div_rn(tl.full([], GAIN_UNIT if shape.GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
-    limit = tl.where(product > 0, tl.minimum(logit * RELATIVE_LIMIT, LARGEST_LIMIT), LARGEST_LIMIT).to(tl.int32)
-
-    # Which tokens are forced: the newest, then the first, and never more than k of them.
-    newest = tl.minimum(k, limits.recent)
-    if limits.bounds is not None:
-        count = tl.load(limits.bounds + 3 * row)
-        newest_from = tl.load(limits.bounds + 3 * row + 1)
-        first_to = tl.load(limits.bounds + 3 * row + 2)
-        first = tl.minimum(tl.minimum(k, count) - newest, limits.sink)
-    else:
-        newest_from = length - newest
-        first = tl.minimum(tl.minimum(k, length) - newest, limits.sink)
-        first_to = first
-    wanted = k - newest - first
-    places = tl.minimum((k.to(tl.int64) * limits.share_up // limits.share_down).to(tl.int32), wanted)
-    record(plan, row, PLAN_LENGTH, length)
-    record(plan, row, PLAN_NEWEST_FROM, newest_from)
-    record(plan, row, PLAN_FIRST_TO, first_to)
-    record(plan, row, PLAN_PLACES, places)
-    record(plan, row, PLAN_WANTED, wanted)
-    record(plan, row, PLAN_LOW, low)
-    record(plan, row, PLAN_SHIFT, shift)
-    record(plan, row, PLAN_LIMIT, limit)
 
 
 @triton.jit
@@ -222,10 +129,8 @@ def score_kernel(
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
     room = whole(length)  # of a row of `heads`
-    if limits.lengths is not None:
-        length = tl.maximum(tl.minimum(tl.load(limits.lengths + b * limits.lengths_b).to(tl.int32), length), 0)
-    if limits.ks is not None:
-        k = tl.load(limits.ks + b * limits.ks_b + h * limits.ks_h).to(tl.int32)
+    length = length_of(limits, b, length)
+    k = number_of(limits, b, h, k)
     first, last = share(length, BLOCK)
     values, scale = quantized(query, projection, b, h, shape)
     g = tl.arange(0, G_UP)
@@ -234,12 +139,10 @@ def score_kernel(
         at = (row * G + g[:, None]) * H + bit[None, :]
         tl.store(made.rounded + at, values.to(tl.int8), mask=g[:, None] < G)
         tl.store(made.scale + row, scale)
-        make_plan(made.plan, limits, row, length, k, values, scale, scaling, shape)
-    CLEARED: tl.constexpr = 1024
-    own_counts = made.counts + row.to(tl.int64) * shape.COUNTS
-    for start in range(tl.program_id(0) * CLEARED, shape.COUNTS, tl.num_programs(0) * CLEARED):
-        at = start + tl.arange(0, CLEARED)
-        tl.store(own_counts + at, tl.zeros([CLEARED], tl.int32), mask=at < shape.COUNTS)
+        reach = tl.sum(tl.abs(values), 1)
+        most = tl.sum(reach, 0) if shape.GROUP == "sum" else tl.max(reach, 0)
+        make_plan(made.plan, limits, row, length, k, most, scale, scaling, shape)
+    clear(made.counts, row, shape.COUNTS)
 
     totals = tl.sum(values, 1)
     top = tl.full([ROWS, PACK, G_UP], NEVER, tl.int32)
