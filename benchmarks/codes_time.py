@@ -21,7 +21,7 @@ from bpc_calib.backends.dispatch import encode_with, step
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Choice
 from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.product import Product
+from bpc_calib.method.product import Product, Projection
 from bpc_calib.method.stepping import Hashed
 
 SHAPES = {"SmolLM2": (3, 3, 64), "Llama-3.1-8B": (8, 4, 128)}  # KV heads, query heads of each, head_dim
@@ -58,7 +58,7 @@ def measure(name: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
     codes = torch.randint(-(1 << 62), 1 << 62, (1, heads, tokens, 1), generator=generator)
     gain = torch.randint(256, (1, heads, tokens), generator=generator).to(torch.uint8)
     slots = Slots(keys, keys, codes, gain)
-    projections = {"signs": signs.to(dtype), "product": product.to(dtype)}
+    projections: dict[str, Projection] = {"signs": signs.to(dtype), "product": product.to(dtype)}
     k, choice = max(1, round(BUDGET * tokens)), Choice(dim**-0.5)
     work: dict[str, Calls] = {
         "hashing the prompt": {kind: partial(encode_with, each, keys) for kind, each in encoders.items()},

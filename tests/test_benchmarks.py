@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes_time demo_model "
+    "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes codes_time demo_model "
     "engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts "
     "keys_per_head needles other_engines outlier_needle pictures position_shift projections real_decode "
-    "real_models real_suite real_text sample_lengths serving steady_decode tables".split()  # serving: test_serving.py
+    "real_models real_suite real_text serving steady_decode tables".split()  # serving: test_serving.py
 )
 
 
@@ -450,11 +450,8 @@ def test_calibration_plan(benchmark_result):
 
 
 @pytest.mark.slow
-def test_sample_lengths(benchmark_result):
-    rows = benchmark_result("sample_lengths")["rows"]
-    found = [(row.get("samples"), row.get("position_shift"), row["tokens"], row["method"]) for row in rows]
-    assert found[:4] == [(None, None, tokens, method) for tokens in (128, 256) for method in ("oracle", "bpc-online")]
-    assert found[4:] == [
-        (length, shift, tokens, "bpc") for length in (128, 256) for shift in (False, True) for tokens in (128, 256)
-    ]
-    assert rows[0]["recall"]["value"] > 0.95 > rows[4]["recall"]["value"]
+def test_codes(benchmark_result):
+    rows = benchmark_result("codes")["rows"]
+    assert sorted(row["codes"] for row in rows) == ["exact", "product", "signs"]
+    mass = {row["codes"]: row["mass"]["value"] for row in rows}
+    assert max(mass.values()) == mass["exact"]

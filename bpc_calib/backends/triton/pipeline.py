@@ -200,7 +200,7 @@ def _make_tables(
     batch, kv_heads, heads, dim = query.shape
     (rows, _, heads_up), parts, product = made.best.shape, made.values.shape[1], product.to(query.dtype)
     query, projected = tight(query), tight(product.rows).expand(batch, kv_heads, dim, dim)
-    centroids = product.centroids.contiguous().expand(batch, kv_heads, parts, CENTROIDS, dim // parts)
+    centroids = product.centroids.mT.contiguous().expand(batch, kv_heads, parts, dim // parts, CENTROIDS)
     wide = torch.promote_types(query.dtype, torch.float32)
     exact = torch.empty(rows, parts, CENTROIDS, heads_up, dtype=wide, device=query.device)
     largest = torch.empty(rows, parts, heads_up, dtype=wide, device=query.device)

@@ -67,7 +67,7 @@ def products_kernel(query: Strided, projection: Strided, centroids: Strided, exa
     """Products of projected queries with centroids, `exact [rows, M, 256, G_UP]`: grid (parts, rows).
 
     Also their largest absolute values, `largest [rows, M, G_UP]`. Rows and centroids have the dtype of the query, and
-    the 256 centroids of a part are contiguous.
+    the 256 numbers of a dimension of the centroids are contiguous.
     """
     G_UP: tl.constexpr = shape.G_UP
     D: tl.constexpr = shape.D
@@ -91,7 +91,7 @@ def products_kernel(query: Strided, projection: Strided, centroids: Strided, exa
         )
         inside = (i[None, :] < WIDTH) & (d[:, None] < D)
         projected += dot(q, tl.load(own_projection + i[None, :] * projection.n + d[:, None], mask=inside, other=0))
-    C = tl.load(own_centroids + c[None, :] * WIDTH + i[:, None], mask=i[:, None] < WIDTH, other=0)
+    C = tl.load(own_centroids + i[:, None] * CENTROIDS + c[None, :], mask=i[:, None] < WIDTH, other=0)
     products = dot(projected, C.to(wide))
     to = row * shape.M + part
     of_head = head < G_UP  # of those from G on the products are 0
