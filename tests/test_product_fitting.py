@@ -1,14 +1,20 @@
 """Product codes fitted to keys: they describe them, alike on every machine."""
 
+import functools
+
 import pytest
 import torch
 
-from bpc_calib.backends import dispatch
+from bpc_calib.backends.dispatch import encode_parts
 from bpc_calib.errors import InputError
+from bpc_calib.method import product_fitting
 from bpc_calib.method.fitting import fit, residual_norms
 from bpc_calib.method.metric import query_metric
 from bpc_calib.method.product import Product
-from bpc_calib.method.product_fitting import fit_product, product_residual_norms
+from bpc_calib.method.product_fitting import product_residual_norms
+
+# As calibration does, with the kernels of this machine.
+fit_product = functools.partial(product_fitting.fit_product, encode=encode_parts)
 
 
 def draw_keys(count: int = 3000, heads: int = 2, dim: int = 32, seed: int = 0) -> torch.Tensor:
@@ -31,8 +37,8 @@ def generator() -> torch.Generator:
 
 def test_the_backend_of_a_cpu_fits_what_plain_torch_fits() -> None:
     keys, metric = draw_keys(), draw_metric()
-    plain = fit_product(keys, 64, metric=metric, centred=True, generator=generator())
-    found = dispatch.fit_product(keys, 64, metric=metric, centred=True, generator=generator())
+    plain = product_fitting.fit_product(keys, 64, metric=metric, centred=True, generator=generator())
+    found = fit_product(keys, 64, metric=metric, centred=True, generator=generator())
     assert plain.centroids is not None
     assert found.centroids is not None
     assert torch.equal(found.projection, plain.projection)
@@ -42,7 +48,7 @@ def test_the_backend_of_a_cpu_fits_what_plain_torch_fits() -> None:
 
 def test_shapes_and_the_residual_of_the_fitted_keys() -> None:
     keys, metric = draw_keys(), draw_metric()
-    found = dispatch.fit_product(keys, 64, metric=metric, centred=True, generator=generator())
+    found = fit_product(keys, 64, metric=metric, centred=True, generator=generator())
     assert found.metric is None
     assert found.mean is not None
     assert found.centroids is not None
@@ -60,7 +66,7 @@ def test_shapes_and_the_residual_of_the_fitted_keys() -> None:
 
 def test_product_codes_describe_other_keys_better_than_as_many_signs() -> None:
     keys, other, metric = draw_keys(8_000, dim=16), draw_keys(seed=1, dim=16), draw_metric(16)
-    product = dispatch.fit_product(keys, 32, metric=metric, centred=True, generator=generator())
+    product = fit_product(keys, 32, metric=metric, centred=True, generator=generator())
     signs = fit(keys, 32, rounds=2, metric=metric, centred=True, generator=generator())
     assert product.centroids is not None
     norms = product_residual_norms(other, Product(product.projection, product.centroids), mean=product.mean)
@@ -70,12 +76,12 @@ def test_product_codes_describe_other_keys_better_than_as_many_signs() -> None:
 
 def test_seeds_and_the_order_of_heads() -> None:
     keys = draw_keys(600)
-    one = dispatch.fit_product(keys, 32, generator=generator())
+    one = fit_product(keys, 32, generator=generator())
     assert one.centroids is not None
-    other = dispatch.fit_product(keys, 32, generator=torch.Generator().manual_seed(1))
+    other = fit_product(keys, 32, generator=torch.Generator().manual_seed(1))
     assert other.centroids is not None
     assert not torch.equal(one.centroids, other.centroids)
-    alone = dispatch.fit_product(keys[1], 32, generator=generator())
+    alone = fit_product(keys[1], 32, generator=generator())
     assert alone.centroids is not None
     assert torch.equal(alone.centroids, one.centroids[1])
     assert torch.equal(alone.projection, one.projection[1])
@@ -84,14 +90,14 @@ def test_seeds_and_the_order_of_heads() -> None:
 def test_fewer_different_keys_than_centroids() -> None:
     keys = draw_keys(300)
     keys[:, 5:] = keys[:, :1]
-    found = dispatch.fit_product(keys, 64, centred=True, generator=generator())
+    found = fit_product(keys, 64, centred=True, generator=generator())
     assert found.centroids is not None
     assert found.centroids.isfinite().all()
     assert (found.residual_norms[:, -1] < 1e-4 * found.residual_norms[:, 0]).all()
 
 
 def test_keys_that_are_all_zero() -> None:
-    found = dispatch.fit_product(torch.zeros(1, 300, 16), 64, generator=generator())
+    found = fit_product(torch.zeros(1, 300, 16), 64, generator=generator())
     assert found.centroids is not None
     assert found.projection.isfinite().all()
     assert not found.centroids.any()
@@ -108,4 +114,4 @@ def test_keys_that_are_all_zero() -> None:
 )
 def test_what_cannot_be_fitted_is_refused(keys: torch.Tensor, bits: int, fault: str) -> None:
     with pytest.raises(InputError, match=fault):
-        dispatch.fit_product(keys, bits, generator=generator())
+        fit_product(keys, bits, generator=generator())

@@ -28,10 +28,10 @@ __all__ = [
     "backend",
     "choose",
     "dense_attention",
+    "encode_parts",
     "encode_with",
     "find",
     "fit",
-    "fit_product",
     "for_pages",
     "make_ready",
     "named",
@@ -191,19 +191,10 @@ def fit(
     )
 
 
-def fit_product(
-    keys: Tensor,
-    bits: int,
-    *,
-    metric: Tensor | None = None,
-    centred: bool = False,
-    generator: torch.Generator | None = None,
-) -> Fit:
-    """`bpc_calib.method.product_fitting.fit_product`."""
-    one = keys[(None,) * max(0, 4 - keys.dim())]
-    return _serving(Request(one, one.shape[:3])).fit_product(
-        keys, bits, metric=metric, centred=centred, generator=generator
-    )
+def encode_parts(rotated: Tensor, centroids: Tensor, halves: Tensor) -> Encoded:
+    """`bpc_calib.method.product.encode_parts`."""
+    one = rotated[(None,) * max(0, 4 - rotated.dim())]
+    return _serving(Request(one, one.shape[:3])).encode_parts(rotated, centroids, halves)
 
 
 def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:

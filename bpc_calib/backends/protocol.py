@@ -72,16 +72,8 @@ class Backend(Protocol):
     ) -> Fit:
         """`bpc_calib.method.fitting.fit`."""
 
-    def fit_product(
-        self,
-        keys: Tensor,
-        bits: int,
-        *,
-        metric: Tensor | None = None,
-        centred: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Fit:
-        """`bpc_calib.method.product_fitting.fit_product`."""
+    def encode_parts(self, rotated: Tensor, centroids: Tensor, halves: Tensor) -> Encoded:
+        """`bpc_calib.method.product.encode_parts`."""
 
     def append(self, encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
         """`bpc_calib.method.appending.append`."""

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import fit, fit_product
+from bpc_calib.backends.dispatch import encode_parts, fit
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.method.fitting import Fit, residual_norms
 from bpc_calib.method.metric import query_metric, score_metric
 from bpc_calib.method.product import Product
-from bpc_calib.method.product_fitting import product_residual_norms
+from bpc_calib.method.product_fitting import fit_product, product_residual_norms
 
 __all__ = ["LayerFit", "fit_layers", "layers_at_once"]
 
@@ -103,7 +103,9 @@ def fit_layers(
 def _fit(keys: Tensor, metric: Tensor | None, plan: Plan) -> Fit:
     method, generator = plan.method, torch.Generator().manual_seed(plan.seed)
     if plan.codes == "product":
-        return fit_product(keys, plan.bits, metric=metric, centred=method.centred, generator=generator)
+        return fit_product(
+            keys, plan.bits, metric=metric, centred=method.centred, generator=generator, encode=encode_parts
+        )
     return fit(
         keys,
         plan.bits,
@@ -119,7 +121,9 @@ def _measure(keys: Tensor, found: Fit) -> Tensor:
     """The residual norms of a fit on other keys."""
     if found.centroids is None:
         return residual_norms(keys, found.projection, metric=found.metric, mean=found.mean)
-    return product_residual_norms(keys, Product(found.projection, found.centroids), mean=found.mean)
+    return product_residual_norms(
+        keys, Product(found.projection, found.centroids), mean=found.mean, encode=encode_parts
+    )
 
 
 def _relative(norms: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The numba backend: checked arguments, kernels compiled for their dtype, and the pipeline that runs them."""
 
-import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu import at_once, over_pages, pipeline
@@ -11,21 +10,20 @@ from bpc_calib.backends.cpu.product import encode_parts
 from bpc_calib.backends.cpu.ready import make_pages_ready, make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
-from bpc_calib.method import appending, choosing, paging, product_fitting, stepping
+from bpc_calib.method import appending, choosing, paging, stepping
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import AnyEncoder
-from bpc_calib.method.fitting import Fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
 from bpc_calib.method.product import Projection
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "fit_product", "hash_into",
+    "append", "attend_pages", "choose", "dense_attention", "encode_parts", "encode_with", "fit", "hash_into",
     "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
@@ -54,20 +52,6 @@ def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     make_ready(keys.dtype)
     return pipeline.encode_with(encoder, keys)
-
-
-def fit_product(
-    keys: Tensor,
-    bits: int,
-    *,
-    metric: Tensor | None = None,
-    centred: bool = False,
-    generator: torch.Generator | None = None,
-) -> Fit:
-    """`bpc_calib.method.product_fitting.fit_product`."""
-    return product_fitting.fit_product(
-        keys, bits, metric=metric, centred=centred, generator=generator, encode=encode_parts
-    )
 
 
 def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:

@@ -18,12 +18,11 @@ from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.product import Product, ProductEncoder, Projection
-from bpc_calib.method.product_fitting import fit_product
+from bpc_calib.method.product import Product, ProductEncoder, Projection, encode_parts
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "fit_product", "hash_into",
+    "append", "attend_pages", "choose", "dense_attention", "encode_parts", "encode_with", "fit", "hash_into",
     "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
