@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import aggregation_tables
+import code_tables
 import default_tables
 import evaluation_tables
 import measurement_tables
@@ -30,6 +31,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "headline": projection_tables.headline,
     "headline-both": projection_tables.headline_both,
     "codes": projection_tables.codes,
+    "code-quality": code_tables.code_quality,
+    "code-time": code_tables.code_time,
     "hashing-time": projection_tables.hashing_time,
     "defaults": default_tables.defaults,
     "tried": default_tables.tried,

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import bpc_calib
 from bpc_calib.errors import InputError
 from bpc_calib.method.encoded import GAIN_OFFSET, GAIN_UNIT
 from bpc_calib.method.encoding import encode_with, make_encoder
@@ -52,6 +53,22 @@ def test_a_key_gets_the_nearest_centroid_of_every_part(parts: int) -> None:
     gain = (rotated.square().sum(-1) / (rotated * coded).sum(-1)).clamp(0.5, (255 + GAIN_OFFSET) / GAIN_UNIT)
     inside = (rotated * coded).sum(-1) > 0.3 * rotated.square().sum(-1)
     assert ((found.gain.float() + GAIN_OFFSET) / GAIN_UNIT - gain)[inside].abs().max() <= 0.51 / GAIN_UNIT
+
+
+def test_the_functions_of_the_package_work_together() -> None:
+    keys = torch.randn(2, 400, 32, generator=torch.Generator().manual_seed(8))
+    found = bpc_calib.fit_product(keys, 64, centred=True, generator=torch.Generator().manual_seed(0))
+    assert found.centroids is not None
+    product = bpc_calib.Product(found.projection, found.centroids)
+    encoded = bpc_calib.encode(keys, product, mean=found.mean)
+    query = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(9))
+    asked = bpc_calib.quantize_query(query, product)
+    scores = bpc_calib.hash_scores(asked, encoded.codes, encoded.gain) * asked.scale[:, None, None] / GAIN_UNIT
+    exact = query @ (keys - found.mean.unsqueeze(1)).mT
+    # 400 keys and 256 centroids of each of 8 parts: the scores are nearly exact.
+    assert torch.corrcoef(torch.stack([scores.flatten(), exact.flatten()]))[0, 1] > 0.9
+    with pytest.raises(InputError, match="do not fit"):
+        bpc_calib.encode(keys[..., :16], product)
 
 
 def test_equal_distances_go_to_the_lowest_number() -> None:

@@ -106,8 +106,10 @@ def make_encoder(
         )
 
 
-def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None) -> Encoded:
-    """Hash keys `[..., N, D]` with a projection `[..., H, D]`; leading dimensions broadcast.
+def encode(
+    keys: Tensor, projection: Projection, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> Encoded:
+    """Hash keys `[..., N, D]` with a projection, `[..., H, D]` or a `Product`; leading dimensions broadcast.
 
     The greedy loop of Algorithm 2 (`u = sign(r v)`, `r -= u v` for each row `v` of `P`, from `r = k`)
     needs only the inner products `S = K P^T` and `T = P P^T` (docs/algorithm.md); with a metric, `S = K (P M)^T` and
@@ -117,15 +119,17 @@ def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, me
     Args:
         keys: any floating dtype.
         projection: is first rounded to the dtype of the keys.
-        metric: `[..., D, D]`, the metric of the calibration of the projection; None is the identity.
+        metric: `[..., D, D]`, the metric of the calibration of the projection; None is the identity. A `Product`
+            contains its own.
         mean: `[..., D]`, is first subtracted from the keys; None is 0.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    if keys.dim() < 2 or projection.dim() < 2 or keys.shape[-1] != projection.shape[-1]:
+    rows = projection.rows if isinstance(projection, Product) else projection
+    if keys.dim() < 2 or rows.dim() < 2 or keys.shape[-1] != rows.shape[-1]:
         raise InputError(
-            f"keys [..., N, D] and projection [..., H, D] do not fit: {list(keys.shape)} and {list(projection.shape)}"
+            f"keys [..., N, D] and projection [..., H, D] do not fit: {list(keys.shape)} and {list(rows.shape)}"
         )
     return encode_with(make_encoder(projection, keys.dtype, metric=metric, mean=mean), keys)
 

@@ -1,0 +1,53 @@
+"""The tables on kinds of codes: what they keep on real text, and what product codes cost beside signs."""
+
+from typing import Any
+
+from markdown_table import Results, percent, table
+
+__all__ = ["code_quality", "code_time"]
+
+FILES = ("codes_smollm2", "codes_gemma3")
+KINDS = ("exact", "signs", "product")
+
+
+def code_quality(results: Results) -> str:
+    """A line per model, length and budget: divergence, mass and cosine of the exact best tokens and of both kinds."""
+    lines = []
+    for file in FILES:
+        model = results[file]["model"].removesuffix("-Instruct")
+        rows = {(row["tokens"], row["budget"], row["codes"]): row for row in results[file]["rows"]}
+        for tokens, budget in dict.fromkeys((tokens, budget) for tokens, budget, _ in rows):
+            alike = [rows[tokens, budget, kind] for kind in KINDS]
+            exact, signs, product = (row["kl"]["value"] for row in alike)
+            closed = percent((signs - product) / (signs - exact), 0)
+            lines.append(
+                [
+                    model, f"{tokens:,}", f"{percent(budget)} %",
+                    *(_within(row["kl"]) for row in alike), f"{closed} %",
+                    *(f"{row['mass']['value']:.3f}, {row['cosine']['value']:.3f}" for row in alike),
+                ]
+            )  # fmt: skip
+    heads = [
+        "model", "tokens", "attended", "KL: exact best", "signs", "product", "of the gap",
+        "mass, cosine: exact best", "signs", "product",
+    ]  # fmt: skip
+    return table(heads, lines)
+
+
+def code_time(results: Results) -> str:
+    """A line per layer and length: how many times as long product codes take as signs."""
+    rows = results["codes_time"]["rows"]
+    names = list(dict.fromkeys(row["what"] for row in rows))
+    times: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        times.setdefault((row["shape"], row["tokens"]), {})[row["what"]] = row
+    lines = [
+        [shape, f"{tokens:,}", *(f"{each[name]['ratio']:.2f}" for name in names), f"{each['a step']['signs']:.2f} ms"]
+        for (shape, tokens), each in times.items()
+    ]
+    return table(["layer of", "tokens", *names, "a step with signs"], lines)
+
+
+def _within(figure: dict[str, float]) -> str:
+    """A value and half its 95 % interval."""
+    return f"{figure['value']:.3f} ± {(figure['high'] - figure['low']) / 2:.3f}"
