@@ -34,6 +34,10 @@ def look_up_kernel(tables, codes: Strided, gain: Strided, heads, best, limits: L
 
     Tables are int64 `[rows, M, 256, words]`, codes int64 `[B, H_KV, N, W]`. Grid (programs, rows).
     """
+    GAIN: tl.constexpr = shape.GAIN
+    GROUP: tl.constexpr = shape.GROUP
+    H_KV: tl.constexpr = shape.H_KV
+    PAGE: tl.constexpr = shape.PAGE
     G_UP: tl.constexpr = shape.G_UP
     M: tl.constexpr = shape.M
     BLOCK: tl.constexpr = shape.BLOCK
@@ -41,8 +45,8 @@ def look_up_kernel(tables, codes: Strided, gain: Strided, heads, best, limits: L
     WORDS: tl.constexpr = G_UP // IN_WORD
     READ: tl.constexpr = WORDS if WORDS < 2 else 2
     row = tl.program_id(1)
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
     room = whole(length)  # of a row of `heads`
     length = length_of(limits, b, length)
     first, last = share(length, BLOCK)
@@ -55,7 +59,7 @@ def look_up_kernel(tables, codes: Strided, gain: Strided, heads, best, limits: L
             # One key after the other in the threads, in all tensors: else each byte would move between them.
             at = tl.max_contiguous(start + tl.arange(0, BLOCK), 1)
             inside = at < last
-            of_codes = head_of(codes, b, h) + token_at(codes, b, at, inside, shape.PAGE)
+            of_codes = head_of(codes, b, h) + token_at(codes, b, at, inside, PAGE)
             sums = tl.full([BLOCK, READ], BIAS, tl.int64)
             for part in tl.static_range(0, M, BYTES):
                 code = tl.load(of_codes + part // BYTES, mask=inside, other=0)
@@ -66,13 +70,13 @@ def look_up_kernel(tables, codes: Strided, gain: Strided, heads, best, limits: L
             scores = tl.reshape(fields.to(tl.int32), [BLOCK, READ * IN_WORD]) - 0x8000
             to = heads + (row.to(tl.int64) * room + at)[:, None] * G_UP + word * IN_WORD + g[None, :]
             tl.store(to, scores.to(tl.int16), mask=(at < whole(length))[:, None])
-            if shape.GROUP == "relative":
-                if shape.GAIN:
-                    of_gain = head_of(gain, b, h) + token_at(gain, b, at, inside, shape.PAGE)
+            if GROUP == "relative":
+                if GAIN:
+                    of_gain = head_of(gain, b, h) + token_at(gain, b, at, inside, PAGE)
                     gains = tl.load(of_gain, mask=inside, other=0).to(tl.int32)
                     scores = scores * (gains + GAIN_OFFSET)[:, None]
                 scores = tl.where(counted(limits, b, at, length)[:, None], scores, NEVER)
                 top = tl.maximum(top, tl.max(scores, 0))
-        if shape.GROUP == "relative":
+        if GROUP == "relative":
             of_program = best + (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * G_UP + word * IN_WORD
             tl.store(of_program + g, top)

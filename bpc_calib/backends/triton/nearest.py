@@ -78,20 +78,23 @@ def encode_parts_kernel(
 
     The sums have the order of `bpc_calib.method.product.encode_parts`: the same bits from the same rotated keys.
     """
+    H_KV: tl.constexpr = shape.H_KV
+    PART: tl.constexpr = shape.PART
     D: tl.constexpr = shape.D
     M: tl.constexpr = shape.M
     WIDTH: tl.constexpr = shape.WIDTH
+    WIDTH_UP: tl.constexpr = shape.WIDTH_UP
     BLOCK: tl.constexpr = shape.BLOCK
     row = tl.program_id(1)
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
     own = b * encoder.b + h
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own_keys = keys.at + b * keys.b + h * keys.h
     mean = encoder.mean
     if mean is not None:
         mean += own * D
-    i = tl.arange(0, shape.WIDTH_UP)
+    i = tl.arange(0, WIDTH_UP)
     part = tl.arange(0, M)
     wide = encoder.halves.dtype.element_ty
     squared_norm = tl.zeros([BLOCK], wide)
@@ -100,10 +103,10 @@ def encode_parts_kernel(
     low = tl.zeros([BLOCK], tl.int64)  # parts 0 to 7 of the codes
     high = low  # the others
     for j in range(M):
-        rotated = tl.zeros([BLOCK, shape.WIDTH_UP], wide)
-        for first in range(0, D, shape.PART):
-            _, less_mean = part_of(own_keys, mean, at, n, first, keys.n, D, shape.PART)
-            d = first + tl.arange(0, shape.PART)
+        rotated = tl.zeros([BLOCK, WIDTH_UP], wide)
+        for first in range(0, D, PART):
+            _, less_mean = part_of(own_keys, mean, at, n, first, keys.n, D, PART)
+            d = first + tl.arange(0, PART)
             R = tl.load(
                 encoder.matrix + (own * D + d[:, None]) * D + j * WIDTH + i[None, :],
                 mask=(d[:, None] < D) & (i[None, :] < WIDTH),
@@ -148,14 +151,15 @@ def find_parts(key, encoder: Finding, own, scratch, shape: tl.constexpr):
     D_UP: tl.constexpr = shape.D_UP
     M: tl.constexpr = shape.M
     WIDTH: tl.constexpr = shape.WIDTH
+    ROWS: tl.constexpr = shape.ROWS
     wide = encoder.halves.dtype.element_ty
     mean = encoder.mean
     if mean is not None:
         mean += own * D
     d = tl.arange(0, D_UP)
-    products = tl.zeros([shape.ROWS, D_UP], wide)
-    for first in tl.static_range(0, D, shape.ROWS):
-        e = first + tl.arange(0, shape.ROWS)
+    products = tl.zeros([ROWS, D_UP], wide)
+    for first in tl.static_range(0, D, ROWS):
+        e = first + tl.arange(0, ROWS)
         R = tl.load(
             encoder.matrix + (own * D + e[:, None]) * D + d[None, :], mask=(e[:, None] < D) & (d[None, :] < D), other=0
         )
@@ -205,12 +209,15 @@ def encode_few_kernel(
     shape: tl.constexpr,
 ):
     """Does what `encode_parts_kernel` does, with `scratch [rows, n, D + 2 M]`. Grid (keys, rows)."""
+    D: tl.constexpr = shape.D
+    H_KV: tl.constexpr = shape.H_KV
+    M: tl.constexpr = shape.M
     row = tl.program_id(1)
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
     at = tl.program_id(0)
     key = keys.at + b * keys.b + h * keys.h + at.to(tl.int64) * keys.n
-    own_scratch = scratch + (row.to(tl.int64) * n + at) * (shape.D + 2 * shape.M)
+    own_scratch = scratch + (row.to(tl.int64) * n + at) * (D + 2 * M)
     low, high, squared_error, product, squared_norm = find_parts(key, encoder, b * encoder.b + h, own_scratch, shape)
     one = at + tl.arange(0, 1)
     deliver(low, high, squared_error, product, squared_norm, codes, error, gain, slots, one, n, shape)
@@ -231,16 +238,21 @@ def append_parts_kernel(
     shape: tl.constexpr,
 ):
     """Does what `append_kernel` does, with product codes and `scratch [rows, D + 2 M]`. Grid (rows)."""
+    H: tl.constexpr = shape.H
+    H_KV: tl.constexpr = shape.H_KV
+    M: tl.constexpr = shape.M
+    V: tl.constexpr = shape.V
+    V_UP: tl.constexpr = shape.V_UP
     D: tl.constexpr = shape.D
     D_UP: tl.constexpr = shape.D_UP
     row = tl.program_id(0)
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
     at = tl.load(place).to(tl.int64)
     stored(loaded(key, b, h, D, D_UP), keys, b, h, at, D, D_UP)
-    stored(loaded(value, b, h, shape.V, shape.V_UP), values, b, h, at, shape.V, shape.V_UP)
+    stored(loaded(value, b, h, V, V_UP), values, b, h, at, V, V_UP)
     own_key = key.at + b * key.b + h * key.h
-    own_scratch = scratch + row.to(tl.int64) * (D + 2 * shape.M)
+    own_scratch = scratch + row.to(tl.int64) * (D + 2 * M)
     low, high, squared_error, product, squared_norm = find_parts(
         own_key, encoder, b * encoder.b + h, own_scratch, shape
     )
@@ -252,4 +264,4 @@ def append_parts_kernel(
     if own_error is not None:
         own_error += b * error.b + h * error.h + at * error.n + one
     own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n + one
-    finish(low, high, squared_error, product, squared_norm, own_codes, own_error, own_gain, one < 1, shape.H)
+    finish(low, high, squared_error, product, squared_norm, own_codes, own_error, own_gain, one < 1, H)

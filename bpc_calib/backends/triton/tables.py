@@ -69,31 +69,36 @@ def products_kernel(query: Strided, projection: Strided, centroids: Strided, exa
     Also their largest absolute values, `largest [rows, M, G_UP]`. Rows and centroids have the dtype of the query, and
     the 256 numbers of a dimension of the centroids are contiguous.
     """
+    G: tl.constexpr = shape.G
+    H_KV: tl.constexpr = shape.H_KV
+    M: tl.constexpr = shape.M
+    PART: tl.constexpr = shape.PART
     G_UP: tl.constexpr = shape.G_UP
     D: tl.constexpr = shape.D
     WIDTH: tl.constexpr = shape.WIDTH
+    WIDTH_UP: tl.constexpr = shape.WIDTH_UP
     row = tl.program_id(1).to(tl.int64)
     part = tl.program_id(0).to(tl.int64)
-    b = row // shape.H_KV
-    h = row % shape.H_KV
+    b = row // H_KV
+    h = row % H_KV
     head = tl.arange(0, HEADS)
-    i = tl.arange(0, shape.WIDTH_UP)
+    i = tl.arange(0, WIDTH_UP)
     c = tl.arange(0, CENTROIDS)
     own_query = query.at + b * query.b + h * query.h
     own_projection = projection.at + b * projection.b + h * projection.h + part * WIDTH * projection.n
     own_centroids = centroids.at + b * centroids.b + h * centroids.h + part * centroids.n
     wide = tl.float64 if query.at.dtype.element_ty == tl.float64 else tl.float32
-    projected = tl.zeros([HEADS, shape.WIDTH_UP], wide)
-    for first in tl.static_range(0, D, shape.PART):
-        d = first + tl.arange(0, shape.PART)
+    projected = tl.zeros([HEADS, WIDTH_UP], wide)
+    for first in tl.static_range(0, D, PART):
+        d = first + tl.arange(0, PART)
         q = tl.load(
-            own_query + head[:, None] * query.n + d[None, :], mask=(head[:, None] < shape.G) & (d[None, :] < D), other=0
+            own_query + head[:, None] * query.n + d[None, :], mask=(head[:, None] < G) & (d[None, :] < D), other=0
         )
         inside = (i[None, :] < WIDTH) & (d[:, None] < D)
         projected += dot(q, tl.load(own_projection + i[None, :] * projection.n + d[:, None], mask=inside, other=0))
     C = tl.load(own_centroids + i[:, None] * CENTROIDS + c[None, :], mask=i[:, None] < WIDTH, other=0)
     products = dot(projected, C.to(wide))
-    to = row * shape.M + part
+    to = row * M + part
     of_head = head < G_UP  # of those from G on the products are 0
     tl.store(exact + (to * CENTROIDS + c[None, :]) * G_UP + head[:, None], products, mask=of_head[:, None])
     tl.store(largest + to * G_UP + head, tl.max(tl.abs(products), 1), mask=of_head)
@@ -105,6 +110,9 @@ def tables_kernel(exact, largest, made: Tables, limits: Limits, length, k, scali
 
     Also writes the scale and the plan, and clears `counts`.
     """
+    COUNTS: tl.constexpr = shape.COUNTS
+    GROUP: tl.constexpr = shape.GROUP
+    H_KV: tl.constexpr = shape.H_KV
     G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
     M: tl.constexpr = shape.M
@@ -112,8 +120,8 @@ def tables_kernel(exact, largest, made: Tables, limits: Limits, length, k, scali
     WORDS: tl.constexpr = G_UP // IN_WORD
     row = tl.program_id(1)
     part = tl.program_id(0)
-    b = (row // shape.H_KV).to(tl.int64)
-    h = (row % shape.H_KV).to(tl.int64)
+    b = (row // H_KV).to(tl.int64)
+    h = (row % H_KV).to(tl.int64)
     g = tl.arange(0, G_UP)
     c = tl.arange(0, CENTROIDS)
     first = row.to(tl.int64) * M
@@ -124,11 +132,11 @@ def tables_kernel(exact, largest, made: Tables, limits: Limits, length, k, scali
     entry = tl.sum(numbers << (tl.arange(0, IN_WORD).to(tl.int64) * FIELD)[None, None, :], 2)
     word = tl.arange(0, WORDS)
     tl.store(made.words + ((first + part) * CENTROIDS + c[:, None]) * WORDS + word[None, :], entry)
-    clear(made.counts, row, shape.COUNTS)
+    clear(made.counts, row, COUNTS)
     if part == 0:
         scale = divide(most, tl.full([], LARGEST_SCORE, most.dtype)).to(tl.float32)
         tl.store(made.scale + row, scale)
         length = length_of(limits, b, length)
         # Each part of a sum is rounded.
-        reach = tl.full([], (LARGEST_SCORE + M) * (G if shape.GROUP == "sum" else 1), tl.int32)
+        reach = tl.full([], (LARGEST_SCORE + M) * (G if GROUP == "sum" else 1), tl.int32)
         make_plan(made.plan, limits, row, length, number_of(limits, b, h, k), reach, scale, scaling, shape)
