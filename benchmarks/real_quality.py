@@ -12,6 +12,7 @@ Row = dict[str, Any]
 # Full attention, its best approximation, BPC and the least that one can do.
 FIRST = ("full", "oracle", "bpc", "bpc-online")
 MAIN = (*FIRST, "random")
+ASKED_TOKENS = 1 << 14  # of the prompts of a batch: every method has a copy of their cache
 
 
 def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +106,10 @@ class _Evaluated:
         """Rows of these tasks; the method `paper` is BPC with the paper's projections."""
         artifact = "paper" if "paper" in methods else "bpc"
         chosen = ["bpc"] if artifact == "paper" else methods
-        return self._rows(artifact, methods=chosen, tasks=names, lengths=[length], prompts=prompts, budgets=budgets)
+        return self._rows(
+            artifact, methods=chosen, tasks=names, lengths=[length], prompts=prompts, budgets=budgets,
+            batch=max(1, ASKED_TOKENS // length),
+        )  # fmt: skip
 
     def _rows(self, artifact: str, **settings: Any) -> list[Row]:
         """Rows of `evaluate`; BPC has the name of its artifact."""
