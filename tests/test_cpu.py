@@ -20,7 +20,7 @@ from bpc_calib import BPCCache, InputError, enable, quantize_query
 from bpc_calib.backends import cpu, dispatch
 from bpc_calib.backends.cpu import attend, folder, pipeline, score
 from bpc_calib.backends.cpu import backend as kernels
-from bpc_calib.method import encoding
+from bpc_calib.method import encoded
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoded import Encoded
@@ -311,10 +311,10 @@ def test_kernels_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch):
 
 
 def test_a_constant_of_the_method_makes_kernels_stale(tmp_path, monkeypatch):
-    before, source = folder.stamp(), Path(encoding.__file__).read_text()
-    changed = tmp_path / "encoding.py"
+    before, source = folder.stamp(), Path(encoded.__file__).read_text()
+    changed = tmp_path / "encoded.py"
     changed.write_text(source)
-    monkeypatch.setattr(encoding, "__file__", str(changed))
+    monkeypatch.setattr(encoded, "__file__", str(changed))
     assert folder.stamp() == before
     changed.write_text(source.replace("GAIN_OFFSET = 32", "GAIN_OFFSET = 33"))
     assert folder.stamp() != before

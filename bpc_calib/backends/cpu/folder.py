@@ -5,7 +5,7 @@ import os
 import stat
 from pathlib import Path
 
-from bpc_calib.method import encoding, scoring
+from bpc_calib.method import encoded, scoring
 
 __all__ = ["kernel_folder", "stamp"]
 
@@ -13,7 +13,7 @@ __all__ = ["kernel_folder", "stamp"]
 def stamp() -> str:
     """Of the sources that kernels are compiled from: what was compiled from others is stale."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
-    sources += [Path(str(module.__file__)) for module in (encoding, scoring)]  # `constants` are theirs
+    sources += [Path(str(module.__file__)) for module in (encoded, scoring)]  # `constants` are theirs
     return hashlib.sha256(b"\0".join(each.read_bytes() for each in sources)).hexdigest()[:16]
 
 
