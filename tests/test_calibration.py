@@ -177,8 +177,9 @@ def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
         assert held_out["residual_by_head"][str(layer)] == (measured[:, -1] / measured[:, 0]).tolist()
 
 
-@pytest.mark.parametrize("codes", ["signs", "product"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("codes", "dtype"), [("signs", torch.float32), ("signs", torch.bfloat16), ("product", torch.bfloat16)]
+)
 def test_the_same_seed_returns_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype, codes):
     threads = torch.get_num_threads()
     try:

@@ -103,7 +103,7 @@ PRODUCTS = {  # heads on a KV head, head_dim, parts, dtype, gain, rules
 }
 
 
-@pytest.mark.emulated
+@pytest.mark.emulated(case=["usual", "eight heads, 16 parts"])
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_product_codes(case):
     """Of integers: tables, scales, scores of heads, and so what is chosen, bit for bit."""
@@ -177,7 +177,7 @@ def finder(dim, parts, *, whole, dtype=torch.float32):
     return ProductEncoder(matrix, centroids, centroids.square().sum(-1) / 2, mean)
 
 
-@pytest.mark.emulated(case=["more than a block", "one token", "16 parts", "4 parts"])
+@pytest.mark.emulated(case=["more than a block", "one token"])
 @pytest.mark.parametrize("case", CODED)
 def test_product_codes_of_keys(case):
     """Bit for bit, as the keys are rotated exactly; integers have many nearest centroids."""
@@ -194,7 +194,7 @@ def test_product_codes_of_keys(case):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
-@pytest.mark.emulated
+@pytest.mark.emulated(case=["one token"])
 @pytest.mark.parametrize("case", ["one token", "16 parts", "4 parts"])
 def test_product_codes_of_appended_keys(case):
     """What plain torch writes, and nothing else; 16 parts without gains and errors."""
