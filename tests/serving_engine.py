@@ -39,10 +39,10 @@ DENSE = {"min_context": 10**9}
 PAGE = 128  # tokens
 
 
-def made_artifact(model_folder, target, samples=4):
+def made_artifact(model_folder, target, samples=4, codes=None):
     """Projections of a model, from a little of the demo's text."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    plan = make_plan(describe(model.config), samples=samples, sequence_length=256)
+    plan = make_plan(describe(model.config), samples=samples, sequence_length=256, codes=codes)
     text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
     bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
     return target

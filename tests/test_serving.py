@@ -273,6 +273,15 @@ def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(options, tmp_p
     assert second[0] == first[0]
 
 
+def test_product_codes_choose_what_the_layer_chooses(tmp_path, monkeypatch):
+    artifact = made_artifact(DEMO_MODEL, tmp_path / "product.safetensors", codes="product")
+    engine = Engine(DEMO_MODEL, artifact, num_gpu_blocks_override=40)
+    with engine.checked(monkeypatch) as counted:
+        engine.generate(*(ids(length, seed=length) for length in (900, 140, 650)))
+    assert counted.together == 3
+    assert counted.rows == 3 * 11 * 2
+
+
 REAL = Path(__file__).parent.parent / "build" / "real"
 
 
