@@ -25,9 +25,7 @@ class LayerProjection:
     """One calibrated layer. All arrays are float32."""
 
     projection: Array  # [kv_heads, bits, head_dim]; of product codes [kv_heads, head_dim, head_dim]
-    residual: (
-        Array  # [kv_heads, bits + 1]: |R|_F / |K|_F after 0..bits bits, on the calibration keys; or 0..parts parts
-    )
+    residual: Array  # [kv_heads, bits + 1]: |R|_F / |K|_F after 0..bits bits (product codes: parts), on the fitted keys
     metric: Array | None = None  # [kv_heads, head_dim, head_dim], symmetric positive definite; None: identity
     mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
     centroids: Array | None = None  # [kv_heads, parts, 256, head_dim / parts] of product codes; None: signs

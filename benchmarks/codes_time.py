@@ -8,14 +8,13 @@ no greedy pass; tables take 256 D products per query head in place of 64 D; and 
 signs take products of bytes.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import report
 import torch
+from interleaved import interleaved
 
 from bpc_calib.backends.dispatch import encode_with, step
 from bpc_calib.method.appending import Slots
@@ -68,29 +67,15 @@ def measure(name: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
             for kind, each in projections.items()
         },
     }
-    rows = []
+    rows, other = [], torch.zeros(OTHER, dtype=torch.uint8)
     for what, calls in work.items():
-        times = interleaved(calls, repeats)
+        times = interleaved(calls, repeats, before=lambda: other.add_(1))
         rows.append(
             {"shape": name, "tokens": tokens, "what": what}
             | {kind: round(1e3 * seconds, 4) for kind, seconds in times.items()}
             | {"ratio": round(times["product"] / times["signs"], 3)}
         )
     return rows
-
-
-def interleaved(calls: Calls, repeats: int) -> dict[str, float]:
-    """Median seconds of each call; all run in turn."""
-    other = torch.zeros(OTHER, dtype=torch.uint8)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(repeats + 1):
-        for name, call in calls.items():
-            other.add_(1)
-            began = time.perf_counter()
-            call()
-            if repeat:  # the first round warms up
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(each) for name, each in times.items()}
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ product of [N, D] and [D, D] to one of [N, D] and [D, H] and 64 greedy steps; th
 """
 
 import functools
-import statistics
-import time
 from collections.abc import Callable
 
 import report
 import torch
+from interleaved import interleaved
 from transformers import LlamaConfig
 
 from bpc_artifacts import LayerProjection
@@ -102,18 +101,6 @@ def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dic
             for name, seconds in times.items()
         ]
     return rows
-
-
-def interleaved(kinds: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each; all run in turn."""
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    for repeat in range(repeats + 1):
-        for name, run in kinds.items():
-            began = time.perf_counter()
-            run()
-            if repeat:  # the first round warms up
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(each) for name, each in times.items()}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bpc_artifacts.schema import CENTROIDS
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits
 from bpc_calib.method.encoded import Encoded, gain_byte
@@ -28,7 +29,6 @@ __all__ = [
     "unpack_bytes",
 ]
 
-CENTROIDS = 256  # of each part: what a byte can name
 AT_ONCE = 1 << 24  # products of keys and centroids
 
 

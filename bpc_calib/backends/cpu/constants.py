@@ -3,8 +3,10 @@
 import numpy as np
 
 from bpc_calib.method import encoded, scoring
+from bpc_calib.method.product import CENTROIDS
 
 __all__ = [
+    "CENTROIDS",
     "GAIN_MAX",
     "GAIN_OFFSET",
     "GAIN_ONE",

@@ -6,7 +6,8 @@ import numba
 import numpy as np
 
 from bpc_calib.backends.cpu.compiling import compiled, inlined
-from bpc_calib.backends.cpu.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
+from bpc_calib.backends.cpu.constants import CENTROIDS
+from bpc_calib.backends.cpu.gain import error_of, gain_of
 from bpc_calib.backends.cpu.language import at, prefetch_row, widen
 from bpc_calib.backends.cpu.nearest import find_parts
 
@@ -65,13 +66,7 @@ def greedy(given, norm, matrix, count, bits, codes, errors, gains):
         for x in range(count):
             codes[x * words + i // 64] |= np.int64(signs[i, x] > 0) << (i % 64)
     for x in range(count):
-        errors[x] = np.float32(np.sqrt(np.float64(max(fallen[x], np.float32(0)))))
-        byte = np.float32(GAIN_MAX)
-        if norm[x] <= 0:
-            byte = np.float32(GAIN_ONE)
-        elif dot[x] > 0:
-            byte = np.rint(np.float32(GAIN_UNIT) * norm[x] / dot[x] - np.float32(GAIN_OFFSET))
-        gains[x] = np.uint8(min(np.float32(GAIN_MAX), max(np.float32(0), byte)))
+        errors[x], gains[x] = error_of(fallen[x]), gain_of(norm[x], dot[x])
 
 
 @inlined
@@ -158,6 +153,16 @@ class Hashing(NamedTuple):
 
 
 @inlined
+def centre_key(key, mean, wide):
+    """The key in float32, less the mean `[D]`, or `[0]` where there is none."""
+    for d in range(len(wide)):
+        wide[d] = widen(key[d])
+    if len(mean):
+        for d in range(len(wide)):
+            wide[d] -= mean[d]
+
+
+@inlined
 def hash_row(row, like, call):
     """All keys of a row."""
     if call.along:
@@ -183,12 +188,7 @@ def hash_signs_row(row, like, call):
     scores, norms, wide = np.empty(tokens * bits, np.float32), np.empty(tokens, np.float32), np.empty(dim, np.float32)
     keys = call.keys + size * (row // call.kv_heads * call.keys_b + row % call.kv_heads * call.keys_h)
     for i in range(tokens):
-        key = at(keys + size * i * call.keys_n, dim, like)
-        for d in range(dim):
-            wide[d] = widen(key[d])
-        if call.mean:
-            for d in range(dim):
-                wide[d] -= centre[d]
+        centre_key(at(keys + size * i * call.keys_n, dim, like), centre, wide)
         norms[i] = project(wide, directions, measure, scores[i * bits : (i + 1) * bits])
     greedy(
         scores, norms, at(gram, bits * bits, F32), tokens, bits,
@@ -215,18 +215,13 @@ def hash_parts_row(row, like, call):
     size, tokens, dim = like.itemsize, call.tokens, call.dim
     matrix, along = call.matrix + 4 * row * call.matrix_stride, call.along + 4 * row * call.along_stride
     prefetch_row(matrix, 4 * dim * dim)  # the cache holds another layer's
-    prefetch_row(along, 4 * dim * 256)
+    prefetch_row(along, 4 * dim * CENTROIDS)
     directions = at(matrix, dim * dim, F32)
     centre = at(call.mean + 4 * row * call.mean_stride, dim if call.mean else 0, F32)
     rotated, wide = np.empty(tokens * dim, np.float32), np.empty(dim, np.float32)
     keys = call.keys + size * (row // call.kv_heads * call.keys_b + row % call.kv_heads * call.keys_h)
     for i in range(tokens):
-        key = at(keys + size * i * call.keys_n, dim, like)
-        for d in range(dim):
-            wide[d] = widen(key[d])
-        if call.mean:
-            for d in range(dim):
-                wide[d] -= centre[d]
+        centre_key(at(keys + size * i * call.keys_n, dim, like), centre, wide)
         rotate(wide, directions, rotated[i * dim : (i + 1) * dim])
     find_parts(
         rotated.ctypes.data, tokens, dim, call.bits // 8, along, call.halves + 4 * row * call.halves_stride,

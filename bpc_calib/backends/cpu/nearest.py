@@ -10,12 +10,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bpc_calib.backends.cpu.compiling import compiled, inlined
-from bpc_calib.backends.cpu.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
+from bpc_calib.backends.cpu.constants import CENTROIDS
+from bpc_calib.backends.cpu.gain import error_of, gain_of
 from bpc_calib.backends.cpu.language import WIDE, at, splat, vector_at
 
 __all__ = ["SHARE", "find_parts", "parts_kernel"]
 
-CENTROIDS = 256
 TOGETHER = 4  # vectors of sums at once: they stay in registers of every machine
 SHARE = 64  # keys of a task
 
@@ -92,13 +92,8 @@ def find_parts(rotated, count, dim, parts, along, halves, codes, errors, gains):
             gained = best[0]
             left -= np.float32(2) * gained
             dot += gained + at(halves + begin + 4 * place, 1, F32)[0]
-        at(errors + 4 * x, 1, F32)[0] = np.float32(np.sqrt(np.float64(max(left, np.float32(0)))))
-        byte = np.float32(GAIN_MAX)
-        if norm <= 0:
-            byte = np.float32(GAIN_ONE)
-        elif dot > 0:
-            byte = np.rint(np.float32(GAIN_UNIT) * norm / dot - np.float32(GAIN_OFFSET))
-        at(gains + x, 1, U8)[0] = np.uint8(min(np.float32(GAIN_MAX), max(np.float32(0), byte)))
+        at(errors + 4 * x, 1, F32)[0] = error_of(left)
+        at(gains + x, 1, U8)[0] = gain_of(norm, dot)
 
 
 @inlined

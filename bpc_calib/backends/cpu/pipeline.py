@@ -8,7 +8,7 @@ from bpc_calib.backends.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.backends.cpu.encode import greedy_kernel, hash_kernel
 from bpc_calib.backends.cpu.layout import address, encoder_fields, like, queried, rows_of, strides, tight
 from bpc_calib.backends.cpu.prep import table_size
-from bpc_calib.backends.cpu.product import empty, encode_many
+from bpc_calib.backends.cpu.product import empty, encode_parts
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.threads import one_at_a_time, parts, run, scratch, set_threads
@@ -16,7 +16,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder, Encoder
+from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.product import Product, ProductEncoder, Projection, code_bits
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
@@ -168,7 +168,7 @@ def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     encoder.check(keys)
     lead, (tokens, dim) = keys.shape[:-2], keys.shape[-2:]
     if tokens > FEW or not lead.numel():
-        return encode_many(encoder, keys) if isinstance(encoder, ProductEncoder) else _encode_many(encoder, keys)
+        return _encode_many(encoder, keys)
     where, _tensors = encoder_fields(encoder, lead)  # the kernel reads them
     encoded, keys = empty(lead, tokens, encoder.bits), tight(keys)
     keys_b, keys_h, keys_n = strides(keys, 3)
@@ -182,13 +182,10 @@ def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     return encoded
 
 
-def _encode_many(encoder: Encoder, keys: Tensor) -> Encoded:
+def _encode_many(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     """Hash a block of tokens after the other: the products of a block are still cached in the next operation."""
-    blocks = []
     with torch.autocast("cpu", enabled=False):
-        for block in keys.split(BLOCK, -2):
-            wide, along = encoder.centre(block)
-            blocks.append(encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1)))
+        blocks = [_encode_block(encoder, block) for block in keys.split(BLOCK, -2)]
     if len(blocks) == 1:
         return blocks[0]
     return Encoded(
@@ -196,6 +193,13 @@ def _encode_many(encoder: Encoder, keys: Tensor) -> Encoded:
         error=torch.cat([block.error for block in blocks], -1),
         gain=torch.cat([block.gain for block in blocks], -1),
     )
+
+
+def _encode_block(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+    if isinstance(encoder, ProductEncoder):
+        return encode_parts(encoder.rotate(keys), encoder.centroids, encoder.halves)
+    wide, along = encoder.centre(keys)
+    return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:

@@ -3,12 +3,11 @@
 import numpy as np
 
 from bpc_calib.backends.cpu.compiling import inlined
-from bpc_calib.backends.cpu.constants import LARGEST_SCORE
+from bpc_calib.backends.cpu.constants import CENTROIDS, LARGEST_SCORE
 from bpc_calib.backends.cpu.language import at, prefetch_row, widen
 
 __all__ = ["add_up", "prep_product_row"]
 
-CENTROIDS = 256
 AT_ONCE = 256  # keys whose sums are split into heads together
 
 F32, I16, I32, U8, U64 = (np.empty(0, kind) for kind in (np.float32, np.int16, np.int32, np.uint8, np.uint64))

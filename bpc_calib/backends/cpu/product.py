@@ -10,11 +10,8 @@ from bpc_calib.backends.cpu.nearest import parts_kernel
 from bpc_calib.backends.cpu.threads import run
 from bpc_calib.method import product
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.product import ProductEncoder
 
-__all__ = ["empty", "encode_many", "encode_parts"]
-
-BLOCK = 2048  # tokens of a prompt hashed at once
+__all__ = ["empty", "encode_parts"]
 
 
 def encode_parts(rotated: Tensor, centroids: Tensor, halves: Tensor) -> Encoded:
@@ -30,21 +27,6 @@ def encode_parts(rotated: Tensor, centroids: Tensor, halves: Tensor) -> Encoded:
         found.codes.data_ptr(), found.error.data_ptr(), found.gain.data_ptr(),
     )  # fmt: skip
     return found
-
-
-def encode_many(encoder: ProductEncoder, keys: Tensor) -> Encoded:
-    """`encode_with`, block by block: what a block is rotated to is still cached when its centroids are found."""
-    blocks = []
-    with torch.autocast("cpu", enabled=False):
-        for block in keys.split(BLOCK, -2):
-            blocks.append(encode_parts(encoder.rotate(block), encoder.centroids, encoder.halves))
-    if len(blocks) == 1:
-        return blocks[0]
-    return Encoded(
-        codes=torch.cat([block.codes for block in blocks], -2),
-        error=torch.cat([block.error for block in blocks], -1),
-        gain=torch.cat([block.gain for block in blocks], -1),
-    )
 
 
 def empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
