@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bpc_calib import describe, fit
 from bpc_calib.calibration.keys import sample_keys
-from bpc_calib.calibration.positions import shift_offsets, spread_positions
+from bpc_calib.calibration.positions import shift_offsets, spread_keys
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS
 from bpc_calib.method.fitting import residual_norms
 from bpc_calib.method.metric import score_metric
@@ -83,7 +83,7 @@ def collect(
 ) -> Collected:
     """`count` keys of the chosen samples, at positions spread as `bpc calibrate` spreads them."""
     length = tokens.shape[1]
-    rows = spread_positions(len(chosen), length, count, random.Random(count))
+    rows = spread_keys([offsets[number] for number in chosen], length, count, random.Random(count))
     found = [
         sample_keys(model, description, tokens[number], row, offset=offsets[number], moments=True)
         for number, row in zip(chosen, rows, strict=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bpc_calib import decompose, describe, encode, hash_scores, quantize_query
 from bpc_calib.calibration.keys import sample_keys
-from bpc_calib.calibration.positions import shift_offsets, spread_positions
+from bpc_calib.calibration.positions import shift_offsets, spread_keys
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 from bpc_calib.models.observation import observing
 from bpc_calib.text.corpora import open_corpus
@@ -70,7 +70,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, (length, offsets) in plans.items():
         print(f"calibrating on {name} ...", file=sys.stderr)
-        positions = spread_positions(count, length, count * short, random.Random(0))  # the same number in every plan
+        positions = spread_keys(offsets, length, count * short, random.Random(0))  # the same number in every plan
         each = zip(text(count, length, 0), positions, offsets, strict=True)
         kept = [sample_keys(model, description, *sample, offset=offset).keys for *sample, offset in each]
         projections = {i: decompose(torch.cat([keys[i] for keys in kept], 1)).projection for i in kept[0]}

@@ -15,23 +15,27 @@ from hypothesis import strategies as st
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, decompose, describe, make_plan
 from bpc_calib.calibration.held_out import held_out_samples
-from bpc_calib.calibration.positions import first_positions, key_positions, shift_offsets, spread_positions
+from bpc_calib.calibration.positions import first_positions, key_positions, shift_offsets, spread_keys
 from bpc_calib.method.fitting import fit, residual_norms
 from bpc_calib.method.metric import query_metric
 from bpc_calib.models.observation import observing
 
 
 @settings(max_examples=100, deadline=None)
-@given(samples=st.integers(1, 30), length=st.integers(1, 50), keys=st.integers(1, 2000), seed=st.integers(0, 99))
-def test_positions_are_drawn_without_repetition(samples, length, keys, seed):
-    chosen = spread_positions(samples, length, keys, random.Random(seed))
-    counts = [len(positions) for positions in chosen]
-    assert sum(counts) == min(keys, samples * length)
-    assert max(counts) - min(counts) <= 1
-    for positions in chosen:
-        assert positions == sorted(set(positions))
-        assert all(0 <= position < length for position in positions)
-    assert chosen == spread_positions(samples, length, keys, random.Random(seed))
+@given(
+    offsets=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    length=st.integers(1, 50),
+    keys=st.integers(1, 2000),
+    seed=st.integers(0, 99),
+)
+def test_keys_are_drawn_without_repetition(offsets, length, keys, seed):
+    chosen = spread_keys(offsets, length, keys, random.Random(seed))
+    assert len(chosen) == len(offsets)
+    assert sum(map(len, chosen)) == min(keys, len(offsets) * length)
+    for indices in chosen:
+        assert indices == sorted(set(indices))
+        assert all(0 <= index < length for index in indices)
+    assert chosen == spread_keys(offsets, length, keys, random.Random(seed))
 
 
 @settings(max_examples=100, deadline=None)
@@ -40,24 +44,23 @@ def test_two_of_three_samples_begin_at_0_and_the_others_anywhere(samples, length
     offsets = shift_offsets(samples, length, length + more, random.Random(seed))
     assert len(offsets) == samples
     assert all(0 <= offset <= more for offset in offsets)
-    assert offsets.count(0) >= samples - samples // 3
+    assert not any(offsets[0::3] + offsets[2::3])
     if samples >= 100 and more >= 1000:
-        ordered = sorted(offsets)[samples - samples // 3 :]
+        ordered = sorted(offsets[1::3])
         assert ordered[len(ordered) // 2] == pytest.approx(more / 2, rel=0.1)
         assert ordered[-1] > 0.9 * more
     assert shift_offsets(samples, length, length, random.Random(seed)) == [0] * samples
 
 
-def test_early_positions_are_drawn_more_often():
-    positions = [each for row in spread_positions(64, 8192, 64 * 512, random.Random(0)) for each in row]
-    assert len(positions) == 64 * 512
-    begin, middle, end = (
-        sum(first <= each < last for each in positions) / len(positions)
-        for first, last in ((0, 896), (896, 4096), (4096, 8192))
-    )
-    assert begin > middle > end > 0
-    # As the integrals of 1 / (position + 128); earlier, where no position can be drawn twice, they are fewer.
-    assert middle / end == pytest.approx(math.log(4224 / 1024) / math.log(8320 / 4224), rel=0.1)
+@pytest.mark.parametrize("limit", [8192, 32768])
+def test_positions_of_every_order_of_magnitude_have_as_many_keys(limit):
+    offsets = shift_offsets(96, 8192, limit, random.Random(0))
+    indices = spread_keys(offsets, 8192, 8192, random.Random(0))
+    positions = [offset + index for offset, own in zip(offsets, indices, strict=True) for index in own]
+    for begin, end in ((128, 896), (896, 4096), (4096, 8192), (8192, limit)):
+        share = sum(begin <= each < end for each in positions) / len(positions)
+        # The integrals of 1 / (position + 128).
+        assert share == pytest.approx(math.log((end + 128) / (begin + 128)) / math.log((limit + 128) / 128), rel=0.1)
 
 
 def test_memory_is_limited_by_the_number_of_kept_keys():
@@ -65,7 +68,7 @@ def test_memory_is_limited_by_the_number_of_kept_keys():
     samples = torch.randint(0, 256, (6, 100), generator=torch.Generator().manual_seed(0))
     everything, nothing = tiny.collect_keys(model, samples, [list(range(100))] * 6, [0] * 6)
     assert nothing == {}
-    positions = spread_positions(6, 100, 50, random.Random(0))
+    positions = spread_keys([0] * 6, 100, 50, random.Random(0))
     kept, _ = tiny.collect_keys(model, samples, positions, [0] * 6)
     flat = [100 * i + position for i, row in enumerate(positions) for position in row]
     for layer, keys in kept.items():
@@ -77,8 +80,8 @@ def test_memory_is_limited_by_the_number_of_kept_keys():
 def test_moments_match_the_queries_at_the_kept_positions():
     model = tiny.model()
     samples = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(0))
-    positions = spread_positions(3, 40, 12, random.Random(0))
     offsets = [0, 7, 30]
+    positions = spread_keys(offsets, 40, 12, random.Random(0))
     _, moments = tiny.collect_keys(model, samples, positions, offsets, moments=True)
     expected = {layer: torch.zeros(2, 8, 8, dtype=torch.float64) for layer in moments}
     places: list[int] = []

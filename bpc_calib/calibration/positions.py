@@ -1,11 +1,13 @@
 """Where calibration looks: the positions of the kept keys, and the first position of each sample."""
 
-import heapq
 import random
+from collections.abc import Sequence
+
+import numpy as np
 
 from bpc_calib.calibration.plan import Plan
 
-__all__ = ["first_positions", "key_positions", "shift_offsets", "spread_positions"]
+__all__ = ["first_positions", "key_positions", "shift_offsets", "spread_keys"]
 
 EARLY = 128  # positions from which on the density of kept keys falls
 
@@ -13,18 +15,18 @@ EARLY = 128  # positions from which on the density of kept keys falls
 def key_positions(plan: Plan) -> list[list[int]]:
     """Return, for each sample, the ascending indices of the tokens whose keys are kept.
 
-    The fitted samples share `plan.keys_per_head`; every held-out sample has as many as a fitted one, at least one.
+    The fitted samples share `plan.keys_per_head`, the held-out samples `plan.held_out_keys_per_head`.
     """
-    fitted, held_out = plan.fitted, plan.held_out
+    offsets = first_positions(plan)
     chosen: list[list[int]] = [[]] * plan.samples
     for samples, keys, use in (
-        (fitted, plan.keys_per_head, "positions"),
-        (held_out, plan.held_out_keys_per_head, "held-out-positions"),
+        (plan.fitted, plan.keys_per_head, "positions"),
+        (plan.held_out, plan.held_out_keys_per_head, "held-out-positions"),
     ):
-        rng = random.Random(f"{plan.seed}/{use}")
-        spread = spread_positions(len(samples), plan.sequence_length, keys, rng)
-        for sample, positions in zip(samples, spread, strict=True):
-            chosen[sample] = positions
+        own = [offsets[sample] for sample in samples]
+        spread = spread_keys(own, plan.sequence_length, keys, random.Random(f"{plan.seed}/{use}"))
+        for sample, indices in zip(samples, spread, strict=True):
+            chosen[sample] = indices
     return chosen
 
 
@@ -42,25 +44,35 @@ def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> 
     Shifted samples have the RoPE rotations of long contexts. Short and long contexts both contain the early
     positions, so only every third sample is shifted, by an offset from one of equal parts of the room.
     """
-    shifted = samples // 3
-    offsets = [int((limit - length + 1) * (part + rng.random()) / shifted) for part in range(shifted)]
-    offsets += [0] * (samples - shifted)
-    rng.shuffle(offsets)
+    offsets = [0] * samples
+    shifted = range(1, samples, 3)
+    drawn = [int((limit - length + 1) * (part + rng.random()) / len(shifted)) for part in range(len(shifted))]
+    rng.shuffle(drawn)
+    for sample, offset in zip(shifted, drawn, strict=True):
+        offsets[sample] = offset
     return offsets
 
 
-def spread_positions(samples: int, length: int, keys: int, rng: random.Random) -> list[list[int]]:
-    """Draw ascending positions in `[0, length)` for each sample, more of the early ones, which every context has.
+def spread_keys(offsets: Sequence[int], length: int, keys: int, rng: random.Random) -> list[list[int]]:
+    """Draw at most `keys` keys of samples of `length` tokens: ascending indices in `[0, length)` for each sample.
 
-    The density at a position is in proportion to `1 / (position + EARLY)`. All samples together have at most `keys`
-    positions, and the counts of two samples differ by at most one.
+    The keys of all samples together have a density in proportion to `1 / (position + EARLY)`, so contexts of every
+    order of length count alike. Where samples hold fewer keys than that, all are kept.
+
+    Args:
+        offsets: the position of the first token of each sample.
+        length: tokens per sample.
+        keys: over all samples.
+        rng: draws the keys.
     """
-    if keys >= samples * length:
-        return [list(range(length))] * samples
-    chosen = []
-    for sample in range(samples):
-        count = keys * (sample + 1) // samples - keys * sample // samples
-        # The smallest of exponential numbers with these rates: a draw without replacement (Efraimidis and Spirakis).
-        times = [rng.expovariate(1.0) * (position + EARLY) for position in range(length)]
-        chosen.append(sorted(heapq.nsmallest(count, range(length), key=times.__getitem__)))
-    return chosen
+    if keys >= len(offsets) * length:
+        return [list(range(length)) for _ in offsets]
+    positions = np.asarray(offsets, np.int64)[:, None] + np.arange(length)
+    samples_at = np.bincount(positions.ravel())
+    # The smallest of exponential numbers with these rates: a draw without replacement (Efraimidis and Spirakis).
+    # `RandomState` promises the same numbers in every version of NumPy.
+    times = np.random.RandomState(rng.getrandbits(32)).standard_exponential(positions.shape)
+    times *= (positions + EARLY) * samples_at[positions]
+    drawn = np.zeros(times.size, bool)
+    drawn[np.argpartition(times, keys, axis=None)[:keys]] = True
+    return [np.flatnonzero(row).tolist() for row in drawn.reshape(times.shape)]
