@@ -3,26 +3,29 @@
 from typing import Any
 
 from markdown_table import Results, percent, table
+from real_tables import NOTHING, models
 
 __all__ = ["code_quality", "code_time"]
 
-FILES = ("codes_smollm2", "codes_gemma3")
-KINDS = ("exact", "signs", "product")
+KINDS = ("oracle", "bpc", "bpc-product")
 
 
 def code_quality(results: Results) -> str:
     """A line per model, length and budget: divergence, mass and cosine of the exact best tokens and of both kinds."""
     lines = []
-    for file in FILES:
-        model = results[file]["model"].removesuffix("-Instruct")
-        rows = {(row["tokens"], row["budget"], row["codes"]): row for row in results[file]["rows"]}
-        for tokens, budget in dict.fromkeys((tokens, budget) for tokens, budget, _ in rows):
-            alike = [rows[tokens, budget, kind] for kind in KINDS]
+    for model, found in models(results, "quality").items():
+        groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in found["rows"]:
+            groups.setdefault((row["tokens"], row["budget"], row["forced"]), {})[row["method"]] = row
+        for (tokens, budget, _), rows in sorted(groups.items(), key=lambda each: (each[0][0], -(each[0][1] or 0))):
+            if not all(kind in rows for kind in KINDS):
+                continue
+            alike = [rows[kind] for kind in KINDS]
             exact, signs, product = (row["kl"]["value"] for row in alike)
             closed = percent((signs - product) / (signs - exact), 0)
             lines.append(
                 [
-                    model, f"{tokens:,}", f"{percent(budget)} %",
+                    model.removesuffix("-Instruct"), f"{tokens:,}", f"{percent(budget)} %",
                     *(_within(row["kl"]) for row in alike), f"{closed} %",
                     *(f"{row['mass']['value']:.3f}, {row['cosine']['value']:.3f}" for row in alike),
                 ]
@@ -31,7 +34,7 @@ def code_quality(results: Results) -> str:
         "model", "tokens", "attended", "KL: exact best", "signs", "product", "of the gap",
         "mass, cosine: exact best", "signs", "product",
     ]  # fmt: skip
-    return table(heads, lines)
+    return table(heads, lines) if lines else NOTHING
 
 
 def code_time(results: Results) -> str:

@@ -12,6 +12,7 @@ NAME = "real-models.png"
 INK = "#7d8590"  # readable on white and on black: the picture has no background
 STYLES = {  # marker and colour
     "bpc": ("o", "#2f81f7"),
+    "bpc-product": ("v", "#58a6ff"),
     "bpc-online": ("s", "#a371f7"),
     "paper": ("D", "#d29922"),
     "oracle": ("^", "#2da44e"),

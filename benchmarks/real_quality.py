@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from real_subjects import Subject
+from real_subjects import PROJECTIONS, Subject
 
 __all__ = ["defaults", "methods", "quality", "tasks"]
 
@@ -16,23 +16,23 @@ ASKED_TOKENS = 1 << 14  # of the prompts of a batch: every method has a copy of 
 
 
 def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The first methods on text, with many forced tokens; with fewer: what is less, other budgets, longer texts."""
-    evaluated, (first, *smaller), texts = _Evaluated(subject), settings["budgets"], settings["texts"]
+    """The first methods on text, with many forced tokens; with fewer: the worst, other budgets, longer texts."""
+    evaluated, (first, *other_budgets), texts = _Evaluated(subject), settings["budgets"], settings["texts"]
     many, fewer = settings["forced"], settings["forced_fewer"]
     short, long = subject.lengths[:2], subject.lengths[2:]
-    rows = evaluated.text(FIRST, [first], short, many, texts, others=False)
-    rows += evaluated.text(("full", "random"), [first], short, fewer, texts)
-    if smaller:
-        rows += evaluated.text(("full", "oracle", "bpc"), smaller, short, fewer, texts)
+    rows = evaluated.text(FIRST, [first], short, many, texts, ["bpc-product"])
+    rows += evaluated.text(("full", "random"), [first], short, fewer, texts, ["paper"])
+    if other_budgets:
+        rows += evaluated.text(("full", "oracle", "bpc"), other_budgets, short, fewer, texts, ["bpc-product"])
     if long:
-        rows += evaluated.text(FIRST, [first], long, fewer, texts)
+        rows += evaluated.text(FIRST, [first], long, fewer, texts, ["bpc-product", "paper"])
     return {"rows": rows}
 
 
 def methods(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Every method of `bpc eval` at one budget and the first length."""
     rows = _Evaluated(subject).text(
-        None, settings["budgets"], subject.lengths[:1], settings["forced"], settings["texts"]
+        None, settings["budgets"], subject.lengths[:1], settings["forced"], settings["texts"], ["bpc-product", "paper"]
     )
     return {"rows": rows}
 
@@ -41,7 +41,7 @@ def defaults(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """BPC as `bpc generate` decodes: with its dense layers and its least number of tokens."""
     names, lengths = ("full", "oracle", "bpc"), subject.lengths[:2]
     rows = _Evaluated(subject, rules={}).text(
-        names, settings["budgets"], lengths, settings["forced"], settings["texts"], others=False
+        names, settings["budgets"], lengths, settings["forced"], settings["texts"]
     )
     return {"rows": rows}
 
@@ -58,7 +58,8 @@ def tasks(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
         if not left:
             break
         rows += evaluated.questions(left, MAIN, length, settings["prompts"], settings["budgets"])
-        rows += evaluated.questions(left, ("paper",), length, settings["prompts"], settings["budgets"])
+        for name in ("bpc-product", "paper"):
+            rows += evaluated.questions(left, ("bpc",), length, settings["prompts"], settings["budgets"], name)
     return {"asked": asked, "rows": rows}
 
 
@@ -74,8 +75,7 @@ class _Evaluated:
 
         self.model, self.tokenizer = load_model(subject.model), load_tokenizer(subject.model)
         enable(self.model)
-        artifacts = {name: load(subject.artifact(name)) for name in subject.projections}
-        self.artifacts = {"bpc": artifacts.pop("score-aware"), **artifacts}
+        self.artifacts = {name: load(subject.artifact(name)) for name in PROJECTIONS}
         self.corpora = [open_corpus(spec) for spec in subject.corpora("held-out")]
         self.rules = HARD if rules is None else rules
 
@@ -86,13 +86,12 @@ class _Evaluated:
         lengths: Sequence[int],
         forced: int,
         texts: int,
-        *,
-        others: bool = True,
+        others: Sequence[str] = (),
     ) -> list[Row]:
-        """Rows on text of these methods, and with `others` of BPC with the other projections on the same text."""
+        """Rows on text of these methods, and of BPC with other projections on the same text."""
         common = {"tasks": ("text",), "budgets": budgets, "lengths": lengths, "forced": forced, "prompts": texts}
         rows = self._rows("bpc", methods=names, **common)
-        for name in [name for name in self.artifacts if name != "bpc" and others]:
+        for name in others:
             for row in self._rows(name, methods=("bpc",), **common):
                 compare(
                     row, next(each for each in rows if each["method"] == "full" and each["tokens"] == row["tokens"])
@@ -101,13 +100,17 @@ class _Evaluated:
         return [row | {"forced": forced} for row in rows]
 
     def questions(
-        self, names: Sequence[str], methods: Sequence[str], length: int, prompts: int, budgets: Sequence[float]
+        self,
+        names: Sequence[str],
+        methods: Sequence[str],
+        length: int,
+        prompts: int,
+        budgets: Sequence[float],
+        artifact: str = "bpc",
     ) -> list[Row]:
-        """Rows of these tasks; the method `paper` is BPC with the paper's projections."""
-        artifact = "paper" if "paper" in methods else "bpc"
-        chosen = ["bpc"] if artifact == "paper" else methods
+        """Rows of these tasks; BPC has these projections."""
         return self._rows(
-            artifact, methods=chosen, tasks=names, lengths=[length], prompts=prompts, budgets=budgets,
+            artifact, methods=methods, tasks=names, lengths=[length], prompts=prompts, budgets=budgets,
             batch=max(1, ASKED_TOKENS // length),
         )  # fmt: skip
 

@@ -28,7 +28,7 @@ def generate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
         for prompt in _texts(subject, settings["lengths"], settings["new"]):
             path = Path(folder) / "prompt.txt"
             path.write_text(prompt)
-            for projections, artifact in (("calibrated", subject.artifact("score-aware")), ("online", "online")):
+            for projections, artifact in (("calibrated", subject.artifact("bpc")), ("online", "online")):
                 found = bpc(
                     "generate", "--raw", "-m", subject.model, "-a", artifact, "--prompt-file", path,
                     "--max-new-tokens", settings["new"], "--compare", "--json", "-q",
@@ -50,7 +50,7 @@ def decode(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What `real_decode.py` measures."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "decode.json"
-        words = ["-m", subject.model, "-a", str(subject.artifact("score-aware")), "-o", str(output)]
+        words = ["-m", subject.model, "-a", str(subject.artifact("bpc")), "-o", str(output)]
         lengths = [str(length) for length in settings["lengths"]]
         words += ["--tiny"] if subject.tiny else ["--lengths", *lengths]
         subprocess.run([sys.executable, FOLDER / "real_decode.py", *words], check=True)
@@ -62,7 +62,7 @@ def engines(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What `other_engines.py` measures."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "engines.json"
-        words = ["-m", subject.model, "-a", subject.artifact("score-aware"), "-o", output]
+        words = ["-m", subject.model, "-a", subject.artifact("bpc"), "-o", output]
         words += ["--text", subject.corpora("held-out")[0].rpartition("=")[2]]
         words += ["--gguf", subject.gguf] if subject.gguf else []
         words += [word for name in ("llama_cpp", "vllm") if settings[name] for word in (_option(name), settings[name])]

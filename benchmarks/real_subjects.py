@@ -13,14 +13,8 @@ SIDES = ("calibration", "held-out")
 # Tokens per prompt. SmolLM2's limit is 8,192.
 LENGTHS = {"SmolLM2-135M-Instruct": (2048, 8192), "gemma-3-270m": (2048, 8192, 16384)}
 TINY_LENGTHS = (256, 512)
-# The options of `bpc calibrate` that make each artifact.
-PROJECTIONS = {
-    "score-aware": (),
-    "unshifted": ("--no-position-shift",),
-    "paper": ("--method", "paper"),
-}
-# SmolLM2's samples are as long as its limit, so none can be shifted.
-SHIFTED = ("demo", "gemma-3-270m")
+# The options of `bpc calibrate` that make each artifact, the default first.
+PROJECTIONS = {"bpc": (), "bpc-product": ("--codes", "product"), "paper": ("--method", "paper")}
 
 
 @dataclass(frozen=True)
@@ -43,11 +37,6 @@ class Subject:
     def takes(self, part: str) -> bool:
         """Whether a part measures this model: `decode` takes tokens back, which sliding-window layers cannot."""
         return part != "decode" or not self.name.startswith("gemma")
-
-    @property
-    def projections(self) -> list[str]:
-        """The names of its artifacts, the default first."""
-        return [name for name in PROJECTIONS if name != "unshifted" or self.name in SHIFTED]
 
     def artifact(self, projections: str) -> Path:
         """The file with these projections."""

@@ -33,11 +33,12 @@ Part = Callable[[Subject, Mapping[str, Any]], dict[str, Any]]
 def calibrate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Make all projections of a model, with the defaults of `bpc calibrate` but for the amount of text."""
     rows = []
-    for name in subject.projections:
+    for name, options in PROJECTIONS.items():
         words = [word for spec in subject.corpora("calibration") for word in ("--corpus", spec)]
         found = real_speed.bpc(
-            "calibrate", "-m", subject.model, *words, *PROJECTIONS[name], "--samples", settings["samples"],
-            "--sequence-length", settings["sequence_length"], "-o", subject.artifact(name), "--force", "--json", "-q",
+            "calibrate", "-m", subject.model, *words, *options, "--samples", settings["samples"],
+            "--sequence-length", settings["sequence_length"], "--keys-per-head", settings["keys_per_head"],
+            "-o", subject.artifact(name), "--force", "--json", "-q",
         )  # fmt: skip
         rows.append({"projections": name} | {key: value for key, value in found.items() if not _is_path(value)})
     return {"rows": rows}
@@ -45,10 +46,10 @@ def calibrate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 # In this order; each with its settings. `generate`, `decode` and `engines` want a machine that does nothing else.
 PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
-    "calibrate": (calibrate, {"samples": 16, "sequence_length": 8192}),
+    "calibrate": (calibrate, {"samples": 32, "sequence_length": 8192, "keys_per_head": 32_768}),
     "quality": (
         real_quality.quality,
-        {"budgets": [0.02, 0.01, 0.005], "forced": 512, "forced_fewer": 128, "texts": 4},
+        {"budgets": [0.02, 0.05, 0.01, 0.005], "forced": 512, "forced_fewer": 128, "texts": 4},
     ),
     "methods": (real_quality.methods, {"budgets": [0.02], "forced": 64, "texts": 4}),
     "defaults": (real_quality.defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
@@ -58,7 +59,7 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "engines": (real_speed.engines, {"lengths": [2048, 8000]}),
 }
 TINY: dict[str, dict[str, Any]] = {
-    "calibrate": {"samples": 4, "sequence_length": 256},
+    "calibrate": {"samples": 4, "sequence_length": 256, "keys_per_head": 256},
     "quality": {"budgets": [0.04, 0.02], "forced": 16, "forced_fewer": 8, "texts": 2},
     "methods": {"forced": 8, "texts": 2, "budgets": [0.04]},
     "defaults": {"forced": 8, "texts": 2},

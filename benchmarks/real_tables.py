@@ -9,17 +9,17 @@ from bpc_calib.evaluation.methods import METHODS
 from bpc_cli.eval_tables import FIGURES
 from bpc_cli.quantities import budget_text
 
-__all__ = ["LENGTH", "TABLES", "label", "longest", "models"]
+__all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models"]
 
 Row = dict[str, Any]
 PARTS = ("calibrate", "quality", "methods", "defaults", "tasks", "generate", "decode", "engines")
 NOTHING = "Not measured yet: `make real`."
 LENGTH = 8192  # tokens per prompt of the first table and the picture
-HEADLINE = ("full", "oracle", "bpc", "unshifted", "bpc-online", "paper", "random")
+HEADLINE = ("full", "oracle", "bpc", "bpc-product", "bpc-online", "paper", "random")
 LABELS = {
     "oracle": "the exact best tokens",
     "paper": "BPC, `--method paper`",
-    "unshifted": "BPC, `--no-position-shift`",
+    "bpc-product": "BPC, `--codes product`",
 }
 ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transformers"}
 
@@ -56,18 +56,18 @@ def short(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """Both models at the first budget, with code and prose together."""
+    """Both models at the main budget, with code and prose together."""
     lines = []
     for model, found in models(results, "quality").items():
         rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH)]
-        budgets = sorted({row["budget"] for row in rows if row["budget"]}, reverse=True)
+        main, least = main_budget(rows), min(row["budget"] for row in rows if row["budget"])
         rows.sort(key=lambda row: row["forced"])  # those with the most forced tokens replace the others
-        first = {row["method"]: row for row in rows if row["budget"] in (budgets[0], None)}
+        first = {row["method"]: row for row in rows if row["budget"] in (main, None)}
         for method in (name for name in HEADLINE if name in first):
             lines.append([model, label(method), _read(first[method]), *_figures(first[method])])
             model = ""
-        least = next(row for row in rows if row["method"] == "bpc" and row["budget"] == budgets[-1])
-        lines.append(["", f"BPC, {budget_text(budgets[-1])} attended", _read(least), *_figures(least)])
+        last = next(row for row in rows if row["method"] == "bpc" and row["budget"] == least)
+        lines.append(["", f"BPC, {budget_text(least)} attended", _read(last), *_figures(last)])
     return filled(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
 
 
@@ -84,25 +84,25 @@ def text(results: Results) -> str:
 
 
 def corpora(results: Results) -> str:
-    """Prose and code apart, at the first budget."""
+    """Prose and code apart, at the main budget."""
     lines = []
     for model, found in models(results, "quality").items():
         rows = _sorted(found["rows"])
-        most = max(row["budget"] for row in rows if row["budget"])
+        main = main_budget(rows)
         for row in rows:
-            for corpus, own in row["by_corpus"].items() if row["budget"] == most else ():
+            for corpus, own in row["by_corpus"].items() if row["budget"] == main else ():
                 lines.append([model, f"{row['tokens']:,}", corpus, label(row["method"]), *_figures(own)])
     lines.sort(key=lambda line: line[:3])
     return filled(["model", "tokens", "text", "method", *FIGURES.values()], lines) if lines else NOTHING
 
 
 def layers(results: Results) -> str:
-    """The cosine of each layer's output, at the first budget: with BPC and with the exact best tokens."""
+    """The cosine of each layer's output, at the main budget: with BPC and with the exact best tokens."""
     parts = []
     for model, found in models(results, "quality").items():
         rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH) and row["budget"]]
-        most = max(row["budget"] for row in rows)
-        own = {row["method"]: row for row in rows if row["budget"] == most and row["method"] in HEADLINE}
+        main = main_budget(rows)
+        own = {row["method"]: row for row in rows if row["budget"] == main and row["method"] in HEADLINE}
         lines = []
         for place, layer in enumerate(own["bpc"]["layers"]):
             heads = [own[name]["cosine_by_head"][place] for name in ("bpc", "oracle")]
@@ -127,10 +127,10 @@ def defaults(results: Results) -> str:
     lines = []
     for model, found in models(results, "defaults").items():
         hard = models(results, "quality").get(model, {"rows": []})["rows"]
+        main = main_budget(found["rows"])
         for setting, rows in (("every layer chooses", hard), ("as `bpc generate` decodes", found["rows"])):
             for row in _sorted(rows):
-                most = max(each["budget"] for each in rows if each["budget"])
-                if row["method"] in ("oracle", "bpc") and row["budget"] == most and row["tokens"] <= LENGTH:
+                if row["method"] in ("oracle", "bpc") and row["budget"] == main and row["tokens"] <= LENGTH:
                     about = [model, f"{row['tokens']:,}", label(row["method"]), setting, _read(row)]
                     lines.append([*about, _spread(row["loss_difference"])])
     lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), line[2]))
@@ -241,6 +241,11 @@ TABLES: dict[str, Callable[[Results], str]] = {
 }  # fmt: skip
 
 
+def main_budget(rows: Iterable[Row]) -> float:
+    """The budget with the most forced tokens."""
+    return float(max((row for row in rows if row["budget"]), key=lambda row: row["forced"])["budget"])
+
+
 def longest(rows: Iterable[Row], most: int) -> int:
     """The greatest length of these rows up to a limit."""
     return max(row["tokens"] for row in rows if row["tokens"] <= most)
@@ -264,7 +269,7 @@ def _sorted(rows: Iterable[Row]) -> list[Row]:
 def _order() -> list[str]:
     """The methods as tables list them."""
     order = list(METHODS)
-    order.insert(order.index("bpc-online"), "unshifted")
+    order.insert(order.index("bpc-online"), "bpc-product")
     order.insert(order.index("bpc-online") + 1, "paper")
     return order
 

@@ -343,14 +343,14 @@ def test_a_finished_part_does_not_run_again_and_a_failed_one_is_named(tmp_path):
     failed = real_suite(tmp_path, "--parts", "quality")  # there are no projections
     assert failed.returncode == 1
     assert failed.stderr.count("\n") == 3, failed.stderr
-    assert "demo-score-aware.safetensors" in failed.stderr
+    assert "demo-bpc.safetensors" in failed.stderr
     assert failed.stderr.splitlines()[-1].startswith("quality of demo failed: ")
     assert not list(tmp_path.glob("real_*.json"))
     assert real_suite(tmp_path, "--parts", "calibrate").stderr.splitlines()[0] == "calibrate: demo"
     first = (tmp_path / "real_calibrate.json").read_text()
     assert [row["projections"] for row in json.loads(first)["models"]["demo"]["rows"]] == [
-        "score-aware",
-        "unshifted",
+        "bpc",
+        "bpc-product",
         "paper",
     ]
     again = real_suite(tmp_path, "--parts", "calibrate")
@@ -365,12 +365,13 @@ def test_the_real_suite_measures_and_its_tables_and_picture_are_drawn(tmp_path, 
     ran = real_suite(tmp_path)
     assert ran.returncode == 0, ran.stderr
     monkeypatch.syspath_prepend(BENCHMARKS)
+    import code_tables
     import real_picture
     import real_tables
 
     results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("real_*.json")}
     assert set(results) == {f"real_{part}" for part in real_tables.PARTS}
-    for name, make in real_tables.TABLES.items():
+    for name, make in (real_tables.TABLES | {"code-quality": code_tables.code_quality}).items():
         lines = make(results).splitlines()
         assert len({line.replace("\\|", "").count("|") for line in lines if line}) == 1, name
         assert len(lines) > 2, name
@@ -447,11 +448,3 @@ def test_calibration_plan(benchmark_result):
     (row,) = benchmark_result("calibration_plan")["rows"]
     assert row["work_bytes"]["ratio"] >= 1
     assert row["memory_bytes"]["plan"] > 0
-
-
-@pytest.mark.slow
-def test_codes(benchmark_result):
-    rows = benchmark_result("codes")["rows"]
-    assert sorted(row["codes"] for row in rows) == ["exact", "product", "signs"]
-    mass = {row["codes"]: row["mass"]["value"] for row in rows}
-    assert max(mass.values()) == mass["exact"]

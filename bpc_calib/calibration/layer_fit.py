@@ -65,7 +65,7 @@ def fit_layers(
     metric = None
     if moments is not None and method.metric:
         flat = moments.flatten(0, 1)
-        metric = score_metric(flat) if method.power is None else query_metric(flat, method.power)
+        metric = score_metric(flat, plan.codes) if method.power is None else query_metric(flat, method.power)
     fits: list[Fit] = []
     measured: list[Tensor] = []
     for first in range(0, len(keys), heads):

@@ -92,7 +92,7 @@ def make_plan(
     sequence_length: int | None = None,
     bits: int | None = None,
     method: str = DEFAULT_METHOD,
-    codes: str | None = None,
+    codes: str = "signs",
     position_shift: bool | None = None,
     keys_per_head: int = KEYS_PER_HEAD,
     seed: int = 0,
@@ -105,7 +105,7 @@ def make_plan(
         sequence_length: tokens per sample; None: 8,192, or the model's limit if that is lower.
         bits: code length: 32, 64 or 128; None: `default_bits` of the `head_dim`.
         method: a name of `PROJECTION_METHODS`.
-        codes: "signs" or "product"; None: as the method does.
+        codes: "signs" or "product".
         position_shift: start samples at random positions; None: as the method does, where the model allows it.
         keys_per_head: keys kept per KV head, at most one per token.
         seed: of text, positions and the decomposition.
@@ -128,7 +128,6 @@ def make_plan(
     if method not in PROJECTION_METHODS:
         raise InputError(f"unknown method {method!r}: known are {', '.join(PROJECTION_METHODS)}")
     chosen = PROJECTION_METHODS[method]
-    codes = chosen.codes if codes is None else codes
     if codes not in CODES:
         raise InputError(f"codes must be {' or '.join(CODES)}, not {codes!r}")
     if codes == "product":

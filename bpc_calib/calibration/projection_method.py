@@ -17,7 +17,6 @@ class ProjectionMethod:
     power: float | None  # exponent of the metric in all its directions; None: `score_metric`
     centred: bool  # subtract the mean key first
     shift: bool  # shift positions by default
-    codes: str = "signs"  # by default; "product" takes a metric
 
 
 DEFAULT_METHOD = "score-aware"
