@@ -1,5 +1,7 @@
 """What product codes cost beside codes of signs: hashing a prompt and a token, and a decoding step of a layer.
 
+The same time can also buy more of the cache: a step with signs is timed at two budgets.
+
     python benchmarks/codes_time.py --output codes_time.json
 
 On random keys: the times do not depend on their values. Both kinds are timed in turn, many times, each after other
@@ -24,7 +26,7 @@ from bpc_calib.method.product import Product, Projection
 from bpc_calib.method.stepping import Hashed
 
 SHAPES = {"SmolLM2": (3, 3, 64), "Llama-3.1-8B": (8, 4, 128)}  # KV heads, query heads of each, head_dim
-BUDGET = 0.02
+BUDGET, MORE = 0.02, 0.05
 OTHER = 1 << 26  # bytes written between two calls: more than the caches hold
 
 Calls = dict[str, Callable[[], Any]]
@@ -38,7 +40,7 @@ def main() -> None:
     rows = [row for name in SHAPES for tokens in arguments.tokens for row in measure(name, tokens, arguments.repeats)]
     for row in rows:
         print(row)
-    report.write(arguments.output, {"settings": {"budget": BUDGET, "dtype": "bfloat16"}, "rows": rows})
+    report.write(arguments.output, {"settings": {"budget": BUDGET, "more": MORE, "dtype": "bfloat16"}, "rows": rows})
 
 
 def measure(name: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
@@ -58,14 +60,14 @@ def measure(name: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
     gain = torch.randint(256, (1, heads, tokens), generator=generator).to(torch.uint8)
     slots = Slots(keys, keys, codes, gain)
     projections: dict[str, Projection] = {"signs": signs.to(dtype), "product": product.to(dtype)}
-    k, choice = max(1, round(BUDGET * tokens)), Choice(dim**-0.5)
+    choice = Choice(dim**-0.5)
+    k, more = (max(1, round(share * tokens)) for share in (BUDGET, MORE))
+    hashed = {kind: Hashed(each, encoders[kind], slots, tokens) for kind, each in projections.items()}
     work: dict[str, Calls] = {
         "hashing the prompt": {kind: partial(encode_with, each, keys) for kind, each in encoders.items()},
         "hashing a token": {kind: partial(encode_with, each, keys[:, :, :1]) for kind, each in encoders.items()},
-        "a step": {
-            kind: partial(step, query, Hashed(each, encoders[kind], slots, tokens), k, choice)
-            for kind, each in projections.items()
-        },
+        "a step": {kind: partial(step, query, each, k, choice) for kind, each in hashed.items()}
+        | {"signs at 5 %": partial(step, query, hashed["signs"], more, choice)},
     }
     rows, other = [], torch.zeros(OTHER, dtype=torch.uint8)
     for what, calls in work.items():
@@ -73,7 +75,11 @@ def measure(name: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
         rows.append(
             {"shape": name, "tokens": tokens, "what": what}
             | {kind: round(1e3 * seconds, 4) for kind, seconds in times.items()}
-            | {"ratio": round(times["product"] / times["signs"], 3)}
+            | {
+                f"ratio of {kind}": round(seconds / times["signs"], 3)
+                for kind, seconds in times.items()
+                if kind != "signs"
+            }
         )
     return rows
 

@@ -48,8 +48,9 @@ BEST = PROJECTION_METHODS["score-aware"]
 PAPER = PROJECTION_METHODS["paper"]
 EIGHT = replace(PAPER, name="8 steps", iterations=8, shift=True)
 TINY = {  # every kind of layer once
-    "parts": ["headline", "others", "groups", "searches", "ranks", "shares", "top-p"],
+    "parts": ["headline", "others", "groups", "searches", "ranks", "shares", "top-p", "codes"],
     "only": [
+        "product, metric 3/4",
         "exact", "as in the paper", "score-aware", "random keys", "PCA + sign + gain", "online", "softmax",
         "descent, parallel error weighs 3", "beam of 8", "score + 0.2 error", "budget by layer", "top-p 0.8",
     ],
@@ -67,6 +68,7 @@ class Variant:
     """One row of a table: how projections are found, from which text, and how they rank."""
 
     method: ProjectionMethod | None = BEST  # None: needs no calibration, or is online
+    codes: str = "signs"
     bits: int = 64
     layer: type[Any] = BPCLayer
     linear: str | None = None  # codes of another kind
@@ -132,6 +134,11 @@ def variants() -> dict[str, dict[str, Variant]]:
         "descent, parallel error weighs 3": Variant(layer=rankings.subclass(rankings.DescentLayer, PARALLEL=3.0)),
         "beam of 8": Variant(layer=rankings.BeamLayer),
     }
+    codes = {"exact": Variant(None, layer=OracleLayer), "signs": Variant()}
+    codes |= {
+        f"product, metric {text}": Variant(replace(BEST, power=power), codes="product")
+        for text, power in (("1/4", 0.25), ("1/2", 0.5), ("3/4", None), ("1", 1.0))
+    }
     top = {f"top-p {p}": Variant(layer=rankings.subclass(rankings.TopPLayer, P=p)) for p in (0.4, 0.6, 0.8, 0.9)}
     bounds = {part: rankings.subclass(rankings.ErrorBoundLayer, SHARE=part) for part in (0.05, 0.2)}
     ranks = {"score-aware: nothing forced": Variant()}
@@ -179,6 +186,7 @@ def variants() -> dict[str, dict[str, Variant]]:
         "ranks": ranks,
         "shares": {"budget by layer": Variant(layer=rankings.LayerShareLayer), "same in all layers": Variant()},
         "top-p": top,
+        "codes": codes,
         "bits": bits,
         "keys": keys,
         "lengths": lengths,
@@ -274,6 +282,7 @@ class Calibrations:
         chosen = make_plan(
             describe(self.model.config),
             bits=variant.bits,
+            codes=variant.codes,
             position_shift=variant.method.shift,
             seed=arguments.seed,
             **wanted,
@@ -282,12 +291,14 @@ class Calibrations:
         if key not in self.collected:
             print(f"collecting keys: {key}", file=sys.stderr)
             opened = [open_corpus(spec) for spec in expand([corpora])]
-            self.collected[key] = keys_of(self.model, self.tokenizer, replace(chosen, method=BEST), opened)
+            self.collected[key] = keys_of(
+                self.model, self.tokenizer, replace(chosen, method=BEST, codes="signs"), opened
+            )
         return self.collected[key], replace(chosen, method=variant.method)
 
     def artifact(self, variant: Variant) -> Any:
         collected, chosen = self.collect(variant)
-        key = json.dumps([asdict(variant.method) | {"name": ""}, variant.bits, variant.calibration])  # type: ignore[arg-type]
+        key = json.dumps([asdict(variant.method) | {"name": ""}, variant.codes, variant.bits, variant.calibration])  # type: ignore[arg-type]
         if key not in self.artifacts:
             began = time.perf_counter()
             layers = list(collected.keys)

@@ -80,8 +80,8 @@ class PlanOptions:
     codes: Annotated[
         str,
         typer.Option(
-            help="Kind of codes: signs, as in the paper, or product (every byte names one of 256 vectors), which lose less "
-            "at the same budget and take longer to rank.",
+            help="Kind of codes: signs, as in the paper, or product (every byte names one of 256 vectors), which lose "
+            "less at the same budget and take longer to rank.",
             metavar="signs|product",
         ),
     ] = "signs"

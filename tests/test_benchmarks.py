@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes codes_time demo_model "
+    "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes_time demo_model "
     "engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts "
     "keys_per_head needles other_engines outlier_needle pictures position_shift projections real_decode "
     "real_models real_suite real_text serving steady_decode tables".split()  # serving: test_serving.py
