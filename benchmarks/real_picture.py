@@ -25,7 +25,7 @@ def draw(results: Results, folder: Path) -> Path | None:
     import matplotlib
     from matplotlib import pyplot
 
-    measured = real_tables.models(results, "quality")
+    measured = real_tables.on_text(results)
     if not measured:
         return None
     matplotlib.use("agg")

@@ -6,7 +6,7 @@ from typing import Any
 
 from real_subjects import PROJECTIONS, Subject
 
-__all__ = ["defaults", "methods", "quality", "tasks"]
+__all__ = ["defaults", "methods", "others", "quality", "tasks"]
 
 Row = dict[str, Any]
 # Full attention, its best approximation, BPC and the least that one can do.
@@ -16,16 +16,20 @@ ASKED_TOKENS = 1 << 14  # of the prompts of a batch: every method has a copy of 
 
 
 def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The first methods on text, with many forced tokens; with fewer: the worst, other budgets, longer texts."""
-    evaluated, (first, *other_budgets), texts = _Evaluated(subject), settings["budgets"], settings["texts"]
-    many, fewer = settings["forced"], settings["forced_fewer"]
-    short, long = subject.lengths[:2], subject.lengths[2:]
-    rows = evaluated.text(FIRST, [first], short, many, texts, ["bpc-product"])
-    rows += evaluated.text(("full", "random"), [first], short, fewer, texts, ["paper"])
-    if other_budgets:
-        rows += evaluated.text(("full", "oracle", "bpc"), other_budgets, short, fewer, texts, ["bpc-product"])
+    """The first methods on text at one budget, with many forced tokens."""
+    evaluated, texts = _Evaluated(subject), settings["texts"]
+    rows = evaluated.text(FIRST, settings["budgets"], subject.lengths[:2], settings["forced"], texts, ["bpc-product"])
+    return {"rows": rows}
+
+
+def others(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """With fewer forced tokens: the worst that one can do, other budgets, longer texts."""
+    evaluated, (first, *budgets), texts = _Evaluated(subject), settings["budgets"], settings["texts"]
+    forced, short, long = settings["forced"], subject.lengths[:2], subject.lengths[2:]
+    rows = evaluated.text(("full", "random"), [first], short, forced, texts, ["paper"])
+    rows += evaluated.text(("full", "oracle", "bpc"), budgets, short, forced, texts, ["bpc-product"])
     if long:
-        rows += evaluated.text(FIRST, [first], long, fewer, texts, ["bpc-product", "paper"])
+        rows += evaluated.text(FIRST, [first], long, forced, texts, ["bpc-product", "paper"])
     return {"rows": rows}
 
 
@@ -86,12 +90,12 @@ class _Evaluated:
         lengths: Sequence[int],
         forced: int,
         texts: int,
-        others: Sequence[str] = (),
+        projections: Sequence[str] = (),
     ) -> list[Row]:
-        """Rows on text of these methods, and of BPC with other projections on the same text."""
+        """Rows on text of these methods, and of BPC with these other projections on the same text."""
         common = {"tasks": ("text",), "budgets": budgets, "lengths": lengths, "forced": forced, "prompts": texts}
         rows = self._rows("bpc", methods=names, **common)
-        for name in others:
+        for name in projections:
             for row in self._rows(name, methods=("bpc",), **common):
                 compare(
                     row, next(each for each in rows if each["method"] == "full" and each["tokens"] == row["tokens"])

@@ -9,10 +9,10 @@ from bpc_calib.evaluation.methods import METHODS
 from bpc_cli.eval_tables import FIGURES
 from bpc_cli.quantities import budget_text
 
-__all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models"]
+__all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text"]
 
 Row = dict[str, Any]
-PARTS = ("calibrate", "quality", "methods", "defaults", "tasks", "generate", "decode", "engines")
+PARTS = ("calibrate", "quality", "others", "methods", "defaults", "tasks", "generate", "decode", "engines")
 NOTHING = "Not measured yet: `make real`."
 LENGTH = 8192  # tokens per prompt of the first table and the picture
 HEADLINE = ("full", "oracle", "bpc", "bpc-product", "bpc-online", "paper", "random")
@@ -27,6 +27,12 @@ ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transf
 def models(results: Results, part: str) -> dict[str, Row]:
     """What a part measured, by model; empty if it has not run."""
     return results.get(f"real_{part}", {}).get("models", {})
+
+
+def on_text(results: Results) -> dict[str, Row]:
+    """The rows on text of the parts `quality` and `others`, by model."""
+    first, more = (models(results, part) for part in ("quality", "others"))
+    return {model: {"rows": found["rows"] + more.get(model, {"rows": []})["rows"]} for model, found in first.items()}
 
 
 def label(method: str) -> str:
@@ -58,7 +64,7 @@ def short(results: Results) -> str:
 def headline(results: Results) -> str:
     """Both models at the main budget, with code and prose together."""
     lines = []
-    for model, found in models(results, "quality").items():
+    for model, found in on_text(results).items():
         rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH)]
         main, least = main_budget(rows), min(row["budget"] for row in rows if row["budget"])
         rows.sort(key=lambda row: row["forced"])  # those with the most forced tokens replace the others
@@ -74,7 +80,7 @@ def headline(results: Results) -> str:
 def text(results: Results) -> str:
     """Every row of the main methods: model, length and budget."""
     lines = []
-    for model, found in models(results, "quality").items():
+    for model, found in on_text(results).items():
         for row in _sorted(found["rows"]):
             if row["method"] != "full":
                 about = [model, f"{row['tokens']:,}", budget_text(row["budget"]), f"{row['forced']}"]
@@ -86,7 +92,7 @@ def text(results: Results) -> str:
 def corpora(results: Results) -> str:
     """Prose and code apart, at the main budget."""
     lines = []
-    for model, found in models(results, "quality").items():
+    for model, found in on_text(results).items():
         rows = _sorted(found["rows"])
         main = main_budget(rows)
         for row in rows:
@@ -99,7 +105,7 @@ def corpora(results: Results) -> str:
 def layers(results: Results) -> str:
     """The cosine of each layer's output, at the main budget: with BPC and with the exact best tokens."""
     parts = []
-    for model, found in models(results, "quality").items():
+    for model, found in on_text(results).items():
         rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH) and row["budget"]]
         main = main_budget(rows)
         own = {row["method"]: row for row in rows if row["budget"] == main and row["method"] in HEADLINE}
@@ -126,7 +132,7 @@ def defaults(results: Results) -> str:
     """BPC without and with the dense layers and the least number of tokens of `bpc generate`."""
     lines = []
     for model, found in models(results, "defaults").items():
-        hard = models(results, "quality").get(model, {"rows": []})["rows"]
+        hard = on_text(results).get(model, {"rows": []})["rows"]
         main = main_budget(found["rows"])
         for setting, rows in (("every layer chooses", hard), ("as `bpc generate` decodes", found["rows"])):
             for row in _sorted(rows):

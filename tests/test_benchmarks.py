@@ -376,7 +376,7 @@ def test_the_real_suite_measures_and_its_tables_and_picture_are_drawn(tmp_path, 
         assert len({line.replace("\\|", "").count("|") for line in lines if line}) == 1, name
         assert len(lines) > 2, name
         assert make({}) == real_tables.NOTHING
-    rows = results["real_quality"]["models"]["demo"]["rows"]
+    rows = results["real_others"]["models"]["demo"]["rows"]
     paper = next(row for row in rows if row["method"] == "paper")
     own = [each["loss_difference"]["value"] for each in paper["by_corpus"].values()]
     assert paper["loss_difference"]["value"] == pytest.approx(sum(own) / 2, abs=1e-6)
