@@ -39,7 +39,7 @@ def code_quality(results: Results) -> str:
 
 
 def code_answers(results: Results) -> str:
-    """Answers, mass and best kept on two models that look facts up: a line per kind of codes and power of the metric."""
+    """Answers, mass and best kept on two models that look facts up: a line per kind of codes and power of metric."""
     studies = ("demo_2048_product", "second_2048_product")
     lines = []
     for variant in dict.fromkeys(row["variant"] for row in results[f"projections_{studies[0]}"]["rows"]):
