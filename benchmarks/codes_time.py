@@ -63,11 +63,11 @@ def measure(name: str, tokens: int, repeats: int) -> list[dict[str, Any]]:
     choice = Choice(dim**-0.5)
     k, more = (max(1, round(share * tokens)) for share in (BUDGET, MORE))
     hashed = {kind: Hashed(each, encoders[kind], slots, tokens) for kind, each in projections.items()}
+    steps: Calls = {kind: partial(step, query, each, k, choice) for kind, each in hashed.items()}
     work: dict[str, Calls] = {
         "hashing the prompt": {kind: partial(encode_with, each, keys) for kind, each in encoders.items()},
         "hashing a token": {kind: partial(encode_with, each, keys[:, :, :1]) for kind, each in encoders.items()},
-        "a step": {kind: partial(step, query, each, k, choice) for kind, each in hashed.items()}
-        | {"signs at 5 %": partial(step, query, hashed["signs"], more, choice)},
+        "a step": steps | {"signs at 5 %": partial(step, query, hashed["signs"], more, choice)},
     }
     rows, other = [], torch.zeros(OTHER, dtype=torch.uint8)
     for what, calls in work.items():
