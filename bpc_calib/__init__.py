@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bpc_calib.method.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
     from bpc_calib.method.selection import attended, select
     from bpc_calib.models.description import ModelDescription, describe
+    from bpc_calib.models.tensor_parallel import tensor_parallel
     from bpc_calib.runtime.cache import BPCCache
     from bpc_calib.runtime.enabling import disable, enable
     from bpc_calib.runtime.static_decoding import static_decoding
@@ -63,6 +64,7 @@ __all__ = [
     "sparse_attention",
     "static_decoding",
     "static_steps",
+    "tensor_parallel",
 ]
 
 _MODULES = {
@@ -81,6 +83,7 @@ _MODULES = {
     "bpc_calib.method.scoring": ("QuantizedQuery", "group_scores", "hash_scores", "quantize_query"),
     "bpc_calib.method.selection": ("attended", "select"),
     "bpc_calib.models.description": ("ModelDescription", "describe"),
+    "bpc_calib.models.tensor_parallel": ("tensor_parallel",),
     "bpc_calib.runtime.cache": ("BPCCache",),
     "bpc_calib.runtime.enabling": ("disable", "enable"),
     "bpc_calib.runtime.static_decoding": ("static_decoding",),

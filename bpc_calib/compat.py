@@ -12,9 +12,11 @@ from typing import Any
 from packaging.version import Version
 
 __all__ = [
+    "WHOLE",
     "attention_name",
     "can_set_attention",
     "continued_cache_restarts",
+    "copied_heads",
     "cpu_features",
     "drafts_by_model",
     "eager_attention",
@@ -25,6 +27,9 @@ __all__ = [
     "sampling_loop",
     "set_torch_threads",
 ]
+
+
+WHOLE = "bpc_whole"  # registered by `copied_heads`: every process keeps all weights of the module
 
 
 def attention_name(config: Any) -> str | None:
@@ -49,6 +54,37 @@ def eager_attention(module: Any) -> Any:
 def sampling_loop(model: Any) -> Any:
     """Return transformers' loop of greedy decoding and sampling, as a function with the model as first argument."""
     return type(model)._sample
+
+
+def copied_heads(kv_heads: int) -> str:
+    """Register a style of transformers' tensor parallelism and return its name, for the attention in a `tp_plan`.
+
+    It is for fewer KV heads than processes. Both projections of keys and values are `WHOLE`, and compute only the KV
+    head of this process, whose query heads follow the plan as usual.
+    """
+    from torch.nn import Linear
+    from torch.nn.functional import linear
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+    class CopiedHeads(TensorParallelLayer):  # type: ignore[misc]
+        def install_forward(self, module: Any, mesh: Any) -> Any:
+            head = mesh.get_local_rank() * kv_heads // mesh.size()
+            for projection in (module.k_proj, module.v_proj):
+                if type(projection) is not Linear:
+                    raise ValueError(f"a {type(projection).__name__} cannot compute one of its KV heads alone")
+                rows = projection.out_features // kv_heads
+                one = functools.partial(one_head, projection, slice(head * rows, (head + 1) * rows))
+                projection.__dict__["forward"] = one
+            module.num_key_value_groups = module.num_key_value_groups * kv_heads // mesh.size()
+            return module
+
+    def one_head(projection: Any, rows: slice, hidden: Any) -> Any:
+        return linear(hidden, projection.weight[rows], None if projection.bias is None else projection.bias[rows])
+
+    name = f"bpc_copied_{kv_heads}"
+    ALL_PARALLEL_STYLES.register(WHOLE, TensorParallelLayer())
+    ALL_PARALLEL_STYLES.register(name, CopiedHeads())
+    return name
 
 
 def set_torch_threads(count: int) -> None:

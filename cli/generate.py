@@ -40,6 +40,7 @@ def generate(
     """Answer or continue a prompt; each new token attends to the best-ranked tokens of the KV cache only.
 
     A model with a chat template answers the prompt as a user's message; any other model, and --raw, continues it.
+    Under torchrun the processes share out the model's heads: torchrun --nproc-per-node 2 -m bpc_cli generate ...
 
     Example: bpc generate -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --prompt-file book.txt
     """
@@ -49,7 +50,7 @@ def generate(
     projections = None if artifact == ONLINE else load_artifact(artifact)
     from bpc_calib import BPCCache, enable
 
-    opened, online = open_model(model, load), projections is None
+    opened, online = open_model(model, load, shared=True), projections is None
     name = opened.description.id
     cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
     tokenizer = open_tokenizer(opened)

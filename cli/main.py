@@ -13,6 +13,7 @@ from bpc_cli.demo import demo
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
+from bpc_cli.ranks import one_voice
 from bpc_cli.serve import serve
 
 __all__ = ["app", "main"]
@@ -55,7 +56,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print ? where the terminal lacks a character
             stream.reconfigure(errors="replace")
-    try:
-        app()
-    except KeyboardInterrupt:  # before or after a command
-        sys.exit(130)
+    with one_voice():
+        try:
+            app()
+        except KeyboardInterrupt:  # before or after a command
+            sys.exit(130)

@@ -8,6 +8,7 @@ import typer
 
 from bpc_cli.console import fail
 from bpc_cli.progress import working
+from bpc_cli.ranks import rank_device, ranks
 
 if TYPE_CHECKING:
     from bpc_calib.models.description import ModelDescription
@@ -85,19 +86,28 @@ class OpenedModel:
     device_map: str | None
 
 
-def open_model(name: str, options: OneDeviceOptions) -> OpenedModel:
-    """Pick the device, then read the config of a folder, a GGUF file or a Hub id."""
+def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) -> OpenedModel:
+    """Pick the device, then read the config of a folder, a GGUF file or a Hub id.
+
+    `shared`: the processes of torchrun, if there are several, share out the model (tensor parallelism).
+    """
     from bpc_calib.models.description import describe
     from bpc_calib.models.loading import load_config
+    from bpc_calib.models.tensor_parallel import tensor_parallel
     from bpc_calib.models.weight_placement import check_packages
 
     device_map = options.device_map if isinstance(options, LoadOptions) else None
     if device_map is not None and options.device != "auto":
         fail(f"--device-map chooses the devices: leave out --device {options.device}")
-    device = pick_device(options.device)
+    shared = shared and ranks() > 1
+    if device_map is not None and shared:
+        fail("--device-map spreads a model in one process, and torchrun started several: leave it out")
+    device = rank_device(options.device) if shared else pick_device(options.device)
     config, commit = load_config(name, revision=options.revision, trust_remote_code=options.trust_remote_code)
     chosen = None if device_map is None else device_map.value
     check_packages(name, config, chosen)
+    if shared:
+        config.distributed_config = tensor_parallel(config, ranks())
     return OpenedModel(name, config, describe(config, revision=commit), device, options, chosen)
 
 
@@ -115,6 +125,8 @@ def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> 
     from bpc_calib.models.loading import load_model
 
     spread = "" if opened.device_map is None else " and wherever else there is room"
+    if opened.description.ranks > 1:
+        spread = f" in {opened.description.ranks} processes"
     with working(f"Loading {opened.description.id} on {opened.device}{spread}", quiet):
         return load_model(
             opened.name,

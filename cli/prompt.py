@@ -11,6 +11,7 @@ import typer
 from bpc_cli.chat_template import check_system, has_template, message, template_tokens
 from bpc_cli.console import fail
 from bpc_cli.decoding_options import System
+from bpc_cli.ranks import ranks
 
 __all__ = ["PromptOptions", "read_prompt", "tokenize"]
 
@@ -37,6 +38,8 @@ def read_prompt(options: PromptOptions) -> str:
         raise typer.BadParameter("give --prompt or --prompt-file, not both")
     if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter("give --prompt or --prompt-file, or pipe the prompt in")
+    if prompt is None and file is None and ranks() > 1:
+        raise typer.BadParameter("give --prompt or --prompt-file: the processes of torchrun cannot share a pipe")
     try:
         if prompt is None:
             raw = sys.stdin.buffer.read() if file is None else Path(os.path.expanduser(file)).read_bytes()

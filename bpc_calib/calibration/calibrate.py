@@ -14,7 +14,7 @@ from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projecting import project
 from bpc_calib.calibration.run_text import Text, read_text
 from bpc_calib.calibration.work_folder import WorkFolder, open_work_folder
-from bpc_calib.errors import InputError
+from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.placement import input_device
 from bpc_calib.text.corpus_list import check_corpora, open_corpora
@@ -56,6 +56,11 @@ def calibrate(
         WorkError: the work folder is in use, is damaged, cannot be written, or belongs to another calibration.
     """
     description = describe(model.config)
+    if description.ranks > 1:
+        raise ModelError(
+            f"{description.id}: {description.ranks} processes share it out, and calibration needs all KV heads in one: "
+            "load it with device_map='auto'"
+        )
     plan = plan or make_plan(description)
     if plan.model.config_sha256 != description.config_sha256:
         raise InputError(f"the plan is for {plan.model.id}, but the model is {description.id}: make a plan for it")

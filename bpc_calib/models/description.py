@@ -9,6 +9,7 @@ from typing import Any
 
 from bpc_calib.compat import can_set_attention
 from bpc_calib.errors import InputError, ModelError, first_line
+from bpc_calib.models.heads import tensor_ranks
 
 __all__ = ["ModelDescription", "describe"]
 
@@ -45,6 +46,7 @@ class ModelDescription:
     context_limit: int | None  # max_position_embeddings
     vocab_size: int
     scales_by_position: bool  # the attention depends on absolute positions in addition to RoPE
+    ranks: int = 1  # processes that share out the heads (tensor parallelism); the counts above are those of all
 
     @property
     def full_layers(self) -> list[int]:
@@ -65,13 +67,17 @@ class ModelDescription:
         """Return True if a text model's config has the same model type, layers, heads and RoPE."""
         other = _describe(text_config, self.id, self.revision)
         return self == replace(
-            other, config_sha256=self.config_sha256, vocab_size=self.vocab_size, context_limit=self.context_limit
+            other,
+            config_sha256=self.config_sha256,
+            vocab_size=self.vocab_size,
+            context_limit=self.context_limit,
+            ranks=self.ranks,
         )
 
     def metadata(self) -> dict[str, Any]:
         """Return the `model` table of the artifact."""
         table = asdict(self)
-        del table["context_limit"], table["vocab_size"], table["scales_by_position"]
+        del table["context_limit"], table["vocab_size"], table["scales_by_position"], table["ranks"]
         return table
 
 
@@ -92,7 +98,7 @@ def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
     try:
         text = config.get_text_config(decoder=True)
         _refuse_unserved(config, text, name)
-        return _describe(text, name, revision)
+        return replace(_describe(text, name, revision), ranks=tensor_ranks(config))
     except ModelError:
         raise
     except Exception as fault:  # a config may hold anything: a list instead of a number, a string instead of a number

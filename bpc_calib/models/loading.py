@@ -8,6 +8,7 @@ from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.hub import explain, fetch, online
 from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, unpacking
+from bpc_calib.models.heads import tensor_ranks
 from bpc_calib.models.weight_placement import DeviceMap, placement, settle
 
 __all__ = ["load_config", "load_model", "load_tokenizer"]
@@ -73,7 +74,8 @@ def load_model(
     """Load a model in evaluation mode, from safetensors or GGUF weights only.
 
     Args:
-        config: the result of `load_config`; None reads it.
+        config: the result of `load_config`; None reads it. With a `distributed_config` (`tensor_parallel`), each
+            process of torchrun loads its part, to the device that transformers gives it.
         dtype: of the weights; "auto" is the config's, for a GGUF file that of `gguf_config`.
         device: holds the whole model, without a `device_map`.
         device_map: spreads the layers over devices, main memory ("cpu") and "disk", as transformers does: "auto", or
@@ -87,7 +89,11 @@ def load_model(
 
     if config is None:
         config, _ = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
-    arguments = _source(model, revision, trust_remote_code) | placement(model, config, device, device_map)
+    arguments = _source(model, revision, trust_remote_code)
+    if shared := tensor_ranks(config) > 1:
+        arguments["distributed_config"] = config.distributed_config
+    else:
+        arguments |= placement(model, config, device, device_map)
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
             **arguments,
@@ -101,13 +107,14 @@ def load_model(
         if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
             raise ModelError(f"the weights of {model} lack {len(lacking)} tensors of the model, such as {lacking[0]}")
         loaded.config.name_or_path = config.name_or_path
-        loaded = loaded.eval() if "device_map" in arguments else loaded.eval().to(device)
+        loaded = loaded.eval() if shared or "device_map" in arguments else loaded.eval().to(device)
         settle(model, config, loaded)
         return loaded
     except ModelError:
         raise
     except torch.OutOfMemoryError as fault:
         hint = "try --device cpu" if device_map else "try --device-map auto, or --device cpu"
+        hint = "start more processes" if shared else hint
         raise ModelError(f"model {model} does not fit into the memory of {device}: {hint}") from fault
     except Exception as fault:
         raise _fault(fault, "model", model) from fault

@@ -11,7 +11,9 @@ from torch import Tensor
 from bpc_calib.compat import attention_name
 from bpc_calib.errors import ModelError
 from bpc_calib.models.description import ModelDescription
+from bpc_calib.models.heads import share
 from bpc_calib.models.placement import input_device
+from bpc_calib.models.tensor_parallel import check_shares
 
 __all__ = ["observing", "verify"]
 
@@ -80,6 +82,8 @@ def verify(model: Any, description: ModelDescription) -> None:
             attention sinks, or has other shapes than the description.
     """
     seen: list[int] = []
+    expected = _expected(description)
+    check_shares(model, description)
 
     def check(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
@@ -87,7 +91,6 @@ def verify(model: Any, description: ModelDescription) -> None:
             return
         fault = None
         heads = (query.shape[1], key.shape[1], key.shape[3])
-        expected = (description.query_heads, description.kv_heads, description.head_dim)
         window = arguments.get("sliding_window")
         if arguments.get("is_causal", getattr(module, "is_causal", True)) is False:
             fault = "attends in both directions, so this is not a causal language model"
@@ -97,10 +100,10 @@ def verify(model: Any, description: ModelDescription) -> None:
             fault = "has attention sinks, which BPC does not support"
         elif window and description.context_limit and window < description.context_limit:
             fault = f"has a sliding window of {window}, which its config does not mention"
-        elif heads != expected or value.shape[1:] != key.shape[1:]:
+        elif heads not in expected or value.shape[1:] != key.shape[1:]:
             fault = (
                 f"has (query heads, KV heads, head_dim) {heads} and values {list(value.shape[1:])}, "
-                f"but its config says {expected}"
+                f"but its config says {' or '.join(map(str, expected))}"
             )
         if fault:
             raise ModelError(f"{description.id} ({description.model_type}): layer {layer} {fault}")
@@ -116,3 +119,12 @@ def verify(model: Any, description: ModelDescription) -> None:
         raise ModelError(
             f"{description.id} ({description.model_type}): layers {layers} {fault}, so BPC does not support it"
         )
+
+
+def _expected(description: ModelDescription) -> list[tuple[int, int, int]]:
+    """Return the query heads, KV heads and head_dim that a layer may have: all heads, or a process's share."""
+    query_heads, kv_heads, ranks = description.query_heads, description.kv_heads, description.ranks
+    expected = [(query_heads, kv_heads, description.head_dim)]
+    if ranks > 1 and (held := share(kv_heads, ranks)) is not None:
+        expected.append((query_heads // ranks, held, description.head_dim))
+    return expected

@@ -13,6 +13,7 @@ from bpc_calib.method.fitting import Fit
 from bpc_calib.method.product import Projection
 from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription
+from bpc_calib.models.heads import held_heads, rank_among
 from bpc_calib.runtime.calibrated import take
 from bpc_calib.runtime.layers import SparseLayer
 from bpc_calib.runtime.online_fit import Asked, fit_online, join
@@ -146,9 +147,14 @@ class BPCLayer(SparseLayer):
         return self.projection
 
     def _take_calibrated(self) -> None:
-        """Hash with the artifact's projections from now on."""
+        """Hash with the artifact's projections of the KV heads of this process from now on."""
         assert self.calibrated is not None
-        keys, heads = self.keys, len(self.calibrated.projection)
-        if heads != keys.shape[1]:
-            raise ModelError(f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {heads}")
-        self.projection, self.encoder = take(self.calibrated, slice(0, heads), keys.dtype, keys.device)
+        keys, ranks, total = self.keys, self.model.ranks, len(self.calibrated.projection)
+        heads = held_heads(total, keys.shape[1], rank_among(ranks), ranks)
+        if heads is None:
+            raise ModelError(
+                f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {total}, and the cache's "
+                f"config names {ranks} processes that share them out: make the cache from the config of the loaded "
+                "model (model.config)"
+            )
+        self.projection, self.encoder = take(self.calibrated, heads, keys.dtype, keys.device)

@@ -60,8 +60,8 @@ def check_static(model: Any, cache: Any) -> None:
     """Raise unless static steps serve this model and cache.
 
     Raises:
-        ModelError: the model has sliding-window layers, RoPE that changes with the length or several devices, or it is
-            on a GPU without the Triton kernels.
+        ModelError: the model has sliding-window layers, RoPE that changes with the length or several devices; or it is
+            on a GPU without the Triton kernels, or on several GPUs by tensor parallelism.
         InputError: the cache is not a `BPCCache` or is already in static steps, or the model is not enabled.
     """
     from bpc_calib.runtime.cache import BPCCache
@@ -76,6 +76,8 @@ def check_static(model: Any, cache: Any) -> None:
     name = f"{description.id} ({description.model_type})"
     if description.rope_follows_length:
         raise ModelError(f"{name}: its RoPE changes with the length, which static steps do not serve")
+    if description.ranks > 1 and model.device.type == "cuda":
+        raise ModelError(f"{name}: {description.ranks} processes share it out, which CUDA graphs do not serve")
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StaticLayer):
             raise InputError("the cache is already in a `static_steps` block")

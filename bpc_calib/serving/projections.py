@@ -15,7 +15,7 @@ from bpc_calib.method.product import Product, Projection
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.calibrated import take
 
-__all__ = ["LayerProjections", "checked_artifact", "first_head", "layer_projections", "open_artifact"]
+__all__ = ["LayerProjections", "checked_artifact", "layer_projections", "open_artifact"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +82,3 @@ def layer_projections(
     if heads.stop > len(layer.projection):
         raise InputError(f"layer {index} of the artifact has {len(layer.projection)} KV heads, not {heads.stop}")
     return LayerProjections(*take(layer, heads, dtype, device))
-
-
-def first_head(total: int, rank: int, ranks: int) -> int:
-    """Return the first KV head of a rank: in order, or each head on several ranks where these are more."""
-    return rank * (total // ranks) if total >= ranks else rank * total // ranks

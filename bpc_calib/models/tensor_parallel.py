@@ -1,0 +1,81 @@
+"""Tensor parallelism of transformers: how the heads of a model are shared out over the processes of torchrun."""
+
+from typing import Any
+
+from bpc_calib.compat import WHOLE, copied_heads
+from bpc_calib.errors import ModelError
+from bpc_calib.models.description import ModelDescription, describe
+from bpc_calib.models.heads import share
+
+__all__ = ["check_shares", "tensor_parallel"]
+
+SHARED_OUT = "colwise"
+KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections that compute keys, as transformers names them
+
+
+def tensor_parallel(config: Any, ranks: int) -> Any:
+    """Return the `distributed_config` that shares out a model over `ranks` processes, for `from_pretrained`.
+
+    It is `DistributedConfig(tp_plan="auto")`, which gives each process an equal part of the heads, unless the model has
+    fewer KV heads than that. Then each KV head is on several processes, with equal parts of its query heads.
+
+    Args:
+        config: the config of the whole model.
+        ranks: the number of processes that torchrun has started, each with one part.
+
+    Raises:
+        ModelError: BPC cannot serve the model, or its heads have no equal parts; the message names numbers that fit.
+    """
+    from transformers.distributed import DistributedConfig
+
+    description = describe(config)
+    if ranks == 1 or not description.kv_heads % ranks:
+        return DistributedConfig(tp_size=ranks, tp_plan="auto")
+    plan = _plan(config)
+    if not _shares_out_keys(plan):
+        return DistributedConfig(tp_size=ranks, tp_plan="auto")
+    attentions = [name.removesuffix(".k_proj") for name in plan if name.endswith(".k_proj")]
+    if not attentions or not _has_parts(description, ranks):
+        raise ModelError(_no_parts(description, ranks))
+    for name in attentions:
+        plan |= {name: copied_heads(description.kv_heads), f"{name}.k_proj": WHOLE, f"{name}.v_proj": WHOLE}
+    return DistributedConfig(tp_size=ranks, tp_plan=plan)
+
+
+def check_shares(model: Any, description: ModelDescription) -> None:
+    """Raise `ModelError` if a loaded model's KV heads were cut in pieces: transformers would fail with a shape."""
+    ranks, kv_heads = description.ranks, description.kv_heads
+    if not kv_heads % ranks or not _shares_out_keys(getattr(model, "tp_plan", None) or {}):
+        return
+    if not _has_parts(description, ranks):
+        raise ModelError(_no_parts(description, ranks))
+    raise ModelError(
+        f"{description.id}: {ranks} processes share {kv_heads} KV heads, which tp_plan='auto' cuts in pieces: load it "
+        f"with distributed_config=bpc_calib.tensor_parallel(config, {ranks})"
+    )
+
+
+def _plan(config: Any) -> dict[str, str]:
+    """Return transformers' plan for the model, which depends on its class: by the names of its modules."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return dict(AutoModelForCausalLM.from_config(config).tp_plan or {})
+
+
+def _shares_out_keys(plan: dict[str, str]) -> bool:
+    return any(style == SHARED_OUT and name.rpartition(".")[2] in KEYS for name, style in plan.items())
+
+
+def _has_parts(description: ModelDescription, ranks: int) -> bool:
+    return share(description.kv_heads, ranks) is not None and not description.query_heads % ranks
+
+
+def _no_parts(description: ModelDescription, ranks: int) -> str:
+    heads = description.query_heads
+    fitting = [str(count) for count in range(2, heads + 1) if _has_parts(description, count)]
+    return (
+        f"{description.id}: its {heads} query heads and {description.kv_heads} KV heads have no equal parts for "
+        f"{ranks} processes: start {' or '.join(fitting) or '1'}"
+    )
