@@ -1,5 +1,7 @@
 """The kept keys in a work folder: one file per sample, read back one layer at a time."""
 
+import os
+import time
 from pathlib import Path
 
 import torch
@@ -9,7 +11,9 @@ from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.stored_tensors import DamagedError, is_intact, keep_intact, read_tensors, write_tensors
 from bpc_calib.errors import WorkError
 
-__all__ = ["intact_samples", "read_layer", "write_sample"]
+__all__ = ["intact_samples", "read_layer", "wait_for_samples", "write_sample"]
+
+SEEN_WITHIN = 120.0  # seconds: a shared file system may show old names for a minute
 
 
 def write_sample(folder: Path, sample: int, keys: dict[int, Tensor]) -> None:
@@ -38,6 +42,23 @@ def intact_samples(folder: Path, plan: Plan) -> set[int]:
     """Return the samples with an intact file; remove damaged files, with one warning."""
     names = {str(layer) for layer in plan.model.full_layers}
     return keep_intact({i: _file(folder, i) for i in range(plan.samples)}, lambda path: is_intact(path, names))
+
+
+def wait_for_samples(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all samples, which other machines may have written, are seen here.
+
+    Raises:
+        WorkError: some are not.
+    """
+    until = time.monotonic() + SEEN_WITHIN
+    names = {_file(folder, sample).name for sample in range(plan.samples)}
+    while lacking := names - set(os.listdir(folder / "samples")):
+        if time.monotonic() > until:
+            raise WorkError(
+                f"{folder}: {len(lacking)} samples of other ranks are not seen here: give a --work-dir that all "
+                "machines share"
+            )
+        time.sleep(0.5)
 
 
 def _file(folder: Path, sample: int) -> Path:
