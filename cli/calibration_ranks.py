@@ -28,6 +28,7 @@ def joined_ranks() -> Iterator["Ranks"]:
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
         yield Ranks()
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or its store warns where we say what to do
     from bpc_calib.calibration.watching import watching
 
     ranks = join()

@@ -13,15 +13,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bpc_calib.calibration.plan import Plan
 from bpc_calib.errors import WorkError, first_line
 
-__all__ = ["JOIN", "Ranks", "join", "layers_of", "samples_of"]
+if TYPE_CHECKING:  # the import of this file is cheap
+    from bpc_calib.calibration.plan import Plan
+
+__all__ = ["JOIN", "STORE_GONE", "Ranks", "join", "layers_of", "samples_of"]
 
 JOIN = 300.0  # seconds for all ranks to import what they need, from a slow disk
 POLL = 0.2
+STORE_GONE = "torchrun's store is gone, so its machine or its process has ended"
 
 
 @dataclass
@@ -85,13 +88,16 @@ class Ranks:
                 self.spoke = os.environ.get("LOCAL_RANK", "0") == "0"
             return self.spoke
 
+    def advice(self) -> str:
+        """What to do after a run that has ended early."""
+        where = f"the finished work is in {self.folder}, and " if self.folder else ""
+        return f"{where}the same command goes on, with any number of ranks"
+
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
         except RuntimeError as fault:
-            raise WorkError(
-                f"torchrun's store does not answer ({first_line(fault)}): run the same command again"
-            ) from fault
+            raise WorkError(f"{STORE_GONE}: {self.advice()}") from fault
 
 
 def join() -> Ranks:
@@ -111,12 +117,12 @@ def join() -> Ranks:
     return Ranks(rank, count, PrefixStore(f"bpc/{attempt}", store))
 
 
-def samples_of(plan: Plan, finished: set[int], rank: int, ranks: int) -> list[int]:
+def samples_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[int]:
     """Return the samples that a rank runs, ascending: those left in every `ranks`-th group that has some left."""
     left = [unfinished for samples in plan.groups if (unfinished := [each for each in samples if each not in finished])]
     return [sample for samples in left[rank::ranks] for sample in samples]
 
 
-def layers_of(plan: Plan, finished: set[int], rank: int, ranks: int) -> list[int]:
+def layers_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[int]:
     """Return the layers that a rank fits, ascending: every `ranks`-th of those that are left."""
     return [layer for layer in plan.model.full_layers if layer not in finished][rank::ranks]

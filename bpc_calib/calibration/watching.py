@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from bpc_calib.calibration.ranks import JOIN, Ranks
+from bpc_calib.calibration.ranks import JOIN, STORE_GONE, Ranks
 
 __all__ = ["patience", "watching"]
 
@@ -48,16 +48,17 @@ def watching(ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
     thread.start()
     try:
         yield
-    except BaseException:
-        ending.set()  # the thread lingers, and the interpreter waits for it
+    except BaseException:  # the thread lingers, no SIGTERM ends it, and the interpreter waits for it
+        signal.set_wakeup_fd(-1)
+        ending.set()
         raise
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, before)
     ending.set()
     waker.send(b"\0")
     thread.join()
-    with suppress(RuntimeError):  # the store has gone: nobody is left to hear
+    with suppress(RuntimeError):  # nobody is left to hear
         ranks.store.set(_beat(ranks.rank), LEFT)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, before)
 
 
 def _watch(ranks: Ranks, store: Any, wake: socket.socket, ending: threading.Event, say: Callable[[str], None]) -> None:
@@ -79,7 +80,7 @@ def _watch(ranks: Ranks, store: Any, wake: socket.socket, ending: threading.Even
             _listen(store, heard, silent, passed)
             reason = _reason(ranks, heard, silent, busy)
         except RuntimeError:
-            reason = "torchrun's store is gone, so its machine or its process has ended"
+            reason = STORE_GONE
         if signal.SIGTERM in signals:
             reason = "torchrun has ended the run (SIGTERM), as it does when a process has died"
         if reason:
@@ -112,8 +113,7 @@ def _reason(ranks: Ranks, heard: dict[int, bytes], silent: dict[int, float], bus
 def _end(ranks: Ranks, store: Any, reason: str, say: Callable[[str], None]) -> None:
     """End the process, and say why if no other process does."""
     if ranks.claim(store):
-        where = f"the finished work is in {ranks.folder}, and " if ranks.folder else ""
-        say(f"{reason}: {where}the same command goes on, with any number of ranks")
+        say(f"{reason}: {ranks.advice()}")
         time.sleep(LINGER)
     elif ranks.spoke:  # the main thread is about to end with an error of its own
         return
