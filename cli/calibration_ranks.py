@@ -35,10 +35,10 @@ def joined_ranks() -> Iterator["Ranks"]:
     with watching(ranks, _say):
         try:
             yield ranks
-        except BaseException as fault:
+        except Exception:
             if ranks.claim():
                 raise
-            raise typer.Exit(130 if isinstance(fault, KeyboardInterrupt) else 1) from None
+            raise typer.Exit(1) from None
 
 
 def on_own_device(load: LoadOptions, ranks: "Ranks") -> LoadOptions:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -140,6 +141,18 @@ def test_an_error_of_one_rank_is_said_once(start, tmp_path, rank):
     assert (code, out) == (1, "")
     assert errors == ["Error: the moon is full: wait until it wanes"]
     assert (tmp_path / "a.safetensors.work" / "journal.json").exists()
+
+
+@pytest.mark.slow  # processes
+def test_an_interrupt_is_said_once(start, tmp_path):
+    process = start(2, "-o", "a.safetensors", fault="1:keys:1:hang")
+    while not (tmp_path / "fault").exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)  # torchrun passes it on
+    code, out, (line,) = end(process)
+    assert code != 0
+    assert out == ""
+    assert line.startswith("Error: interrupted: the finished work is in a.safetensors.work")
 
 
 @pytest.mark.slow  # processes

@@ -24,6 +24,10 @@ LINGER = 3 * BEAT  # who has spoken stays so long: the others see that, and say 
 FIRST_STEP, STEP = 3600.0, 600.0  # seconds that a step may take: the first one of a stage, and at least each later one
 TIMES_SLOWER = 10  # than the slowest step so far
 LEFT = b"left"
+SIGNALS = {
+    signal.SIGINT: "interrupted",
+    signal.SIGTERM: "torchrun has ended the run (SIGTERM), as it does when a process has died",
+}
 
 
 def patience(slowest: float | None) -> float:
@@ -35,12 +39,14 @@ def patience(slowest: float | None) -> float:
 def watching(ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
     """Watch the other ranks, and this one, during the block.
 
-    When one is gone or stuck, or at SIGTERM, every process ends with status 1, and one of them calls `say` with the
-    reason before. A block that ends with an error ends the others, too, if `ranks.claim` was called before.
+    When one is gone or stuck, or at a signal of `SIGNALS`, every process ends with status 1, and one of them calls
+    `say` with the reason before. A block that ends with an error ends the other ranks, too, if it has asked for
+    `ranks.claim`.
     """
     wake, waker = socket.socketpair()
     waker.setblocking(False)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # the wakeup reaches the thread whatever this one does
+    # The wakeup reaches the thread whatever this one does.
+    before = {each: signal.signal(each, lambda *_: None) for each in SIGNALS}
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
     ending = threading.Event()
     store = ranks.store.clone()  # a store answers one thread at a time
@@ -48,12 +54,13 @@ def watching(ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
     thread.start()
     try:
         yield
-    except BaseException:  # the thread lingers, no SIGTERM ends it, and the interpreter waits for it
+    except BaseException:  # the thread lingers, no signal of these ends it, and the interpreter waits for it
         signal.set_wakeup_fd(-1)
         ending.set()
         raise
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, before)
+    for each, handler in before.items():
+        signal.signal(each, handler)
     ending.set()
     waker.send(b"\0")
     thread.join()
@@ -81,8 +88,7 @@ def _watch(ranks: Ranks, store: Any, wake: socket.socket, ending: threading.Even
             reason = _reason(ranks, heard, silent, busy)
         except RuntimeError:
             reason = STORE_GONE
-        if signal.SIGTERM in signals:
-            reason = "torchrun has ended the run (SIGTERM), as it does when a process has died"
+        reason = next((SIGNALS[each] for each in SIGNALS if each in signals), reason)
         if reason:
             _end(ranks, store, reason, say)
     if ranks.spoke:
