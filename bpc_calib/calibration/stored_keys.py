@@ -1,19 +1,16 @@
 """The kept keys in a work folder: one file per sample, read back one layer at a time."""
 
-import os
-import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bpc_calib.calibration.durable import wait_for
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.stored_tensors import DamagedError, is_intact, keep_intact, read_tensors, write_tensors
 from bpc_calib.errors import WorkError
 
 __all__ = ["intact_samples", "read_layer", "wait_for_samples", "write_sample"]
-
-SEEN_WITHIN = 120.0  # seconds: a shared file system may show old names for a minute
 
 
 def write_sample(folder: Path, sample: int, keys: dict[int, Tensor]) -> None:
@@ -45,20 +42,8 @@ def intact_samples(folder: Path, plan: Plan) -> set[int]:
 
 
 def wait_for_samples(folder: Path, plan: Plan) -> None:
-    """Wait until the files of all samples, which other machines may have written, are seen here.
-
-    Raises:
-        WorkError: some are not.
-    """
-    until = time.monotonic() + SEEN_WITHIN
-    names = {_file(folder, sample).name for sample in range(plan.samples)}
-    while lacking := names - set(os.listdir(folder / "samples")):
-        if time.monotonic() > until:
-            raise WorkError(
-                f"{folder}: {len(lacking)} samples of other ranks are not seen here: give a --work-dir that all "
-                "machines share"
-            )
-        time.sleep(0.5)
+    """Wait until the files of all samples, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, sample) for sample in range(plan.samples)])
 
 
 def _file(folder: Path, sample: int) -> Path:

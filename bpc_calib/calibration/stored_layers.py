@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
+from bpc_calib.calibration.durable import wait_for
 from bpc_calib.calibration.layer_fit import LayerFit
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.stored_tensors import DamagedError, keep_intact, read_tensors, write_tensors
 from bpc_calib.errors import WorkError
 
-__all__ = ["intact_layers", "read_layers", "write_layer"]
+__all__ = ["intact_layers", "read_layers", "wait_for_layers", "write_layer"]
 
 HELD_OUT = "held_out"
 
@@ -51,6 +52,11 @@ def read_layers(folder: Path, plan: Plan) -> dict[int, LayerFit]:
                 f"{path}: damaged since it was written: run the same command, which makes it again"
             ) from None
     return found
+
+
+def wait_for_layers(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all layers, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, layer) for layer in plan.model.full_layers])
 
 
 def _read(path: Path) -> LayerFit:
