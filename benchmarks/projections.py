@@ -29,6 +29,7 @@ from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projection_method import PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.calibration.run_text import read_text
 from bpc_calib.calibration.stored_keys import read_layer
+from bpc_calib.calibration.stored_moments import total_moments
 from bpc_calib.calibration.work_folder import open_work_folder
 from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
 from bpc_calib.evaluation.comparison import FORCED, HARD
@@ -255,12 +256,12 @@ def keys_of(model: Any, tokenizer: Any, plan: Plan, corpora: list[Corpus]) -> Co
 
     with tempfile.TemporaryDirectory() as folder, open_work_folder(Path(folder), plan, model.device) as work:
         text = read_text(corpora, tokenizer, work, quiet)
-        moments = collect(model, text, work, quiet)
+        collect(lambda: model, text.tokens, work, quiet)
         layers, aside = plan.model.full_layers, plan.held_out
         return Collected(
             {layer: read_layer(work.path, layer, plan.fitted) for layer in layers},
             {layer: read_layer(work.path, layer, aside) for layer in layers},
-            moments,
+            dict(zip(layers, total_moments(work.path, plan, layers), strict=True)) if plan.summed else {},
             text.sources,
         )
 

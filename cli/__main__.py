@@ -1,5 +1,6 @@
-"""`python -m bpc_cli`, which torchrun starts once per process: the same as `bpc`."""
+"""`python -m bpc_cli`, which torchrun starts as each of its ranks."""
 
 from bpc_cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -11,8 +11,9 @@ from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_M
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, DEMO, HUB_CORPORA
 from bpc_cli.calibration_checks import idle_options, open_text
 from bpc_cli.calibration_plan import print_plan
+from bpc_cli.calibration_ranks import joined_ranks, on_own_device
 from bpc_cli.calibration_report import STAGES, print_report, report
-from bpc_cli.calibration_work import WorkOptions, finish, open_work, reused, was_finished
+from bpc_cli.calibration_work import WorkOptions, finish, finished, open_work, reused, was_finished
 from bpc_cli.command import command
 from bpc_cli.console import note, print_json
 from bpc_cli.libraries import quiet_libraries
@@ -127,44 +128,55 @@ def calibrate(
     """
     started = time.monotonic()
     from bpc_artifacts import check_writable
-    from bpc_artifacts import load as load_artifact
 
-    if output is not None:  # before anything slow
-        check_writable(output, 0, overwrite=force or was_finished(output, work))
-    quiet_libraries(quiet=quiet)
-    import bpc_calib
-    from bpc_calib.calibration.calibrate import calibrate_in
-    from bpc_calib.calibration.run_text import read_text
+    with joined_ranks() as ranks:
+        leads = ranks.rank == 0
+        if output is not None and leads:  # before anything slow
+            check_writable(output, 0, overwrite=force or was_finished(output, work))
+        quiet_libraries(quiet=quiet or not leads, warnings=leads)
+        import torch
 
-    opened = open_model(model, load)
-    plan = bpc_calib.make_plan(opened.description, **asdict(numbers))
-    target = output or Path(f"{plan.model.id.split('/')[-1]}-bpc{plan.bits}.safetensors")
-    overwrite = force or was_finished(target, work)
-    check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
-    names = text.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
-    corpora = open_text(names, text.text_field, plan.samples)
-    for message in () if quiet else idle_options(plan, corpora, text.text_field, numbers):
-        note(message)
-    if dry_run:
-        print_plan(plan, opened, target, [corpus.name for corpus in corpora], as_json)
-        return
-    times = StageTimes(started)
-    with open_work(target, work, plan, opened.device, quiet) as folder, stage_bars(STAGES, quiet) as show:
+        import bpc_calib
+        from bpc_calib.calibration.calibrate import calibrate_in, help_calibrate
+        from bpc_calib.calibration.run_text import read_text
 
-        def progress(stage: str, done: int, total: int) -> None:
-            times.add(stage, done)
-            show(stage, done, total, "")
+        opened = open_model(model, on_own_device(load, ranks))
+        plan = bpc_calib.make_plan(opened.description, **asdict(numbers))
+        target = output or Path(f"{plan.model.id.split('/')[-1]}-bpc{plan.bits}.safetensors")
+        if not leads:
+            if not dry_run:
+                device = torch.device(opened.device)
+                help_calibrate(work.folder(target), plan, device, lambda: open_weights(opened, quiet=True), ranks)
+            return
+        overwrite = force or was_finished(target, work)
+        check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
+        names = text.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
+        corpora = open_text(names, text.text_field, plan.samples)
+        for message in () if quiet else idle_options(plan, corpora, text.text_field, numbers):
+            note(message)
+        if dry_run:
+            print_plan(plan, opened, target, [corpus.name for corpus in corpora], as_json)
+            return
+        times = StageTimes(started)
+        with (
+            open_work(target, work, plan, opened.device, quiet, ranks) as folder,
+            stage_bars(STAGES, quiet) as show,
+        ):
 
-        def load_model() -> Any:
-            loaded = open_weights(opened, quiet)
-            times.add("load")
-            return loaded
+            def progress(stage: str, done: int, total: int) -> None:
+                times.add(stage, done)
+                show(stage, done, total, "")
 
-        again = {"reused": reused(target, work, folder)}
-        drawn = read_text(corpora, open_tokenizer(opened), folder, progress)
-        finished = was_finished(target, work)  # only the removal of the work folder is left
-        artifact = load_artifact(target) if finished else calibrate_in(folder, drawn, load_model, progress)
-        finish(artifact, target, folder, overwrite=overwrite, keep=work.keep_work)
+            def load_model() -> Any:
+                loaded = open_weights(opened, quiet)
+                times.add("load")
+                return loaded
+
+            again = {"reused": reused(target, work, folder)}
+            drawn = read_text(corpora, open_tokenizer(opened), folder, progress)
+            # Where the artifact is finished, only the removal of the work folder is left.
+            artifact = finished(target, work, ranks) or calibrate_in(folder, drawn, load_model, progress)
+            finish(artifact, target, folder, overwrite=overwrite, keep=work.keep_work)
     result = report(artifact, target, opened.device, time.monotonic() - started, times) | again
     if as_json:
         print_json(result)

@@ -14,9 +14,10 @@ from bpc_cli.console import note
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
     from bpc_calib.calibration.plan import Plan
+    from bpc_calib.calibration.ranks import Ranks
     from bpc_calib.calibration.work_folder import WorkFolder
 
-__all__ = ["WorkOptions", "finish", "open_work", "reused", "was_finished"]
+__all__ = ["WorkOptions", "finish", "finished", "open_work", "reused", "was_finished"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,16 @@ def was_finished(target: Path, options: WorkOptions) -> bool:
         return False
 
 
+def finished(target: Path, options: WorkOptions, ranks: "Ranks") -> "ProjectionArtifact | None":
+    """The output file if an earlier run has finished it; tells the other ranks that nothing is left."""
+    from bpc_artifacts import load
+
+    if not was_finished(target, options):
+        return None
+    ranks.tell("work", None)
+    return load(target)
+
+
 def reused(target: Path, options: WorkOptions, work: "WorkFolder") -> dict[str, int]:
     """How many samples and layers earlier runs have finished."""
     if was_finished(target, options):
@@ -57,7 +68,9 @@ def reused(target: Path, options: WorkOptions, work: "WorkFolder") -> dict[str, 
 
 
 @contextmanager
-def open_work(target: Path, options: WorkOptions, plan: "Plan", device: str, quiet: bool) -> "Iterator[WorkFolder]":
+def open_work(
+    target: Path, options: WorkOptions, plan: "Plan", device: str, quiet: bool, ranks: "Ranks"
+) -> "Iterator[WorkFolder]":
     """Lock the output file and its work folder; say what earlier runs have finished."""
     import torch
 
@@ -69,7 +82,7 @@ def open_work(target: Path, options: WorkOptions, plan: "Plan", device: str, qui
     try:
         with (
             locked(lock, f"{target}: another run is writing this file: wait for it, or choose another output"),
-            open_work_folder(folder, plan, torch.device(device)) as work,
+            open_work_folder(folder, plan, torch.device(device), ranks) as work,
         ):
             done = reused(target, options, work)
             if any(done.values()) and not quiet:

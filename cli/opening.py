@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.console import fail
 from bpc_cli.progress import working
 from bpc_cli.ranks import rank_device, ranks
 
@@ -91,6 +90,7 @@ def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) ->
 
     `shared`: the processes of torchrun, if there are several, share out the model (tensor parallelism).
     """
+    from bpc_calib.errors import InputError
     from bpc_calib.models.description import describe
     from bpc_calib.models.loading import load_config
     from bpc_calib.models.tensor_parallel import tensor_parallel
@@ -98,10 +98,10 @@ def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) ->
 
     device_map = options.device_map if isinstance(options, LoadOptions) else None
     if device_map is not None and options.device != "auto":
-        fail(f"--device-map chooses the devices: leave out --device {options.device}")
+        raise InputError(f"--device-map chooses the devices: leave out --device {options.device}")
     shared = shared and ranks() > 1
     if device_map is not None and shared:
-        fail("--device-map spreads a model in one process, and torchrun started several: leave it out")
+        raise InputError("--device-map spreads a model in one process, and torchrun started several: leave it out")
     device = rank_device(options.device) if shared else pick_device(options.device)
     config, commit = load_config(name, revision=options.revision, trust_remote_code=options.trust_remote_code)
     chosen = None if device_map is None else device_map.value
@@ -143,11 +143,13 @@ def pick_device(name: str) -> str:
     """A device that works here; `auto` is a GPU if there is one, else the CPU."""
     import torch
 
+    from bpc_calib.errors import InputError
+
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         float(torch.zeros(1, device=name))
     except Exception as fault:
         reason = str(fault).strip().splitlines()[0]
-        fail(f"device {name} cannot be used: {reason}")
+        raise InputError(f"device {name} cannot be used: {reason}") from fault
     return name

@@ -21,8 +21,8 @@ ALWAYS = {"command", "machine"}
 TESTED = set(
     "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes_time demo_model "
     "engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts "
-    "keys_per_head needles other_engines outlier_needle pictures position_shift projections real_decode "
-    "real_models real_suite real_text serving steady_decode tables".split()  # serving: test_serving.py
+    "keys_per_head needles other_engines outlier_needle pictures position_shift projections ranks_time "
+    "real_decode real_models real_suite real_text serving steady_decode tables".split()  # serving: test_serving.py
 )
 
 
@@ -125,6 +125,14 @@ def test_calibration_memory(benchmark_result):
     assert [row["samples"] for row in result["by_samples"]] == [2, 3]
     assert [row["pass"] for row in result["by_pass"]] == ["whole", "chunks"]
     assert all(row["peak_bytes"] > row["before_bytes"] > 1e8 for row in result["by_pass"])
+
+
+@pytest.mark.slow  # four processes
+def test_ranks_time(benchmark_result):
+    result = benchmark_result("ranks_time")
+    assert [row["processes"] for row in result["rows"]] == [1, 2]
+    assert result["same_bytes"]
+    assert set(result["rows"][1]["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
 
 
 def test_calibration_time(benchmark_result):

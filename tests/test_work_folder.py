@@ -126,7 +126,8 @@ def flip(path, place):
     ("stop", "name", "kept"),
     [
         (("keys", 4), "samples/000001.safetensors", ("keys", 3)),
-        (("keys", 4), "moments/000003.safetensors", ("keys", 3)),
+        (("keys", 4), "moments/000000.safetensors", ("keys", 1)),  # the group again, but for sample 2, held out
+        (("decompose", 1), "moments/000001.safetensors", ("keys", 4)),
         (("decompose", 2), "layers/000001.safetensors", ("decompose", 1)),
         (("decompose", 2), "samples/000004.safetensors", ("decompose", 2)),
     ],
@@ -143,11 +144,11 @@ def test_a_flipped_byte_is_noticed_and_its_file_is_made_again(run, tmp_path, cap
     assert next(step for step in steps if step[0] == kept[0]) == kept
 
 
-def test_two_damaged_sums_are_made_from_the_start(run, tmp_path):
+def test_all_damaged_sums_are_made_from_the_start(run, tmp_path):
     with pytest.raises(StoppedError):
         run(stop=("decompose", 1))
     names = sorted(path.name for path in (tmp_path / "work" / "moments").iterdir())
-    assert names == ["000003.safetensors", "000004.safetensors"]
+    assert names == ["000000.safetensors", "000001.safetensors"]
     for name in names:
         flip(tmp_path / "work" / "moments" / name, -9)
     made, steps = run()
@@ -344,7 +345,7 @@ def check_goes_on(start, folder, name):
     assert samples - 1 <= reused["samples"] <= samples  # a sample is finished when its sums are written, too
     assert (folder / name).read_bytes() == (folder / "whole.safetensors").read_bytes()
     assert {path.name for path in folder.iterdir()} == {"whole.safetensors", name, "printed.out", "printed.err"}
-    if samples:
+    if any(reused.values()):
         assert f"Going on with {name}.work: {reused['samples']} of 6 samples and {layers} of 3 layers" in err
     return reused
 

@@ -7,20 +7,25 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.calibration.collecting import collect
 from bpc_calib.calibration.contents import contents
 from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projecting import project
-from bpc_calib.calibration.run_text import Text, read_text
-from bpc_calib.calibration.work_folder import WorkFolder, open_work_folder
+from bpc_calib.calibration.ranks import Ranks
+from bpc_calib.calibration.run_text import Text, read_text, stored_text
+from bpc_calib.calibration.stored_layers import read_layers, wait_for_layers
+from bpc_calib.calibration.work_folder import WorkFolder, join_work_folder, open_work_folder, share_work
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.placement import input_device
 from bpc_calib.text.corpus_list import check_corpora, open_corpora
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
 
-__all__ = ["calibrate", "calibrate_in"]
+__all__ = ["calibrate", "calibrate_in", "help_calibrate"]
 
 Progress = Callable[[str, int, int], None]
 
@@ -74,9 +79,32 @@ def calibrate(
 
 
 def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress: Progress) -> ProjectionArtifact:
-    """Do what is left of a calibration. `load` returns the model; it is called only if a sample is left."""
-    moments = work.summed[1]
-    if len(work.samples) < work.plan.samples:
-        moments = collect(load(), text, work, progress)
-    fits = project(work, moments, progress)
+    """Do what is left of a calibration, with the other ranks if there are some.
+
+    `load` returns the model; it is called only if a sample is left.
+    """
+    share_work(work)
+    _finish(load, text.tokens, work, progress)
+    if work.ranks.count > 1:
+        wait_for_layers(work.path, work.plan)
+    fits = read_layers(work.path, work.plan)
     return contents(work.plan, text.sources, work.journal.weights["dtype"], fits)
+
+
+def help_calibrate(path: Path, plan: Plan, device: torch.device, load: Callable[[], Any], ranks: Ranks) -> None:
+    """Do the share of another rank than rank 0, which runs `calibrate_in` in the work folder `path`.
+
+    Raises:
+        ModelError: the model is not supported, a key is not finite, or the keys of a layer cannot be fitted.
+        WorkError: this rank does not see that folder, or has another plan, weights, processor or version than rank 0.
+    """
+    work = join_work_folder(path, plan, device, ranks)
+    if work is not None:
+        _finish(load, stored_text(work), work, lambda stage, done, total: None)
+
+
+def _finish(load: Callable[[], Any], tokens: Tensor, work: WorkFolder, progress: Progress) -> None:
+    """Run what is left of the samples, then of the layers."""
+    if len(work.samples) < work.plan.samples:
+        collect(load, tokens, work, progress)
+    project(work, progress)

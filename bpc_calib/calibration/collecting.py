@@ -10,9 +10,9 @@ from bpc_calib.calibration.journal import check_same
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.positions import first_positions, key_positions
-from bpc_calib.calibration.run_text import Text
-from bpc_calib.calibration.stored_keys import write_sample
-from bpc_calib.calibration.stored_moments import write_moments
+from bpc_calib.calibration.ranks import samples_of
+from bpc_calib.calibration.stored_keys import wait_for_samples, write_sample
+from bpc_calib.calibration.stored_moments import read_sums, write_sums
 from bpc_calib.calibration.work_folder import WorkFolder, check_room
 from bpc_calib.models.observation import verify
 from bpc_calib.models.weights import weights_identity
@@ -20,41 +20,76 @@ from bpc_calib.models.weights import weights_identity
 __all__ = ["collect"]
 
 
-def collect(model: Any, text: Text, work: WorkFolder, progress: Callable[[str, int, int], None]) -> dict[int, Tensor]:
-    """Run every sample that the work folder lacks, and write its keys and the sums of the queries' moments.
+def collect(
+    load: Callable[[], Any], tokens: Tensor, work: WorkFolder, progress: Callable[[str, int, int], None]
+) -> None:
+    """Run this rank's share of the samples that the work folder lacks; return when every rank is done.
 
-    Returns:
-        The sums over the fitted samples by layer; see `SampleKeys`.
+    Their keys and the sums of their queries' moments (see `SampleKeys`) are written into the work folder.
+
+    Args:
+        load: returns the model; it is not called where this rank has no samples.
+        tokens: int `[samples, T]`.
+        work: the open work folder.
+        progress: see `calibrate`; it hears the samples of all ranks.
 
     Raises:
         ModelError: the model is not supported, or a key is not finite.
-        WorkError: the weights are not those of the work folder, or it cannot be written.
+        WorkError: the weights are not those of the work folder or of rank 0, or the folder cannot be written.
     """
-    plan = work.plan
-    verify(model, plan.model)
-    weights = weights_identity(model)
-    if work.journal.weights:
-        check_same(work.path, {"weights": work.journal.weights}, {"weights": weights})
-    work.note(replace(work.journal, weights=weights))
-    check_room(work, model.dtype.itemsize)
-
-    last, moments = work.summed
+    plan, ranks = work.plan, work.ranks
+    mine = samples_of(plan, work.samples, ranks.rank, ranks.count)
+    model = load() if mine else None
+    _agree_on_weights(model, work)
     positions, offsets, summed = key_positions(plan), first_positions(plan), set(plan.summed)
-    done = len(work.samples)
-    progress("keys", done, plan.samples)
-    for sample in sorted(set(range(plan.samples)) - work.samples):
+
+    def show(more: int = 0) -> int:
+        done = len(work.samples) + ranks.add("keys", more)
+        progress("keys", done, plan.samples)
+        return done
+
+    done, group, last, moments = show(), -1, -1, dict[int, Tensor]()
+    for sample in mine:
+        if sample // plan.group_size != group:
+            group = sample // plan.group_size
+            last = work.summed.get(group, -1)
+            moments = read_sums(work.path, group, last, plan.model.full_layers) if last >= 0 else {}
         sums = sample in summed and sample > last
-        with memory_advice(
-            f"{plan.model.id}: out of memory in a sample of {plan.sequence_length:,} tokens: make room, and the same "
-            f"command goes on after {done} finished samples; or begin anew with a lower --sequence-length"
+        with (
+            ranks.step("keys"),
+            memory_advice(
+                f"{plan.model.id}: out of memory in a sample of {plan.sequence_length:,} tokens: make room, and the "
+                f"same command goes on after {done} finished samples; or begin anew with a lower --sequence-length"
+            ),
         ):
             found = sample_keys(
-                model, plan.model, text.tokens[sample], positions[sample], offset=offsets[sample], moments=sums
+                model, plan.model, tokens[sample], positions[sample], offset=offsets[sample], moments=sums
             )
-        write_sample(work.path, sample, found.keys)
-        if sums:
-            moments = {layer: moments[layer] + each if moments else each for layer, each in found.moments.items()}
-            write_moments(work.path, sample, moments)
-        done += 1
-        progress("keys", done, plan.samples)
-    return moments
+            write_sample(work.path, sample, found.keys)
+            if sums:
+                moments = {layer: moments[layer] + each if moments else each for layer, each in found.moments.items()}
+                write_sums(work.path, group, sample, moments)
+        done = show(1)
+    ranks.meet("keys", show)
+    if ranks.count > 1:
+        wait_for_samples(work.path, plan)
+
+
+def _agree_on_weights(model: Any, work: WorkFolder) -> None:
+    """Check that the weights are those of the work folder; rank 0 notes them in its journal."""
+    found = None
+    if model is not None:
+        verify(model, work.plan.model)
+        found = weights_identity(model)
+    noted = work.journal.weights
+    if work.ranks.rank == 0:
+        if noted:
+            check_same(work.path, {"weights": noted}, {"weights": found})
+        work.note(replace(work.journal, weights=found or noted))
+        check_room(work, model.dtype.itemsize)
+        work.ranks.tell("weights", found)
+        return
+    noted = work.ranks.hear("weights")
+    if found is not None:
+        check_same(work.path, {"weights": noted}, {"weights": found})
+    work.journal = replace(work.journal, weights=noted)

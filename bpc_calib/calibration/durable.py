@@ -2,12 +2,15 @@
 
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from bpc_calib.errors import WorkError
 
-__all__ = ["make_folder", "sync_folder", "write_file"]
+__all__ = ["make_folder", "sync_folder", "wait_for", "write_file"]
+
+SEEN_WITHIN = 120.0  # seconds: a shared file system may show old names for a minute
 
 
 def write_file(path: Path, blob: bytes) -> None:
@@ -41,6 +44,22 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
         raise WorkError(f"{path}: this folder cannot be made: {fault.strerror or fault}") from fault
+
+
+def wait_for(files: list[Path]) -> None:
+    """Wait until files of one folder, which other machines may have written, are seen here.
+
+    Raises:
+        WorkError: some are not.
+    """
+    until = time.monotonic() + SEEN_WITHIN
+    folder, names = files[0].parent, {file.name for file in files}
+    while lacking := names - set(os.listdir(folder)):
+        if time.monotonic() > until:
+            raise WorkError(
+                f"{folder}: {len(lacking)} files of other ranks are not seen: give a --work-dir that all machines share"
+            )
+        time.sleep(0.5)
 
 
 def sync_folder(path: Path) -> None:

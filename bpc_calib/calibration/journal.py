@@ -16,7 +16,7 @@ from bpc_calib.errors import WorkError
 
 __all__ = ["Journal", "check_same", "new_journal", "read_journal", "write_journal"]
 
-FORMAT = 3  # of the whole folder
+FORMAT = 4  # of the whole folder
 SHOWN = 3  # differences in a message
 
 

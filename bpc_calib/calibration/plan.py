@@ -16,6 +16,7 @@ __all__ = ["Plan", "make_plan"]
 KEYS_PER_HEAD = 65_536
 LEAST_PER_BIT = 2  # fitted keys: with one per bit, other keys have 3 times their residual; with two, 1.8 times
 SEQUENCE_LENGTH = 8192
+LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,17 @@ class Plan:
         return self.fitted if self.method.metric else []
 
     @property
+    def group_size(self) -> int:
+        """Samples in a group. The moments are summed in each group, then over the groups: a sum in a fixed order."""
+        return max(LEAST_GROUP, -(-self.samples // MOST_GROUPS))
+
+    @property
+    def groups(self) -> list[range]:
+        """The samples of each group, in order."""
+        size = self.group_size
+        return [range(first, min(first + size, self.samples)) for first in range(0, self.samples, size)]
+
+    @property
     def held_out_keys_per_head(self) -> int:
         """Keys per KV head that are kept aside: every held-out sample has as many as a fitted one, at least one."""
         return len(self.held_out) * max(1, self.keys_per_head // len(self.fitted))
@@ -63,14 +75,15 @@ class Plan:
         keys = self.keys_per_head + self.held_out_keys_per_head
         return len(model.full_layers) * model.kv_heads * keys * model.head_dim * itemsize
 
-    def work_bytes(self, itemsize: int) -> int:
+    def work_bytes(self, itemsize: int, ranks: int = 1) -> int:
         """Return about the most bytes of the work folder, for keys of `itemsize` bytes per number."""
         model = self.model
         moments = len(model.full_layers) * model.kv_heads * model.head_dim**2 * 8 if self.summed else 0
         tokens = self.tokens * 4
-        # Three files of moments while the newest is written; the layers, and the artifact that joins them.
-        tables = 3 * moments + 2 * self.artifact_bytes + tokens
-        files = self.samples + len(model.full_layers) + 8
+        groups = len(self.groups)
+        # Every rank replaces one file of moments at a time; the layers, and the artifact that joins them.
+        tables = (groups + ranks) * moments + 2 * self.artifact_bytes + tokens
+        files = self.samples + groups + len(model.full_layers) + 8
         return self.key_bytes(itemsize) + tables + files * (4096 + 256 * len(model.full_layers))
 
     @property

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from bpc_calib.calibration.journal import check_same
-from bpc_calib.calibration.stored_tensors import is_intact, keep_intact, read_tensors, write_tensors
+from bpc_calib.calibration.stored_tensors import DamagedError, is_intact, keep_intact, read_tensors, write_tensors
 from bpc_calib.calibration.work_folder import WorkFolder
 from bpc_calib.errors import WorkError
 from bpc_calib.text.corpora import pin
 from bpc_calib.text.known_corpora import Corpus
 from bpc_calib.text.samples import check_vocabulary, draw_corpus, shares, source
 
-__all__ = ["Text", "read_text"]
+__all__ = ["Text", "read_text", "stored_text"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def read_text(
         def show(done: int, before: int = before) -> None:
             progress("text", before + done, plan.samples)
 
-        stored = work.path / "text" / f"{place}.safetensors"
+        stored = _file(work, place)
         noted = work.journal.sources[place] if place < len(work.journal.sources) else None
         if corpus.repo and corpus.revision is None:
             corpus = replace(corpus, revision=noted["revision"]) if noted else pin(corpus)
@@ -70,13 +70,31 @@ def read_text(
         found = source(corpus, drawn)
         if noted is not None:
             _check_text(work.path, noted, found)
-        else:
-            if corpus.repo:
-                write_tensors(stored, {"tokens": drawn})
+        if (corpus.repo and noted is None) or work.ranks.count > 1:
+            write_tensors(stored, {"tokens": drawn})
+        if noted is None:
             work.note(replace(work.journal, sources=[*work.journal.sources, found]))
         tokens.append(drawn)
         sources.append(found)
     return Text(torch.cat(tokens), sources)
+
+
+def stored_text(work: WorkFolder) -> Tensor:
+    """Return the tokens that rank 0 has read for all ranks: int32 `[samples, sequence_length]`.
+
+    Raises:
+        WorkError: a file is damaged.
+    """
+    try:
+        return torch.cat(
+            [read_tensors(_file(work, place))["tokens"].clone() for place in range(len(work.journal.sources))]
+        )
+    except DamagedError as fault:
+        raise WorkError(f"{fault}: damaged since it was written: run the same command again") from None
+
+
+def _file(work: WorkFolder, place: int) -> Path:
+    return work.path / "text" / f"{place}.safetensors"
 
 
 def _stored_tokens(path: Path) -> Tensor | None:

@@ -5,11 +5,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bpc_calib.calibration.durable import wait_for
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.stored_tensors import DamagedError, is_intact, keep_intact, read_tensors, write_tensors
 from bpc_calib.errors import WorkError
 
-__all__ = ["intact_samples", "read_layer", "write_sample"]
+__all__ = ["intact_samples", "read_layer", "wait_for_samples", "write_sample"]
 
 
 def write_sample(folder: Path, sample: int, keys: dict[int, Tensor]) -> None:
@@ -38,6 +39,11 @@ def intact_samples(folder: Path, plan: Plan) -> set[int]:
     """Return the samples with an intact file; remove damaged files, with one warning."""
     names = {str(layer) for layer in plan.model.full_layers}
     return keep_intact({i: _file(folder, i) for i in range(plan.samples)}, lambda path: is_intact(path, names))
+
+
+def wait_for_samples(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all samples, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, sample) for sample in range(plan.samples)])
 
 
 def _file(folder: Path, sample: int) -> Path:

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
+from bpc_calib.calibration.durable import wait_for
 from bpc_calib.calibration.layer_fit import LayerFit
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.stored_tensors import DamagedError, keep_intact, read_tensors, write_tensors
+from bpc_calib.errors import WorkError
 
-__all__ = ["intact_layers", "write_layer"]
+__all__ = ["intact_layers", "read_layers", "wait_for_layers", "write_layer"]
 
 HELD_OUT = "held_out"
 
@@ -25,25 +27,45 @@ def write_layer(folder: Path, layer: int, found: LayerFit) -> None:
     write_tensors(_file(folder, layer), tensors)
 
 
-def intact_layers(folder: Path, plan: Plan) -> dict[int, LayerFit]:
+def intact_layers(folder: Path, plan: Plan) -> set[int]:
     """Return the finished layers; remove damaged files, with one warning."""
-    found: dict[int, LayerFit] = {}
 
-    def read(path: Path) -> bool:
+    def intact(path: Path) -> bool:
         try:
-            found[int(path.stem)] = _layer(read_tensors(path))
-        except (DamagedError, TypeError):
+            _read(path)
+        except DamagedError:
             return False
         return True
 
-    keep_intact({layer: _file(folder, layer) for layer in plan.model.full_layers}, read)
+    return keep_intact({layer: _file(folder, layer) for layer in plan.model.full_layers}, intact)
+
+
+def read_layers(folder: Path, plan: Plan) -> dict[int, LayerFit]:
+    """Read every layer. Raises `WorkError` if one is missing or damaged."""
+    found = {}
+    for layer in plan.model.full_layers:
+        path = _file(folder, layer)
+        try:
+            found[layer] = _read(path)
+        except DamagedError:
+            raise WorkError(
+                f"{path}: damaged since it was written: run the same command, which makes it again"
+            ) from None
     return found
 
 
-def _layer(tensors: dict[str, Tensor]) -> LayerFit:
+def wait_for_layers(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all layers, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, layer) for layer in plan.model.full_layers])
+
+
+def _read(path: Path) -> LayerFit:
+    tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in read_tensors(path).items()}
     held_out = tensors.pop(HELD_OUT, None)
-    arrays = {name: tensor.clone().numpy() for name, tensor in tensors.items()}
-    return LayerFit(LayerProjection(**arrays), None if held_out is None else held_out.clone())
+    try:
+        return LayerFit(LayerProjection(**{name: tensor.numpy() for name, tensor in tensors.items()}), held_out)
+    except TypeError as fault:  # other names
+        raise DamagedError(path) from fault
 
 
 def _file(folder: Path, layer: int) -> Path:

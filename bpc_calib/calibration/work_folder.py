@@ -3,50 +3,56 @@
     journal.json        what must be the same to go on
     text/0.safetensors  the tokens of corpus 0, if it came from the Hub
     samples/            one file per finished sample: its keys
-    moments/            the running sums of the queries' moments, after the last two fitted samples
+    moments/            one file per group of samples: the running sums of the queries' moments
     layers/             one file per finished layer: its projections
     artifact.safetensors
 
 Every file is written in one step and has checksums.
 """
 
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from bpc_calib.calibration.durable import make_folder
+from bpc_calib.calibration.durable import make_folder, write_file
 from bpc_calib.calibration.journal import Journal, check_same, new_journal, read_journal, write_journal
-from bpc_calib.calibration.layer_fit import LayerFit
 from bpc_calib.calibration.locking import locked
 from bpc_calib.calibration.plan import Plan
+from bpc_calib.calibration.ranks import Ranks
 from bpc_calib.calibration.stored_keys import intact_samples
 from bpc_calib.calibration.stored_layers import intact_layers
-from bpc_calib.calibration.stored_moments import newest_moments
+from bpc_calib.calibration.stored_moments import summed_samples
 from bpc_calib.errors import WorkError
 
-__all__ = ["WorkFolder", "check_room", "open_work_folder", "remove_work"]
+__all__ = ["WorkFolder", "check_room", "join_work_folder", "open_work_folder", "remove_work", "share_work"]
 
 LOCK, JOURNAL, ARTIFACT = ".lock", "journal.json", "artifact.safetensors"  # no corpus holds a hidden file
 FOLDERS = ("samples", "moments", "layers", "text")
 LEAST_ITEMSIZE = 2  # bytes per number of a key, before the model's dtype is known
+SEEN_WITHIN = 10.0  # seconds for a new file to be seen on other machines
 
 
 @dataclass
 class WorkFolder:
-    """An open work folder. Only `journal` changes."""
+    """An open work folder. Only `journal` changes.
+
+    What earlier runs have finished is the same in all ranks, so all know who does what.
+    """
 
     path: Path
     plan: Plan
     device: torch.device
     journal: Journal
     samples: set[int]  # finished by earlier runs
-    summed: tuple[int, dict[int, Tensor]]  # by earlier runs: the last sample in the sums of moments, and the sums
-    layers: dict[int, LayerFit]  # finished by earlier runs
+    summed: dict[int, int]  # by earlier runs: the last sample in the sums of moments, by group
+    layers: set[int]  # finished by earlier runs
+    ranks: Ranks
 
     @property
     def artifact(self) -> Path:
@@ -60,13 +66,16 @@ class WorkFolder:
 
 
 @contextmanager
-def open_work_folder(path: Path, plan: Plan, device: torch.device) -> Iterator[WorkFolder]:
+def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks | None = None) -> Iterator[WorkFolder]:
     """Open the work folder of a calibration, or make it; remove it at the end if it holds no finished work.
+
+    Of several ranks, rank 0 opens it, and returns when the others have joined.
 
     Raises:
         WorkError: another run uses the folder, it belongs to another calibration, its journal is damaged, it holds
             files of others, or it cannot be written.
     """
+    ranks = ranks or Ranks()
     _check_ours(path)
     make_folder(path)
     with locked(
@@ -81,22 +90,63 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device) -> Iterator[W
             check_same(path, journal.settings, fresh.settings)
             for name in FOLDERS:
                 make_folder(path / name)
-            summed = newest_moments(path, plan)
-            intact = intact_samples(path, plan)
-            samples = intact - {sample for sample in plan.summed if sample > summed[0]}
-            work = WorkFolder(path, plan, device, journal, samples, summed, intact_layers(path, plan))
+            summed = summed_samples(path, plan)
+            samples = intact_samples(path, plan) - _without_sums(plan, summed)
+            work = WorkFolder(path, plan, device, journal, samples, summed, intact_layers(path, plan), ranks)
             check_room(work, LEAST_ITEMSIZE)
             work.note(journal)
+            ranks.folder = path
+            _show(work)
             yield work
         finally:
             if not _has_work(path):
                 remove_work(path)
 
 
+def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks) -> WorkFolder | None:
+    """Join the work folder that rank 0 has opened; None if there is nothing left to do.
+
+    Raises:
+        WorkError: this rank does not see that folder, or has another plan, processor or version than rank 0.
+    """
+    seen = ranks.hear("folder")
+    until = time.monotonic() + SEEN_WITHIN
+    while not (path / seen["sign"]).exists():
+        if time.monotonic() > until:
+            raise WorkError(
+                f"rank {ranks.rank} does not see the work folder of rank 0, {seen['folder']}, as {path.absolute()}: "
+                "give a --work-dir that all machines share"
+            )
+        time.sleep(0.1)
+    check_same(path, seen["settings"], new_journal(plan, device).settings)
+    ranks.meet("folder")
+    ranks.folder = path
+    left = ranks.hear("work")
+    if left is None:
+        return None
+    journal = Journal(seen["settings"], left["sources"], left["weights"])
+    summed = {int(group): sample for group, sample in left["summed"].items()}
+    return WorkFolder(path, plan, device, journal, set(left["samples"]), summed, set(left["layers"]), ranks)
+
+
+def share_work(work: WorkFolder) -> None:
+    """Tell the other ranks what is finished, so that all know who does what; the text is in the folder."""
+    work.ranks.tell(
+        "work",
+        {
+            "samples": sorted(work.samples),
+            "summed": work.summed,
+            "layers": sorted(work.layers),
+            "sources": work.journal.sources,
+            "weights": work.journal.weights,
+        },
+    )
+
+
 def check_room(work: WorkFolder, itemsize: int) -> None:
     """Raise `WorkError` unless the disk has room for the rest of the work, with keys of `itemsize` bytes per number."""
     stored = sum(file.stat().st_size for name in FOLDERS for file in (work.path / name).iterdir())
-    needed = max(0, work.plan.work_bytes(itemsize) - stored)
+    needed = max(0, work.plan.work_bytes(itemsize, work.ranks.count) - stored)
     free = shutil.disk_usage(work.path).free
     if needed > free:
         raise WorkError(
@@ -111,6 +161,22 @@ def remove_work(path: Path) -> None:
     _remove(path, [*(file.name for file in path.glob(".*.tmp")), *FOLDERS, ARTIFACT, JOURNAL, LOCK])
     with suppress(OSError):
         path.rmdir()
+
+
+def _show(work: WorkFolder) -> None:
+    """Wait until the other ranks have seen a file of a new name, which no machine can have seen before."""
+    if work.ranks.count > 1:
+        sign = work.path / f".{secrets.token_hex(8)}.tmp"
+        write_file(sign, b"")
+        told = {"sign": sign.name, "folder": str(work.path.absolute()), "settings": work.journal.settings}
+        work.ranks.tell("folder", told)
+        work.ranks.meet("folder")
+        sign.unlink()
+
+
+def _without_sums(plan: Plan, summed: dict[int, int]) -> set[int]:
+    """The samples whose queries' moments are still to be summed."""
+    return {sample for sample in plan.summed if sample > summed.get(sample // plan.group_size, -1)}
 
 
 def _has_work(path: Path) -> bool:
