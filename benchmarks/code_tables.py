@@ -3,10 +3,9 @@
 from typing import Any
 
 from markdown_table import Results, percent, table
-from projection_tables import measured
 from real_tables import NOTHING, on_text
 
-__all__ = ["code_answers", "code_quality", "code_time"]
+__all__ = ["code_quality", "code_time"]
 
 KINDS = ("oracle", "bpc", "bpc-product")
 
@@ -36,30 +35,6 @@ def code_quality(results: Results) -> str:
         "mass, cosine: exact best", "signs", "product",
     ]  # fmt: skip
     return table(heads, lines) if lines else NOTHING
-
-
-def code_answers(results: Results) -> str:
-    """Answers, mass and best kept on two models that look facts up: a line per kind of codes and power of metric."""
-    studies = ("demo_2048_product", "second_2048_product")
-    lines = []
-    for variant in dict.fromkeys(row["variant"] for row in results[f"projections_{studies[0]}"]["rows"]):
-        if variant == "full attention":
-            continue
-        line = [variant.removeprefix("codes: ")]
-        for study in studies:
-            answers = [percent(measured(results, study, variant, budget)) for budget in (0.02, 0.005, 0.0025)]
-            mass, kept = (
-                measured(results, study, variant, 0.02, "mass"),
-                measured(results, study, variant, 0.005, "best_kept"),
-            )
-            line += [", ".join(answers), f"{mass:.3f}, {kept:.3f}"]
-        lines.append(line)
-    heads = [
-        f"{name}: {what}"
-        for name in ("bundled", "second")
-        for what in ("answers at 2, 0.5, 0.25 %", "mass at 2 %, best kept at 0.5 %")
-    ]
-    return table(["codes", *heads], lines)
 
 
 def code_time(results: Results) -> str:

@@ -20,6 +20,7 @@ LABELS = {
     "oracle": "the exact best tokens",
     "paper": "BPC, `--method paper`",
     "bpc-product": "BPC, `--codes product`",
+    "unshifted": "BPC, `--no-position-shift`",  # in results of earlier versions
 }
 ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transformers"}
 
@@ -275,9 +276,8 @@ def _sorted(rows: Iterable[Row]) -> list[Row]:
 def _order() -> list[str]:
     """The methods as tables list them."""
     order = list(METHODS)
-    order.insert(order.index("bpc-online"), "bpc-product")
-    order.insert(order.index("bpc-online") + 1, "paper")
-    return order
+    place = order.index("bpc-online")
+    return [*order[:place], "bpc-product", "unshifted", order[place], "paper", *order[place + 1 :]]
 
 
 def _read(row: Row) -> str:
