@@ -9,7 +9,7 @@ from bpc_calib.calibration.layer_fit import fit_layers, layers_at_once
 from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.ranks import layers_of
 from bpc_calib.calibration.stored_keys import read_layer
-from bpc_calib.calibration.stored_layers import wait_for_layers, write_layer
+from bpc_calib.calibration.stored_layers import write_layer
 from bpc_calib.calibration.stored_moments import total_moments
 from bpc_calib.calibration.work_folder import WorkFolder
 from bpc_calib.errors import InputError, ModelError
@@ -19,6 +19,8 @@ __all__ = ["project"]
 
 def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None:
     """Fit this rank's share of the layers that the work folder lacks, and write them; return when every rank is done.
+
+    Rank 0 may remove the folder then: the others look into it no more.
 
     Raises:
         ModelError: the keys of a layer cannot be fitted.
@@ -59,8 +61,6 @@ def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None
             write_layer(work.path, layer, fitted)
             done = show(1)
     ranks.meet("layers", show)
-    if ranks.count > 1:
-        wait_for_layers(work.path, plan)
 
 
 def _keys(work: WorkFolder, layers: list[int], samples: list[int]) -> Tensor:
