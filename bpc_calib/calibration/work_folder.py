@@ -1,7 +1,7 @@
 """The work folder: the finished work of a calibration, so that a run that was stopped goes on where it was.
 
     journal.json        what must be the same to go on
-    text/0.safetensors  the tokens of corpus 0, if it came from the Hub
+    text/0.safetensors  the tokens of corpus 0, if it came from the Hub or several ranks need it
     samples/            one file per finished sample: its keys
     moments/            one file per group of samples: the running sums of the queries' moments
     layers/             one file per finished layer: its projections
