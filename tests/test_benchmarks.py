@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 ALWAYS = {"command", "machine"}
 TESTED = set(
-    "aggregation aggregation_model calibration_memory calibration_plan calibration_time codes_time demo_model "
-    "engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost key_counts "
-    "keys_per_head needles other_engines outlier_needle pictures position_shift projections ranks_time "
+    "aggregation aggregation_model beyond_top_k calibration_memory calibration_plan calibration_time codes_time "
+    "demo_model engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost "
+    "key_counts keys_per_head needles other_engines outlier_needle pictures position_shift projections ranks_time "
     "real_decode real_models real_suite real_text serving steady_decode tables".split()  # serving: test_serving.py
 )
 
@@ -456,3 +456,12 @@ def test_calibration_plan(benchmark_result):
     (row,) = benchmark_result("calibration_plan")["rows"]
     assert row["work_bytes"]["ratio"] >= 1
     assert row["memory_bytes"]["plan"] > 0
+
+
+@pytest.mark.slow
+def test_beyond_top_k(benchmark_result):
+    rows = benchmark_result("beyond_top_k")["rows"]
+    found = {row["way"]: row for row in rows}
+    assert set(found) == {"the best", "sampled", "by threshold", "shared by heads"}
+    assert found["the best"]["taken"] == 1.0
+    assert all(row["kl"]["value"] >= 0 for row in rows)
