@@ -3,7 +3,7 @@
 from typing import Any
 
 from markdown_table import Results, percent, table
-from real_tables import NOTHING, on_text
+from real_tables import NOTHING, on_text, spread
 
 __all__ = ["code_quality", "code_time"]
 
@@ -26,7 +26,7 @@ def code_quality(results: Results) -> str:
             lines.append(
                 [
                     model.removesuffix("-Instruct"), f"{tokens:,}", f"{percent(budget)} %",
-                    *(_within(row["kl"]) for row in alike), f"{closed} %",
+                    *(spread(row["kl"]) for row in alike), f"{closed} %",
                     *(f"{row['mass']['value']:.3f}, {row['cosine']['value']:.3f}" for row in alike),
                 ]
             )  # fmt: skip
@@ -55,8 +55,3 @@ def code_time(results: Results) -> str:
         for (shape, tokens), each in times.items()
     ]
     return table(["layer of", "tokens", *names, "a step with signs at 5 %", "a step with signs"], lines)
-
-
-def _within(figure: dict[str, float]) -> str:
-    """A value and half its 95 % interval."""
-    return f"{figure['value']:.3f} ± {(figure['high'] - figure['low']) / 2:.3f}"

@@ -9,7 +9,7 @@ from bpc_calib.evaluation.methods import METHODS
 from bpc_cli.eval_tables import FIGURES
 from bpc_cli.quantities import budget_text
 
-__all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text"]
+__all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text", "spread"]
 
 Row = dict[str, Any]
 PARTS = ("calibrate", "quality", "others", "methods", "defaults", "tasks", "generate", "decode", "engines")
@@ -54,7 +54,7 @@ def short(results: Results) -> str:
             # The evaluated lengths include the forced tokens; the prompt leaves room for the new ones.
             near = [each for each in losses if each["method"] == "bpc" and 0.85 < prompt / each["tokens"] <= 1]
             speeds = [run["tokens_per_second"] for run in (row["full_attention"], row)]
-            loss = _spread(near[0]["loss_difference"]) if near and calibrated else ""
+            loss = spread(near[0]["loss_difference"]) if near and calibrated else ""
             about = [model, f"{prompt:,}", row["projections"], f"{percent(share, 0)} %", loss]
             lines.append([*about, *(f"{speed:.1f}" for speed in speeds), f"{_speedup(row):.2f}"])
             model = ""
@@ -139,7 +139,7 @@ def defaults(results: Results) -> str:
             for row in _sorted(rows):
                 if row["method"] in ("oracle", "bpc") and row["budget"] == main and row["tokens"] <= LENGTH:
                     about = [model, f"{row['tokens']:,}", label(row["method"]), setting, _read(row)]
-                    lines.append([*about, _spread(row["loss_difference"])])
+                    lines.append([*about, spread(row["loss_difference"])])
     lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), line[2]))
     return table(["model", "tokens", "method", "setting", "KV read", "loss"], lines) if lines else NOTHING
 
@@ -285,8 +285,9 @@ def _read(row: Row) -> str:
 
 
 def _figures(row: Row) -> list[str]:
-    return [_spread(row[name]) if name in row else "" for name in FIGURES]
+    return [spread(row[name]) if name in row else "" for name in FIGURES]
 
 
-def _spread(figure: dict[str, float]) -> str:
+def spread(figure: dict[str, float]) -> str:
+    """A value and half its 95 % interval."""
     return f"{figure['value']:.3f} ± {(figure['high'] - figure['low']) / 2:.3f}"
