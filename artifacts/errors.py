@@ -1,6 +1,8 @@
 """The exceptions of BPC. Each message is one line and says what was wrong, where, and what to do."""
 
-__all__ = ["ArtifactError", "BPCError"]
+import os
+
+__all__ = ["ArtifactError", "BPCError", "why"]
 
 
 class BPCError(Exception):
@@ -9,3 +11,11 @@ class BPCError(Exception):
 
 class ArtifactError(BPCError):
     """A projection file cannot be read, written or used with a model."""
+
+
+def why(fault: OSError) -> str:
+    """Return what the system says of a file, and where a symbolic link leads that leads nowhere."""
+    text = fault.strerror or str(fault)
+    if isinstance(fault, FileNotFoundError) and fault.filename and os.path.islink(fault.filename):
+        text += f" (it is a link to {os.path.realpath(fault.filename)})"
+    return text

@@ -14,7 +14,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from bpc_artifacts.errors import ArtifactError
+from bpc_artifacts.errors import ArtifactError, why
 from bpc_artifacts.replacing import Kind, replacing, try_replacing
 from bpc_artifacts.schema import LayerProjection, ProjectionArtifact, check, codes_of, version_of
 
@@ -40,7 +40,7 @@ def load(path: str | os.PathLike[str]) -> ProjectionArtifact:
     except ArtifactError as fault:
         raise ArtifactError(f"{path}: {fault}") from None
     except OSError as fault:
-        raise ArtifactError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+        raise ArtifactError(f"{path}: cannot be read: {why(fault)}") from fault
 
 
 def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bpc_cli.console import note
+from bpc_cli.interrupts import Terminated
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -91,7 +92,7 @@ def open_work(
                     f"{done['layers']} of {len(plan.model.full_layers)} layers are finished"
                 )
             yield work
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         if folder.exists():
             note(f"The finished work is in {folder}: the same command goes on with it")
         raise

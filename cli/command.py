@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from bpc_cli.console import drop, fail, note
+from bpc_cli.interrupts import Terminated, terminating
 from bpc_cli.option_groups import collect_groups, option_signature
 
 __all__ = ["command"]
@@ -25,13 +26,17 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**options: Any) -> None:
         try:
-            function(**collect_groups(function, options))
+            with terminating():
+                function(**collect_groups(function, options))
             sys.stdout.flush()
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except KeyboardInterrupt:
             note("Interrupted.")
             raise typer.Exit(130) from None
+        except Terminated:
+            note("Stopped by SIGTERM.")
+            raise typer.Exit(143) from None
         except BrokenPipeError:  # the reader, such as `head`, has stopped reading
             drop(sys.stdout)
             raise typer.Exit(0) from None

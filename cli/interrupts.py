@@ -1,11 +1,30 @@
-"""Ctrl-C that ends an answer and not the program."""
+"""Ctrl-C that ends an answer and not the program, and SIGTERM that ends the program in order."""
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["stopping_on_interrupt"]
+__all__ = ["Terminated", "stopping_on_interrupt", "terminating"]
+
+
+class Terminated(BaseException):
+    """SIGTERM, as from `kill`, a container that stops, or a queue whose time is over."""
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """In the block, SIGTERM raises `Terminated`, so that locks are released and temporary files removed."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

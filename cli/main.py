@@ -16,6 +16,7 @@ from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
 from bpc_cli.ranks import one_voice
 from bpc_cli.serve import serve
+from bpc_cli.usage import run_app
 
 __all__ = ["app", "main"]
 
@@ -60,6 +61,6 @@ def main() -> None:
     # Under torchrun the ranks of `calibrate` agree on who speaks.
     with nullcontext() if sys.argv[1:2] == ["calibrate"] else one_voice():
         try:
-            app()
+            run_app(app)
         except KeyboardInterrupt:  # before or after a command
             sys.exit(130)

@@ -148,6 +148,10 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        torch.device(name)
+    except RuntimeError as fault:
+        raise InputError(f"device {name} is not known: choose auto, cpu, cuda, cuda:1 and so on, or mps") from fault
+    try:
         float(torch.zeros(1, device=name))
     except Exception as fault:
         reason = str(fault).strip().splitlines()[0]

@@ -46,7 +46,9 @@ def read_prompt(options: PromptOptions) -> str:
             prompt = raw.decode().removesuffix("\n")
         prompt.encode()
     except OSError as fault:
-        fail(f"{file}: the prompt cannot be read: {fault.strerror}")
+        from bpc_artifacts.errors import why
+
+        fail(f"{file}: the prompt cannot be read: {why(fault)}")
     except UnicodeError:
         fail(f"{file or 'the prompt'} is not UTF-8 text")
     if not prompt.strip():

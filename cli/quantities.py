@@ -24,4 +24,4 @@ def duration_text(seconds: float) -> str:
 
 def budget_text(budget: float | int) -> str:
     """A budget, like 2 % or 64 tokens."""
-    return f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"
+    return f"{budget} token{'s' * (budget > 1)}" if isinstance(budget, int) else f"{100 * budget:.3g} %"

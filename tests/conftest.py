@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny model folder, a text folder, and the command line."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -109,7 +110,8 @@ def bpc(monkeypatch, fitting_kernels):
         result = CliRunner().invoke(app, [str(word) for word in words], input=stdin)
         return Ran(result.exit_code, result.stdout, result.stderr)
 
-    return run
+    yield run
+    logging.getLogger("bpc_calib").setLevel(logging.WARNING)  # later tests read warnings, too
 
 
 @pytest.fixture

@@ -171,7 +171,13 @@ def test_a_text_is_given_once_and_each_corpus_gets_a_sample(calibrate, text_fold
         (("--corpus", f"other={text_folder}/../notes"), ("corpora notes and other both read ",)),
         (("--corpus", part), ("corpora notes and part0.txt both read part0.txt: give each text once",)),
         (("--corpus", "demo", "--corpus", "demo-code"), ("corpus demo-code is given twice",)),
-        (("--corpus", "demo", "--samples", 3), ("3 samples are too few for 4 corpora (notes, demo-",)),
+        (
+            ("--corpus", "demo", "--samples", 3),
+            (
+                "4 corpora (notes, demo-",
+                "need at least 4 samples, not 3",
+            ),
+        ),
     ):
         assert_one_error(calibrate(*words), *parts)
         assert_one_error(calibrate(*words, "--dry-run"), *parts)
@@ -201,11 +207,11 @@ def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
         (("--sequence-length", "4096"), ("a sequence length of 4096 is over the limit of tiny-llama, 128 tokens",)),
         (("-o", "no/such/a.safetensors"), ("no/such/a.safetensors: there is no folder no/such",)),
         (("-o", "."), (".: is a folder",)),
-        (("--samples", "900"), ("corpus notes has text for", "samples of 128 tokens, but needs 900")),
+        (("--samples", "900"), ("corpus notes has text for", "of 900 samples of 128 tokens")),
         (("--corpus", "pg20"), ("unknown corpus 'pg20'",)),
         (("--corpus", "pg19"), ("corpus pg19 (emozilla/pg19)", "HF_HUB_OFFLINE", "--corpus NAME=PATH")),
         (("--device", "cuda:99"), ("device cuda:99 cannot be used",)),
-        (("--device", "toaster"), ("device toaster cannot be used",)),
+        (("--device", "toaster"), ("device toaster is not known",)),
         (("--device", "meta"), ("device meta cannot be used",)),
         (("--seed", str(1 << 64)), ("seed must be at least 0 and below 2^63",)),
         (("--revision", "main"), ("is a folder, and only models on the Hub have revisions: omit the revision",)),
@@ -219,7 +225,7 @@ def test_bad_options_are_one_line_and_write_nothing(calibrate, tmp_path, words, 
 
 def test_bad_text_is_one_line_and_writes_nothing(calibrate, tmp_path):
     bad = {
-        "empty.txt": (b"", "has text for 0 samples"),
+        "empty.txt": (b"", "has text for 0 of "),
         "binary.txt": (b"\x7fELF\0\0", "binary, not text"),
         "latin.txt": (b"caf\xe9", "not UTF-8 text"),
         "field.jsonl": (b'{"body": "x"}\n', "no field 'text'"),
@@ -255,7 +261,7 @@ def test_bad_models_are_one_line(calibrate, tmp_path, model_folder):
     }.items():
         folder = write_config(tmp_path / family, family)
         assert_one_error(calibrate(model=folder), f"{family} ({family})", part)
-    assert_one_error(calibrate(model=write_config(tmp_path / "bare", "llama")), "tokenizer of")
+    assert_one_error(calibrate(model=write_config(tmp_path / "bare", "llama")), "the folder has no tokenizer")
     broken = tmp_path / "broken"
     tiny.save(broken)
     weights = (broken / "model.safetensors").read_bytes()
@@ -264,7 +270,7 @@ def test_bad_models_are_one_line(calibrate, tmp_path, model_folder):
     tensors = safetensors.numpy.load(weights)
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     (broken / "model.safetensors").write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
-    missing = "lack 1 tensors of the model, such as model.layers.1.self_attn.k_proj.weight"
+    missing = "lack tensors of the model: model.layers.1.self_attn.k_proj.weight"
     assert_one_error(calibrate(model=broken), missing)
     (broken / "model.safetensors").unlink()
     assert_one_error(calibrate(model=broken), "broken cannot be loaded", "model.safetensors")
@@ -385,6 +391,46 @@ def test_a_plot_of_many_layers_and_heads(bpc, tmp_path):
     ran = bpc("inspect", tmp_path / "a.safetensors", "--plot", tmp_path / "a.png")
     assert ran.code == 0
     assert not re.search("max.*head 0", ran.out)  # 32 columns would not fit
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["calibrate"], "Missing option '--model' / '-m' (bpc calibrate --help"),
+        (["nonsense"], "No such command 'nonsense' (bpc --help"),
+        (["eval", "-m", "demo", "--forced", "1"], "Invalid value for '--forced': Input should be greater"),
+    ],
+)
+def test_wrong_usage_is_one_line(bpc_process, words, said):
+    ran = bpc_process(*words)
+    assert ran.code == 2
+    assert ran.err.startswith(f"Error: {said}")
+    assert ran.err.count("\n") == 1
+
+
+def test_what_cannot_be_opened_is_one_line(bpc, tmp_path):
+    bare, other = tmp_path / "bare", tmp_path / "other"
+    for folder in (bare, other):
+        tiny.save(folder)
+    (bare / "tokenizer.json").unlink(), (bare / "tokenizer_config.json").unlink()
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    for name in ("a.safetensors", "model", "prompt.txt", "text"):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+    link = f"it is a link to {tmp_path / 'gone'}"
+    for words, parts in (
+        (["generate", "-m", bare, "--prompt", "x", "-q"], ["bare: the folder has no tokenizer", "tokenizer.json"]),
+        (
+            ["generate", "-m", other, "--prompt", "x", "-q"],
+            ["do not fit its config.json: ", "weight has the shape"],
+        ),
+        (["generate", "-m", "demo", "--device", "nonsense", "--prompt", "x", "-q"], ["device nonsense is not known"]),
+        (["generate", "-m", tmp_path / "model", "--prompt", "x", "-q"], [link]),
+        (["generate", "-m", "demo", "--prompt-file", tmp_path / "prompt.txt"], [link]),
+        (["calibrate", "-m", "demo", "--corpus", tmp_path / "text", "-o", tmp_path / "b.safetensors"], [link]),
+        (["inspect", tmp_path / "a.safetensors"], [link]),
+    ):
+        assert_one_error(bpc(*words), *parts)
 
 
 def test_usage_errors_exit_2(bpc):
@@ -508,7 +554,10 @@ def test_a_terminal_without_unicode_still_gets_the_table(made, bpc_process):
     assert "tiny-llama" in ran.out
 
 
-def test_ctrl_c_exits_130_and_leaves_the_finished_work(model_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "said", "status"), [(signal.SIGINT, "Interrupted.", 130), (signal.SIGTERM, "Stopped by SIGTERM.", 143)]
+)
+def test_a_signal_ends_the_run_and_leaves_the_finished_work(model_folder, tmp_path, number, said, status):
     (tmp_path / "text.txt").write_text(tiny.prose(200_000))
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
@@ -524,9 +573,9 @@ def test_ctrl_c_exits_130_and_leaves_the_finished_work(model_folder, tmp_path):
     deadline = time.monotonic() + 120
     while not list((tmp_path / "work" / kept).glob("samples/*")) and time.monotonic() < deadline:
         time.sleep(0.1)
-    ran.send_signal(signal.SIGINT)
-    assert ran.stderr.read() == f"The finished work is in {kept}: the same command goes on with it\nInterrupted.\n"
-    assert ran.wait() == 130
+    ran.send_signal(number)
+    assert ran.stderr.read() == f"The finished work is in {kept}: the same command goes on with it\n{said}\n"
+    assert ran.wait() == status
     assert [path.name for path in (tmp_path / "work").iterdir()] == [kept]
 
 

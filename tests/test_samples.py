@@ -109,7 +109,7 @@ def test_too_little_text_is_an_error_with_the_number_of_samples(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 120)
     with pytest.raises(
         CorpusError,
-        match="part0 has text for 2 samples of 50 tokens, but needs 3: use fewer",
+        match="part0 has text for 2 of 3 samples of 50 tokens: use fewer",
     ):
         draw(tmp_path)
 

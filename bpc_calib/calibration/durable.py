@@ -57,7 +57,7 @@ def wait_for(files: list[Path]) -> None:
     while lacking := names - set(os.listdir(folder)):
         if time.monotonic() > until:
             raise WorkError(
-                f"{folder}: {len(lacking)} files of other ranks are not seen: give a --work-dir that all machines share"
+                f"{folder}: {len(lacking)} files of other ranks are missing: give a --work-dir that all machines share"
             )
         time.sleep(0.5)
 

@@ -13,6 +13,8 @@ from bpc_calib.models.weight_placement import DeviceMap, placement, settle
 
 __all__ = ["load_config", "load_model", "load_tokenizer"]
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:
     """Load the config of a folder, a GGUF file or a Hub id; return it with the Hub commit (None for local files).
@@ -35,6 +37,8 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
             files = sorted(path.name for path in folder.glob("*.gguf"))
             hint = f": name its GGUF file, such as {folder / files[0]}" if files else ""
             raise ModelError(f"{model}: the folder has no config.json, so it is not a transformers model{hint}")
+    elif os.path.islink(os.path.expanduser(model)):
+        raise ModelError(f"{model}: no such model folder: it is a link to {os.readlink(os.path.expanduser(model))}")
     elif os.path.exists(os.path.expanduser(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such model folder")
     else:
@@ -58,6 +62,11 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
     except ModelError:
         raise
     except Exception as fault:
+        folder = _folder(model)
+        if folder is not None and not any(any(folder.glob(each)) for each in TOKENIZER_FILES):
+            raise ModelError(
+                f"{model}: the folder has no tokenizer: add the tokenizer.json that came with the model"
+            ) from fault
         raise _fault(fault, "the tokenizer of", model) from fault
 
 
@@ -101,11 +110,19 @@ def load_model(
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,  # a pickle could run code
+            ignore_mismatched_sizes=True,  # transformers' own error is a page
             output_loading_info=True,
         )
-        # transformers fills missing tensors with random values and only warns.
-        if lacking := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
-            raise ModelError(f"the weights of {model} lack {len(lacking)} tensors of the model, such as {lacking[0]}")
+        # transformers fills such tensors with random values and only warns.
+        if unlike := sorted(report["mismatched_keys"], key=str):
+            name, found, expected = unlike[0]
+            raise ModelError(
+                f"the weights of {model} do not fit its config.json: {name} has the shape {tuple(found)}, and the "
+                f"config asks for {tuple(expected)}: get both files from one place"
+            )
+        if lacking := sorted(report["missing_keys"]):
+            others = f" and {len(lacking) - 1} more" if lacking[1:] else ""
+            raise ModelError(f"the weights of {model} lack tensors of the model: {lacking[0]}{others}")
         loaded.config.name_or_path = config.name_or_path
         loaded = loaded.eval() if shared or "device_map" in arguments else loaded.eval().to(device)
         settle(model, config, loaded)

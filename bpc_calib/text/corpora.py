@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bpc_artifacts.errors import why
 from bpc_calib.errors import CorpusError, first_line
 from bpc_calib.hub import explain, online
 from bpc_calib.text import made_text
@@ -48,6 +49,8 @@ def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
         name, location = "", spec
     path = Path(os.path.expanduser(location))
     if not location or not os.path.exists(path):
+        if os.path.islink(path):
+            raise CorpusError(f"corpus {spec!r}: no such file or folder: it is a link to {os.readlink(path)}")
         names = ", ".join([*HUB_CORPORA, DEMO])
         raise CorpusError(f"unknown corpus {spec!r}: there is no such file or folder, and the names are {names}")
     files = _find_files(path)
@@ -191,7 +194,8 @@ def _file_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
     except UnicodeDecodeError as fault:
         raise CorpusError(f"not UTF-8 text (byte {fault.start:,})") from fault
     except (OSError, EOFError, zlib.error) as fault:
-        raise CorpusError(f"cannot be read: {getattr(fault, 'strerror', None) or fault}") from fault
+        reason = why(fault) if isinstance(fault, OSError) else fault
+        raise CorpusError(f"cannot be read: {reason}") from fault
 
 
 def _json_rows(file: Path, field: str) -> Iterator[str | CorpusError]:

@@ -51,6 +51,6 @@ def check_corpora(corpora: Sequence[Corpus], samples: int | None = None) -> None
             readers[file] = corpus.name
     if samples is not None and samples < len(corpora):
         raise InputError(
-            f"{samples} samples are too few for {len(corpora)} corpora ({', '.join(c.name for c in corpora)}): "
-            f"raise the samples to at least {len(corpora)}, or name fewer corpora"
+            f"{len(corpora)} corpora ({', '.join(c.name for c in corpora)}) need at least {len(corpora)} samples, not "
+            f"{samples}: raise the samples, or name fewer corpora"
         )

@@ -87,8 +87,8 @@ def draw_corpus(
         progress(len(taken))
     if len(taken) < samples:
         raise CorpusError(
-            f"corpus {corpus.name} has text for {len(taken)} samples of {sequence_length} tokens, but needs "
-            f"{samples}: use fewer or shorter samples, or add text"
+            f"corpus {corpus.name} has text for {len(taken)} of {samples} samples of {sequence_length} tokens: "
+            "use fewer or shorter samples, or add text"
         )
     return torch.stack(taken)
 
