@@ -172,6 +172,9 @@ def calibrate(
                 times.add("load")
                 return loaded
 
+            # An earlier fit of the same keys may have been finished, not this one.
+            overwrite = force or was_finished(target, work)
+            check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
             again = {"reused": reused(target, work, folder)}
             drawn = read_text(corpora, open_tokenizer(opened), folder, progress)
             # Where the artifact is finished, only the removal of the work folder is left.

@@ -84,8 +84,8 @@ def test_other_settings_model_text_and_versions_are_refused(run, tmp_path, text_
     narrow = tiny.model(intermediate_size=40)
     for changes, message in (
         ({"samples": 4}, "samples: 5 in the work folder, 4 now"),
-        ({"bits": 64}, "bits: 32 in the work folder, 64 now"),
         ({"seed": 1}, "seed: 0 in the work folder, 1 now"),
+        ({"seed": 1, "bits": 64}, "bits: 32 in the work folder, 64 now; seed"),
         ({"method": "paper"}, "method.name: score-aware in the work folder, paper now; .* and 4 more"),
         ({"model": narrow}, "model.config_sha256: .* in the work folder, .* now"),
         ({"model": tiny.model(seed=1)}, "weights.sha256: .* in the work folder, .* now"),
@@ -113,6 +113,41 @@ def test_other_settings_model_text_and_versions_are_refused(run, tmp_path, text_
     made, steps = run()
     assert made == run(None)[0]
     assert ("keys", 1) not in steps
+
+
+@pytest.mark.parametrize(
+    "changes", [{"codes": "product", "keys_per_head": 256}, {"bits": 64}, {"method": "paper", "position_shift": True}]
+)
+def test_kept_keys_are_fitted_in_another_way_to_the_same_bytes(run, changes):
+    common = {name: changes[name] for name in changes if name == "keys_per_head"}
+    with pytest.raises(StoppedError):
+        run(stop=("decompose", 1), **common)
+    made, steps = run(**changes)
+    assert ("keys", 1) not in steps
+    assert made == run(None, **changes)[0]
+
+
+def test_keys_whose_queries_were_not_summed_are_collected_again(run):
+    with pytest.raises(StoppedError):
+        run(stop=("decompose", 1), method="paper", position_shift=True)
+    made, steps = run()
+    assert ("keys", 1) in steps
+    assert made == run(None)[0]
+
+
+def test_another_fit_does_not_replace_the_file_of_the_first(bpc, model_folder, text_folder, tmp_path):
+    words = ["calibrate", "-m", model_folder, "--corpus", text_folder, "--samples", "4", "-q", "--keep-work"]
+    target = tmp_path / "a.safetensors"
+    assert bpc(*words, "-o", target).code == 0
+    before = target.read_bytes()
+    ran = bpc(*words, "-o", target, "--bits", 32)
+    assert (ran.code, ran.err) == (
+        1,
+        f"Error: {target}: exists; pass --force (overwrite=True in Python) to replace it\n",
+    )
+    assert target.read_bytes() == before
+    ran = bpc(*words, "-o", tmp_path / "b.safetensors", "--work-dir", f"{target}.work", "--bits", 32, "--json")
+    assert json.loads(ran.out)["reused"] == {"samples": 4, "layers": 0}
 
 
 def flip(path, place):

@@ -14,9 +14,10 @@ from bpc_calib.calibration.durable import write_file
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.errors import WorkError
 
-__all__ = ["Journal", "check_same", "new_journal", "read_journal", "write_journal"]
+__all__ = ["Journal", "check_same", "new_journal", "only_fitted_otherwise", "read_journal", "write_journal"]
 
 FORMAT = 4  # of the whole folder
+FIT = {"method", "codes", "bits"}  # settings of layers alone; what `method` says of positions is in `position_shift`
 SHOWN = 3  # differences in a message
 
 
@@ -65,6 +66,14 @@ def read_journal(path: Path) -> Journal | None:
 def write_journal(path: Path, journal: Journal) -> None:
     """Write a journal in one step. Raises `WorkError`."""
     write_file(path, json.dumps(asdict(journal) | {"sha256": _sha256(journal)}, indent=1).encode())
+
+
+def only_fitted_otherwise(before: Journal, now: Journal) -> bool:
+    """Return True if the settings differ, but the kept keys and the sums of moments are the same."""
+    names = {
+        name for name in {**before.settings, **now.settings} if before.settings.get(name) != now.settings.get(name)
+    }
+    return bool(names) and names <= FIT
 
 
 def check_same(folder: Path, before: Any, now: Any) -> None:

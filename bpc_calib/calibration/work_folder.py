@@ -15,13 +15,20 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from bpc_calib.calibration.durable import make_folder, write_file
-from bpc_calib.calibration.journal import Journal, check_same, new_journal, read_journal, write_journal
+from bpc_calib.calibration.journal import (
+    Journal,
+    check_same,
+    new_journal,
+    only_fitted_otherwise,
+    read_journal,
+    write_journal,
+)
 from bpc_calib.calibration.locking import locked
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.ranks import Ranks
@@ -69,6 +76,7 @@ class WorkFolder:
 def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks | None = None) -> Iterator[WorkFolder]:
     """Open the work folder of a calibration, or make it; remove it at the end if it holds no finished work.
 
+    Of a calibration that differs only in how keys are fitted, the keys are used and the layers are removed.
     Of several ranks, rank 0 opens it, and returns when the others have joined.
 
     Raises:
@@ -87,6 +95,9 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
             if journal is None:
                 _remove(path, [*FOLDERS, ARTIFACT])  # left by a run that was removing it
                 journal = fresh
+            elif only_fitted_otherwise(journal, fresh):
+                _remove(path, ["layers", ARTIFACT])
+                journal = replace(journal, settings=fresh.settings)
             check_same(path, journal.settings, fresh.settings)
             for name in FOLDERS:
                 make_folder(path / name)
