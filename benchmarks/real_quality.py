@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from real_subjects import PROJECTIONS, Subject
+from real_subjects import Subject
 
 __all__ = ["defaults", "methods", "others", "quality", "tasks"]
 
@@ -55,20 +55,19 @@ def tasks(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     from bpc_calib.evaluation.tasks import TASKS
 
     evaluated, left, asked, rows = _Evaluated(subject), list(settings["tasks"] or TASKS), [], []
-    for length in subject.lengths[:2]:
+    for length in subject.lengths[: settings["lengths"]]:
         tried = evaluated.questions(left, ("full",), length, settings["tried"], settings["budgets"])
         asked += [{name: row[name] for name in ("task", "tokens", "prompts", "score")} for row in tried]
         left = [row["task"] for row in tried if row["score"]["value"] >= settings["least"]]
         if not left:
             break
         rows += evaluated.questions(left, MAIN, length, settings["prompts"], settings["budgets"])
-        for name in ("bpc-product", "paper"):
-            rows += evaluated.questions(left, ("bpc",), length, settings["prompts"], settings["budgets"], name)
+        rows += evaluated.questions(left, ("bpc",), length, settings["prompts"], settings["budgets"], "bpc-product")
     return {"asked": asked, "rows": rows}
 
 
 class _Evaluated:
-    """A model in memory, with all its projections."""
+    """A model in memory, with its projections."""
 
     def __init__(self, subject: Subject, rules: Mapping[str, Any] | None = None) -> None:
         from bpc_artifacts import load
@@ -79,7 +78,7 @@ class _Evaluated:
 
         self.model, self.tokenizer = load_model(subject.model), load_tokenizer(subject.model)
         enable(self.model)
-        self.artifacts = {name: load(subject.artifact(name)) for name in PROJECTIONS}
+        self.artifact = lambda name: load(subject.artifact(name))
         self.corpora = [open_corpus(spec) for spec in subject.corpora("held-out")]
         self.rules = HARD if rules is None else rules
 
@@ -124,7 +123,7 @@ class _Evaluated:
         from bpc_calib.evaluation.evaluate import evaluate
 
         comparison = Comparison(corpora=self.corpora, rules=dict(self.rules), **settings)
-        rows = evaluate(self.model, self.tokenizer, self.artifacts[artifact], comparison, progress=_Steps())
+        rows = evaluate(self.model, self.tokenizer, self.artifact(artifact), comparison, progress=_Steps())
         return [row | {"method": artifact if row["method"] == "bpc" else row["method"]} for row in rows]
 
 
