@@ -54,7 +54,10 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "others": (real_quality.others, {"budgets": [0.02, 0.05, 0.01, 0.005], "forced": 128, "texts": 4}),
     "methods": (real_quality.methods, {"budgets": [0.02], "forced": 64, "texts": 4}),
     "defaults": (real_quality.defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "tasks": (real_quality.tasks, {"tasks": None, "lengths": 1, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
+    "tasks": (
+        real_quality.tasks,
+        {"tasks": None, "lengths": 1, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20},
+    ),
     "generate": (real_speed.generate, {"lengths": [2048, 4096, 8192], "new": 64}),
     "decode": (real_speed.decode, {"lengths": [2048, 4096, 8000]}),
     "engines": (real_speed.engines, {"lengths": [2048, 8000]}),
