@@ -21,7 +21,7 @@ EMULATED_TESTS := tests/test_kernels.py tests/test_paged_kernels.py tests/test_b
 # The kernels as compiled for an A100 and an H100, run from their PTX without a GPU: $(call emulated,ENVIRONMENT,OPTIONS).
 emulated = for arch in 80 90; do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(2) $(EMULATED_TESTS) || exit; done
 
-.PHONY: demo demo-model emulate lint test test-all test-floor test-vllm gpu real clean
+.PHONY: demo demo-model emulate lint site test test-all test-floor test-vllm gpu real clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -37,13 +37,17 @@ lint: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
+# The documents as a site, in build/site. Every link must lead somewhere.
+site: .venv/ready
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q
+
 # What every push must pass.
-test: lint
+test: lint site
 	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'not slow'
 	$(call emulated,.venv)
 
 # Every test there is, and the floors.
-test-all: lint
+test-all: lint site
 	.venv/bin/pytest $(PYTEST_OPTIONS)
 	$(call emulated,.venv,--emulate-all)
 	$(MAKE) test-floor

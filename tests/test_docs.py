@@ -99,6 +99,37 @@ def test_examples_run_in_order(page, playground, bpc_process):
             assert_same(shown, printed)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_with_commands_that_do_not_run_here_says_why(page):
+    text = (ROOT / page).read_text()
+    first = re.search(r"^```(?!console|python|$)|^    (?:bpc|python|make|pip|torchrun|BPC_\w+)[ =]", text, re.MULTILINE)
+    if first:
+        assert re.search(r"<!-- not run: .+ -->", text[: first.start()]), first[0]
+
+
+def test_the_errors_of_the_troubleshooting_page_exist():
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (ROOT / "docs/troubleshooting.md").read_text())
+    sources = [path.read_text() for room in ("artifacts", "bpc_calib", "cli") for path in (ROOT / room).rglob("*.py")]
+    joined = re.sub(r'"\s*\n\s*f?"', "", "".join(sources))  # texts over several lines
+    assert len(quoted) > 20
+    assert [line for line in quoted if line not in joined] == []
+
+
+def test_the_page_of_models_lists_the_families_that_are_tested():
+    rows = re.findall(r"^\| (`.*?) \|.*(?:real|random) weights", (ROOT / "docs/models.md").read_text(), re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert listed == {*tiny.FAMILIES, "gemma3"}  # the latter as a whole: its language model alone
+
+
+def test_the_reference_lists_every_public_name():
+    import bpc_artifacts
+    import bpc_calib
+
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    public = [f"{room.__name__}.{name}" for room in (bpc_artifacts, bpc_calib) for name in room.__all__]
+    assert sorted({*listed, "bpc_artifacts.BPCError"}) == sorted(public)
+
+
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
