@@ -15,7 +15,7 @@ class ArtifactError(BPCError):
 
 def why(fault: OSError) -> str:
     """Return what the system says of a file, and where a symbolic link leads that leads nowhere."""
-    text = fault.strerror or str(fault)
+    text = fault.strerror or " ".join(str(fault).split())
     if isinstance(fault, FileNotFoundError) and fault.filename and os.path.islink(fault.filename):
         text += f" (it is a link to {os.path.realpath(fault.filename)})"
     return text
