@@ -22,7 +22,7 @@ TESTED = set(
     "aggregation aggregation_model beyond_top_k calibration_memory calibration_plan calibration_time codes_time "
     "demo_model engine_run evaluation fingerprint fitting_time gguf_16bit gpu_suite hashing_time kernel_cost "
     "key_counts keys_per_head needles other_engines outlier_needle pictures position_shift projections ranks_time "
-    "real_decode real_models real_suite real_text serving steady_decode tables".split()  # serving: test_serving.py
+    "real_decode real_models real_suite real_text serving soak steady_decode tables".split()  # serving: test_serving.py
 )
 
 
@@ -438,6 +438,12 @@ def test_mypy_checks_every_script():
         if f'"{path.stem}"' not in listed
     ]
     assert not missing
+
+
+def test_soak(benchmark_result):
+    result = benchmark_result("soak")
+    assert [row["turns"] % 3 for row in result["rows"]] == [0, 0, 0]
+    assert all(row["tokens"] > 0 and row["resident_bytes"] > 1 << 20 for row in result["rows"])
 
 
 def test_keys_per_head(benchmark_result):
