@@ -20,6 +20,7 @@ from bpc_calib.runtime.static_steps import _captured, warm_up
 
 ALL_SPARSE = {"budget": 0.15, "min_tokens": 1, "dense_layers": ()}
 PAPER = {"safeguard": 0.3, "recent": 1, "group": "max", "gain": False}
+SIGNS, PRODUCT = {"bits": 32, "metric": True}, {"bits": 32, "metric": True, "centred": True, "codes": "product"}
 SERVED = [family for family in tiny.FAMILIES if family != "gemma3_text"]
 
 
@@ -87,13 +88,24 @@ def test_rules(rules, lengths, online):
     assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact)
 
 
+@pytest.mark.parametrize("lengths", [(41,), (40, 23, 31)], ids=["one", "ragged"])
+@pytest.mark.parametrize("rules", [{}, {"gain": False, "safeguard": 0.2}], ids=str)
+def test_product_codes(rules, lengths):
+    model = enabled()
+    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=tiny.artifact(model.config, **PRODUCT))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
-@pytest.mark.parametrize("rules", [{"dense_layers": (1,)}, PAPER, {"budget": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    ("rules", "codes"),
+    [({"dense_layers": (1,)}, SIGNS), (PAPER, SIGNS), ({"budget": 1.0}, SIGNS), ({}, PRODUCT)],
+    ids=["a dense layer", "paper", "everything", "product codes"],
+)
 @pytest.mark.parametrize("lengths", [(41,), (36, 23)], ids=["one", "ragged"])
-def test_the_kernels(rules, lengths, monkeypatch):
+def test_the_kernels(rules, codes, lengths, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "triton")
     model = enabled(num_hidden_layers=1 + ("dense_layers" in rules))
-    artifact = tiny.artifact(model.config, 32, metric=True)
+    artifact = tiny.artifact(model.config, **codes)
     assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=4)
 
 
