@@ -18,8 +18,8 @@ _GENERATED = re.compile(r"demo/[a-z]+")  # the path of generated text
 def publishable(artifact: ProjectionArtifact) -> tuple[ProjectionArtifact, list[str]]:
     """Return the artifact with the last parts of local paths as names, and the fields that this changed.
 
-    The tensors stay as they are. The names are those of the model and of the texts. Without a revision a name is that of
-    something local, and `ORG/NAME` cannot be told from a path.
+    The names are those of the model and of the texts; the tensors stay as they are. A name without a revision counts as
+    local, because `ORG/NAME` looks like a path.
 
     Raises:
         ArtifactError: there is a key that the format does not name, or another field holds a local path.
@@ -36,7 +36,8 @@ def publishable(artifact: ProjectionArtifact) -> tuple[ProjectionArtifact, list[
     for where, text in _strings("metadata", metadata):
         if _PATH.search(text):
             raise ArtifactError(
-                f"{where}: holds a local path: change it with bpc_artifacts.load and bpc_artifacts.save, or calibrate again"
+                f"{where}: holds a local path: change it with bpc_artifacts.load and bpc_artifacts.save, "
+                "or calibrate again"
             )
     return ProjectionArtifact(artifact.layers, metadata), changed
 

@@ -181,7 +181,7 @@ def check(artifact: ProjectionArtifact) -> None:
 
 
 def unknown_keys(metadata: Mapping[str, Any]) -> list[str]:
-    """Return the keys of checked metadata that the format does not name, such as `metadata.note`; readers ignore them."""
+    """Return the keys of checked metadata that the format does not name, such as `metadata.note`."""
     return _unknown("metadata", metadata, _METADATA)
 
 

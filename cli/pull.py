@@ -1,5 +1,7 @@
 """`bpc pull`: download an artifact from the Hub to a file."""
 
+import filecmp
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -46,7 +48,7 @@ def pull(
     except ArtifactError as fault:
         fail(f"{name} at {commit}: {str(fault).removeprefix(f'{found}: ')}")
     target = Path(found.name) if output is None else output / found.name if output.is_dir() else output
-    there = target.is_file() and target.read_bytes() == found.read_bytes()
+    there = target.is_file() and os.access(target, os.R_OK) and filecmp.cmp(found, target, shallow=False)
     if not there:
         with replacing(target, force, ARTIFACT) as temporary:
             shutil.copyfile(found, temporary)

@@ -43,6 +43,8 @@ def push(
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
         fail("publishing asks first, and there is no terminal: pass --yes to publish without asking")
     quiet_libraries()
+    from huggingface_hub import constants
+
     from bpc_artifacts import ArtifactError, load
     from bpc_artifacts.publishing import publishable
     from bpc_calib.sharing.publishing import look_up, publish
@@ -66,7 +68,7 @@ def push(
         print_json(_result(target, files, commit, changed))
         return
     what = "Unchanged" if commit == target.commit else "Updated" if target.commit else "Published"
-    print(f"{what}: {repository} at commit {commit}")
+    print(f"{what}: {constants.ENDPOINT}/{repository} at commit {commit}")
     print(f"Use it with -a {repository}, or pinned with -a {repository}@{commit}")
 
 
@@ -93,11 +95,12 @@ def _draw(artifact: "ProjectionArtifact", measured: dict[str, Any] | None, folde
     except ImportError:
         return []
     from bpc_calib.evaluation import pictures
+    from bpc_calib.sharing.card import BUDGETS, RESIDUALS
 
-    residuals = folder / "residuals.png"
+    residuals = folder / RESIDUALS
     draw_residuals(artifact, residuals, force=False)
     drawn = [] if measured is None else pictures.draw(measured["rows"], folder / "quality")
-    return [residuals, *(path for path in drawn if path.name == "budgets.png")]
+    return [residuals, *(path for path in drawn if path.name == BUDGETS)]
 
 
 def _show(target: "Target", files: dict[str, bytes], artifact: "ProjectionArtifact", changed: list[str]) -> None:

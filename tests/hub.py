@@ -25,7 +25,8 @@ from hub_uploads import Objects, Refused
 
 # Revisions and paths after "tree/" contain slashes as %2F, so these expressions match the raw path.
 _REPO = r"([^/]+(?:/[^/]+)??)"
-_API = re.compile(rf"/api/(models|datasets)/{_REPO}(?:/(revision|tree|paths-info|preupload|commit|branch|refs)(?:/([^/]+)/?(.*))?)?")
+_ACTIONS = "revision|tree|paths-info|preupload|commit|branch|refs"
+_API = re.compile(rf"/api/(models|datasets)/{_REPO}(?:/({_ACTIONS})(?:/([^/]+)/?(.*))?)?")
 _RESOLVE = re.compile(rf"/(datasets/)?{_REPO}/resolve/([^/]+)/(.+)")
 _BATCH = re.compile(rf"/{_REPO}\.git/info/lfs/objects/batch")
 _OBJECT = re.compile(r"/lfs/([0-9a-f]{64})(/verify)?")
@@ -52,7 +53,9 @@ def _blob_id(data: bytes) -> str:
 class _Repo:
     """The files of one repository at one commit."""
 
-    def __init__(self, repo_id: str, files: Mapping[str, bytes], commit: str | None = None, private: bool = False) -> None:
+    def __init__(
+        self, repo_id: str, files: Mapping[str, bytes], commit: str | None = None, *, private: bool = False
+    ) -> None:
         self.id = repo_id
         self.private = private
         self.files = dict(sorted(files.items()))

@@ -9,9 +9,10 @@ from bpc_artifacts.schema import codes_of
 from bpc_calib.sharing.markdown import code, table
 from bpc_calib.sharing.quality import quality
 
-__all__ = ["LIBRARY", "model_card"]
+__all__ = ["BUDGETS", "LIBRARY", "RESIDUALS", "model_card"]
 
 LIBRARY = "bpc"
+RESIDUALS, BUDGETS = "residuals.png", "budgets.png"  # pictures beside the card
 TAGS = [LIBRARY, "sparse-attention", "kv-cache"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -29,7 +30,7 @@ def model_card(
         artifact: see `bpc_artifacts.publishing.publishable`.
         repository: `ORG/NAME` on the Hub.
         evaluation: see `quality.read_evaluation`.
-        pictures: names of the picture files beside the card.
+        pictures: which of `RESIDUALS` and `BUDGETS` are beside the card.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -57,6 +58,7 @@ def model_card(
     ]
     if evaluation is not None:
         parts += ["## Measured quality", quality(evaluation)]
+        parts += [f"![Quality by budget, one line per method]({BUDGETS})"] if BUDGETS in pictures else []
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
 
 
@@ -69,13 +71,13 @@ def _hub_id(path: str, revision: str | None) -> str | None:
 def _what(metadata: Mapping[str, Any], base: str | None) -> str:
     model, bits = metadata["model"], metadata["algorithm"]["bits"]
     if base is None:
-        of = f"a model with the local name {code(model['id'])} ({code(model['model_type'])})"
+        of = f"the local model {code(model['id'])} ({code(model['model_type'])})"
     else:
         of = f"[{base}](https://huggingface.co/{base}) at revision {code(model['revision'])}"
     return (
-        f"Projections of BPC (Binary Principal Components) for {of}. They hash each cached key to a code of {bits} bits. "
-        "For each new token, the codes rank the keys of a long context, and exact attention reads only the best ones.\n\n"
-        "The file holds no weights of the model, and the model stays as it is."
+        f"Projections of BPC (Binary Principal Components) for {of}. They hash each cached key to a code of {bits} "
+        "bits. For each new token, the codes rank the keys of a long context, and exact attention reads only the best "
+        "ones.\n\nThe file holds no weights of the model, and the model stays as it is."
     )
 
 
@@ -114,8 +116,8 @@ def _calibration(metadata: Mapping[str, Any]) -> str:
     for source in calibration["sources"]:
         dataset = _hub_id(source["path"], source["revision"])
         where = code(source["path"])
-        where = f"[{where}](https://huggingface.co/datasets/{dataset})" if dataset else f"{where} (local)"
-        revision = code(source["revision"][:12]) if source["revision"] else ""
+        where = f"[{where}](https://huggingface.co/datasets/{dataset})" if dataset else where
+        revision = code(source["revision"][:12]) if source["revision"] else "not from the Hub"
         texts.append([code(source["name"]), where, revision, f"{source['samples']:,}", f"{source['tokens']:,}"])
     return f"{table(['', ''], facts.items())}\n\n{table(['text', 'path', 'revision', 'samples', 'tokens'], texts)}"
 
@@ -128,12 +130,17 @@ def _residuals(artifact: ProjectionArtifact, pictures: Sequence[str]) -> str:
         new = [] if held_out is None else [f"{held_out['residual_by_layer'][str(index)]:.3f}"]
         rows.append([index, f"{last.mean():.3f}", *new, f"{last.min():.3f}", f"{last.max():.3f}"])
     head = ["layer", "mean", *([] if held_out is None else ["on new text"]), "best head", "worst head"]
-    shown = [f"![{name.rsplit('.', 1)[0].replace('-', ' ')}]({name})" for name in pictures]
+    picture = f"![Residuals by bits, and by layer and KV head]({RESIDUALS})"
+    if RESIDUALS not in pictures:
+        picture = "This card has no pictures: matplotlib was not installed where it was made."
+    algorithm = artifact.metadata["algorithm"]
+    length = "distance from the mean key" if algorithm["centred"] else "length"
+    measure = ", in a metric from the queries" if algorithm["metric"] else ""
     return "\n\n".join(
         [
-            "The residual is the share of a key's length that its code does not explain: less is better.",
+            f"The residual is the share of a key's {length} that its code does not explain{measure}: less is better.",
             " ".join(verdict(artifact)),
-            *(shown or ["This card has no pictures: matplotlib was not installed where it was made."]),
+            picture,
             table(head, rows),
         ]
     )

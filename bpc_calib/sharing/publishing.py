@@ -43,7 +43,7 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(repository)

@@ -57,8 +57,9 @@ def quality(evaluation: Mapping[str, Any]) -> str:
     rows, settings = evaluation["rows"], evaluation["settings"]
     dense = ", ".join(map(str, settings["dense_layers"])) or "none"
     parts = [
-        f"{settings['prompts']} prompts per task and length, dense layers: {dense}, at least {settings['min_tokens']:,} "
-        f"tokens attended{', prompts without the chat template' if settings['raw'] else ''}. In brackets: the 95 % interval."
+        f"Measured by `bpc eval`: {settings['prompts']} prompts per task and length, dense layers {dense}, "
+        f"tokens attended at least {settings['min_tokens']:,}{', no chat template' if settings['raw'] else ''}. "
+        "In brackets: the 95 % interval."
     ]
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     answers = [row for row in rows if row["task"] in tasks]
@@ -82,14 +83,19 @@ def quality(evaluation: Mapping[str, Any]) -> str:
 def _grid(rows: list[dict[str, Any]], columns: Mapping[str, str], cell: Any) -> str:
     """Return one line per length, budget and method, with one column per task or figure."""
     groups = dict.fromkeys((row["tokens"], row["budget"], row["method"]) for row in rows)
-    order = sorted(groups, key=lambda key: (key[0] or 0, key[1] is not None, list(METHODS).index(key[2])))
+    order = sorted(groups, key=lambda key: (key[0], _attended(*key[:2]), list(METHODS).index(key[2])))
     lines = []
     for key in order:
         own = [row for row in rows if (row["tokens"], row["budget"], row["method"]) == key]
-        read = next((f"{row['read']:.1%}" for row in own if row.get("read") is not None), "")
+        read = next((f"{100 * row['read']:.1f} %" for row in own if row.get("read") is not None), "")
         cells = [next((text for row in own if (text := cell(row, name))), "") for name in columns]
         lines.append([_tokens(own[0]), _budget(own[0]), METHODS[key[2]].label, read, *cells])
     return table(["tokens", "attended", "method", "KV bytes read", *columns.values()], lines)
+
+
+def _attended(tokens: int, budget: float | int | None) -> float:
+    """Return a number to sort by: full attention, which has no budget, comes first."""
+    return -1 if budget is None else budget if isinstance(budget, int) else budget * tokens
 
 
 def _tokens(row: Mapping[str, Any]) -> str:
@@ -122,7 +128,7 @@ def _check_row(row: Any) -> None:
         raise ValueError(row["method"])
     if not re.fullmatch(r"[\w.:-]+", row["task"]):  # a name, and never a path
         raise ValueError(row["task"])
-    _expect(row["tokens"], int, type(None))
+    _expect(row["tokens"], *((int,) if row["task"] in (*TASKS, TEXT) else (int, type(None))))
     _expect(row["budget"], int, float, type(None))
     _expect(row.get("read"), float, int, type(None))
     figures = [row["score"]] if row["task"] in TASKS else [row[name] for name in FIGURES if name in row]
