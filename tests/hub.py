@@ -43,6 +43,7 @@ class Served:
     url: str
     requests: list[str]
     broken: list[str]
+    repos: "dict[tuple[str, str], _Versions]"
 
 
 def _blob_id(data: bytes) -> str:
@@ -313,6 +314,6 @@ def serve(
     with _Server(repos) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield Served(f"http://127.0.0.1:{server.server_port}", server.requests, server.broken)
+            yield Served(f"http://127.0.0.1:{server.server_port}", server.requests, server.broken, server.repos)
         finally:
             server.shutdown()

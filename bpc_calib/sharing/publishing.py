@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bpc_calib.errors import BPCError, first_line
 from bpc_calib.hub import explain, status_of
@@ -11,7 +12,6 @@ from bpc_calib.sharing.card import LIBRARY
 
 __all__ = ["PublishingError", "Target", "look_up", "publish"]
 
-CARD = "README.md"
 _HARMLESS = re.compile(r"\.gitattributes|README\.md|LICENSE.*")  # in a repository that someone has just made
 
 
@@ -42,37 +42,47 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
             spite of `private`, `branch` is a tag, or the Hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    try:
-        validate_repo_id(repository)
-    except HFValidationError:
-        repository = ""
-    if repository.count("/") != 1:
-        raise PublishingError("expected the repository as ORG/NAME, such as alice/Llama-3.1-8B-Instruct-bpc64")
+    _check_name(repository)
     if get_token() is None:
         raise PublishingError("publishing needs a token: run hf auth login, or set HF_TOKEN to one that may write")
+    if re.fullmatch("[0-9a-f]{40}", branch):
+        raise PublishingError(f"{branch} is a commit, which never changes: name a branch")
     api = HfApi()
     try:
         info = api.model_info(repository)
+        refs = api.list_repo_refs(repository)
+        new_branch = branch not in [found.name for found in refs.branches]
+        if not new_branch:
+            info = api.model_info(repository, revision=branch)
     except RepositoryNotFoundError:
         return Target(repository, branch, private, None, branch != "main")
     except Exception as fault:
         raise PublishingError(_explain(fault, repository)) from fault
     if private and not info.private:
         raise PublishingError(f"{repository} exists and is public: make it private on its page, or omit --private")
+    if branch in [tag.name for tag in refs.tags]:
+        raise PublishingError(f"{repository}: {branch} is a tag, which never changes: name a branch")
+    _check_contents(repository, info, filename)
+    return Target(repository, branch, bool(info.private), info.sha, new_branch)
+
+
+def _check_name(repository: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
     try:
-        refs = api.list_repo_refs(repository)
-        if branch in [tag.name for tag in refs.tags] or re.fullmatch("[0-9a-f]{40}", branch):
-            raise PublishingError(f"{repository}: {branch} is a tag or a commit, which never change: name a branch")
-        new_branch = branch not in [found.name for found in refs.branches]
-        if not new_branch:
-            info = api.model_info(repository, revision=branch)
-    except PublishingError:
-        raise
-    except Exception as fault:
-        raise PublishingError(_explain(fault, repository)) from fault
+        validate_repo_id(repository)
+        valid = repository.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise PublishingError("expected the repository as ORG/NAME, such as alice/Llama-3.1-8B-Instruct-bpc64")
+
+
+def _check_contents(repository: str, info: Any, filename: str) -> None:
+    """Refuse a repository in which a push would replace or confuse what is not ours; `info` is a `ModelInfo`."""
     names = [file.rfilename for file in info.siblings or []]
     foreign = [name for name in names if not _HARMLESS.fullmatch(name)]
     if foreign and (info.card_data is None or info.card_data.get("library_name") != LIBRARY):
@@ -84,7 +94,6 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
             f"{repository} has another safetensors file, {others[0]}, and must have one: delete it on the page, "
             "or choose another name"
         )
-    return Target(repository, branch, bool(info.private), info.sha, new_branch)
 
 
 def publish(target: Target, files: Mapping[str, bytes]) -> str:
