@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 
 from bpc_artifacts.errors import ArtifactError
 
-__all__ = ["CODES", "FORMAT_VERSION", "LayerProjection", "ProjectionArtifact", "check", "codes_of", "version_of"]
+__all__ = [
+    "CODES",
+    "FORMAT_VERSION",
+    "LayerProjection",
+    "ProjectionArtifact",
+    "check",
+    "codes_of",
+    "unknown_keys",
+    "version_of",
+]
 
 FORMAT_VERSION = 2  # the newest; codes of signs are written as version 1
 BITS = (32, 64, 128)
@@ -114,6 +123,11 @@ _HELD_OUT: dict[str, Any] = {  # optional
     "residual_by_head": dict,
 }
 
+_OPTIONAL: dict[str, Any] = {
+    "metadata.algorithm": {"codes": str},
+    "metadata.metrics": {"residual": float, "residual_by_layer": dict, "held_out": _HELD_OUT},
+}
+
 
 def check(artifact: ProjectionArtifact) -> None:
     """Raise `ArtifactError` at the first value that its format version does not allow."""
@@ -166,6 +180,11 @@ def check(artifact: ProjectionArtifact) -> None:
             _check_invertible(f"{name}.projection", layer.projection)
 
 
+def unknown_keys(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the keys of checked metadata that the format does not name, such as `metadata.note`."""
+    return _unknown("metadata", metadata, _METADATA)
+
+
 def codes_of(metadata: Mapping[str, Any]) -> str:
     """Return the kind of codes, one of `CODES` in a checked artifact; version 1 has only signs."""
     return str(metadata["algorithm"].get("codes", CODES[0]))
@@ -174,6 +193,20 @@ def codes_of(metadata: Mapping[str, Any]) -> str:
 def version_of(codes: str) -> int:
     """Return the format version that this kind of codes is written in."""
     return 1 if codes == CODES[0] else 2
+
+
+def _unknown(where: str, found: Any, expected: Any) -> list[str]:
+    if isinstance(expected, list):
+        return [key for i, item in enumerate(found) for key in _unknown(f"{where}[{i}]", item, expected[0])]
+    if where in _OPTIONAL:
+        expected = (expected if isinstance(expected, dict) else {}) | _OPTIONAL[where]
+    if not isinstance(expected, dict) or found is None:
+        return []
+    return [
+        unknown
+        for key, inner in found.items()
+        for unknown in (_unknown(f"{where}.{key}", inner, expected[key]) if key in expected else [f"{where}.{key}"])
+    ]
 
 
 def _check_value(where: str, found: Any, expected: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from bpc_artifacts.errors import ArtifactError
 from bpc_calib.errors import first_line
 
-__all__ = ["explain", "fetch", "fetch_artifact", "online"]
+__all__ = ["explain", "fetch", "fetch_artifact", "online", "status_of"]
 
 MAX_DOWNLOAD = 1 << 30  # bytes
 
@@ -75,15 +75,30 @@ def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
         raise ArtifactError(explain(fault, f"{name} (no file here)")) from fault
 
 
-def explain(fault: BaseException, what: str) -> str:
-    """Return a one-line message for an error of huggingface_hub, datasets or transformers about `what`."""
-    from huggingface_hub import constants, errors
+def status_of(fault: BaseException) -> int | None:
+    """Return the HTTP status that an error of huggingface_hub stems from; None if the Hub did not answer."""
+    for error in _chain(fault):
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+    return None
 
-    chain = []
+
+def _chain(fault: BaseException) -> list[BaseException]:
+    """Return an error and its causes."""
+    chain: list[BaseException] = []
     cause: BaseException | None = fault
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
+    return chain
+
+
+def explain(fault: BaseException, what: str) -> str:
+    """Return a one-line message for an error of huggingface_hub, datasets or transformers about `what`."""
+    from huggingface_hub import constants, errors
+
+    chain = _chain(fault)
 
     def any_is(*kinds: type[BaseException]) -> bool:
         return any(isinstance(error, kinds) for error in chain)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @command
 def inspect(
     *,
-    file: Annotated[str, typer.Argument(help="Artifact: a file, or a Hub id, ORG/NAME or ORG/NAME/FILE.")],
+    file: Annotated[
+        str, typer.Argument(help="Artifact: a file, or a Hub id, ORG/NAME, ORG/NAME/FILE or ORG/NAME@REVISION.")
+    ],
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Check that the artifact fits this model: a folder, a Hub id or demo."),

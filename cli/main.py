@@ -14,6 +14,8 @@ from bpc_cli.demo import demo
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
+from bpc_cli.pull import pull
+from bpc_cli.push import push
 from bpc_cli.ranks import one_voice
 from bpc_cli.serve import serve
 from bpc_cli.usage import run_app
@@ -34,6 +36,8 @@ app.command()(chat)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.command("eval")(eval_)
 app.command()(bench)
+app.command()(push)
+app.command()(pull)
 
 
 def _print_version(wanted: bool) -> None:

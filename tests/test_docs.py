@@ -62,7 +62,7 @@ def playground(tmp_path_factory):
         else:
             test_hub.json_lines(path, "content" if "parrot" in str(path) else "text", texts * 8)
     with hub.serve(models, datasets, revisions=test_hub.PINNED) as server:
-        yield folder, test_hub.environment(server.url, repositories / "home")
+        yield folder, test_hub.environment(server.url, repositories / "home") | {"HF_TOKEN": "hf_alice"}
 
 
 def run_python(block: str, folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""Sharing artifacts on the Hub: the model card, and the upload."""

@@ -1,0 +1,143 @@
+"""Publish the files of an artifact in a model repository on the Hub, as one commit."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bpc_calib.errors import BPCError, first_line
+from bpc_calib.hub import explain, status_of
+from bpc_calib.sharing.card import LIBRARY
+
+__all__ = ["PublishingError", "Target", "look_up", "publish"]
+
+_HARMLESS = re.compile(r"\.gitattributes|README\.md|LICENSE.*")  # in a repository that someone has just made
+
+
+class PublishingError(BPCError):
+    """An artifact cannot be published: no rights, another use of the repository, or no connection."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The branch of a model repository that will have the files; `commit` is None for a new repository."""
+
+    repository: str
+    branch: str
+    private: bool
+    commit: str | None
+    new_branch: bool
+
+
+def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Target:
+    """Look where files would go. Changes nothing.
+
+    Args:
+        private: make a new repository private.
+        filename: the artifact's, the only safetensors file that the repository may have.
+
+    Raises:
+        PublishingError: there is no token, the name is no Hub id, the repository holds something else or is public in
+            spite of `private`, `branch` is a tag, or the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    _check_name(repository)
+    if get_token() is None:
+        raise PublishingError("publishing needs a token: run hf auth login, or set HF_TOKEN to one that may write")
+    if re.fullmatch("[0-9a-f]{40}", branch):
+        raise PublishingError(f"{branch} is a commit, which never changes: name a branch")
+    api = HfApi()
+    try:
+        info = api.model_info(repository)
+        refs = api.list_repo_refs(repository)
+        new_branch = branch not in [found.name for found in refs.branches]
+        if not new_branch:
+            info = api.model_info(repository, revision=branch)
+    except RepositoryNotFoundError:
+        return Target(repository, branch, private, None, branch != "main")
+    except Exception as fault:
+        raise PublishingError(_explain(fault, repository)) from fault
+    if private and not info.private:
+        raise PublishingError(f"{repository} exists and is public: make it private on its page, or omit --private")
+    if branch in [tag.name for tag in refs.tags]:
+        raise PublishingError(f"{repository}: {branch} is a tag, which never changes: name a branch")
+    _check_contents(repository, info, filename)
+    return Target(repository, branch, bool(info.private), info.sha, new_branch)
+
+
+def _check_name(repository: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repository)
+        valid = repository.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise PublishingError("expected the repository as ORG/NAME, such as alice/Llama-3.1-8B-Instruct-bpc64")
+
+
+def _check_contents(repository: str, info: Any, filename: str) -> None:
+    """Refuse a repository in which a push would replace or confuse what is not ours; `info` is a `ModelInfo`."""
+    names = [file.rfilename for file in info.siblings or []]
+    foreign = [name for name in names if not _HARMLESS.fullmatch(name)]
+    if foreign and (info.card_data is None or info.card_data.get("library_name") != LIBRARY):
+        raise PublishingError(
+            f"{repository} holds something else than projections of BPC ({', '.join(foreign[:3])}): choose another name"
+        )
+    if others := [name for name in names if name.endswith(".safetensors") and name != filename]:
+        raise PublishingError(
+            f"{repository} has another safetensors file, {others[0]}, and must have one: delete it on the page, "
+            "or choose another name"
+        )
+
+
+def publish(target: Target, files: Mapping[str, bytes]) -> str:
+    """Create the repository and the branch where they are missing, commit the files at once, and return the commit.
+
+    Equal files make no new commit.
+
+    Raises:
+        PublishingError: the token may not write there, or the connection broke; the files are there all or none.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    try:
+        if target.commit is None:
+            api.create_repo(target.repository, private=target.private)
+        if target.new_branch:
+            api.create_branch(target.repository, branch=target.branch, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the Hub's advice on the card
+            commit = api.create_commit(
+                target.repository,
+                [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()],
+                commit_message="Publish projections of BPC",
+                revision=target.branch,
+            )
+    except Exception as fault:
+        raise PublishingError(_explain(fault, target.repository)) from fault
+    return str(commit.oid)
+
+
+def _explain(fault: Exception, repository: str) -> str:
+    """Return one line: what was wrong, and what to do."""
+    owner, status = repository.split("/")[0], status_of(fault)
+    if status == 401:
+        return "the Hub does not accept the token: run hf auth login again, or set HF_TOKEN to a valid one"
+    if status == 403:
+        return f"{repository}: the token may not write there: use a token with the right to write to {owner}"
+    if status is not None:
+        return f"{repository}: the Hub refused ({status}): {first_line(fault)}"
+    unreachable = explain(fault, repository)
+    if "cannot be reached" in unreachable or "HF_HUB_OFFLINE" in unreachable:
+        return f"{repository}: the Hub cannot be reached: check the network, and that HF_HUB_OFFLINE is not set"
+    return (
+        f"{repository}: the connection to the Hub broke ({type(fault).__name__}): run the command again; "
+        "it publishes all files or none"
+    )

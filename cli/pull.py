@@ -1,0 +1,60 @@
+"""`bpc pull`: download an artifact from the Hub to a file."""
+
+import filecmp
+import os
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bpc_cli.command import command
+from bpc_cli.console import fail, print_json, printable
+from bpc_cli.find_artifact import split_revision
+from bpc_cli.libraries import quiet_libraries
+from bpc_cli.options import AsJson
+
+
+@command
+def pull(
+    *,
+    repository: Annotated[
+        str, typer.Argument(help="Artifact on the Hub: ORG/NAME, ORG/NAME/FILE or ORG/NAME@REVISION.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File or folder to write to. Default: this folder.", show_default=False),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: main.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace another artifact of the same name.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Download projections from the Hub, check them, and write them to a file.
+
+    Example: bpc pull alice/Llama-3.1-8B-Instruct-bpc64
+    """
+    quiet_libraries()
+    from bpc_artifacts import ArtifactError, load
+    from bpc_artifacts.file import ARTIFACT
+    from bpc_artifacts.replacing import replacing
+    from bpc_calib.hub import fetch_artifact
+
+    name, wanted = split_revision(repository, revision)
+    if len(name.split("/")) < 2:
+        fail(f"{name}: expected an artifact on the Hub, as ORG/NAME")
+    found, commit = fetch_artifact(name, wanted)
+    try:
+        load(found)
+    except ArtifactError as fault:
+        fail(f"{name} at {commit}: {str(fault).removeprefix(f'{found}: ')}")
+    target = Path(found.name) if output is None else output / found.name if output.is_dir() else output
+    there = target.is_file() and os.access(target, os.R_OK) and filecmp.cmp(found, target, shallow=False)
+    if not there:
+        with replacing(target, force, ARTIFACT) as temporary:
+            shutil.copyfile(found, temporary)
+    pinned = f"{name}@{commit}"
+    if as_json:
+        print_json({"output": str(target), "commit": commit, "pinned": pinned, "unchanged": there})
+        return
+    print(f"{printable(target)} {'is already this file' if there else 'written'}: {name} at commit {commit}")
+    print(f"To use this commit from the Hub: -a {pinned}")

@@ -1,0 +1,130 @@
+"""`bpc push`: publish an artifact on the Hub, with a model card."""
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bpc_cli.command import command
+from bpc_cli.console import fail, note, print_json
+from bpc_cli.libraries import quiet_libraries
+from bpc_cli.options import AsJson
+from bpc_cli.quantities import size_text
+from bpc_cli.residual_plot import draw_residuals
+
+if TYPE_CHECKING:
+    from bpc_artifacts import ProjectionArtifact
+    from bpc_calib.sharing.publishing import Target
+
+
+@command
+def push(
+    *,
+    file: Annotated[Path, typer.Argument(help="Artifact: a file that bpc calibrate wrote.")],
+    repository: Annotated[
+        str, typer.Argument(help="Model repository on the Hub, ORG/NAME; it is made if it does not exist.")
+    ],
+    evaluation: Annotated[
+        Path | None, typer.Option(help="Result of bpc eval -o with this artifact: the card shows its figures.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str, typer.Option(help="Branch to publish on; it is made if it does not exist.")] = "main",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Publish without asking.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Publish projections on the Hub with a model card, after a look at what is published.
+
+    Local paths are not published: names of local models and texts become the last parts of their paths.
+
+    Example: bpc push Llama-3.1-8B-Instruct-bpc64.safetensors alice/Llama-3.1-8B-Instruct-bpc64
+    """
+    if not yes and (sys.stdin is None or not sys.stdin.isatty()):
+        fail("publishing asks first, and there is no terminal: pass --yes to publish without asking")
+    quiet_libraries()
+    from huggingface_hub import constants
+
+    from bpc_artifacts import ArtifactError, load
+    from bpc_artifacts.publishing import publishable
+    from bpc_calib.sharing.publishing import look_up, publish
+    from bpc_calib.sharing.quality import read_evaluation
+
+    found = load(file)
+    measured = None if evaluation is None else read_evaluation(evaluation, found)
+    try:
+        artifact, changed = publishable(found)
+    except ArtifactError as fault:
+        fail(f"{file}: {fault}")
+    name = f"{repository.split('/')[-1]}.safetensors"
+    target = look_up(repository, branch=revision, private=private, filename=name)
+    files = _files(artifact, name, repository, measured)
+    _show(target, files, artifact, changed)
+    if not yes and not typer.confirm("Publish?", err=True):
+        note("Nothing was published.")
+        raise typer.Exit(1)
+    commit = publish(target, files)
+    if as_json:
+        print_json(_result(target, files, commit, changed))
+        return
+    what = "Unchanged" if commit == target.commit else "Updated" if target.commit else "Published"
+    print(f"{what}: {constants.ENDPOINT}/{repository} at commit {commit}")
+    print(f"Use it with -a {repository}, or pinned with -a {repository}@{commit}")
+
+
+def _files(
+    artifact: "ProjectionArtifact", name: str, repository: str, measured: dict[str, Any] | None
+) -> dict[str, bytes]:
+    """What is published: the artifact, the pictures if matplotlib is there, and the card."""
+    from bpc_artifacts import save
+    from bpc_calib.sharing.card import model_card
+
+    with TemporaryDirectory() as folder:
+        save(artifact, Path(folder, name))
+        files = {name: Path(folder, name).read_bytes()}
+        pictures = _draw(artifact, measured, Path(folder))
+        files |= {path.name: path.read_bytes() for path in pictures}
+    card = model_card(artifact, repository, evaluation=measured, pictures=[path.name for path in pictures])
+    return files | {"README.md": card.encode()}
+
+
+def _draw(artifact: "ProjectionArtifact", measured: dict[str, Any] | None, folder: Path) -> list[Path]:
+    """The pictures of the residuals and of the quality by budget; none without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return []
+    from bpc_calib.evaluation import pictures
+    from bpc_calib.sharing.card import BUDGETS, RESIDUALS
+
+    residuals = folder / RESIDUALS
+    draw_residuals(artifact, residuals, force=False)
+    drawn = [] if measured is None else pictures.draw(measured["rows"], folder / "quality")
+    return [residuals, *(path for path in drawn if path.name == BUDGETS)]
+
+
+def _show(target: "Target", files: dict[str, bytes], artifact: "ProjectionArtifact", changed: list[str]) -> None:
+    """Say on stderr what goes where, and which names anyone can read then."""
+    state = "a new repository" if target.commit is None else "exists: files of these names are replaced"
+    note(f"Repository: {target.repository} ({'private' if target.private else 'public'}, {state})")
+    note(f"Branch: {target.branch}{' (new)' if target.new_branch else ''}")
+    note(f"Files: {', '.join(f'{name} ({size_text(len(data))})' for name, data in files.items())}")
+    metadata = artifact.metadata
+    names = [source["name"] for source in metadata["calibration"]["sources"]]
+    note(f"Names in them: model {metadata['model']['id']}, text {', '.join(names)}")
+    if changed:
+        note(f"Local paths are left out: only their last parts are published ({', '.join(changed)})")
+
+
+def _result(target: "Target", files: dict[str, bytes], commit: str, changed: list[str]) -> dict[str, Any]:
+    return {
+        "repository": target.repository,
+        "branch": target.branch,
+        "commit": commit,
+        "pinned": f"{target.repository}@{commit}",
+        "private": target.private,
+        "created": target.commit is None,
+        "unchanged": commit == target.commit,
+        "files": {name: len(data) for name, data in files.items()},
+        "shortened": changed,
+    }

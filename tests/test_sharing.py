@@ -1,0 +1,459 @@
+"""`bpc push` and `bpc pull`: what is published, the model card, and a Hub that refuses, breaks or is not there."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import hub
+import numpy as np
+import pytest
+import test_artifact
+import tiny
+from test_artifact import held_out
+from test_hub import environment
+
+from bpc_artifacts import ArtifactError, load, save
+from bpc_artifacts.publishing import publishable
+from bpc_calib.errors import InputError
+from bpc_calib.models.loading import load_model, load_tokenizer
+from bpc_calib.sharing.card import BUDGETS, RESIDUALS, model_card
+from bpc_calib.sharing.quality import read_evaluation
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SOURCE = test_artifact.metadata()["calibration"]["sources"][0]
+
+
+def source(name: str, path: str, revision: str | None = None) -> dict:
+    return SOURCE | {"name": name, "path": path, "revision": revision}
+
+
+def from_hub(**changes):
+    """An artifact of a model and a corpus on the Hub."""
+    sources = [source("pg19", "emozilla/pg19", COMMIT), source("proofs", "org/proofs/test/a.jsonl.gz", COMMIT)]
+    known = {"model__revision": COMMIT, "calibration__sources": sources, "metrics__held_out": held_out()}
+    return test_artifact.artifact(metric=True, mean=True, **(known | changes))
+
+
+# What is published
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "published"),
+    [
+        ("/home/anna/models/llama", None, "llama"),
+        ("~/models/llama/", None, "llama"),
+        ("C:\\Users\\anna\\llama", None, "llama"),
+        ("../anna/llama", None, "llama"),
+        ("anna/llama", None, "llama"),  # no revision: nothing says that this is on the Hub
+        ("anna/llama", COMMIT, "anna/llama"),
+        ("anna/llama/llama-q8.gguf", COMMIT, "anna/llama/llama-q8.gguf"),
+        ("/home/anna/llama", COMMIT, "llama"),
+        ("~/", None, "local"),
+        ("demo", None, "demo"),
+    ],
+)
+def test_names_that_are_paths_become_their_last_parts(name, revision, published):
+    given = test_artifact.artifact(model__id=name, model__revision=revision)
+    artifact, changed = publishable(given)
+    assert artifact.metadata["model"]["id"] == published
+    assert changed == (["metadata.model.id"] if name != published else [])
+    assert given.metadata["model"]["id"] == name
+    for tensor, array in given.tensors().items():
+        np.testing.assert_array_equal(artifact.tensors()[tensor], array)
+
+
+def test_paths_of_texts_become_their_last_parts():
+    sources = [source("a/b", "/home/anna/letters"), source("demo-code", "demo/code"), source("c", "org/c", COMMIT)]
+    artifact, changed = publishable(test_artifact.artifact(model__id="llama", calibration__sources=sources))
+    found = [(each["name"], each["path"]) for each in artifact.metadata["calibration"]["sources"]]
+    assert found == [("b", "letters"), ("demo-code", "demo/code"), ("c", "org/c")]
+    assert changed == ["metadata.calibration.sources[0].name", "metadata.calibration.sources[0].path"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"note": "made by Anna"}, "metadata.note: the format has no such key"),
+        ({"model__host": "anna-laptop"}, "metadata.model.host: the format has no such key"),
+        ({"metrics__user": "anna"}, "metadata.metrics.user: the format has no such key"),
+        ({"metrics__held_out": held_out(user="anna")}, "metadata.metrics.held_out.user: the format has no such key"),
+        ({"calibration__sources": [SOURCE | {"user": "anna"}]}, r"metadata.calibration.sources\[0\].user: the format"),
+        ({"bpc_version": "0.1 (/home/anna/bpc)"}, "metadata.bpc_version: holds a local path"),
+        ({"model__rope": {"file": "/home/anna/rope"}}, "metadata.model.rope.file: holds a local path"),
+        ({"model__rope": {"~/rope": 1}}, "metadata.model.rope: holds a local path"),
+    ],
+)
+def test_other_private_text_is_refused(changes, message):
+    with pytest.raises(ArtifactError, match=message):
+        publishable(test_artifact.artifact(**changes))
+
+
+def test_all_that_calibration_writes_may_be_published(tmp_path):
+    artifact = from_hub()
+    save(artifact, tmp_path / "a.safetensors")
+    again, changed = publishable(load(tmp_path / "a.safetensors"))
+    assert changed == []
+    save(again, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+# The card
+
+
+def stored(artifact, folder):
+    """The artifact as it is read from a file, which fills in the rest of its metadata."""
+    save(artifact, folder / "stored.safetensors", overwrite=True)
+    return load(folder / "stored.safetensors")
+
+
+def test_the_front_matter_names_the_model_and_the_datasets(tmp_path):
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(model_card(stored(from_hub(), tmp_path), "alice/name-bpc32", pictures=[RESIDUALS]))
+    assert card.data.to_dict() == {
+        "library_name": "bpc",
+        "pipeline_tag": "text-generation",
+        "tags": ["bpc", "sparse-attention", "kv-cache"],
+        "base_model": "org/name",
+        "base_model_relation": "adapter",
+        "datasets": ["emozilla/pg19", "org/proofs"],
+    }
+    assert f"[org/name](https://huggingface.co/org/name) at revision `{COMMIT}`" in card.text
+    assert "$ bpc generate -m org/name -a alice/name-bpc32 --prompt-file long.txt" in card.text
+    assert "| samples | 2 of 32 tokens, 1 of them kept aside |" in card.text
+    assert "| `pg19` | [`emozilla/pg19`](https://huggingface.co/datasets/emozilla/pg19) | `0123456789ab` |" in card.text
+    assert "residual 0.500 on 32 keys per head of 1 sample kept aside" in card.text
+    assert "| layer | mean | on new text | best head | worst head |" in card.text
+    assert f"({RESIDUALS})" in card.text
+    assert "no pictures" not in card.text
+
+
+def test_a_local_model_is_no_base_model_and_names_cannot_leave_their_place(tmp_path):
+    from huggingface_hub import ModelCard
+
+    name = "a`b|c\n# Heading [x](http://y)"
+    artifact = test_artifact.artifact(model__id=name, calibration__sources=[source(name, name)])
+    card = ModelCard(model_card(stored(artifact, tmp_path), "alice/name"))
+    assert "base_model" not in card.data.to_dict()
+    assert "datasets" not in card.data.to_dict()
+    assert "the local model `a b c # Heading [x](http://y)`" in card.text
+    assert "\n# Heading" not in card.text
+    assert "This card has no pictures: matplotlib was not installed where it was made." in card.text
+    assert "bpc generate -m MODEL -a alice/name" in card.text
+    path = {"model__id": "org/$(reboot)/x.gguf", "model__revision": COMMIT}
+    card = model_card(stored(from_hub(**path), tmp_path), "alice/name")
+    assert "base_model" not in card.split("---")[1]
+    assert "-m MODEL" in card
+
+
+def test_without_matplotlib_the_card_has_no_pictures(tmp_path, monkeypatch):
+    from bpc_cli.push import _files
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the import fails
+    files = _files(stored(from_hub(), tmp_path), "name.safetensors", "alice/name", None)
+    assert list(files) == ["name.safetensors", "README.md"]
+    assert b"This card has no pictures" in files["README.md"]
+
+
+def evaluation(artifact, /, **changes) -> dict:
+    """What `bpc eval -o` writes."""
+    figure = {"value": 0.5, "low": 0.25, "high": 0.75}
+    row = {"tokens": 2048, "method": "bpc", "budget": 0.02, "prompts": 20, "read": 0.05}
+    full = {"tokens": 2048, "method": "full", "budget": None, "prompts": 20, "read": 1.0}
+    rows = [
+        {**row, "task": "needle", "score": figure, "example": {"said": "/home/anna"}},
+        {**full, "task": "needle", "score": {"value": 1, "low": 0.8, "high": 1}},
+        {**row, "task": "text", "loss_difference": figure, "kl": figure, "by_corpus": {"/home/anna": 1}},
+        {**row, "task": "arc_easy", "tokens": None, "metrics": {"acc,none": 0.625, "alias": "arc"}},
+    ]
+    settings = {"prompts": 20, "raw": False, "min_tokens": 1, "dense_layers": [0]}
+    metadata = artifact.metadata
+    known = {"model": metadata["model"]["id"], "artifact": metadata["algorithm"], "settings": settings, "rows": rows}
+    return known | changes
+
+
+def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_path):
+    artifact = stored(from_hub(), tmp_path)
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact)))
+    measured = read_evaluation(tmp_path / "eval.json", artifact)
+    card = model_card(artifact, "alice/name", evaluation=measured, pictures=[RESIDUALS, BUDGETS])
+    quality = card.split("## Measured quality")[1]
+    full, ours = [line for line in quality.splitlines() if line.startswith("| 2,048")][:2]
+    assert full == "| 2,048 |  | full attention | 100.0 % | 100 % (80 to 100) |"
+    assert ours == "| 2,048 | 2 % | BPC | 5.0 % | 50 % (25 to 75) |"
+    assert "| 2,048 | 2 % | BPC | 5.0 % | 0.500 (0.250 to 0.750) | 0.500 (0.250 to 0.750) |  |  |" in quality
+    assert "| `arc_easy` |  | 2 % | BPC | `acc,none` | 0.625 |" in quality
+    assert "20 prompts per task and length, dense layers 0, tokens attended at least 1." in quality
+    assert f"({BUDGETS})" in quality
+    assert "anna" not in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "org/other"}, "measured another model or other projections"),
+        ({"artifact": None}, "measured another model or other projections"),
+        ({"rows": [{"task": "/home/x.yaml", "method": "bpc", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
+        ({"rows": [{"task": "needle", "method": "none", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
+        ({"rows": [{"task": "needle", "method": "bpc", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
+        ({"settings": {"prompts": "many"}}, "not a result of bpc eval"),
+        ({"rows": 7}, "not a result of bpc eval"),
+    ],
+)
+def test_an_evaluation_of_something_else_is_refused(changes, message, tmp_path):
+    artifact = stored(from_hub(), tmp_path)
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact, **changes)))
+    with pytest.raises(InputError, match=message):
+        read_evaluation(tmp_path / "eval.json", artifact)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"rows": [NaN]}', "\xff", "[" * 100_000])
+def test_a_file_that_is_no_evaluation_is_refused(text, tmp_path):
+    (tmp_path / "eval.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match="not a result of bpc eval: give the file that bpc eval -o wrote"):
+        read_evaluation(tmp_path / "eval.json", stored(from_hub(), tmp_path))
+
+
+# The Hub
+
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from bpc_cli.main import app
+answers = []
+for words in json.loads(sys.argv[1]):
+    ran = CliRunner().invoke(app, words)
+    answers.append([ran.exit_code, ran.stdout, ran.stderr])
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with an artifact."""
+    save(from_hub(), tmp_path / "a.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def client(folder):
+    """Run commands one after the other in one new process: `client(url, [words, ...], HF_TOKEN=...)`."""
+
+    def run(url, commands, **variables):
+        words = [[str(word) for word in command] for command in commands]
+        done = subprocess.run(
+            [sys.executable, "-c", COMMANDS, json.dumps(words)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**os.environ, **environment(url, folder / "home"), "HF_TOKEN": "hf_alice", **variables},
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def uploads(server) -> list[str]:
+    return [request for request in server.requests if request.split()[0] not in ("GET", "HEAD")]
+
+
+def test_push_pull_and_generate(bpc_process, text_folder, tmp_path):
+    model, tokenizer = load_model("demo"), load_tokenizer("demo")
+    settings = {"samples": 2, "sequence_length": 128, "bits": 32, "method": "paper"}
+    save(tiny.calibrated(model, tokenizer, [str(text_folder)], **settings), tmp_path / "demo.safetensors")
+    with hub.serve({}, {}) as server:
+        seen = environment(server.url, tmp_path / "home")
+        ran = bpc_process("push", "demo.safetensors", "alice/demo-bpc32", "--yes", HF_TOKEN="hf_alice", **seen)
+        assert ran.code == 0, ran.err
+        assert "Repository: alice/demo-bpc32 (public, a new repository)" in ran.err
+        commit = ran.out.split()[-1].split("@")[1]
+        assert f"{server.url}/alice/demo-bpc32 at commit {commit}" in ran.out
+        ran = bpc_process("pull", "alice/demo-bpc32", "-o", "pulled.safetensors", **seen)
+        assert f"To use this commit from the Hub: -a alice/demo-bpc32@{commit}" in ran.out
+        assert (tmp_path / "pulled.safetensors").read_bytes() == (tmp_path / "demo.safetensors").read_bytes()
+        words = ("generate", "-m", "demo", "--prompt", "the old bridge", "--max-new-tokens", 4, "--json", "-q")
+        pinned = bpc_process(*words, "-a", f"alice/demo-bpc32@{commit}", **seen)
+        assert pinned.code == 0, pinned.err
+        assert json.loads(pinned.out)["tokens"]
+    # The pinned file is in the cache now.
+    offline = seen | {"HF_HUB_OFFLINE": "1"}
+    assert bpc_process("inspect", f"alice/demo-bpc32@{commit}", **offline).code == 0
+
+
+def test_a_second_push_updates_the_repository_and_branches_and_commits_stay_apart(client, folder):
+    artifact = load(folder / "a.safetensors")
+    (folder / "eval.json").write_text(json.dumps(evaluation(artifact)))
+    push = ("push", "a.safetensors", "alice/name-bpc32", "--yes", "--json")
+    with hub.serve({}, {}) as server:
+        answers = client(
+            server.url,
+            [
+                (*push, "--private"),
+                push,
+                (*push, "--evaluation", "eval.json"),
+                (*push, "--revision", "next", "--evaluation", "eval.json"),
+                (*push[:-1], "--revision", "main"),
+            ],
+        )
+        assert [code for code, _, _ in answers] == [0] * 5, answers
+        first, same, measured, branch = [json.loads(out) for _, out, _ in answers[:4]]
+        assert (first["created"], first["private"], first["unchanged"]) == (True, True, False)
+        assert (same["created"], same["private"], same["unchanged"]) == (False, True, True)
+        assert same["commit"] == first["commit"]
+        assert measured["commit"] != first["commit"]
+        assert list(first["files"]) == ["name-bpc32.safetensors", "residuals.png", "README.md"]
+        assert first["pinned"] == f"alice/name-bpc32@{first['commit']}"
+        assert branch["branch"] == "next"
+        assert "Branch: next (new)" in answers[3][2]
+        assert "exists: files of these names are replaced" in answers[4][2]
+        assert answers[4][1].startswith("Updated: ")
+        # The repository is private: only its owner reads it.
+        server.repos["models", "alice/name-bpc32"].tags["v1"] = first["commit"]
+        answers = client(
+            server.url,
+            [
+                ("inspect", f"alice/name-bpc32@{first['commit']}"),
+                ("inspect", "alice/name-bpc32", "--revision", "next"),
+                ("inspect", "alice/name-bpc32@next", "--revision", "next"),
+                ("inspect", "alice/name-bpc32@nowhere"),
+                ("pull", "alice/name-bpc32@v1", "--json"),
+                (*push, "--revision", "v1"),
+            ],
+        )
+        assert [code for code, _, _ in answers] == [0, 0, 1, 1, 0, 1], answers
+        assert "give one revision, as alice/name-bpc32@REVISION or with --revision" in answers[2][2]
+        assert "has no such revision" in answers[3][2]
+        assert json.loads(answers[4][1])["commit"] == first["commit"]
+        assert "alice/name-bpc32: v1 is a tag, which never changes: name a branch" in answers[5][2]
+        ((code, _, error),) = client(server.url, [("pull", "alice/name-bpc32")], HF_TOKEN="hf_bob")
+        assert code == 1
+        assert "alice/name-bpc32 (no file here) is not on the Hub (or private: set HF_TOKEN)" in error
+
+
+def test_what_the_hub_refuses_is_one_line_and_changes_nothing(client, folder):
+    for name, file in (("weights", "model.safetensors"), ("old", "old-name.safetensors")):
+        (folder / name).mkdir()
+        (folder / name / file).write_bytes((folder / "a.safetensors").read_bytes())
+    (folder / "old" / "README.md").write_text("---\nlibrary_name: bpc\n---\n")
+    (folder / "bad.safetensors").write_bytes(b"no artifact")
+    save(from_hub(note="by Anna"), folder / "note.safetensors")
+    with hub.serve({"alice/weights": folder / "weights", "alice/old": folder / "old"}, {}) as server:
+        push = ("push", "a.safetensors", "alice/new", "--yes")
+        expected = {
+            ("push", "a.safetensors", "alice/new"): "there is no terminal: pass --yes to publish without asking",
+            ("push", "bad.safetensors", *push[2:]): "bad.safetensors: not a BPC artifact",
+            ("push", "note.safetensors", *push[2:]): "note.safetensors: metadata.note: the format has no such key",
+            ("push", "none.safetensors", *push[2:]): "none.safetensors: cannot be read",
+            (*push, "--evaluation", "a.safetensors"): "a.safetensors: not a result of bpc eval",
+            ("push", "a.safetensors", "new", "--yes"): "expected the repository as ORG/NAME",
+            ("push", "a.safetensors", "a/b/c", "--yes"): "expected the repository as ORG/NAME",
+            ("push", "a.safetensors", "bob/new", "--yes"): "bob/new: the token may not write there",
+            ("push", "a.safetensors", "alice/weights", "--yes"): "holds something else than projections of BPC (model",
+            ("push", "a.safetensors", "alice/old", "--yes"): "alice/old has another safetensors file, old-name.safet",
+            ("push", "a.safetensors", "alice/old", "--yes", "--private"): "alice/old exists and is public",
+            ("push", "a.safetensors", "alice/old", "--yes", "--revision", COMMIT): f"{COMMIT} is a commit, which never",
+        }
+        for words, (code, out, err) in zip(expected, client(server.url, expected), strict=True):
+            assert (code, out) == (1, ""), words
+            assert err.splitlines()[-1].startswith("Error: "), err
+            assert expected[words] in err.splitlines()[-1]
+        assert uploads(server) == ["POST /api/repos/create"]  # bob's, refused
+        ((code, _, err),) = client(server.url, [push], HF_TOKEN="hf_nobody")
+        assert (code, err) == (
+            1, "Error: the Hub does not accept the token: run hf auth login again, or set HF_TOKEN to a valid one\n"
+        )  # fmt: skip
+        ((code, _, err),) = client(server.url, [push], HF_TOKEN="")
+        assert (code, err.startswith("Error: publishing needs a token: run hf auth login")) == (1, True), err
+    for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
+        ((code, _, err),) = client("http://127.0.0.1:9", [push], **variables)
+        assert code == 1
+        assert err == (
+            "Error: alice/new: the Hub cannot be reached: check the network, and that HF_HUB_OFFLINE is not set\n"
+        )
+
+
+def test_a_connection_that_breaks_publishes_nothing_and_a_second_push_works(client, folder):
+    push = ("push", "a.safetensors", "alice/name", "--yes", "--json")
+    with hub.serve({}, {}) as server:
+        server.broken.append("/commit/main")  # after the upload of the objects
+        broken, nothing, again = client(server.url, [push, ("pull", "alice/name"), push])
+        assert broken[0] == 1
+        message = broken[2].splitlines()[-1]
+        assert message.startswith("Error: alice/name: the connection to the Hub broke (")
+        assert message.endswith("run the command again; it publishes all files or none")
+        assert nothing[0] == 1
+        assert "expected one safetensors file, found none" in nothing[2]
+        assert again[0] == 0, again[2]
+        assert json.loads(again[1])["created"] is False
+        assert server.broken == []
+
+
+def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
+    original = (folder / "a.safetensors").read_bytes()
+    (folder / "good").mkdir()
+    (folder / "good" / "g.safetensors").write_bytes(original)
+    (folder / "bad").mkdir()
+    (folder / "bad" / "g.safetensors").write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    (folder / "out").mkdir()
+    save(from_hub(algorithm__seed=7), folder / "other.safetensors")
+    (folder / "notes.txt").write_text("notes")
+    with hub.serve({"org/good": folder / "good", "org/bad": folder / "bad"}, {}) as server:
+        pull = ("pull", "org/good")
+        answers = client(
+            server.url,
+            [
+                ("pull", "org/bad"),
+                ("pull", "good"),
+                (*pull, "--json"),
+                (*pull, "--json"),
+                (*pull, "-o", "out"),
+                (*pull, "-o", "other.safetensors"),
+                (*pull, "-o", "other.safetensors", "--force"),
+                (*pull, "-o", "notes.txt", "--force"),
+                (*pull, "-o", "none/x.safetensors"),
+            ],
+        )
+    assert [code for code, _, _ in answers] == [1, 1, 0, 0, 0, 1, 0, 1, 1], answers
+    assert "org/bad at " in answers[0][2]
+    assert "damaged: the sha256 of its tensors is" in answers[0][2]
+    assert "home" not in answers[0][2]
+    assert "good: expected an artifact on the Hub, as ORG/NAME" in answers[1][2]
+    written, again = json.loads(answers[2][1]), json.loads(answers[3][1])
+    assert (written["output"], written["unchanged"], again["unchanged"]) == ("g.safetensors", False, True)
+    assert written["pinned"] == f"org/good@{written['commit']}"
+    assert "other.safetensors: exists; pass --force" in answers[5][2]
+    assert "notes.txt: exists and is not a BPC artifact, so it is never replaced" in answers[7][2]
+    assert "there is no folder none: make it first" in answers[8][2]
+    for name in ("g.safetensors", "out/g.safetensors", "other.safetensors"):
+        assert (folder / name).read_bytes() == original
+    assert (folder / "notes.txt").read_text() == "notes"
+
+
+@pytest.mark.parametrize(("answer", "code"), [("n\n", 1), ("y\n", 0)])
+def test_on_a_terminal_it_asks(answer, code, folder):
+    terminal, keyboard = pty.openpty()
+    os.write(terminal, answer.encode())
+    with hub.serve({}, {}) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", "from bpc_cli.main import main; main()", "push", "a.safetensors", "alice/name"],
+            stdin=keyboard,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**os.environ, **environment(server.url, folder / "home"), "HF_TOKEN": "hf_alice"},
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert "Names in them: model org/name, text pg19, proofs" in done.stderr
+        assert "Publish? [y/N]:" in done.stderr
+        assert bool(uploads(server)) == (code == 0)
+    assert ("Nothing was published." in done.stderr) == (code == 1)
+    assert ("Published: " in done.stdout) == (code == 0)
+    os.close(terminal)
+    os.close(keyboard)
