@@ -117,7 +117,7 @@ def test_a_page_has_what_the_artifact_holds(bpc, pair, tmp_path):
     shown = json.loads(bpc("inspect", pair[0], "--json").out)
     for sentence in shown["verdict"]:
         assert sentence in text
-    assert page.count("<path ") == 1 + len(artifact.layers)  # the mean, and every layer
+    assert page.count("<path ") == 2 + len(artifact.layers)  # every layer, and the mean with its edge
 
 
 def test_the_curve_passes_through_every_bit(bpc, pair, tmp_path):

@@ -54,10 +54,10 @@ def layer_chart(series: Sequence[Dots], limit: float) -> Html:
     layers = list(series[0].values)
     ends = [end for each in series if each.ranges for pair in each.ranges.values() for end in pair]
     top = _top([*ends, *(value for each in series for value in each.values.values())])
-    width = max(WIDTH, LEFT + RIGHT + 8 * len(layers) * len(series))
+    width = max(WIDTH, LEFT + RIGHT + 5.5 * len(layers) * len(series))
     room = (width - LEFT - RIGHT) / len(layers)
     parts = _frame(width, top, limit)
-    radius = 4.5 if room > 12 * len(series) else 3.5
+    radius = 4.5 if room > 12 * len(series) else 3.5 if room > 7 * len(series) else 2.8
     for place, layer in enumerate(layers):
         middle = LEFT + room * (place + 0.5)
         if place % max(1, math.ceil(26 / room)) == 0:
@@ -98,7 +98,8 @@ def curve_chart(series: Sequence[Curves], limit: float) -> Html:
             parts.append(element("path", name, class_=f"{each.style} thin", d=line(values, each.bits_per_step)))
     for each in series:
         name = element("title", f"mean{each.name and ', ' + each.name}: {_long(each.mean[-1])} in the end")
-        parts.append(element("path", name, class_=each.style, d=line(each.mean, each.bits_per_step)))
+        drawn = line(each.mean, each.bits_per_step)
+        parts += [element("path", class_="under", d=drawn), element("path", name, class_=each.style, d=drawn)]
         last = {values[-1]: layer for layer, values in each.layers.items()}
         end = LEFT + (right - LEFT) * each.bits_per_step * (len(each.mean) - 1) / bits
         if len(series) == 1:

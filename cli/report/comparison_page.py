@@ -56,7 +56,7 @@ def comparison_page(one: "Inspected", two: "Inspected") -> str:
         _heads(found, pair, HIGH),
         _bits(found, pair, HIGH),
         *evaluations,
-        *(text_section(each.artifact, f"Calibration text of {n}") for n, each in zip(NAMES, pair, strict=True)),
+        *_texts(found, pair),
         section("The same in both", facts(found.same)),
         element("footer", "A residual of 0 means that codes describe keys completely, one of 1 that they say nothing."),
     )
@@ -100,6 +100,12 @@ def _heads(found: Comparison, pair: "tuple[Inspected, Inspected]", limit: float)
         signs.append(scale_key("d", f"B lower by {widest:.2f}", f"higher by {widest:.2f}"))
     lead = "Both on new text." if new_text else "Both on the fitted keys."
     return section("Residual by layer and head", element("div", *maps, class_="maps"), keys(*signs), lead=lead)
+
+
+def _texts(found: Comparison, pair: "tuple[Inspected, Inspected]") -> list[Html]:
+    if "text" in found.same:
+        return [text_section(pair[0].artifact, "Calibration text of both")]
+    return [text_section(each.artifact, f"Calibration text of {n}") for n, each in zip(NAMES, pair, strict=True)]
 
 
 def _map(name: str, drawn: Html) -> Html:

@@ -55,6 +55,7 @@ circle.hollow { fill: var(--card); stroke: var(--own); stroke-width: 2; }
 line.one, line.two { stroke: var(--own); stroke-width: 5; stroke-linecap: round; opacity: .28; }
 path { fill: none; stroke-linejoin: round; }
 path.one, path.two { stroke: var(--own); stroke-width: 2.5; }
+path.under { stroke: var(--card); stroke-width: 6; opacity: .8; }
 path.thin { stroke: var(--own); stroke-width: 1.2; opacity: .5; }
 .keys { display: flex; flex-wrap: wrap; gap: 4px 20px; font-size: 13px; color: var(--quiet); margin-top: 8px;
   align-items: center; }
