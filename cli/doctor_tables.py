@@ -14,14 +14,14 @@ CUDA = "install it as https://pytorch.org/get-started/locally/ says"
 def print_doctor(found: dict[str, Any], name: str | None) -> None:
     """Print everything on about one screen; `name` is what the model was called."""
     if "model" in found:
-        _print_model(found["model"], str(name))
+        _print_model(found["model"], found["machine"], str(name))
     _print_machine(found)
     if "model" not in found:
         _print_core(found["installation"]["core"])
     _print_missing(found["installation"]["extras"], found["machine"])
 
 
-def _print_model(model: dict[str, Any], name: str) -> None:
+def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> None:
     layers, calibration = model["layers"], model["calibration"]
     kinds = {
         "sparse": "attend to what BPC chooses",
@@ -38,6 +38,10 @@ def _print_model(model: dict[str, Any], name: str) -> None:
     memory = f"about {size_text(calibration['memory_bytes'])} of main memory"
     if calibration["gpu_memory_bytes"] is not None:
         memory += f" and {size_text(calibration['gpu_memory_bytes'])} of GPU memory"
+    if any(
+        (calibration[f"{kind}_bytes"] or 0) > (machine[f"free_{kind}_bytes"] or 0) for kind in ("memory", "gpu_memory")
+    ):
+        memory += " (more than is free; --device-map auto spreads the weights)"
     rows |= {
         "heads": f"{model['kv_heads']} KV heads of {model['head_dim']}, {model['query_heads']} query heads",
         "context": f"at most {limit}",
