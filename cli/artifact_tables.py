@@ -2,29 +2,31 @@
 
 from typing import TYPE_CHECKING
 
-from bpc_cli.console import print_rows, print_table, printable
-from bpc_cli.residual import residual_title
+from bpc_cli.console import print_rows, print_table, print_text_table, printable
+from bpc_cli.residual import new_text_residuals, residual_title
+from bpc_cli.text_table import TextTable
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
 
-__all__ = ["print_artifact"]
+__all__ = ["artifact_facts", "print_artifact", "residual_rows"]
 
-MOST_HEADS = 8  # columns of the table; the picture shows every head
+MOST_HEADS = 8  # columns of the table; the picture and the page show every head
 
 
 def print_artifact(artifact: "ProjectionArtifact", file: str, commit: str | None) -> None:
     """Print all tables of an artifact that `file` names, and that is at `commit` on the Hub, and the verdict."""
     from bpc_artifacts import verdict
 
-    _print_facts(artifact, file, commit)
+    print_rows("Artifact", {"file": f"{file}{f' at {commit}' if commit else ''}"} | artifact_facts(artifact))
     _print_text(artifact)
-    _print_residuals(artifact)
+    print_text_table(residual_rows(artifact, MOST_HEADS))
     for sentence in verdict(artifact):
         print(sentence)
 
 
-def _print_facts(artifact: "ProjectionArtifact", file: str, commit: str | None) -> None:
+def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
+    """What an artifact is, for which model, and how it was made, in words by name."""
     from bpc_artifacts.schema import codes_of
 
     metadata = artifact.metadata
@@ -34,21 +36,19 @@ def _print_facts(artifact: "ProjectionArtifact", file: str, commit: str | None) 
         extras.append(f"{algorithm['least_squares']} least-squares rounds")
     codes = codes_of(metadata)
     steps = f"{algorithm['iterations']} {'steps per bit' if codes == 'signs' else 'rounds of k-means'}"
-    rows = {
-        "file": f"{file}{f' at {commit}' if commit else ''}",
+    return {
         "format": f"version {metadata['format_version']}, written by bpc {metadata['bpc_version']}, checks passed",
         "model": f"{model['id']}{' at ' + model['revision'] if model['revision'] else ''} ({model['model_type']})",
         "layers": f"{len(artifact.layers)} of {model['num_layers']} (full attention)",
         "heads": f"{model['kv_heads']} KV heads of {model['head_dim']}, {model['query_heads']} query heads",
-        "RoPE": model["rope"] or "none",
+        "RoPE": str(model["rope"] or "none"),
         "method": ", ".join([f"{algorithm['name']}, {steps}", *extras]),
         "codes": f"{codes}, {algorithm['bits']} bits per key",
         "position shift": "on" if algorithm["position_shift"] else "off",
-        "seed": algorithm["seed"],
+        "seed": str(algorithm["seed"]),
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens, "
         f"{calibration['keys_per_head']:,} keys per KV head, {calibration['dtype']}",
     }
-    print_rows("Artifact", rows)
 
 
 def _print_text(artifact: "ProjectionArtifact") -> None:
@@ -62,17 +62,17 @@ def _print_text(artifact: "ProjectionArtifact") -> None:
     print_table("Text", table)
 
 
-def _print_residuals(artifact: "ProjectionArtifact") -> None:
-    from rich.table import Table
-
+def residual_rows(artifact: "ProjectionArtifact", most_heads: int | None = None) -> TextTable:
+    """The residuals of every layer; those of its heads too, where there are at most `most_heads` (None: always)."""
     algorithm, kv_heads = artifact.metadata["algorithm"], artifact.metadata["model"]["kv_heads"]
-    held_out = artifact.metadata["metrics"].get("held_out")
-    heads = list(range(kv_heads)) if kv_heads <= MOST_HEADS else []
-    new = [] if held_out is None else ["new text"]
-    table = Table("layer", "mean", *new, "min", "max", *(f"head {head}" for head in heads))
+    new_text = new_text_residuals(artifact)
+    heads = list(range(kv_heads)) if most_heads is None or kv_heads <= most_heads else []
+    columns = ("layer", "mean", *([] if new_text is None else ["new text"]), "min", "max")
+    rows = []
     for index, layer in artifact.layers.items():
         last = layer.residual[:, -1]
-        other = [] if held_out is None else [held_out["residual_by_layer"][str(index)]]
+        other = [] if new_text is None else [new_text[index]]
         cells = [last.mean(), *other, last.min(), last.max(), *(last[head] for head in heads)]
-        table.add_row(str(index), *(f"{value:.3f}" for value in cells))
-    print_table(f"{residual_title(algorithm)}, after {algorithm['bits']} bits", table)
+        rows.append((str(index), *(f"{value:.3f}" for value in cells)))
+    title = f"{residual_title(algorithm)}, after {algorithm['bits']} bits"
+    return TextTable(title, (*columns, *(f"head {head}" for head in heads)), rows)

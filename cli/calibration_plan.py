@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from bpc_cli.console import print_json, print_rows
 from bpc_cli.memory_use import memory_now
-from bpc_cli.opening import Dtype, OpenedModel
+from bpc_cli.opening import OpenedModel
 from bpc_cli.quantities import duration_text, size_text
+from bpc_cli.weightless import model_without_weights, weight_bytes
 
 if TYPE_CHECKING:
     from bpc_calib.calibration.plan import Plan
@@ -18,9 +19,9 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
     """Print the plan as a table or as JSON."""
     import torch
 
-    weights, device = _model_without_weights(opened), torch.device(opened.device)
+    weights, device = model_without_weights(opened), torch.device(opened.device)
     model, dtype = plan.model, weights.dtype
-    table = {
+    table: dict[str, Any] = {
         "model": model.id,
         "revision": model.revision,
         "layers": len(model.full_layers),
@@ -38,7 +39,7 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "keys_per_head": plan.keys_per_head,
         "device": opened.device,
         "dtype": str(dtype).removeprefix("torch."),
-        "weights_bytes": sum(each.numel() * each.dtype.itemsize for each in weights.parameters()),
+        "weights_bytes": weight_bytes(weights),
         "keys_bytes": plan.key_bytes(dtype.itemsize),
         "output": str(target),
         "output_bytes": plan.artifact_bytes,
@@ -88,15 +89,3 @@ def _rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         else f"about {duration_text(collecting)}, from some layers of each kind on one sample",
         "decomposing": f"about {duration_text(table['decompose_seconds'])}, from a fit of some layers with fewer keys",
     }
-
-
-def _model_without_weights(opened: OpenedModel) -> Any:
-    """The model without memory for its weights, in the data type that it would be loaded in."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    chosen, config = opened.options.dtype, opened.config
-    own = getattr(config, "dtype", None) or torch.float32
-    dtype = own if chosen is Dtype.auto else getattr(torch, chosen.value)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=opened.options.trust_remote_code)

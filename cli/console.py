@@ -10,7 +10,9 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["drop", "fail", "note", "print_json", "print_rows", "print_table", "printable"]
+    from bpc_cli.text_table import TextTable
+
+__all__ = ["drop", "fail", "note", "print_json", "print_rows", "print_table", "print_text_table", "printable"]
 
 
 def printable(text: object, keep: str = "") -> str:
@@ -25,6 +27,16 @@ def print_table(title: str, table: "Table") -> None:
     console = Console(markup=False, highlight=False, emoji=False)
     console.print(title, style="bold")
     console.print(table)
+
+
+def print_text_table(found: "TextTable") -> None:
+    """A table of text below its title."""
+    from rich.table import Table
+
+    table = Table(*map(printable, found.columns))
+    for row in found.rows:
+        table.add_row(*map(printable, row))
+    print_table(printable(found.title), table)
 
 
 def print_rows(title: str, rows: dict[str, Any]) -> None:

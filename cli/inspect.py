@@ -1,14 +1,18 @@
-"""`bpc inspect`: what is in an artifact, whether it is whole, and whether it fits a model."""
+"""`bpc inspect`: what is in an artifact, whether it is whole, whether it fits a model, and how two of them differ."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpc_cli.artifact_comparison import compare_artifacts, print_comparison
 from bpc_cli.artifact_tables import print_artifact
 from bpc_cli.command import command
-from bpc_cli.console import note, print_json, printable
+from bpc_cli.console import fail, note, print_json, printable
+from bpc_cli.eval_tables import print_evaluation
+from bpc_cli.evaluation_file import read_evaluation
 from bpc_cli.find_artifact import find_artifact
+from bpc_cli.inspected import Inspected
 from bpc_cli.libraries import quiet_libraries
 from bpc_cli.residual_plot import draw_residuals
 
@@ -19,63 +23,127 @@ if TYPE_CHECKING:
 @command
 def inspect(
     *,
-    file: Annotated[
-        str, typer.Argument(help="Artifact: a file, or a Hub id, ORG/NAME, ORG/NAME/FILE or ORG/NAME@REVISION.")
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help="Artifact: a file, or a Hub id, ORG/NAME, ORG/NAME/FILE or "
+            "ORG/NAME@REVISION. Two artifacts are compared.",
+            metavar="FILE [FILE]",
+        ),
     ],
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Check that the artifact fits this model: a folder, a Hub id or demo."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="File for a page with charts, for any browser; it loads nothing.")
+    ] = None,
+    evaluation: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Show also this result of bpc eval --output with the artifact. Once for each artifact.",
+            show_default=False,
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="File for a picture of the residuals: .png, .svg or .pdf (needs matplotlib)."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the artifact on the Hub.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the picture if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the picture or the page if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything except the projections as JSON.")] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
 ) -> None:
-    """Check a projection artifact and show what is in it, how it was made and how well it fits its keys."""
+    """Check a projection artifact and show what is in it, how it was made and how well it fits its keys.
+
+    With two artifacts, show what differs in how they were made, and their residuals side by side.
+    """
+    if len(files) > 2:
+        fail(f"{len(files)} artifacts given: bpc inspect shows one or compares two")
+    if len(files) == 2 and plot is not None:
+        fail("--plot draws one artifact: use --html to compare two")
     quiet_libraries()
-    from bpc_artifacts import check_model, load
-
-    path, commit = find_artifact(file, revision)
-    artifact = load(path)
-    doubts = None
-    if model is not None:
-        from bpc_calib.models.description import describe
-        from bpc_calib.models.loading import load_config
-
-        config, model_commit = load_config(model, trust_remote_code=trust_remote_code)
-        doubts = check_model(artifact, describe(config, revision=model_commit).metadata())
-        for doubt in doubts:
-            note(f"Warning: {doubt}")
+    found = _read(files, evaluation or [], revision)
+    fits = [{} if model is None else _fit(each.artifact, model, trust_remote_code) for each in found]
     if plot is not None:
-        draw_residuals(artifact, plot, force)
+        draw_residuals(found[0].artifact, plot, force)
+    if html is not None:
+        _write_page(found, html, force)
     if as_json:
-        fit = {} if model is None else {"model": model, "fits": True, "warnings": doubts}
-        print_json(_facts(artifact, path, commit, fit))
+        tables = [_facts(each, fit) for each, fit in zip(found, fits, strict=True)]
+        print_json(tables[0] if len(found) == 1 else {"artifacts": tables, "comparison": _comparison(found)})
         return
-    print_artifact(artifact, file, commit)
+    _print(found)
     if model is not None:
-        print(f"Fits {printable(model)}.")
-    if plot is not None:
-        print(f"Wrote {printable(plot)}")
+        print(f"Fits {printable(model)}." if len(found) == 1 else f"Both fit {printable(model)}.")
+    for path in (plot, html):
+        if path is not None:
+            print(f"Wrote {printable(path)}")
 
 
-def _facts(artifact: "ProjectionArtifact", path: Path, commit: str | None, fit: dict[str, Any]) -> dict[str, Any]:
+def _read(files: list[str], evaluations: list[Path], revision: str | None) -> list[Inspected]:
+    from bpc_artifacts import load
+
+    if evaluations and len(evaluations) != len(files):
+        fail(f"{len(evaluations)} --evaluation for {len(files)} artifacts: give one for each, in their order")
+    found = []
+    for number, name in enumerate(files):
+        path, commit = find_artifact(name, revision)
+        artifact = load(path)
+        result = read_evaluation(evaluations[number], artifact) if evaluations else None
+        found.append(Inspected(name, path, commit, artifact, result))
+    return found
+
+
+def _fit(artifact: "ProjectionArtifact", model: str, trust_remote_code: bool) -> dict[str, Any]:
+    from bpc_artifacts import check_model
+    from bpc_calib.models.description import describe
+    from bpc_calib.models.loading import load_config
+
+    config, commit = load_config(model, trust_remote_code=trust_remote_code)
+    doubts = check_model(artifact, describe(config, revision=commit).metadata())
+    for doubt in doubts:
+        note(f"Warning: {doubt}")
+    return {"model": model, "fits": True, "warnings": doubts}
+
+
+def _write_page(found: list[Inspected], path: Path, force: bool) -> None:
+    from bpc_cli.report.artifact_page import artifact_page
+    from bpc_cli.report.comparison_page import comparison_page
+    from bpc_cli.report.page_file import write_page
+
+    write_page(path, artifact_page(found[0]) if len(found) == 1 else comparison_page(found[0], found[1]), force)
+
+
+def _print(found: list[Inspected]) -> None:
+    if len(found) == 1:
+        print_artifact(found[0].artifact, found[0].name, found[0].commit)
+    else:
+        print_comparison(found[0], found[1])
+    for each in found:
+        if each.evaluation is not None:
+            print_evaluation(each.evaluation["rows"], each.evaluation["model"])
+
+
+def _comparison(found: list[Inspected]) -> dict[str, Any]:
+    return compare_artifacts(found[0].artifact, found[1].artifact).as_json()
+
+
+def _facts(each: Inspected, fit: dict[str, Any]) -> dict[str, Any]:
     from bpc_artifacts import verdict
 
+    artifact = each.artifact
     return {
-        "file": str(path),
-        "commit": commit,
-        "bytes": path.stat().st_size,
+        "file": str(each.path),
+        "commit": each.commit,
+        "bytes": each.path.stat().st_size,
         "valid": True,
         **fit,
         "metadata": dict(artifact.metadata),
         "tensors": {name: list(array.shape) for name, array in artifact.tensors().items()},
         "residual": {str(index): layer.residual.tolist() for index, layer in artifact.layers.items()},
         "verdict": verdict(artifact),
+        **({} if each.evaluation is None else {"evaluation": each.evaluation}),
     }

@@ -11,6 +11,7 @@ from bpc_cli.bench import bench
 from bpc_cli.calibrate import calibrate
 from bpc_cli.chat import chat
 from bpc_cli.demo import demo
+from bpc_cli.doctor import doctor
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
@@ -29,6 +30,7 @@ app = typer.Typer(
     help="BPC: rank the KV cache by 64-bit codes, attend to the best 2 %.",
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(calibrate)
 app.command()(inspect)
 app.command()(generate)

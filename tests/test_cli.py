@@ -450,13 +450,13 @@ def test_version_and_help(bpc):
     from importlib.metadata import version
 
     assert bpc("--version").out == f"bpc {version('bpc-calib')}\n"
-    for words in ([], ["calibrate"], ["inspect"], ["generate"], ["chat"], ["bench"]):
+    for words in ([], ["doctor"], ["calibrate"], ["inspect"], ["generate"], ["chat"], ["bench"]):
         ran = bpc(*words, "--help")
         assert ran.code == 0
         assert "Usage" in ran.out
 
 
-@pytest.mark.parametrize("command", ["demo", "calibrate", "inspect", "generate", "chat", "eval", "bench"])
+@pytest.mark.parametrize("command", ["demo", "doctor", "calibrate", "inspect", "generate", "chat", "eval", "bench"])
 def test_help_imports_nothing_heavy(command):
     script = (
         "import sys\nfrom bpc_cli.main import app\n"

@@ -27,12 +27,14 @@ __all__ = [
     "append",
     "backend",
     "choose",
+    "compiled",
     "dense_attention",
     "encode_parts",
     "encode_with",
     "find",
     "fit",
     "for_pages",
+    "lacking",
     "make_ready",
     "named",
     "sparse_attention",
@@ -61,20 +63,31 @@ def backend(device: torch.device) -> str:
     given = named()
     if given == "torch":
         return "torch"
-    wanted = given or {"cuda": "triton", "cpu": "numba"}.get(device.type, "torch")
-    missing = None
-    if wanted == "triton":
-        missing = _not_installed("triton") or unfit(device)
-    elif wanted == "numba":
-        missing = _not_installed("numba")
-        if missing is None and device.type != "cpu":
-            missing = f"needs tensors on the CPU, and they are on {device.type}"
+    wanted = given or compiled(device)
+    missing = lacking(wanted, device)
     if missing is None:
         return wanted
     if given is not None:
         raise InputError(f"BPC_BACKEND={given}: {missing}")
     _warn_once(f"{missing}; plain torch decodes instead, slowly")
     return "torch"
+
+
+def compiled(device: torch.device) -> str:
+    """The name of the backend that is compiled for a kind of devices; "torch" where there is none."""
+    return {"cuda": "triton", "cpu": "numba"}.get(device.type, "torch")
+
+
+def lacking(name: str, device: torch.device) -> str | None:
+    """What a backend lacks to run on a device, and how to get it, if that helps; None: nothing."""
+    if name == "triton":
+        return _not_installed("triton") or unfit(device)
+    if name == "numba":
+        missing = _not_installed("numba")
+        if missing is None and device.type != "cpu":
+            missing = f"needs tensors on the CPU, and they are on {device.type}"
+        return missing
+    return None
 
 
 def named() -> str | None:

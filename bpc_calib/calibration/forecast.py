@@ -19,7 +19,7 @@ from bpc_calib.calibration.prefill import chunk_edges, pass_bytes
 from bpc_calib.errors import first_line
 from bpc_calib.models.description import ModelDescription
 
-__all__ = ["Forecast", "forecast"]
+__all__ = ["Forecast", "Needs", "forecast", "needs"]
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +32,33 @@ COPIES = 3  # of the keys of a group of layers: as read, stacked, and as the ker
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Times are without loading libraries, weights and text; bytes are peaks of one device each."""
+class Needs:
+    """What can be counted without running anything: bytes are peaks of one device each."""
 
-    collect_seconds: float | None  # None: few layers of this model do not run alone
-    decompose_seconds: float
     pass_bytes: int  # of a sample's forward passes, without the weights
     fit_bytes: int  # of the keys that are fitted together
     disk_bytes: int  # of the work folder
+
+
+@dataclass(frozen=True)
+class Forecast(Needs):
+    """The same with times, which are without loading libraries, weights and text."""
+
+    collect_seconds: float | None  # None: few layers of this model do not run alone
+    decompose_seconds: float
+
+
+def needs(plan: Plan, model: Any, device: torch.device) -> Needs:
+    """Count what a calibration takes beside the weights; the arguments are those of `forecast`."""
+    itemsize = model.dtype.itemsize
+    passes = chunk_edges(model, plan.model, plan.sequence_length)
+    whole, chunked = pass_bytes(model.config.get_text_config(decoder=True), plan.model, plan.sequence_length, itemsize)
+    fitted = plan.model.kv_heads * plan.keys_per_head * plan.model.head_dim * itemsize
+    return Needs(
+        whole if len(passes) == 1 else chunked,
+        COPIES * layers_at_once(plan, itemsize, device) * fitted,
+        plan.work_bytes(itemsize),
+    )
 
 
 def forecast(plan: Plan, model: Any, device: torch.device) -> Forecast:
@@ -50,22 +69,15 @@ def forecast(plan: Plan, model: Any, device: torch.device) -> Forecast:
         model: a transformers model without memory for its weights (on the device "meta").
         device: that will run the model.
     """
-    itemsize = model.dtype.itemsize
-    group = layers_at_once(plan, itemsize, device)
+    group = layers_at_once(plan, model.dtype.itemsize, device)
     passes = chunk_edges(model, plan.model, plan.sequence_length)
-    whole, chunked = pass_bytes(model.config.get_text_config(decoder=True), plan.model, plan.sequence_length, itemsize)
     try:
         collect_seconds = plan.samples * _sample_seconds(plan, model, device, passes)
     except Exception as fault:  # transformers' models are many, and some need all of their layers
         log.info("no forecast of the time per sample: %s", first_line(fault))
         collect_seconds = None
-    return Forecast(
-        collect_seconds,
-        _fit_seconds(plan, group, model.dtype, device),
-        whole if len(passes) == 1 else chunked,
-        COPIES * group * plan.model.kv_heads * plan.keys_per_head * plan.model.head_dim * itemsize,
-        plan.work_bytes(itemsize),
-    )
+    fit_seconds = _fit_seconds(plan, group, model.dtype, device)
+    return Forecast(**vars(needs(plan, model, device)), collect_seconds=collect_seconds, decompose_seconds=fit_seconds)
 
 
 def _sample_seconds(plan: Plan, model: Any, device: torch.device, passes: list[tuple[int, int]]) -> float:

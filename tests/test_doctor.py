@@ -1,0 +1,197 @@
+"""`bpc doctor`: what it says about a model is what the cache does, and what it says about packages is installed."""
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+
+import hub
+import pytest
+import test_hub
+import tiny
+import torch
+
+import bpc_calib
+
+
+def config_folder(folder, family="llama", **changes):
+    """A model folder without weights."""
+    tiny.config(family, **changes).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("llama", {"sparse": [2], "dense": [0, 1], "sliding": [], "other": []}),
+        ("gemma3_text", {"sparse": [2], "dense": [1], "sliding": [0], "other": []}),
+        ("qwen3_moe", {"sparse": [2], "dense": [0, 1], "sliding": [], "other": []}),
+    ],
+)
+def test_a_served_model(bpc, tmp_path, monkeypatch, family, kinds):
+    monkeypatch.setattr("bpc_cli.doctor_model.LENGTHS", (40, 700))
+    folder = config_folder(tmp_path / "tiny", family)
+    ran = bpc("doctor", "-m", folder, "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)["model"]
+    assert found["served"] is True
+    assert found["layers"] == kinds
+    assert found["checked"] == ("config" if family == "qwen3_moe" else "layers")  # experts are chosen by values
+    assert found["calibration"]["weights_bytes"] == sum(4 * each.numel() for each in tiny.model(family).parameters())
+    assert found["calibration"]["seconds"] is found["crossover"] is None
+    assert [row["beyond_the_model"] for row in found["reads"]] == [False, True]
+    # The same counts as those of a cache that holds the tokens.
+    model = tiny.model(family)
+    bpc_calib.enable(model)
+    for row in found["reads"]:
+        cache = bpc_calib.BPCCache(model.config)
+        with torch.inference_mode():
+            model(torch.arange(row["tokens"])[None] % 200, past_key_values=cache)
+        assert {name: row[name] for name in vars(cache.kv_parts(row["tokens"]))} == vars(cache.kv_parts(row["tokens"]))
+        assert row["read"] == cache.kv_parts(row["tokens"]).read
+    assert found["reads"][0]["read"] == found["reads"][0]["full"]  # 40 tokens are fewer than --min-tokens
+    assert found["reads"][1]["read"] < found["reads"][1]["full"]
+
+
+def test_the_screen(bpc, tmp_path):
+    ran = bpc("doctor", "-m", config_folder(tmp_path / "tiny", "gemma3_text"))
+    assert ran.code == 0, ran.err
+    assert ran.err == ""
+    for part in (
+        "tiny (gemma3_text): BPC serves it",
+        "1 layers attend to what BPC chooses: 2",
+        "1 layers attend to a window, as without BPC: 0",
+        "32,768 *",
+        "* beyond the model's context",
+        "--dry-run",
+        "--crossover",
+        "This machine",
+    ):
+        assert part in ran.out
+    assert len(ran.out.splitlines()) < 60
+
+
+def test_it_loads_no_weights_and_writes_nothing(bpc, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    folder = config_folder(tmp_path / "tiny")
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    assert bpc("doctor", "-m", folder).code == 0
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_model_whose_layers_are_dense_by_default(bpc, tmp_path):
+    folder = config_folder(tmp_path / "two", num_hidden_layers=2)
+    found = json.loads(bpc("doctor", "-m", folder, "--json").out)["model"]
+    assert found["layers"]["sparse"] == [0, 1]
+    assert found["layers"]["dense"] == []
+
+
+def test_a_calibration_that_does_not_fit_into_memory(bpc, tmp_path):
+    folder = config_folder(tmp_path / "huge", hidden_size=1 << 16, intermediate_size=1 << 20, num_hidden_layers=20)
+    found = json.loads(bpc("doctor", "-m", folder, "--json").out)
+    assert found["model"]["calibration"]["weights_bytes"] > 16e12
+    assert "more than is free" in " ".join(bpc("doctor", "-m", folder).out.replace("│", " ").split())
+
+
+def test_what_the_kernels_do_not_serve(bpc, tmp_path):
+    folder = config_folder(tmp_path / "wide", num_attention_heads=32, num_key_value_heads=1, head_dim=16)
+    ran = bpc("doctor", "-m", folder, "--json")
+    assert json.loads(ran.out)["model"]["kernels"] == "32 query heads per KV head, more than 16"
+    if json.loads(ran.out)["machine"]["backend"] != "torch":
+        shown = " ".join(bpc("doctor", "-m", folder).out.split())
+        assert "plain torch where its kernels do not serve 32 query heads" in shown
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("deepseek_v3", {}, "uses multi-head latent attention (MLA), which BPC does not support"),
+        ("gemma2", {"head_dim": 16}, "caps its attention logits"),
+        ("bert", {"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
+        ("mistral", {"sliding_window": 32}, "no layer attends to the whole context"),
+        ("gpt_oss", {"head_dim": 16, "layer_types": ["full_attention"] * 3}, "layer 0 has attention sinks"),
+    ],
+)
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_refused_model(bpc, tmp_path, family, changes, reason, words):
+    ran = bpc("doctor", "-m", config_folder(tmp_path / "tiny", family, **changes), *words)
+    assert ran.code == 1
+    assert ran.out == ""
+    (line,) = ran.err.splitlines()
+    assert line.startswith("Error: tiny")
+    assert reason in line
+
+
+def test_a_missing_folder(bpc, tmp_path):
+    ran = bpc("doctor", "-m", tmp_path / "nowhere")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == f"Error: {tmp_path / 'nowhere'}: no such model folder\n"
+
+
+def test_the_installation(bpc):
+    ran = bpc("doctor", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert "model" not in found
+    core = found["installation"]["core"]
+    assert {"torch", "transformers", "safetensors"} <= set(core)
+    for name, each in core.items():
+        assert each["installed"] == importlib.metadata.version(name)
+        assert each["fits"] is True
+    extras = found["installation"]["extras"]
+    assert set(extras["gguf"]["packages"]) == {"gguf", "accelerate", "transformers"}
+    for name, module in (("cpu", "numba"), ("plots", "matplotlib"), ("accelerate", "accelerate"), ("vllm", "vllm")):
+        assert (extras[name]["packages"][module]["installed"] is not None) == (
+            importlib.util.find_spec(module) is not None
+        )
+        shown = bpc("doctor").out
+        assert (f"pip install 'bpc-calib[{name}]'" in shown) == (not extras[name]["complete"])
+    machine = found["machine"]
+    assert machine["hub"]["reachable"] is None  # the tests are offline
+    assert machine["free_disk_bytes"] <= shutil.disk_usage(".").total
+    assert machine["free_memory_bytes"] > 1e8
+    assert machine["backend"] in ("torch", "numba", "triton")
+
+
+@pytest.mark.parametrize(
+    ("requirement", "reason"),
+    [
+        ("no-such-package>=2", "no-such-package is not installed: pip install 'no-such-package>=2'"),
+        ("numpy>=99", f"numpy {importlib.metadata.version('numpy')} does not fit: pip install 'numpy>=99'"),
+    ],
+)
+def test_a_broken_installation(bpc, tmp_path, monkeypatch, requirement, reason):
+    folder = tmp_path / "bpc_calib-0.1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: bpc-calib\nVersion: 0.1.0\nRequires-Dist: {requirement}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ran = bpc("doctor")
+    assert (ran.code, ran.out, ran.err) == (1, "", f"Error: {reason}\n")
+
+
+def test_a_backend_that_is_named(bpc, monkeypatch):
+    monkeypatch.setenv("BPC_BACKEND", "torch")
+    assert json.loads(bpc("doctor", "--json", "--device", "cpu").out)["machine"]["backend"] == "torch"
+    monkeypatch.setenv("BPC_BACKEND", "best")
+    ran = bpc("doctor")
+    assert (ran.code, ran.out) == (1, "")
+    assert "BPC_BACKEND must be one of torch, triton, numba" in ran.err
+
+
+def test_a_model_on_the_hub(bpc_process, tmp_path):
+    repositories = {"org/name": tiny.save(tmp_path / "model")}
+    with hub.serve(repositories, {}) as server:
+        seen = test_hub.environment(server.url, tmp_path / "home")
+        ran = bpc_process("doctor", "-m", "org/name", "--json", **seen)
+        assert ran.code == 0, ran.err
+        found = json.loads(ran.out)
+        assert found["machine"]["hub"] == {"address": server.url, "reachable": True}
+        assert found["model"]["id"] == "org/name"
+        assert len(found["model"]["revision"]) == 40
+        assert not any("safetensors" in request and "resolve" in request for request in server.requests)
+    gone = bpc_process("doctor", "--json", **seen)
+    assert gone.code == 0
+    assert json.loads(gone.out)["machine"]["hub"]["reachable"] is False
