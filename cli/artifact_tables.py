@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from bpc_cli.console import print_rows, print_table, print_text_table, printable
+from bpc_cli.quantities import heads_text
 from bpc_cli.residual import new_text_residuals, residual_title
 from bpc_cli.text_table import TextTable
 
@@ -40,7 +41,7 @@ def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
         "format": f"version {metadata['format_version']}, written by bpc {metadata['bpc_version']}, checks passed",
         "model": f"{model['id']}{' at ' + model['revision'] if model['revision'] else ''} ({model['model_type']})",
         "layers": f"{len(artifact.layers)} of {model['num_layers']} (full attention)",
-        "heads": f"{model['kv_heads']} KV heads of {model['head_dim']}, {model['query_heads']} query heads",
+        "heads": heads_text(model["kv_heads"], model["query_heads"], model["head_dim"]),
         "RoPE": str(model["rope"] or "none"),
         "method": ", ".join([f"{algorithm['name']}, {steps}", *extras]),
         "codes": f"{codes}, {algorithm['bits']} bits per key",

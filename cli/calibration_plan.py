@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from bpc_cli.console import print_json, print_rows
 from bpc_cli.memory_use import memory_now
 from bpc_cli.opening import OpenedModel
-from bpc_cli.quantities import duration_text, size_text
+from bpc_cli.quantities import duration_text, heads_text, size_text
 from bpc_cli.weightless import model_without_weights, weight_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
     return {
         "model": f"{model.id}{f' at {model.revision}' if model.revision else ''}",
         "layers": f"{len(model.full_layers)} of {model.num_layers} (full attention)",
-        "heads": f"{model.kv_heads} KV heads of {model.head_dim}, {model.query_heads} query heads",
+        "heads": heads_text(model.kv_heads, model.query_heads, model.head_dim),
         "method": f"{plan.method.name}, {plan.codes}, {plan.bits} bits, position shift "
         f"{('off', 'on')[plan.position_shift]}",
         "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}",

@@ -3,7 +3,7 @@
 from typing import Any
 
 from bpc_cli.console import print_rows, print_text_table, printable
-from bpc_cli.quantities import size_text
+from bpc_cli.quantities import heads_text, size_text
 from bpc_cli.text_table import TextTable
 
 __all__ = ["print_doctor"]
@@ -43,7 +43,7 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> N
     ):
         memory += " (more than is free; --device-map auto spreads the weights)"
     rows |= {
-        "heads": f"{model['kv_heads']} KV heads of {model['head_dim']}, {model['query_heads']} query heads",
+        "heads": heads_text(model["kv_heads"], model["query_heads"], model["head_dim"]),
         "context": f"at most {limit}",
         "codes": f"{model['bits']} bits per key",
         "checked": "the attention of every layer, without weights"

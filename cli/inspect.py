@@ -10,7 +10,6 @@ from bpc_cli.artifact_tables import print_artifact
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable
 from bpc_cli.eval_tables import print_evaluation
-from bpc_cli.evaluation_file import read_evaluation
 from bpc_cli.find_artifact import find_artifact
 from bpc_cli.inspected import Inspected
 from bpc_cli.libraries import quiet_libraries
@@ -85,6 +84,7 @@ def inspect(
 
 def _read(files: list[str], evaluations: list[Path], revision: str | None) -> list[Inspected]:
     from bpc_artifacts import load
+    from bpc_calib.evaluation.saved_result import read_result
 
     if evaluations and len(evaluations) != len(files):
         fail(f"{len(evaluations)} --evaluation for {len(files)} artifacts: give one for each, in their order")
@@ -92,7 +92,7 @@ def _read(files: list[str], evaluations: list[Path], revision: str | None) -> li
     for number, name in enumerate(files):
         path, commit = find_artifact(name, revision)
         artifact = load(path)
-        result = read_evaluation(evaluations[number], artifact) if evaluations else None
+        result = read_result(evaluations[number], artifact) if evaluations else None
         found.append(Inspected(name, path, commit, artifact, result))
     return found
 

@@ -48,10 +48,10 @@ def push(
     from bpc_artifacts import ArtifactError, load
     from bpc_artifacts.publishing import publishable
     from bpc_calib.sharing.publishing import look_up, publish
-    from bpc_calib.sharing.quality import read_evaluation
+    from bpc_calib.sharing.quality import publishable_result
 
     found = load(file)
-    measured = None if evaluation is None else read_evaluation(evaluation, found)
+    measured = None if evaluation is None else publishable_result(evaluation, found)
     try:
         artifact, changed = publishable(found)
     except ArtifactError as fault:

@@ -1,6 +1,6 @@
 """Sizes, times and budgets as text."""
 
-__all__ = ["budget_text", "duration_text", "size_text"]
+__all__ = ["budget_text", "duration_text", "heads_text", "size_text"]
 
 
 def size_text(count: float) -> str:
@@ -25,3 +25,8 @@ def duration_text(seconds: float) -> str:
 def budget_text(budget: float | int) -> str:
     """A budget, like 2 % or 64 tokens."""
     return f"{budget} token{'s' * (budget > 1)}" if isinstance(budget, int) else f"{100 * budget:.3g} %"
+
+
+def heads_text(kv_heads: int, query_heads: int, head_dim: int) -> str:
+    """The heads of a model, like 8 KV heads of 128, 32 query heads."""
+    return f"{kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}, {query_heads} query head{'s' * (query_heads > 1)}"

@@ -19,7 +19,7 @@ from bpc_artifacts.publishing import publishable
 from bpc_calib.errors import InputError
 from bpc_calib.models.loading import load_model, load_tokenizer
 from bpc_calib.sharing.card import BUDGETS, RESIDUALS, model_card
-from bpc_calib.sharing.quality import read_evaluation
+from bpc_calib.sharing.quality import publishable_result
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SOURCE = test_artifact.metadata()["calibration"]["sources"][0]
@@ -177,7 +177,7 @@ def evaluation(artifact, /, **changes) -> dict:
 def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_path):
     artifact = stored(from_hub(), tmp_path)
     (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact)))
-    measured = read_evaluation(tmp_path / "eval.json", artifact)
+    measured = publishable_result(tmp_path / "eval.json", artifact)
     card = model_card(artifact, "alice/name", evaluation=measured, pictures=[RESIDUALS, BUDGETS])
     quality = card.split("## Measured quality")[1]
     full, ours = [line for line in quality.splitlines() if line.startswith("| 2,048")][:2]
@@ -193,9 +193,12 @@ def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "org/other"}, "measured another model or other projections"),
-        ({"artifact": None}, "measured another model or other projections"),
-        ({"rows": [{"task": "/home/x.yaml", "method": "bpc", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
+        ({"model": "org/other"}, "was made without these projections or with another model"),
+        ({"artifact": None}, "was made without these projections or with another model"),
+        (
+            {"rows": [{"task": "/home/x.yaml", "method": "bpc", "tokens": 1, "budget": 1}]},
+            "/home/x.yaml is a local path",
+        ),
         ({"rows": [{"task": "needle", "method": "none", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
         ({"rows": [{"task": "needle", "method": "bpc", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
         ({"settings": {"prompts": "many"}}, "not a result of bpc eval"),
@@ -206,14 +209,14 @@ def test_an_evaluation_of_something_else_is_refused(changes, message, tmp_path):
     artifact = stored(from_hub(), tmp_path)
     (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact, **changes)))
     with pytest.raises(InputError, match=message):
-        read_evaluation(tmp_path / "eval.json", artifact)
+        publishable_result(tmp_path / "eval.json", artifact)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"rows": [NaN]}', "\xff", "[" * 100_000])
 def test_a_file_that_is_no_evaluation_is_refused(text, tmp_path):
     (tmp_path / "eval.json").write_text(text, encoding="latin-1")
-    with pytest.raises(InputError, match="not a result of bpc eval: give the file that bpc eval -o wrote"):
-        read_evaluation(tmp_path / "eval.json", stored(from_hub(), tmp_path))
+    with pytest.raises(InputError, match="not a result of bpc eval: give the file that bpc eval --output wrote"):
+        publishable_result(tmp_path / "eval.json", stored(from_hub(), tmp_path))
 
 
 # The Hub

@@ -29,7 +29,7 @@ def model_card(
     Args:
         artifact: see `bpc_artifacts.publishing.publishable`.
         repository: `ORG/NAME` on the Hub.
-        evaluation: see `quality.read_evaluation`.
+        evaluation: see `quality.publishable_result`.
         pictures: which of `RESIDUALS` and `BUDGETS` are beside the card.
     """
     from huggingface_hub import ModelCard, ModelCardData

@@ -1,55 +1,35 @@
 """The measured quality on a model card: the result file of `bpc eval`, checked, as tables."""
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.saved_result import read_result
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.sharing.markdown import code, table
 
-__all__ = ["quality", "read_evaluation"]
+__all__ = ["publishable_result", "quality"]
 
-MOST_BYTES = 64 << 20  # far above every result
+_TASK = re.compile(r"[\w.:-]+")  # a name, and never a path
 _METRIC = re.compile(r"[\w.-]+,[\w.-]+")  # lm_eval's: the metric and its filter
 FIGURES = {"loss_difference": "loss above full attention's, nats", "kl": "KL", "recall": "recall", "mass": "mass"}
 
 
-def read_evaluation(path: Path, artifact: ProjectionArtifact) -> dict[str, Any]:
-    """Read the file that `bpc eval -o` wrote, and check all that a card shows of it.
+def publishable_result(path: Path, artifact: ProjectionArtifact) -> dict[str, Any]:
+    """Read the file that `bpc eval --output` wrote, for a card.
 
     Raises:
-        InputError: it is no such file, or it measured another model or other projections.
+        InputError: it is no such file, measured another model or other projections, or names a task by its path.
     """
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"more than {MOST_BYTES:,} bytes")
-        found = json.loads(path.read_bytes(), parse_constant=_no_constant)
-        rows, settings, model, algorithm = (found[key] for key in ("rows", "settings", "model", "artifact"))
-        for row in rows:
-            _check_row(row)
-        for key in ("prompts", "min_tokens"):
-            _expect(settings[key], int)
-        layers = settings["dense_layers"]
-        _expect(layers, list)
-        for layer in layers:
-            _expect(layer, int)
-        _expect(settings["raw"], bool)
-    except OSError as fault:
-        raise InputError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
-        raise InputError(f"{path}: not a result of bpc eval: give the file that bpc eval -o wrote") from fault
-    if model != artifact.metadata["model"]["id"] or algorithm != artifact.metadata["algorithm"]:
-        raise InputError(
-            f"{path}: measured another model or other projections than those of this artifact: "
-            "run bpc eval with this artifact"
-        )
-    return {"rows": rows, "settings": settings}
+    found = read_result(path, artifact)
+    for row in found["rows"]:
+        if not _TASK.fullmatch(row["task"]):
+            raise InputError(f"{path}: {row['task'][:80]} is a local path: run bpc eval without this task")
+    return found
 
 
 def quality(evaluation: Mapping[str, Any]) -> str:
@@ -120,30 +100,3 @@ def _figure(row: Mapping[str, Any], name: str) -> str:
     if name not in row:
         return ""
     return f"{row[name]['value']:.3f} ({row[name]['low']:.3f} to {row[name]['high']:.3f})"
-
-
-def _check_row(row: Any) -> None:
-    """Raise `ValueError`, `KeyError` or `TypeError` unless the card can show this row."""
-    if row["method"] not in METHODS:
-        raise ValueError(row["method"])
-    if not re.fullmatch(r"[\w.:-]+", row["task"]):  # a name, and never a path
-        raise ValueError(row["task"])
-    _expect(row["tokens"], *((int,) if row["task"] in (*TASKS, TEXT) else (int, type(None))))
-    _expect(row["budget"], int, float, type(None))
-    _expect(row.get("read"), float, int, type(None))
-    figures = [row["score"]] if row["task"] in TASKS else [row[name] for name in FIGURES if name in row]
-    for figure in figures:
-        for side in ("value", "low", "high"):
-            _expect(figure[side], float, int)
-    for name, value in row.get("metrics", {}).items():
-        if _METRIC.fullmatch(name):
-            _expect(value, float, int)
-
-
-def _expect(value: Any, *kinds: type) -> None:
-    if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
-        raise TypeError(value)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)

@@ -1,0 +1,91 @@
+"""The file that `bpc eval --output` wrote, read again for the artifact that it was made with."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bpc_artifacts import ProjectionArtifact
+from bpc_artifacts.errors import why
+from bpc_calib.errors import InputError
+from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.tasks import TASKS, TEXT
+
+__all__ = ["FIGURES", "read_result"]
+
+FIGURES = ("loss_difference", "kl", "recall", "mass", "best_kept", "cosine")  # of plain text
+MOST_BYTES = 64 << 20  # far above every result
+
+
+def read_result(path: Path, artifact: ProjectionArtifact) -> dict[str, Any]:
+    """Return the `model`, `settings` and `rows` of a result; each row has only what tables show, checked.
+
+    Raises:
+        InputError: the file is no such result, or it was made with another model or other projections.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES:,} bytes")
+        found = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        result = {
+            "model": _of(found["model"], str),
+            "settings": _settings(found["settings"]),
+            "rows": [_row(row) for row in _of(found["rows"], list)],
+        }
+        made_with = found["artifact"]
+    except OSError as fault:
+        raise InputError(f"{path}: cannot be read: {why(fault)}") from fault
+    except (ValueError, KeyError, TypeError, RecursionError) as fault:
+        raise InputError(f"{path}: not a result of bpc eval: give the file that bpc eval --output wrote") from fault
+    model = artifact.metadata["model"]["id"]
+    if made_with != artifact.metadata["algorithm"] or result["model"] != model:
+        raise InputError(
+            f"{path}: was made without these projections or with another model than {model}: "
+            "run bpc eval with this artifact"
+        )
+    return result
+
+
+def _settings(found: Any) -> dict[str, Any]:
+    """The settings, with those checked that are shown in words."""
+    settings: dict[str, Any] = _of(found, dict)
+    _of(settings["prompts"], int), _of(settings["min_tokens"], int)
+    for layer in _of(settings["dense_layers"], list):
+        _of(layer, int)
+    if not isinstance(settings["raw"], bool):
+        raise TypeError("raw")
+    return settings
+
+
+def _row(row: Any) -> dict[str, Any]:
+    if row["method"] not in METHODS:
+        raise ValueError(row["method"])
+    task = _of(row["task"], str)
+    checked = {
+        "method": row["method"],
+        "task": task,
+        "tokens": _of(row["tokens"], *([int] if task in (*TASKS, TEXT) else [int, type(None)])),
+        "budget": _of(row["budget"], int, float, type(None)),
+    }
+    if "metrics" in row:  # of lm_eval
+        metrics = {name: value for name, value in _of(row["metrics"], dict).items() if isinstance(value, int | float)}
+        return checked | {
+            "prompts": _of(row["prompts"], int),
+            "metrics": {n: _of(v, int, float) for n, v in metrics.items()},
+        }
+    checked["read"] = _of(row.get("read"), int, float, type(None))
+    names = ["score"] if task in TASKS else [name for name in ("score", *FIGURES) if row.get(name) is not None]
+    return checked | {
+        name: {side: _of(row[name][side], int, float) for side in ("value", "low", "high")} for name in names
+    }
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    """The value, if it has one of these types and is finite."""
+    if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+        raise TypeError(value)
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
