@@ -2,7 +2,6 @@
 
 import io
 import sys
-from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ from bpc_cli.demo import demo
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
-from bpc_cli.ranks import one_voice
+from bpc_cli.ranks import check_command, one_voice
 from bpc_cli.serve import serve
 
 __all__ = ["app", "main"]
@@ -45,11 +44,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    check_command(context.invoked_subcommand)
 
 
 def main() -> None:
@@ -57,9 +57,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print ? where the terminal lacks a character
             stream.reconfigure(errors="replace")
-    # Under torchrun the ranks of `calibrate` agree on who speaks.
-    with nullcontext() if sys.argv[1:2] == ["calibrate"] else one_voice():
-        try:
-            app()
-        except KeyboardInterrupt:  # before or after a command
-            sys.exit(130)
+    one_voice()
+    try:
+        app()
+    except KeyboardInterrupt:  # before or after a command
+        sys.exit(130)
