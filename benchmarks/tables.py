@@ -19,6 +19,7 @@ import measurement_tables
 import performance_tables
 import projection_tables
 import real_tables
+import scaling_tables
 import study_tables
 from markdown_table import Results
 
@@ -60,6 +61,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "needles-real-text": measurement_tables.needles_real_text,
     "outlier-needle": measurement_tables.outlier_needle,
     "steady-decode": measurement_tables.steady_decode,
+    "scaling-calibration": scaling_tables.scaling_calibration,
+    "scaling-token": scaling_tables.scaling_token,
     **real_tables.TABLES,
 }
 

@@ -11,7 +11,6 @@ from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_M
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, DEMO, HUB_CORPORA
 from bpc_cli.calibration_checks import idle_options, open_text
 from bpc_cli.calibration_plan import print_plan
-from bpc_cli.calibration_ranks import joined_ranks, on_own_device
 from bpc_cli.calibration_report import STAGES, print_report, report
 from bpc_cli.calibration_work import WorkOptions, finish, finished, open_work, reused, was_finished
 from bpc_cli.command import command
@@ -20,6 +19,7 @@ from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Model, Quiet
 from bpc_cli.progress import stage_bars
+from bpc_cli.ranks import check_shared, joined_ranks
 from bpc_cli.stage_times import StageTimes
 
 METHOD_HELP = "; ".join(f"{method.name} {method.summary}" for method in PROJECTION_METHODS.values())
@@ -116,6 +116,13 @@ def calibrate(
     force: Annotated[bool, typer.Option("--force", help="Replace the output file if it exists.")] = False,
     work: WorkOptions,
     load: LoadOptions,
+    tensor_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--tensor-parallel",
+            help="Under torchrun: share out one model over the processes, for a model that does not fit into one GPU.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and stop before any weights are loaded.")
     ] = False,
@@ -130,6 +137,7 @@ def calibrate(
     from bpc_artifacts import check_writable
 
     with joined_ranks() as ranks:
+        check_shared(tensor_parallel)
         leads = ranks.rank == 0
         if output is not None and leads:  # before anything slow
             check_writable(output, 0, overwrite=force or was_finished(output, work))
@@ -140,7 +148,7 @@ def calibrate(
         from bpc_calib.calibration.calibrate import calibrate_in, help_calibrate
         from bpc_calib.calibration.run_text import read_text
 
-        opened = open_model(model, on_own_device(load, ranks))
+        opened = open_model(model, load, shared=tensor_parallel)
         plan = bpc_calib.make_plan(opened.description, **asdict(numbers))
         target = output or Path(f"{plan.model.id.split('/')[-1]}-bpc{plan.bits}.safetensors")
         if not leads:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from bpc_cli.console import drop, fail, note
+from bpc_cli.console import drop, note
 from bpc_cli.interrupts import Terminated, terminating
 from bpc_cli.option_groups import collect_groups, option_signature
 
@@ -43,7 +43,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except Exception as fault:
             if os.environ.get("BPC_DEBUG"):
                 raise
-            _fail_with(fault)
+            note(f"Error: {_line(fault)}")
+            raise typer.Exit(1) from None
 
     signature = option_signature(function)
     run.__signature__ = signature  # type: ignore[attr-defined]
@@ -51,16 +52,16 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _fail_with(fault: Exception) -> None:
-    """Say in one line what went wrong, and exit with 1."""
+def _line(fault: Exception) -> str:
+    """What went wrong, in one line."""
     from bpc_artifacts.errors import BPCError
 
     text = " ".join(str(fault).split())
     if isinstance(fault, OSError) and fault.errno == errno.ENOSPC:
         drop(sys.stdout)
-        fail(f"the output cannot be written: {fault.strerror}")
+        return f"the output cannot be written: {fault.strerror}"
     if isinstance(fault, BPCError):
-        fail(text)
+        return text
     if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's, without importing torch
-        fail("out of memory: try shorter texts, smaller batches, or --device cpu (--help lists the options)")
-    fail(f"unexpected {type(fault).__name__}: {text[:300]} (BPC_DEBUG=1 shows the traceback; please report it)")
+        return "out of memory: try shorter texts, smaller batches, or --device cpu (--help lists the options)"
+    return f"unexpected {type(fault).__name__}: {text[:300]} (BPC_DEBUG=1 shows the traceback; please report it)"

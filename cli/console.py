@@ -5,8 +5,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-import typer
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -71,6 +69,7 @@ def drop(stream: TextIO) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on stderr and exit with 1."""
-    note(f"Error: {message}")
-    raise typer.Exit(1)
+    """Raise the error that `command` prints in one line, before it exits with 1."""
+    from bpc_artifacts.errors import BPCError
+
+    raise BPCError(message)

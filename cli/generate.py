@@ -16,6 +16,7 @@ from bpc_cli.libraries import quiet_libraries
 from bpc_cli.opening import LoadOptions, OpenedModel, open_model, open_tokenizer, open_weights
 from bpc_cli.options import Model
 from bpc_cli.prompt import PromptOptions, read_prompt, tokenize
+from bpc_cli.ranks import joined_ranks
 
 
 @command
@@ -44,44 +45,45 @@ def generate(
 
     Example: bpc generate -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --prompt-file book.txt
     """
-    rules, how = attended.rules(), sampling.arguments()
-    text = read_prompt(prompt)
-    quiet_libraries(quiet=quiet, warnings=not quiet)
-    projections = None if artifact == ONLINE else load_artifact(artifact)
-    from bpc_calib import BPCCache, enable
+    with joined_ranks():
+        rules, how = attended.rules(), sampling.arguments()
+        text = read_prompt(prompt)
+        quiet_libraries(quiet=quiet, warnings=not quiet)
+        projections = None if artifact == ONLINE else load_artifact(artifact)
+        from bpc_calib import BPCCache, enable
 
-    opened, online = open_model(model, load, shared=True), projections is None
-    name = opened.description.id
-    cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
-    tokenizer = open_tokenizer(opened)
-    ids, templated = tokenize(tokenizer, text, prompt, name)
-    new = _new_tokens(ids.shape[1], sampling.max_new_tokens, opened, quiet)
-    loaded = open_weights(opened, quiet)
-    enable(loaded)
-    if templated and not quiet:
-        note(f"Sending the prompt in the chat template of {name}; --raw continues it as it is")
-    decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
-    decoder, seconds = decoding.warm_up(decoder, ids, cache, new, online=online, compare=compare, quiet=quiet)
+        opened, online = open_model(model, load, shared=True), projections is None
+        name = opened.description.id
+        cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
+        tokenizer = open_tokenizer(opened)
+        ids, templated = tokenize(tokenizer, text, prompt, name)
+        new = _new_tokens(ids.shape[1], sampling.max_new_tokens, opened, quiet)
+        loaded = open_weights(opened, quiet)
+        enable(loaded)
+        if templated and not quiet:
+            note(f"Sending the prompt in the chat template of {name}; --raw continues it as it is")
+        decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
+        decoder, seconds = decoding.warm_up(decoder, ids, cache, new, online=online, compare=compare, quiet=quiet)
 
-    show = not as_json
-    if compare and show:
-        print(f"--- BPC ({ONLINE if online else 'calibrated'}, budget {attended.budget}) ---")
-    ours = decoding.decode(decoder, ids, cache, new, show)
-    result = {"model": name, "artifact": artifact, **rules, "device": opened.device, "chat_template": templated}
-    result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}
-    result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"]))
-    if compare:
-        if show:
-            print("--- full attention ---")
-        theirs = decoding.decode(decoder, ids, decoding.full_attention(decoder), new, show)
-        difference = first_difference(tokenizer, ours["tokens"], theirs["tokens"])
-        result |= {"full_attention": theirs, "first_difference": difference}
-    if as_json:
-        print_json(result)
-    elif compare:
-        print_comparison(result, online)
-    if not quiet:
-        _note_result(result, model, summarise=not (as_json or compare), template=has_template(tokenizer))
+        show = not as_json
+        if compare and show:
+            print(f"--- BPC ({ONLINE if online else 'calibrated'}, budget {attended.budget}) ---")
+        ours = decoding.decode(decoder, ids, cache, new, show)
+        result = {"model": name, "artifact": artifact, **rules, "device": opened.device, "chat_template": templated}
+        result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}
+        result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"]))
+        if compare:
+            if show:
+                print("--- full attention ---")
+            theirs = decoding.decode(decoder, ids, decoding.full_attention(decoder), new, show)
+            difference = first_difference(tokenizer, ours["tokens"], theirs["tokens"])
+            result |= {"full_attention": theirs, "first_difference": difference}
+        if as_json:
+            print_json(result)
+        elif compare:
+            print_comparison(result, online)
+        if not quiet:
+            _note_result(result, model, summarise=not (as_json or compare), template=has_template(tokenizer))
 
 
 def _note_result(result: dict[str, Any], model: str, summarise: bool, template: bool) -> None:

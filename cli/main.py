@@ -2,7 +2,6 @@
 
 import io
 import sys
-from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
 from bpc_cli.pull import pull
 from bpc_cli.push import push
-from bpc_cli.ranks import one_voice
+from bpc_cli.ranks import check_command, one_voice
 from bpc_cli.serve import serve
 from bpc_cli.usage import run_app
 
@@ -52,11 +51,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    check_command(context.invoked_subcommand)
 
 
 def main() -> None:
@@ -64,9 +64,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print ? where the terminal lacks a character
             stream.reconfigure(errors="replace")
-    # Under torchrun the ranks of `calibrate` agree on who speaks.
-    with nullcontext() if sys.argv[1:2] == ["calibrate"] else one_voice():
-        try:
-            run_app(app)
-        except KeyboardInterrupt:  # before or after a command
-            sys.exit(130)
+    one_voice()
+    try:
+        run_app(app)
+    except KeyboardInterrupt:  # before or after a command
+        sys.exit(130)

@@ -1,13 +1,14 @@
 """Opening a model: its config first, so that mistakes are found before the weights are loaded."""
 
 import enum
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bpc_cli.progress import working
-from bpc_cli.ranks import rank_device, ranks
+from bpc_cli.ranks import own_device, ranks
 
 if TYPE_CHECKING:
     from bpc_calib.models.description import ModelDescription
@@ -102,7 +103,9 @@ def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) ->
     shared = shared and ranks() > 1
     if device_map is not None and shared:
         raise InputError("--device-map spreads a model in one process, and torchrun started several: leave it out")
-    device = rank_device(options.device) if shared else pick_device(options.device)
+    if device_map is not None and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise InputError("--device-map spreads a model over all GPUs of a machine: start one rank per machine")
+    device = own_device(options.device, shared=shared) if ranks() > 1 else pick_device(options.device)
     config, commit = load_config(name, revision=options.revision, trust_remote_code=options.trust_remote_code)
     chosen = None if device_map is None else device_map.value
     check_packages(name, config, chosen)

@@ -1,17 +1,22 @@
 """Many processes of torchrun that speak with one voice, each on its own device."""
 
-import io
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
 
 from bpc_cli.console import drop, fail, note
 
-__all__ = ["one_voice", "rank_device", "ranks"]
+if TYPE_CHECKING:
+    from bpc_calib.calibration.ranks import Ranks
 
-ALONE = 5.0  # seconds; torchrun ends the other processes within a fraction of one when a process has failed
+__all__ = ["check_command", "check_shared", "joined_ranks", "one_voice", "own_device", "ranks"]
+
+IN_SEVERAL = ("calibrate", "generate")  # the commands that run in several processes
+SHOW_CURSOR = "\x1b[?25h"  # bars hide it
 
 
 def ranks() -> int:
@@ -19,29 +24,81 @@ def ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
-@contextmanager
-def one_voice() -> Iterator[None]:
-    """In the block, which ends by `SystemExit`, only rank 0 prints; another rank says the error that it alone has."""
+def one_voice() -> None:
+    """From here on, rank 0 alone prints results, and one process per machine prints messages."""
     if ranks() == 1:
-        yield
         return
-    rank = int(os.environ["RANK"])
-    _results_apart() if rank == 0 else drop(sys.stdout)
-    stderr, held = sys.stderr, io.StringIO()
-    if rank:
-        sys.stderr = held
-    try:
-        yield
-    except SystemExit as end:
-        if not end.code:
+    if os.environ["RANK"] == "0":
+        _results_apart()
+    else:
+        drop(sys.stdout)
+    if os.environ["LOCAL_RANK"] != "0":
+        _be_silent()
+
+
+def check_command(name: str | None) -> None:
+    """End the process unless this command runs in as many processes as torchrun has started."""
+    if ranks() > 1 and name not in IN_SEVERAL:
+        runs = " and ".join(IN_SEVERAL)
+        note(f"Error: bpc {name} runs in one process, and torchrun has started {ranks()}: only {runs} run in several")
+        raise typer.Exit(1)
+
+
+def check_shared(shared: bool) -> None:
+    """Refuse --tensor-parallel in one process."""
+    if shared and ranks() == 1:
+        fail(
+            "--tensor-parallel shares out a model over several processes: start them with "
+            "torchrun --nproc-per-node N -m bpc_cli calibrate ... --tensor-parallel"
+        )
+
+
+@contextmanager
+def joined_ranks() -> Iterator["Ranks"]:
+    """This process among the ranks of torchrun, where rank 0 alone prints; alone without torchrun.
+
+    Of the errors of all ranks, the first one leaves the block as it is, and its process may print.
+    """
+    from bpc_calib.calibration.ranks import Ranks, join
+
+    if ranks() == 1:
+        yield Ranks()
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or its store warns where we say what to do
+    from bpc_calib.calibration.watching import watching
+
+    joined = join()
+    if joined.rank:
+        _be_silent()
+    with watching(joined, _say):
+        try:
+            yield joined
             _leave()
-        elif said := held.getvalue().strip():
-            time.sleep(ALONE)
-            sys.stderr = stderr
-            note(f"Rank {rank}: {said.splitlines()[-1]}")
-        raise
-    finally:
-        sys.stderr = stderr
+        except Exception as fault:
+            if not joined.claim():
+                raise typer.Exit(1) from None
+            _speak()
+            if _is_lost_rank(fault):
+                fail(f"a rank has ended, or cannot be reached: {joined.advice}")
+            raise
+
+
+def own_device(name: str, *, shared: bool) -> str:
+    """The device of this process among several: the GPU of its number on its machine, or the CPU.
+
+    `shared`: transformers places the parts of one model, on GPUs where there are some.
+    """
+    import torch
+
+    gpus, here = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if name == "cpu" and not (gpus and shared):
+        return name
+    if name not in ("auto", "cuda" if gpus else "cpu"):
+        hide = " (CUDA_VISIBLE_DEVICES= hides the GPUs)" if gpus else ""
+        fail(f"--device {name}: under torchrun each process takes {'a GPU' if gpus else 'the CPU'}: leave it out{hide}")
+    if here > gpus > 0:
+        fail(f"torchrun started {here} processes on this machine, which has {gpus} GPUs: --nproc-per-node {gpus}")
+    return f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu"
 
 
 def _results_apart() -> None:
@@ -51,26 +108,32 @@ def _results_apart() -> None:
     os.dup2(2, 1)
 
 
-def _leave() -> None:
-    """Leave the process group, if this process is in one; NCCL warns otherwise."""
-    if "torch.distributed" in sys.modules:
-        import torch
-
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+def _be_silent() -> None:
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
 
 
-def rank_device(name: str) -> str:
-    """The device of this process: transformers gives each process on a machine the GPU of its number, or the CPU."""
+def _speak() -> None:
+    if sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
+
+
+def _say(message: str) -> None:
+    _speak()
+    if sys.stderr.isatty():
+        print(SHOW_CURSOR, end="", file=sys.stderr)
+    note(f"Error: {message}")
+
+
+def _is_lost_rank(fault: Exception) -> bool:
+    """Whether an error says that another process does not answer: NCCL has a type for it, gloo only its name."""
     import torch
 
-    gpus, here = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-    kind = "cuda" if gpus else "cpu"
-    if name not in ("auto", kind):
-        hide = " (CUDA_VISIBLE_DEVICES= hides the GPUs)" if gpus else ""
-        fail(f"--device {name}: under torchrun each process takes {'a GPU' if gpus else 'the CPU'}: leave it out{hide}")
-    if not gpus:
-        return kind
-    if here > gpus:
-        fail(f"torchrun started {here} processes on this machine, which has {gpus} GPUs: --nproc-per-node {gpus}")
-    return f"cuda:{os.environ['LOCAL_RANK']}"
+    return isinstance(fault, torch.distributed.DistError) or (type(fault) is RuntimeError and "gloo" in str(fault))
+
+
+def _leave() -> None:
+    """Leave the process group, if this process is in one; NCCL warns otherwise."""
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -40,5 +40,5 @@ def spoil(module, name, step, kind):
 if __name__ == "__main__":
     rank, stage, step, kind = os.environ["BPC_FAULT"].split(":")
     if rank == os.environ["RANK"]:
-        spoil(*((collecting, "write_sample") if stage == "keys" else (projecting, "write_layer")), int(step), kind)
+        spoil(*((collecting, "sample_keys") if stage == "keys" else (projecting, "write_layer")), int(step), kind)
     main()

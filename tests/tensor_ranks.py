@@ -15,8 +15,10 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import bpc_calib
-from bpc_calib import BPCCache
+from bpc_calib import BPCCache, describe
+from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.models.loading import load_config, load_model
+from bpc_calib.models.weights import weights_identity
 from bpc_calib.runtime.hashed_layer import BPCLayer
 
 PROMPT, STEPS = 100, 5
@@ -100,6 +102,14 @@ def collectives(model: Any, cache: Any) -> dict[str, int]:
     return {each.key: each.count for each in profile.key_averages() if "c10d" in each.key}
 
 
+def kept(model: Any) -> dict[str, Any]:
+    """Return what calibration keeps of a sample, and which weights it finds."""
+    described = describe(model.config)
+    tokens = texts(model.config.vocab_size)[0][0]
+    found = sample_keys(model, described, tokens, list(range(0, PROMPT, 3)), offset=5, moments=True)
+    return {"keys": found.keys, "moments": found.moments, "weights": weights_identity(model)}
+
+
 def load(case: dict[str, Any], ranks: int) -> Any:
     """Load the model of a case: as the command line does, or as users do, by BPC's plan where KV heads are copied."""
     dtype = case.get("dtype", "float64")
@@ -125,7 +135,7 @@ def measure(case: dict[str, Any], ranks: int) -> dict[str, Any]:
         except bpc_calib.ModelError as fault:
             return {"refused": str(fault)}
     artifact = artifact_of(model.config, case["codes"])
-    found: dict[str, Any] = {"logits": decode(model, artifact), "chosen": chosen(model, artifact)}
+    found: dict[str, Any] = {"kept": kept(model), "logits": decode(model, artifact), "chosen": chosen(model, artifact)}
     if case.get("more"):
         found |= {"sampled": sampled(model, artifact), "static": static(model, artifact)}
         found["full"] = decode(model, artifact, budget=1.0)

@@ -128,11 +128,12 @@ def test_calibration_memory(benchmark_result):
     assert all(row["peak_bytes"] > row["before_bytes"] > 1e8 for row in result["by_pass"])
 
 
-@pytest.mark.slow  # four processes
+@pytest.mark.slow  # eight processes
 def test_ranks_time(benchmark_result):
     result = benchmark_result("ranks_time")
-    assert [row["processes"] for row in result["rows"]] == [1, 2]
+    assert [row["processes"] for row in result["rows"]] == [1, 2, 4]
     assert result["same_bytes"]
+    assert len({hash for row in result["rows"] for hash in row["sha256"]}) == 1
     assert set(result["rows"][1]["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
 
 

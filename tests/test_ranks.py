@@ -15,11 +15,17 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import describe, make_plan
-from bpc_calib.calibration.ranks import layers_of, samples_of
+from bpc_artifacts import load
+from bpc_calib import BPCError, InputError, WorkError, describe, make_plan
+from bpc_calib.calibration.layer_fit import fit_layers
+from bpc_calib.calibration.ranks import Ranks, layers_of, samples_of
+from bpc_calib.calibration.store import PatientStore
+from bpc_calib.calibration.stored_keys import read_layer
+from bpc_calib.calibration.stored_moments import total_moments
 from bpc_calib.calibration.watching import patience
-from bpc_cli.calibration_ranks import on_own_device
-from bpc_cli.opening import LoadOptions
+from bpc_calib.models.loading import load_config
+from bpc_cli.opening import LoadOptions, open_model
+from bpc_cli.ranks import own_device
 
 FAULTY = Path(__file__).with_name("rank_with_fault.py")
 SAMPLES = 10  # three groups, the last one of two samples: one rank of two has more than the other
@@ -162,6 +168,72 @@ def test_an_error_of_all_ranks_is_said_once(start):
     assert errors == ["Error: bits must be 32, 64 or 128, not 33"]
 
 
+ARRAYS = ("projection", "residual", "metric", "mean")
+
+
+@pytest.mark.slow  # processes; tests/test_tensor_parallel.py compares keys and moments in every push
+@pytest.mark.parametrize(("ranks", "family"), [(2, "llama"), (4, "llama"), (2, "phi3")])
+def test_ranks_that_share_out_the_model_write_the_projections_of_one_process(
+    bpc, start, words, tmp_path, ranks, family
+):
+    """Four ranks have each of the two KV heads twice.
+
+    Shares of a model round otherwise, by some 1e-6 of numbers of about 1. That turns a few signs of the fit, which has
+    some 1,000 keys here, so some numbers of a projection differ by 1e-2.
+    """
+    words[2] = model = tiny.save(tmp_path / family, family)
+    assert bpc(*words, "-o", tmp_path / "whole.safetensors", "--keep-work").code == 0
+    code, _, errors = end(start(ranks, "--tensor-parallel", "-o", "a.safetensors", "--keep-work"))
+    assert (code, errors) == (0, [])
+    alone, shared = load(tmp_path / "whole.safetensors"), load(tmp_path / "a.safetensors")
+    assert all(shared.metadata[name] == alone.metadata[name] for name in ("model", "algorithm", "calibration"))
+    for layer, expected in alone.layers.items():
+        apart = {name: abs(getattr(shared.layers[layer], name) - getattr(expected, name)) for name in ARRAYS}
+        print(f"layer {layer}: { ({name: float(each.max()) for name, each in apart.items()}) }")
+        assert max(apart["metric"].max(), apart["mean"].max()) < 1e-5
+        assert apart["residual"].max() < 1e-2
+        other_heads = abs(expected.projection[::-1] - expected.projection)
+        assert apart["projection"].mean() < other_heads.mean() / 10
+    journals = [
+        json.loads((tmp_path / f"{name}.safetensors.work" / "journal.json").read_text()) for name in ("whole", "a")
+    ]
+    assert journals[0]["weights"] == journals[1]["weights"]
+    # One process makes of the keys of the ranks what the ranks have made of them.
+    plan, work = (
+        make_plan(describe(load_config(str(model))[0]), samples=SAMPLES, bits=32),
+        tmp_path / "a.safetensors.work",
+    )
+    for layer, fitted in shared.layers.items():
+        keys = [read_layer(work, layer, samples).unsqueeze(0) for samples in (plan.fitted, plan.held_out)]
+        (again,) = fit_layers(*keys, total_moments(work, plan, [layer]), plan, torch.device("cpu"))
+        assert all((getattr(again.layer, name) == getattr(fitted, name)).all() for name in ARRAYS)
+
+
+@pytest.mark.slow  # processes
+@pytest.mark.parametrize("fault", ["1:keys:2:kill", "0:keys:2:stop"])
+def test_a_rank_with_a_share_of_the_model_that_is_gone_ends_the_run(start, tmp_path, fault):
+    assert end(start(2, "--tensor-parallel", "-o", "whole.safetensors"))[0] == 0
+    code, out, errors = end(start(2, "--tensor-parallel", "-o", "a.safetensors", fault=fault))
+    assert time.time() - float((tmp_path / "fault").read_text()) < BOUND
+    assert code != 0
+    assert out == ""
+    (line,) = errors
+    assert line.endswith("a.safetensors.work, and the same command goes on, with the same number of ranks")
+    assert end(start(1, "-o", "a.safetensors"))[2][0].startswith(
+        "Error: a.safetensors.work has the work of another calibration (model.ranks: 2 in the work folder, 1 now): "
+    )
+    code, out, errors = end(start(2, "--tensor-parallel", "-o", "a.safetensors"))
+    assert (code, errors) == (0, [])
+    assert json.loads(out)["reused"]["samples"] == 2
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+def test_one_process_has_nobody_to_share_out_a_model_with(bpc, words):
+    ran = bpc(*words, "--tensor-parallel")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: --tensor-parallel shares out a model over several processes: start them with ")
+
+
 def machines(port):
     """The options of torchrun on each of two machines; docs/scaling.md has them."""
     shared = ("--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", port)
@@ -231,6 +303,38 @@ def test_more_ranks_need_more_disk():
     assert plan.work_bytes(2, ranks=4) - plan.work_bytes(2) == 3 * moments
 
 
+def test_a_store_that_does_not_answer_is_gone(monkeypatch):
+    """As on a machine that is cut off: the process that holds the store is stopped, and no connection ends."""
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import time\nfrom torch.distributed import TCPStore\n"
+            "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+            "print(store.port, flush=True)\ntime.sleep(600)\n",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        store = PatientStore(torch.distributed.TCPStore("127.0.0.1", int(holder.stdout.readline()), is_master=False))
+        store.set("word", "said")
+        assert store.check(["word"])
+        assert store.clone().get("word") == b"said"
+        holder.send_signal(signal.SIGSTOP)
+        os.waitpid(holder.pid, os.WUNTRACED)
+        monkeypatch.setattr("bpc_calib.calibration.store.ANSWER", 0.5)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="not answer"):
+                store.check(["word"])
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        assert Ranks(1, 2, store).claim()  # who else could say it on this machine
+        with pytest.raises(WorkError, match="torchrun's store is gone, so its machine or its process has ended: run"):
+            Ranks(1, 2, store).meet("keys")
+    finally:
+        holder.kill()
+
+
 def test_a_step_may_take_long_before_it_counts_as_stuck():
     assert patience(None) == 3600
     assert patience(5) == 600
@@ -238,14 +342,19 @@ def test_a_step_may_take_long_before_it_counts_as_stuck():
 
 
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
-    from bpc_calib import InputError
-    from bpc_calib.calibration.ranks import Ranks
-
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert on_own_device(LoadOptions(), Ranks(3, 4)).device == "cuda:3"
-    assert on_own_device(LoadOptions(), Ranks()).device == "auto"
-    assert on_own_device(LoadOptions(device="cpu"), Ranks(3, 4)).device == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert own_device("auto", shared=False) == own_device("cuda", shared=True) == "cuda:3"
+    assert own_device("cpu", shared=False) == "cpu"
+    for name, shared in (("cuda:1", False), ("cuda:1", True), ("cpu", True)):  # transformers takes GPUs
+        with pytest.raises(BPCError, match=f"--device {name}: under torchrun each process takes a GPU: leave it out"):
+            own_device(name, shared=shared)
     with pytest.raises(InputError, match="over all GPUs of a machine: start one rank per machine"):
-        on_own_device(LoadOptions(device_map="auto"), Ranks(3, 4))
+        open_model("demo", LoadOptions(device_map="auto"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(BPCError, match="4 processes on this machine, which has 2 GPUs: --nproc-per-node 2"):
+        own_device("auto", shared=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert own_device("auto", shared=True) == own_device("cpu", shared=True) == "cpu"

@@ -7,6 +7,7 @@ turn a sign of a code, or choose the other of two tokens whose scores are nearly
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,11 @@ def torchrun(ranks: int, *words: object, **environment: str) -> subprocess.Compl
     return subprocess.run(
         [*command, *map(str, words)], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
+
+
+def our_errors(ran: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the errors that are not torchrun's own."""
+    return [line for line in ran.stderr.splitlines() if "Error:" in line and "ChildFailedError" not in line]
 
 
 def run(folder: Path, cases: dict, ranks: int) -> list[dict]:
@@ -145,6 +151,24 @@ def compare(model, artifact, kv_heads: int, found: list[dict], rounding: float) 
             assert torch.equal(here, tokens[:, heads])
 
 
+@pytest.mark.parametrize("name", SHARED + COPIED)
+def test_two_ranks_keep_what_one_process_keeps_for_calibration(two_ranks, name):
+    """Every rank has the keys and moments of all heads, in order, and the same identity of the weights."""
+    cases, found = two_ranks
+    model = one_process(cases[name] | {"copied": False})[0]
+    compare_kept(tensor_ranks.kept(model), [each[name]["kept"] for each in found], ROUNDING[str(model.dtype)[6:]])
+
+
+def compare_kept(alone: dict, found: list[dict], rounding: float) -> None:
+    for each in found:
+        assert each["weights"] == alone["weights"]
+        for what, scale in (("keys", 1), ("moments", 100)):
+            assert list(each[what]) == list(alone[what])
+            for layer, expected in alone[what].items():
+                torch.testing.assert_close(each[what][layer], expected, rtol=0, atol=scale * rounding)
+                assert torch.equal(each[what][layer], found[0][what][layer])
+
+
 def test_projections_of_other_heads_would_show(two_ranks):
     cases, found = two_ranks
     model, artifact, _ = one_process(cases["a head each, calibrated"])
@@ -200,6 +224,8 @@ def test_four_ranks_choose_and_answer_as_one_process(tmp_path):
     found = run(tmp_path, cases, 4)
     for name, case in cases.items():
         compare(*one_process(case, 4), [each[name] for each in found], ROUNDING["float64"])
+        alone = tensor_ranks.kept(one_process(case | {"copied": False})[0])
+        compare_kept(alone, [each[name]["kept"] for each in found], ROUNDING["float64"])
 
 
 def test_the_command_line_prints_one_answer_the_same_as_one_process(bpc, tmp_path):
@@ -216,11 +242,40 @@ def test_the_command_line_prints_one_answer_the_same_as_one_process(bpc, tmp_pat
 
 
 @pytest.mark.slow  # every start of processes takes seconds
+def test_two_machines_print_one_answer(bpc, tmp_path):
+    """As docs/scaling.md starts them; 127.0.0.1 stands for the first machine."""
+    (tmp_path / "prompt.txt").write_text(tiny.prose(300))
+    words = ["generate", "-m", "demo", "--dtype", "float32", "--prompt-file", tmp_path / "prompt.txt", "-q"]
+    words += ["--budget", "8", "--min-tokens", "1", "--dense-layers", "none", "--max-new-tokens", "12"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+    both = [
+        subprocess.Popen(
+            [*launch, rank, "-m", "bpc_cli", *map(str, words)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        for rank in "01"
+    ]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0]
+    assert outputs == [bpc(*words).out, ""]
+    assert outputs[0].strip()
+
+
+@pytest.mark.slow  # every start of processes takes seconds
 def test_the_command_line_says_in_one_line_what_cannot_be_shared_out(tmp_path, model_folder):
     ran = torchrun(3, "-m", "bpc_cli", "generate", "-m", model_folder, "-p", "hello")
-    errors = [line for line in ran.stderr.splitlines() if "Error:" in line and "ChildFailedError" not in line]
     assert ran.returncode
-    assert errors == [
+    assert our_errors(ran) == [
         "Error: tiny-llama: its 4 query heads and 2 KV heads have no equal parts for 3 processes: start 2 or 4"
     ]
     ran = torchrun(2, "-m", "bpc_cli", "generate", "-m", model_folder, "-p", "hello", "--device", "cuda:1")
@@ -229,18 +284,45 @@ def test_the_command_line_says_in_one_line_what_cannot_be_shared_out(tmp_path, m
     assert "the processes of torchrun cannot share a pipe" in " ".join(ran.stderr.replace("│", " ").split())
 
 
-def test_an_error_of_one_rank_alone_is_said_with_its_number(tmp_path):
+def test_an_error_of_one_rank_alone_is_said_once(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
-        "import os, sys, time\nfrom bpc_cli import ranks\nranks.ALONE = 0.1\nwith ranks.one_voice():\n"
-        "    print('result')\n    print('a note', file=sys.stderr)\n"
-        "    if os.environ['RANK'] == '1':\n        print('Error: it broke', file=sys.stderr)\n        sys.exit(1)\n"
-        "    time.sleep(60)\n"
+        "import os, time, typer\nfrom bpc_cli.command import command\nfrom bpc_cli.console import fail, note\n"
+        "from bpc_cli.ranks import joined_ranks, one_voice\n\n@command\ndef run():\n    with joined_ranks():\n"
+        "        print('result', flush=True)\n        note('a note')\n"
+        "        if os.environ['RANK'] == '1':\n            fail('it broke')\n        time.sleep(60)\n\n"
+        "one_voice()\ntyper.run(run)\n"
     )
     ran = torchrun(2, script)
     assert ran.returncode
+    assert ran.stdout == "result\n"
     assert ran.stderr.count("a note") == 1
-    assert "Rank 1: Error: it broke\n" in ran.stderr
+    assert our_errors(ran) == ["Error: it broke"]
+
+
+def test_commands_that_run_in_one_process_refuse_several():
+    ran = torchrun(2, "-m", "bpc_cli", "demo")
+    assert ran.returncode
+    assert ran.stdout == ""
+    (line,) = our_errors(ran)
+    assert line == (
+        "Error: bpc demo runs in one process, and torchrun has started 2: only calibrate and generate run in several"
+    )
+    assert ran.stderr.count("exitcode  : 1 ") == 2
+
+
+def test_every_command_says_in_how_many_processes_it_runs(bpc, monkeypatch):
+    from bpc_cli.main import app
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert {"calibrate", "generate", "eval", "serve", "chat"} < set(names)
+    for name in set(names) - {"calibrate", "generate"}:
+        ran = bpc(name)
+        assert ran.code == 1
+        assert ran.err.startswith(f"Error: bpc {name} runs in one process, and torchrun has started 2: ")
+    assert bpc("generate", "--help").code == 0
 
 
 @pytest.mark.parametrize(
@@ -257,7 +339,7 @@ def test_the_heads_of_a_rank(total, ranks, first, held):
 def test_calibration_needs_all_heads_in_one_process():
     model = tiny.model()
     model.config.distributed_config = tensor_parallel(model.config, 2)
-    with pytest.raises(ModelError, match="2 processes share it out, and calibration needs all KV heads in one"):
+    with pytest.raises(ModelError, match="2 processes share it out, and only `bpc calibrate --tensor-parallel`"):
         calibrate(model, tiny.tokenizer(), ["demo"])
 
 

@@ -63,8 +63,8 @@ def calibrate(
     description = describe(model.config)
     if description.ranks > 1:
         raise ModelError(
-            f"{description.id}: {description.ranks} processes share it out, and calibration needs all KV heads in one: "
-            "load it with device_map='auto'"
+            f"{description.id}: {description.ranks} processes share it out, and only `bpc calibrate --tensor-parallel` "
+            "calibrates so: run that with torchrun, or load the model with device_map='auto'"
         )
     plan = plan or make_plan(description)
     if plan.model.config_sha256 != description.config_sha256:

@@ -25,7 +25,8 @@ def collect(
 ) -> None:
     """Run this rank's share of the samples that the work folder lacks; return when every rank is done.
 
-    Their keys and the sums of their queries' moments (see `SampleKeys`) are written into the work folder.
+    Their keys and the sums of their queries' moments (see `SampleKeys`) are written into the work folder. Ranks that
+    share out the model run every sample together, and rank 0 writes.
 
     Args:
         load: returns the model; it is not called where this rank has no samples.
@@ -38,6 +39,7 @@ def collect(
         WorkError: the weights are not those of the work folder or of rank 0, or the folder cannot be written.
     """
     plan, ranks = work.plan, work.ranks
+    writes = ranks.rank == 0 or plan.model.ranks == 1
     mine = samples_of(plan, work.samples, ranks.rank, ranks.count)
     model = load() if mine else None
     _agree_on_weights(model, work)
@@ -65,11 +67,12 @@ def collect(
             found = sample_keys(
                 model, plan.model, tokens[sample], positions[sample], offset=offsets[sample], moments=sums
             )
-            write_sample(work.path, sample, found.keys)
-            if sums:
+            if writes:
+                write_sample(work.path, sample, found.keys)
+            if writes and sums:
                 moments = {layer: moments[layer] + each if moments else each for layer, each in found.moments.items()}
                 write_sums(work.path, group, sample, moments)
-        done = show(1)
+        done = show(int(writes))
     ranks.meet("keys", show)
     if ranks.count > 1:
         wait_for_samples(work.path, plan)

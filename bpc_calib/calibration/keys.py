@@ -12,6 +12,7 @@ from bpc_calib.method.metric import second_moment
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.observation import observing
 from bpc_calib.models.placement import input_device
+from bpc_calib.models.tensor_parallel import from_ranks
 
 __all__ = ["SampleKeys", "sample_keys"]
 
@@ -36,7 +37,8 @@ def sample_keys(
 ) -> SampleKeys:
     """Run one sample through the model and keep its keys at some positions.
 
-    A pass has one sample, because the batch size changes the bits of the keys.
+    A pass has one sample, because the batch size changes the bits of the keys. Processes that share out the model call
+    this together, and each returns the keys and moments of all heads.
 
     Args:
         tokens: `[T]`, any integer dtype, without padding.
@@ -52,15 +54,18 @@ def sample_keys(
     summed: dict[int, Tensor] = {}
     wanted = torch.tensor(positions, dtype=torch.int64)
     start = end = 0  # of the current pass
+    query_heads = description.query_heads  # of this process
 
     def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
+        nonlocal query_heads
         if (layer := module.layer_idx) not in keys:
             return
+        query_heads = query.shape[1]
         places = wanted[(wanted >= start) & (wanted < end)].to(key.device) - start
         # With a cache, the keys of earlier passes come first.
         keys[layer].append(key[0, :, start - end :].index_select(1, places).to("cpu"))
         if moments:
-            queries = query[0].index_select(1, places).to("cpu").unflatten(0, (description.kv_heads, -1))
+            queries = query[0].index_select(1, places).to("cpu").unflatten(0, (key.shape[1], -1))
             moment = second_moment(queries.flatten(1, 2))
             summed[layer] = summed[layer] + moment if layer in summed else moment
 
@@ -84,6 +89,9 @@ def sample_keys(
             f"expected {len(passes)} times each"
         )
     joined = {layer: torch.cat(parts, dim=1) for layer, parts in keys.items()}
+    if query_heads < description.query_heads:  # each process saw its share
+        joined = {layer: copies[0] for layer, copies in from_ranks(joined, description, device).items()}
+        summed = {layer: copies.sum(0) for layer, copies in from_ranks(summed, description, device).items()}
     for layer, each in joined.items():
         if not each.isfinite().all():
             raise ModelError(f"{description.id}: layer {layer}: keys hold NaN or infinity; try another dtype")

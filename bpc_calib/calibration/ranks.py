@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bpc_calib.calibration.store import PatientStore
 from bpc_calib.errors import WorkError, first_line
 
 if TYPE_CHECKING:  # the import of this file is cheap
@@ -33,8 +33,8 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
-    store: Any = None  # torch.distributed.Store
-    folder: Path | None = None  # the work folder, once it is open
+    store: Any = None  # PatientStore
+    advice: str = "run the same command again"  # what to do after a run that has ended early
     began: float | None = None  # when the step in progress began; None between steps
     slowest: dict[str, float] = field(default_factory=dict)  # seconds of this rank's slowest step by stage
     stage: str = ""
@@ -88,16 +88,11 @@ class Ranks:
                 self.spoke = os.environ.get("LOCAL_RANK", "0") == "0"
             return self.spoke
 
-    def advice(self) -> str:
-        """What to do after a run that has ended early."""
-        where = f"the finished work is in {self.folder}, and " if self.folder else ""
-        return f"{where}the same command goes on, with any number of ranks"
-
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
         except RuntimeError as fault:
-            raise WorkError(f"{STORE_GONE}: {self.advice()}") from fault
+            raise WorkError(f"{STORE_GONE}: {self.advice}") from fault
 
 
 def join() -> Ranks:
@@ -114,11 +109,16 @@ def join() -> Ranks:
     except (RuntimeError, ValueError) as fault:
         raise WorkError(f"the ranks cannot meet ({first_line(fault)}): start them with torchrun") from fault
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Ranks(rank, count, PrefixStore(f"bpc/{attempt}", store))
+    return Ranks(rank, count, PatientStore(PrefixStore(f"bpc/{attempt}", store)))
 
 
 def samples_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[int]:
-    """Return the samples that a rank runs, ascending: those left in every `ranks`-th group that has some left."""
+    """Return the samples that a rank runs, ascending: those left in every `ranks`-th group that has some left.
+
+    Ranks that share out the model run every sample together.
+    """
+    if plan.model.ranks > 1:
+        rank, ranks = 0, 1
     left = [unfinished for samples in plan.groups if (unfinished := [each for each in samples if each not in finished])]
     return [sample for samples in left[rank::ranks] for sample in samples]
 

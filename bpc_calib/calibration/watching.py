@@ -119,7 +119,7 @@ def _reason(ranks: Ranks, heard: dict[int, bytes], silent: dict[int, float], bus
 def _end(ranks: Ranks, store: Any, reason: str, say: Callable[[str], None]) -> None:
     """End the process, and say why if no other process does."""
     if ranks.claim(store):
-        say(f"{reason}: {ranks.advice()}")
+        say(f"{reason}: {ranks.advice}")
         time.sleep(LINGER)
     elif ranks.spoke:  # the main thread is about to end with an error of its own
         return

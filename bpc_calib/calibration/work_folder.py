@@ -106,7 +106,7 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
             work = WorkFolder(path, plan, device, journal, samples, summed, intact_layers(path, plan), ranks)
             check_room(work, LEAST_ITEMSIZE)
             work.note(journal)
-            ranks.folder = path
+            ranks.advice = _advice(path, plan)
             _show(work)
             yield work
         finally:
@@ -131,7 +131,7 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
         time.sleep(0.1)
     check_same(path, seen["settings"], new_journal(plan, device).settings)
     ranks.meet("folder")
-    ranks.folder = path
+    ranks.advice = _advice(path, plan)
     left = ranks.hear("work")
     if left is None:
         return None
@@ -183,6 +183,11 @@ def _show(work: WorkFolder) -> None:
         work.ranks.tell("folder", told)
         work.ranks.meet("folder")
         sign.unlink()
+
+
+def _advice(path: Path, plan: Plan) -> str:
+    number = "any number" if plan.model.ranks == 1 else "the same number"  # shares of a model round otherwise
+    return f"the finished work is in {path}, and the same command goes on, with {number} of ranks"
 
 
 def _without_sums(plan: Plan, summed: dict[int, int]) -> set[int]:

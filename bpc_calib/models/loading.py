@@ -163,6 +163,12 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
         return ModelError(f"{model} has its own code: read it, then pass --trust-remote-code to run it")
     if isinstance(fault, ModuleNotFoundError):
         return ModelError(f"{what} {model} needs {fault.name}: pip install {fault.name}")
+    if isinstance(fault, OSError) and "torch.distributed" in str(fault):
+        cause = first_line(fault.__cause__) if fault.__cause__ else first_line(fault)
+        return ModelError(
+            f"the processes of torchrun do not reach each other ({cause}): name their network interface in "
+            "GLOO_SOCKET_IFNAME on CPUs, NCCL_SOCKET_IFNAME on GPUs"
+        )
     if _folder(model) is not None or is_gguf(model):
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bpc_calib.compat import WHOLE, copied_heads
 from bpc_calib.errors import ModelError
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.models.heads import share
 
-__all__ = ["check_shares", "tensor_parallel"]
+__all__ = ["check_shares", "from_ranks", "tensor_parallel"]
 
 SHARED_OUT = "colwise"
 KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections that compute keys, as transformers names them
@@ -55,9 +58,30 @@ def check_shares(model: Any, description: ModelDescription) -> None:
     )
 
 
+def from_ranks(mine: dict[int, Tensor], description: ModelDescription, device: torch.device) -> dict[int, Tensor]:
+    """Return what every process that shares out a model has for its KV heads; all of them call this together.
+
+    Args:
+        mine: CPU tensors `[held, ...]` by layer, all of one shape and dtype.
+        device: of this process; its collectives take tensors on no other.
+
+    Returns:
+        CPU tensors `[copies, kv_heads, ...]` by layer; `copies` processes hold each KV head.
+    """
+    if not mine:
+        return {}
+    layers = torch.stack(list(mine.values()))
+    sent = layers.to(device).view(torch.uint8)  # as bytes, which every backend gathers
+    received = [torch.empty_like(sent) for _ in range(description.ranks)]
+    torch.distributed.all_gather(received, sent)
+    parts = torch.stack([each.cpu() for each in received]).view(layers.dtype)  # [ranks, layers, held, ...]
+    copies = description.ranks * layers.shape[1] // description.kv_heads
+    heads = parts.unflatten(0, (-1, copies)).movedim((2, 1), (0, 1)).flatten(2, 3)
+    return dict(zip(mine, heads, strict=True))
+
+
 def _plan(config: Any) -> dict[str, str]:
     """Return transformers' plan for the model, which depends on its class: by the names of its modules."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -14,12 +14,14 @@ def weights_identity(model: Any) -> dict[str, str]:
     """Return the dtype of a model and a hash of its tensors: their names, shapes, dtypes, and some of their bytes.
 
     Of tensors that are not in memory (offloaded to a disk) or not plain (packed by a quantiser), it covers the names,
-    shapes and dtypes only.
+    shapes and dtypes only. Processes that share out the model call this together, and get what one process gets.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):
             continue
+        if hasattr(tensor, "full_tensor"):  # a share of it
+            tensor = tensor.full_tensor()
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         if not tensor.is_meta and type(tensor) is torch.Tensor:
             numbers = tensor.detach().flatten()
