@@ -64,6 +64,9 @@ def pair(tmp_path_factory, model_folder, text_folder, fitting_kernels) -> list[P
     return paths
 
 
+SETTINGS = {"prompts": 4, "min_tokens": 1, "dense_layers": [], "raw": False}
+
+
 def evaluation(file: Path, **changes) -> dict:
     """A result of `bpc eval` with two rows."""
     figure = {"value": 0.25, "low": 0.125, "high": 0.5}
@@ -74,7 +77,7 @@ def evaluation(file: Path, **changes) -> dict:
     return {
         "model": metadata["model"]["id"],
         "artifact": metadata["algorithm"],
-        "settings": {"prompts": 4},
+        "settings": SETTINGS,
         "rows": rows,
     } | changes
 
@@ -141,7 +144,7 @@ def test_metadata_cannot_write_into_the_page(bpc, tmp_path):
         save(test_artifact.artifact(**changes, algorithm__seed=seed), tmp_path / f"{name}.safetensors")
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for file in files:
-        result = evaluation(file, settings={HOSTILE: HOSTILE})
+        result = evaluation(file, settings=SETTINGS | {HOSTILE: HOSTILE})
         result["rows"][0]["task"] = HOSTILE
         result["rows"].append(
             {"task": HOSTILE, "tokens": None, "method": "bpc", "budget": 8, "prompts": 1, "metrics": {HOSTILE + ",": 1}}
