@@ -155,13 +155,15 @@ def asked(results: Results) -> str:
 
 def tasks(results: Results) -> str:
     """Right answers to the questions that full attention can answer."""
-    lines = []
+    measured = {row["method"] for found in models(results, "tasks").values() for row in found["rows"]}
+    names, lines = [name for name in HEADLINE if name in measured], []
     for model, found in models(results, "tasks").items():
         for task, tokens in dict.fromkeys((row["task"], row["tokens"]) for row in found["rows"]):
             own = {row["method"]: row for row in found["rows"] if (row["task"], row["tokens"]) == (task, tokens)}
-            cells = [percent(own[name]["score"]["value"], 0) if name in own else "" for name in HEADLINE]
+            scores = [[percent(own[name]["score"][side], 0) for side in ("value", "low", "high")] for name in names]
+            cells = [f"{value} ({low} to {high})" for value, low, high in scores]
             lines.append([model, task, f"{tokens:,}", own["full"]["prompts"], *cells])
-    return table(["right, %", "task", "tokens", "prompts", *map(label, HEADLINE)], lines) if lines else NOTHING
+    return table(["model", "task", "tokens", "prompts", *map(label, names)], lines) if lines else NOTHING
 
 
 def generate(results: Results) -> str:
