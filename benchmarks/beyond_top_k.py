@@ -7,6 +7,7 @@ are forced one by one; the measure is the divergence of the predictions from ful
 what each way does and what came of it.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -58,8 +59,10 @@ class SampledMixin:
         heads = asked.shape[2]
         scores = self.estimates(asked, visible) * self.scaling
         weight = group_scores(scores, "relative", limit=16.0) / (5 * heads)  # of a token for the group, in logits
-        random = torch.Generator().manual_seed((self.rules.seed << 40) + (self.index << 32) + self.get_seq_length())
-        noise = -torch.rand(weight.shape, generator=random).clamp(min=1e-9).log()
+        # torch's generator on a CPU takes 32 bits of a seed.
+        seed = random.Random(f"{self.rules.seed}/{self.index}/{self.get_seq_length()}").getrandbits(32)
+        drawn = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
+        noise = -drawn.clamp(min=1e-9).log()
         best = (weight + noise).topk(k + 1, dim=-1)
         chosen = best.indices[..., :k]
         boost = (best.values[..., k:] - weight.gather(-1, chosen)).clamp(0, LARGEST_BOOST)
@@ -121,12 +124,13 @@ def main() -> None:
     parser.add_argument("--forced", type=int, default=64)
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2, help="draws of the sample")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     arguments = report.parse(parser, contexts=[256], budgets=[0.1], forced=8, texts=1, seeds=1, held_out=["demo-prose"])
     model, tokenizer = load_model(arguments.model), load_tokenizer(arguments.model)
     enable(model)
     artifacts = {name: load(file) for name, _, file in (each.partition("=") for each in arguments.artifacts)}
     rows = [row for context in arguments.contexts for row in measure(model, tokenizer, artifacts, context, arguments)]
-    names = ("contexts", "budgets", "forced", "texts", "seeds")
+    names = ("ways", "contexts", "budgets", "forced", "texts", "seeds")
     settings = report.settings(arguments, names) | {"largest_boost": LARGEST_BOOST, "least": LEAST, "most": MOST}
     report.write(arguments.output, {"model": describe(model.config).id, "settings": settings, "rows": rows})
 
@@ -136,7 +140,8 @@ def variants(model: Any, artifacts: Any, arguments: Any) -> Iterator[tuple[tuple
     rules = ranking_defaults(None) | HARD
     for kind, artifact in {"exact": None, **artifacts}.items():
         base = ExactLayer if kind == "exact" else rankings.ErrorBoundLayer
-        for way, mixin in WAYS.items():
+        for way in arguments.ways:
+            mixin = WAYS[way]
             plain = OracleLayer if kind == "exact" else BPCCache.layer_class
             layer = type("StudiedLayer", (*mixin, base), {}) if mixin else plain
             cache = type("StudiedCache", (BPCCache,), {"layer_class": layer})

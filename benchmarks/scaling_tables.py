@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md: computed from the sizes of two models, nothing in them is measured."""
+"""The tables of docs/scaling.md: two are computed from the sizes of models, one is measured."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from bpc_calib import make_plan
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.models.description import ModelDescription
 
-__all__ = ["scaling_calibration", "scaling_token"]
+__all__ = ["ranks_time", "scaling_calibration", "scaling_token"]
 
 VOCABULARY, KV_HEADS, DIM = 128_256, 8, 128
 FLOPS, READS = 300e12, 2e12  # per second and GPU: products, and bytes of memory in the fits
@@ -94,3 +94,14 @@ def scaling_token(results: Results) -> str:
     ]
     lines = [[name, *(f"{size / ranks / 1e9:.2f} GB" for ranks in (1, 8))] for name, size in rows]
     return table(["per sequence and step", "in all", "a rank of 8"], lines)
+
+
+def ranks_time(results: Results) -> str:
+    """Calibration on one, two and four processes of one thread."""
+    found = results["ranks_time"]
+    lines = []
+    for row in found["rows"]:
+        stages = [f"{row['seconds_by_stage'][stage]:.1f}" for stage in ("keys", "decompose")]
+        first = found["rows"][0]["wall_seconds"]
+        lines.append([row["processes"], f"{row['wall_seconds']:.1f}", *stages, f"{first / row['wall_seconds']:.2f}"])
+    return table(["processes", "seconds", "collecting keys", "decomposing", "times faster"], lines)

@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "needles-real-text": measurement_tables.needles_real_text,
     "outlier-needle": measurement_tables.outlier_needle,
     "steady-decode": measurement_tables.steady_decode,
+    "ranks-time": scaling_tables.ranks_time,
     "scaling-calibration": scaling_tables.scaling_calibration,
     "scaling-token": scaling_tables.scaling_token,
     **real_tables.TABLES,
