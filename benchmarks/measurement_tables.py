@@ -15,6 +15,7 @@ __all__ = [
     "outlier_needle",
     "shift_made_text",
     "shift_real_text",
+    "soak",
     "steady_decode",
 ]
 
@@ -115,6 +116,17 @@ def steady_decode(results: Results) -> str:
         lines.append([label, f"{times[0]:.1f}", f"{times[-1]:.1f}", f"{row['last_to_first']:.2f}"])
     block = results["steady_decode"]["settings"]["block"]
     return table(["ms per token", f"first {block}", f"last {block}", "last / first"], lines)
+
+
+def soak(results: Results) -> str:
+    """Resident memory in each sixth of an hour of conversations."""
+    rows, lines = results["soak"]["rows"], []
+    size = len(rows) // 6
+    for part in (rows[first : first + size] for first in range(0, 6 * size, size)):
+        memory = sorted(row["resident_bytes"] / 2**20 for row in part)
+        turns = f"{part[-1]['turns']:,}"
+        lines.append([f"{part[-1]['minutes']:.0f}", turns, *(f"{memory[place]:.0f}" for place in (0, size // 2, -1))])
+    return table(["until minute", "turns so far", "least MiB", "median", "most"], lines)
 
 
 def key_counts(results: Results) -> str:

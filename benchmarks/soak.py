@@ -50,7 +50,7 @@ def main() -> None:
             rows.append(row)
             print(f"{row['minutes']:6.1f} min, {turns:,} turns: {row['resident_bytes'] / 2**20:,.0f} MiB", flush=True)
     settings = report.settings(arguments, ("minutes", "points")) | {"turns": TURNS, "new": NEW, "lengths": LENGTHS}
-    report.write(arguments.output, {"settings": settings, "growth_bytes_per_turn": growth(rows), "rows": rows})
+    report.write(arguments.output, {"settings": settings, "rows": rows})
 
 
 @torch.inference_mode()
@@ -67,15 +67,6 @@ def resident() -> int:
     """Bytes of this process in main memory."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:"))
-
-
-def growth(rows: list[dict[str, Any]]) -> float:
-    """Bytes per turn: the slope of a straight line through the second half of the curve, when all sizes were seen."""
-    half = rows[len(rows) // 2 :]
-    turns = torch.tensor([row["turns"] for row in half], dtype=torch.float64)
-    memory = torch.tensor([row["resident_bytes"] for row in half], dtype=torch.float64)
-    apart = turns - turns.mean()
-    return round(float((apart * (memory - memory.mean())).sum() / apart.square().sum().clamp(min=1)), 1)
 
 
 if __name__ == "__main__":

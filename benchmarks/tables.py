@@ -60,6 +60,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "needles-made-text": measurement_tables.needles_made_text,
     "needles-real-text": measurement_tables.needles_real_text,
     "outlier-needle": measurement_tables.outlier_needle,
+    "soak": measurement_tables.soak,
     "steady-decode": measurement_tables.steady_decode,
     "ranks-time": scaling_tables.ranks_time,
     "scaling-calibration": scaling_tables.scaling_calibration,
