@@ -484,7 +484,7 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
         (("--plot", "no/such.png"), "no/such.png: there is no folder no"),
         (("--plot", "a.png", "-o", "./a.png"), "a.png: is given for --output and for --plot: give two files"),
         (("--plot", "such.doc"), "such.doc: a picture must be one of .png, .svg, .pdf"),
-        (("--device", "toaster"), "device toaster cannot be used"),
+        (("--device", "toaster"), "device toaster is not known"),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(bpc, tmp_path, monkeypatch, words, part):

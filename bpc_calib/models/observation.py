@@ -12,7 +12,7 @@ from bpc_calib.compat import attention_name
 from bpc_calib.errors import ModelError
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.heads import share
-from bpc_calib.models.placement import input_device
+from bpc_calib.models.placement import has_no_weights, input_device
 from bpc_calib.models.tensor_parallel import check_shares
 
 __all__ = ["observing", "verify"]
@@ -112,7 +112,7 @@ def verify(model: Any, description: ModelDescription) -> None:
             raise ModelError(f"{description.id} ({description.model_type}): layer {layer} {fault}")
         seen.append(layer)
 
-    weightless = all(weight.is_meta for weight in model.parameters())
+    weightless = has_no_weights(model)
     device = torch.device("meta") if weightless else input_device(model)
     ids = torch.arange(4, device=device).unsqueeze(0) % description.vocab_size
     # Without a mask, transformers looks at the values of the positions, which "meta" does not have.

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["input_device"]
+__all__ = ["has_no_weights", "input_device"]
 
 
 def input_device(model: Any) -> torch.device:
@@ -16,3 +16,9 @@ def input_device(model: Any) -> torch.device:
             return torch.device(device)
     device = embedding.weight.device
     return device if device.type != "meta" else torch.device("cpu")
+
+
+def has_no_weights(model: Any) -> bool:
+    """Return True for a model on the device "meta"; offloaded weights are there, too, until accelerate's hooks load them."""
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not hooked and all(weight.is_meta for weight in model.parameters())
