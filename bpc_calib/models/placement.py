@@ -19,6 +19,6 @@ def input_device(model: Any) -> torch.device:
 
 
 def has_no_weights(model: Any) -> bool:
-    """Return True for a model on the device "meta"; offloaded weights are there, too, until accelerate's hooks load them."""
+    """Return True for a model on the device "meta", where accelerate's hooks will not load offloaded weights either."""
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     return not hooked and all(weight.is_meta for weight in model.parameters())
