@@ -103,7 +103,15 @@ def test_the_default_corpora_from_the_hub(bpc, served, tmp_path):
     assert bpc("inspect", "Llama-3.1-8B-Instruct-bpc32.safetensors", "-m", MODEL).out.endswith(f"Fits {MODEL}.\n")
 
 
-@pytest.mark.parametrize("name", ["authors-pg19", "authors-proofpile", "authors-codeparrot", "proofpile-parquet"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("authors-pg19", marks=pytest.mark.slow),  # the same format in another file
+        pytest.param("authors-proofpile", marks=pytest.mark.slow),
+        "authors-codeparrot",
+        "proofpile-parquet",
+    ],
+)
 def test_every_other_named_corpus(bpc, tmp_path, name):
     ran = bpc("calibrate", "-m", MODEL, "--samples", 2, "--bits", 32, "--corpus", name, "-o", "a.safetensors")
     assert ran.code == 0, ran.err
