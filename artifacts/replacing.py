@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bpc_artifacts.errors import ArtifactError
+from bpc_artifacts.errors import ArtifactError, why
 
 __all__ = ["PICTURE", "Kind", "replacing", "try_replacing"]
 
@@ -76,7 +76,7 @@ def replacing(
         message = f"{path}: exists; pass --force (overwrite=True in Python) to replace it"
         raise ArtifactError(message) from None
     except OSError as fault:
-        raise ArtifactError(f"{path}: cannot be written: {fault.strerror or fault}") from fault
+        raise ArtifactError(f"{path}: cannot be written: {why(fault)}") from fault
     finally:
         with suppress(OSError):
             temporary.unlink()

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from bpc_artifacts.errors import why
 from bpc_calib.errors import WorkError
 
 __all__ = ["make_folder", "sync_folder", "wait_for", "write_file"]
@@ -34,7 +35,7 @@ def write_file(path: Path, blob: bytes) -> None:
             free = shutil.disk_usage(path.parent).free
             room = f" ({len(blob):,} bytes are needed and {free:,} are free)"
         raise WorkError(
-            f"{path}: cannot be written: {fault.strerror or fault}{room}; make room, then the same command goes on"
+            f"{path}: cannot be written: {why(fault)}{room}; make room, then the same command goes on"
         ) from fault
 
 
@@ -43,7 +44,7 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as fault:
-        raise WorkError(f"{path}: this folder cannot be made: {fault.strerror or fault}") from fault
+        raise WorkError(f"{path}: this folder cannot be made: {why(fault)}") from fault
 
 
 def wait_for(files: list[Path]) -> None:

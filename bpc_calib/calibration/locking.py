@@ -6,6 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from bpc_artifacts.errors import why
 from bpc_calib.errors import WorkError
 
 __all__ = ["locked"]
@@ -24,7 +25,7 @@ def locked(path: Path, taken: str) -> Iterator[None]:
     except Timeout:
         raise WorkError(taken) from None
     except OSError as fault:
-        raise WorkError(f"{path}: cannot be written: {fault.strerror or fault}") from fault
+        raise WorkError(f"{path}: cannot be written: {why(fault)}") from fault
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from bpc_artifacts.errors import why
 from bpc_calib.calibration.durable import make_folder, write_file
 from bpc_calib.calibration.journal import (
     Journal,
@@ -213,7 +214,7 @@ def _check_ours(path: Path) -> None:
     try:
         names = {file.name for file in path.iterdir()} if path.exists() else set()
     except OSError as fault:
-        raise WorkError(f"{path}: is not a folder that can be read: {fault.strerror or fault}") from fault
+        raise WorkError(f"{path}: is not a folder that can be read: {why(fault)}") from fault
     ours = {LOCK, JOURNAL, ARTIFACT, *FOLDERS}
     others = sorted(name for name in names - ours if not name.endswith(".tmp"))
     if JOURNAL not in names and others:
