@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bpc_calib import BPCCache, enable, static_steps
 from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
-from bpc_calib.method.selection import attended
+from bpc_calib.method.budget import attended
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import tiny as tiny_models

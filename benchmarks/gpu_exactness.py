@@ -12,9 +12,10 @@ from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
 from bpc_calib.method import encoding
+from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
 from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.selection import attended, worst_first
+from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
 __all__ = ["cases", "random_codes", "steps"]

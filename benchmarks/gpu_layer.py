@@ -13,8 +13,8 @@ from bpc_calib.backends import dispatch
 from bpc_calib.backends.triton import backend, pipeline
 from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.bench import dense, paper
+from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.selection import attended
 
 __all__ = ["DIM", "FORMS", "GROUP", "KV_HEADS", "Layer"]
 

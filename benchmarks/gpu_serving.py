@@ -17,10 +17,10 @@ from gpu_timing import bandwidth_row, device, summary, timed
 
 from bpc_calib.backends.triton import backend
 from bpc_calib.bench.timing import captured
+from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows, read_codes, read_tokens
-from bpc_calib.method.selection import attended
 
 __all__ = ["cases", "steps"]
 

@@ -6,8 +6,8 @@ from typing import Any
 from markdown_table import Results, filled, link, percent, table
 
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.method.budget import budget_text
 from bpc_cli.eval_tables import FIGURES
-from bpc_cli.quantities import budget_text
 
 __all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text", "spread"]
 

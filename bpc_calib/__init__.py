@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.calibrate import calibrate
     from bpc_calib.calibration.plan import Plan, make_plan
     from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError, WorkError
+    from bpc_calib.method.budget import attended
     from bpc_calib.method.choosing import Cached, Choice
     from bpc_calib.method.decomposition import Decomposition, decompose
     from bpc_calib.method.encoded import Encoded
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from bpc_calib.method.product import Product
     from bpc_calib.method.product_fitting import fit_product
     from bpc_calib.method.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
-    from bpc_calib.method.selection import attended, select
+    from bpc_calib.method.selection import select
     from bpc_calib.models.description import ModelDescription, describe
     from bpc_calib.models.tensor_parallel import tensor_parallel
     from bpc_calib.runtime.cache import BPCCache
@@ -72,6 +73,7 @@ _MODULES = {
     "bpc_calib.calibration.calibrate": ("calibrate",),
     "bpc_calib.calibration.plan": ("Plan", "make_plan"),
     "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError", "WorkError"),
+    "bpc_calib.method.budget": ("attended",),
     "bpc_calib.method.choosing": ("Cached", "Choice"),
     "bpc_calib.method.decomposition": ("Decomposition", "decompose"),
     "bpc_calib.method.encoded": ("Encoded",),
@@ -81,7 +83,7 @@ _MODULES = {
     "bpc_calib.method.product": ("Product",),
     "bpc_calib.method.product_fitting": ("fit_product",),
     "bpc_calib.method.scoring": ("QuantizedQuery", "group_scores", "hash_scores", "quantize_query"),
-    "bpc_calib.method.selection": ("attended", "select"),
+    "bpc_calib.method.selection": ("select",),
     "bpc_calib.models.description": ("ModelDescription", "describe"),
     "bpc_calib.models.tensor_parallel": ("tensor_parallel",),
     "bpc_calib.runtime.cache": ("BPCCache",),

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from bpc_calib.method.budget import budget_text
 from bpc_cli.console import print_table, printable
-from bpc_cli.quantities import budget_text
 
 __all__ = ["print_benchmark"]
 

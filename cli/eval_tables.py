@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.method.budget import budget_text
 from bpc_cli.console import print_table, printable
-from bpc_cli.quantities import budget_text
 from bpc_cli.text_table import TextTable
 
 __all__ = ["FIGURES", "evaluation_tables", "print_evaluation"]

@@ -1,6 +1,6 @@
-"""Sizes, times and budgets as text."""
+"""Sizes, times and heads as text."""
 
-__all__ = ["budget_text", "duration_text", "heads_text", "size_text"]
+__all__ = ["duration_text", "heads_text", "size_text"]
 
 
 def size_text(count: float) -> str:
@@ -20,11 +20,6 @@ def duration_text(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{seconds / 3600:.1f} h"
-
-
-def budget_text(budget: float | int) -> str:
-    """A budget, like 2 % or 64 tokens."""
-    return f"{budget} token{'s' * (budget > 1)}" if isinstance(budget, int) else f"{100 * budget:.3g} %"
 
 
 def heads_text(kv_heads: int, query_heads: int, head_dim: int) -> str:

@@ -32,7 +32,7 @@ ROOMS = {
     "evaluation": {"errors", "method", "models", "text", "runtime"},
     "bench": {"errors", "compat", "method", "models", "backends", "runtime"},
     "serving": {"errors", "method", "models", "backends", "runtime"},
-    "sharing": {"errors", "hub", "evaluation"},
+    "sharing": {"errors", "hub", "method", "evaluation"},
 }
 # The only modules of `backends` that other subpackages may import.
 OPEN_BACKENDS = {"dispatch", "limits", "pages"}

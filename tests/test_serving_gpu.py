@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 from bpc_calib import BPCError
 from bpc_calib.backends.triton import backend as triton
 from bpc_calib.demo import DEMO_MODEL
-from bpc_calib.method.selection import attended
+from bpc_calib.method.budget import attended
 from bpc_calib.serving import cuda_backend
 from bpc_calib.serving.code_cache import CodeCache
 

@@ -11,7 +11,7 @@ from bpc_calib.bench.inputs import LayerShape, make, working_sets
 from bpc_calib.bench.layer import figures, right_forms, set_of
 from bpc_calib.bench.timing import timed
 from bpc_calib.errors import BPCError, InputError
-from bpc_calib.method.selection import attended
+from bpc_calib.method.budget import attended
 
 __all__ = ["compared", "find_crossover"]
 

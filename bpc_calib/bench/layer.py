@@ -15,7 +15,7 @@ from bpc_calib.bench.inputs import ONE, LayerInputs, LayerShape, Sets, make, wor
 from bpc_calib.bench.stages import STAGES, choice, choose, step
 from bpc_calib.bench.timing import reason, summary, synchronize, timed
 from bpc_calib.errors import BPCError
-from bpc_calib.method.selection import attended
+from bpc_calib.method.budget import attended
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
+from bpc_calib.method.budget import budget_text
 
 __all__ = ["check", "draw"]
 
@@ -68,7 +69,7 @@ def _layer(axis: Any, rows: list[dict[str, Any]], batch: int, group: int, budget
             _line(axis, [row["tokens"] for row in own], own, method, color)
             axis.plot([row["tokens"] for row in own], [row["floor"] for row in own], color=color, linestyle=":")
     axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds per step (dotted: byte floor)")
-    axis.set_title(f"One layer, batch {batch}, group {group}, {_say(budget)}", fontsize="medium")
+    axis.set_title(f"One layer, batch {batch}, group {group}, {budget_text(budget)}", fontsize="medium")
     axis.legend(fontsize="small")
 
 
@@ -79,7 +80,7 @@ def _crossover(axis: Any, found: dict[str, Any]) -> None:
     if found["min_context"]:
         axis.axvline(found["min_context"], color="black", linestyle=":", label=f"min_context={found['min_context']}")
     axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds per step")
-    about = f"batch {found['batch']}, group {found['group']}, {_say(found['budget'])}"
+    about = f"batch {found['batch']}, group {found['group']}, {budget_text(found['budget'])}"
     axis.set_title(f"Crossover of BPC and dense attention, {about}", fontsize="medium")
     axis.legend(fontsize="small")
 
@@ -97,7 +98,7 @@ def _decode(axis: Any, rows: list[dict[str, Any]]) -> None:
     for i, (name, (label, color)) in enumerate(names.items()):
         places = [place + 0.27 * (i - 1) for place in range(len(rows))]
         axis.bar(places, [row[name].get("tokens_per_second") or 0 for row in rows], 0.25, label=label, color=color)
-    marks = [f"{row['tokens']:,}\nbatch {row['batch']}, {_say(row['budget'])}" for row in rows]
+    marks = [f"{row['tokens']:,}\nbatch {row['batch']}, {budget_text(row['budget'])}" for row in rows]
     axis.set_xticks(range(len(rows)), marks, fontsize="small")
     axis.set(ylabel="tokens/s")
     axis.set_title("Decoding", fontsize="medium")
@@ -114,7 +115,3 @@ def _prefill(axis: Any, rows: list[dict[str, Any]]) -> None:
     axis.set(ylabel="seconds")
     axis.set_title(f"Prefill of {own['tokens']:,} tokens", fontsize="medium")
     axis.legend(fontsize="small")
-
-
-def _say(budget: float | int) -> str:
-    return f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"

@@ -7,7 +7,7 @@ from typing import Any
 from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
-from bpc_calib.method.selection import attended
+from bpc_calib.method.budget import attended, budget_text
 
 __all__ = ["check", "draw"]
 
@@ -57,7 +57,7 @@ def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     least = budgets[0]
     maps = [row for row in rows if row["budget"] == least and "recall_by_head" in row and row["tokens"] == lengths[-1]]
     if maps:
-        title = f"Recall of the true top-k by layer and KV head, {_say(least)} of {lengths[-1]:,} tokens"
+        title = f"Recall of the true top-k by layer and KV head, {budget_text(least)} of {lengths[-1]:,} tokens"
         values = [row["recall_by_head"] for row in maps]
         yield NAMES["recall"], _maps(maps, values, "KV head", "layer", title, [row["layers"] for row in maps])
     grids = [row for row in rows if row["budget"] in (least, None) and "depths" in row]
@@ -69,7 +69,7 @@ def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
             heads.append(own[0])
             values.append([[depth["value"] for depth in row["depths"]] for row in own])
             marks.append([f"{row['tokens']:,}" for row in own])
-        title = f"Needles found by depth (0 is the beginning) and length, {_say(least)} of the tokens"
+        title = f"Needles found by depth (0 is the beginning) and length, {budget_text(least)} of the tokens"
         yield NAMES["needle"], _maps(heads, values, "depth, tenths", "tokens", title, marks)
     if len(budgets) > 1:
         yield NAMES["budget"], _curves(rows, budgets)
@@ -138,11 +138,7 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
                 )
         axis.set_title(f"{task}, {tokens:,} tokens", fontsize="medium")
         axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "correct answers", ylim=(-0.03, 1.03))
-        axis.set_xticks(range(len(budgets)), [_say(budget) for budget in budgets])
+        axis.set_xticks(range(len(budgets)), [budget_text(budget) for budget in budgets])
     handles, labels = max((axis.get_legend_handles_labels() for axis in axes.flat), key=lambda pair: len(pair[1]))
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
     return figure
-
-
-def _say(budget: float) -> str:
-    return f"{budget} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"

@@ -2,40 +2,16 @@
 
 import functools
 from fractions import Fraction
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["as_fraction", "attended", "check_forced", "select", "sortable", "worst_first"]
+__all__ = ["as_fraction", "check_forced", "select", "sortable", "worst_first"]
 
 # One int64 holds a token's rule, value and index, in at most 2, 32 and INDEX_BITS bits.
 INDEX_BITS = 28
-
-
-def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
-    """Return `k = min(N, max(min_tokens, b))`: `b = floor(budget * N)` for a float, `b = budget` for an int.
-
-    A float is a share in (0, 1]. Its printed decimal counts, so 0.29 of 100 is 29. An int is a number of
-    tokens, so 1 means one token and 1.0 means all tokens.
-
-    Raises:
-        InputError: the budget is out of range.
-    """
-    is_count = isinstance(budget, Integral) and not isinstance(budget, bool)
-    if not (is_count or isinstance(budget, float)) or not budget > 0 or (not is_count and budget > 1):
-        raise InputError(f"budget must be a share in (0, 1] or a positive number of tokens, not {budget!r}")
-    if is_count:
-        return min(length, max(min_tokens, int(budget)))
-    share = _decimal(float(budget))
-    return min(length, max(min_tokens, length * share.numerator // share.denominator))
-
-
-@functools.cache
-def _decimal(share: float) -> Fraction:
-    return Fraction(str(share))
 
 
 def select(

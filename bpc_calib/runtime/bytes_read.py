@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bpc_calib.method.selection import attended
+from bpc_calib.method.budget import attended
 from bpc_calib.runtime.layers import SparseLayer
 
 __all__ = ["KVBytes", "count_bytes"]

@@ -6,9 +6,9 @@ from typing import Any, TypedDict
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
+from bpc_calib.method.budget import attended
 from bpc_calib.method.codes import check_bits
 from bpc_calib.method.scoring import check_group
-from bpc_calib.method.selection import attended
 
 __all__ = ["Ranking", "Rules", "ranking_defaults"]
 

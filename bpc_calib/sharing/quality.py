@@ -10,6 +10,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.saved_result import read_result
 from bpc_calib.evaluation.tasks import TASKS, TEXT
+from bpc_calib.method.budget import budget_text
 from bpc_calib.sharing.markdown import code, table
 
 __all__ = ["publishable_result", "quality"]
@@ -83,10 +84,7 @@ def _tokens(row: Mapping[str, Any]) -> str:
 
 
 def _budget(row: Mapping[str, Any]) -> str:
-    budget = row["budget"]
-    if budget is None:
-        return ""
-    return f"{budget:,} tokens" if isinstance(budget, int) else f"{100 * budget:.3g} %"
+    return "" if row["budget"] is None else budget_text(row["budget"])
 
 
 def _answer(row: Mapping[str, Any], task: str) -> str:
