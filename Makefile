@@ -14,13 +14,14 @@ PYTEST_OPTIONS := -n $(WORKERS) --dist worksteal
 emulate test test-all test-floor: export OMP_NUM_THREADS = 1
 # What new versions of dependencies can break: models, caches, files, the Hub, the command line, compiled kernels.
 FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_chat.py \
-  test_cli.py test_corpora.py test_decomposition.py test_dispatch.py test_emulator.py test_encoding.py test_families.py \
-  test_generate.py test_harness.py test_hub.py test_package.py test_placement.py test_runtime.py test_selection.py \
-  test_sharing.py)
+  test_cli.py test_corpora.py test_decomposition.py test_dispatch.py test_encoding.py test_families.py test_generate.py \
+  test_harness.py test_hub.py test_package.py test_placement.py test_runtime.py test_selection.py)
 
 EMULATED_TESTS := tests/test_kernels.py tests/test_paged_kernels.py tests/test_backends.py
-# The kernels as compiled for an A100 and an H100, run from their PTX without a GPU: $(call emulated,ENVIRONMENT,OPTIONS).
-emulated = for arch in 80 90; do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(2) $(EMULATED_TESTS) || exit; done
+# The kernels as compiled for GPUs, run from their PTX without one: $(call emulated,ENVIRONMENT,ARCHITECTURES,OPTIONS).
+A100 := 80
+H100 := 90
+emulated = for arch in $(2); do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(3) $(EMULATED_TESTS) || exit; done
 
 .PHONY: demo demo-model emulate lint site test test-all test-floor test-vllm gpu real clean
 
@@ -45,19 +46,19 @@ site: .venv/ready
 # What every push must pass.
 test: lint site
 	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'not slow'
-	$(call emulated,.venv)
+	$(call emulated,.venv,$(A100) $(H100))
 
 # Every test there is, and the floors.
 test-all: lint site
 	.venv/bin/pytest $(PYTEST_OPTIONS)
-	$(call emulated,.venv,--emulate-all)
+	$(call emulated,.venv,$(A100) $(H100),--emulate-all)
 	$(MAKE) test-floor
-	$(call emulated,.venv-floor,--emulate-all)
+	$(call emulated,.venv-floor,$(A100) $(H100),--emulate-all)
 
 # Triton's kernels not in its interpreter: their PTX shows more.
 test-floor: .venv-floor/ready
 	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' -k 'not triton or dispatch' $(FLOOR_TESTS)
-	$(call emulated,.venv-floor)
+	$(call emulated,.venv-floor,$(A100))
 
 # BPC inside vLLM, in an environment of its own: vLLM pins torch. The CPU wheel asks for packages of torch that it does
 # not need there and that would bring CUDA.
@@ -98,7 +99,7 @@ real: .venv/ready
 
 # The part of `make test` that runs kernels from their PTX.
 emulate: .venv/ready
-	$(call emulated,.venv)
+	$(call emulated,.venv,$(A100) $(H100))
 
 clean:
 	rm -rf .venv .venv-floor .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

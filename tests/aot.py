@@ -281,8 +281,6 @@ def _tool(*arguments: str) -> str:
 
 
 def chosen(words: list[str]) -> dict[str, Case]:
-    if words == ["some"]:
-        return SOME
     everything = SOME | MORE
     return {word: everything[word] for word in words} or everything
 

@@ -43,12 +43,20 @@ def pytest_configure(config):
         config.emulation = emulate(config.option.emulate, config.option.emulate_order, config.option.emulate_seed)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by `slow`
 def pytest_collection_modifyitems(config, items):
-    """With `--emulate`, only tests of kernels: those marked `emulated`, or all."""
+    """With `--emulate`, only tests of kernels: those marked `emulated`, or all.
+
+    Without it, Triton's interpreter runs those in `make test-all` alone: a push runs them from their PTX.
+    """
     if config.option.emulate:
         kept = [item for item in items if emulated(item, every=config.option.emulate_all)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+    elif os.environ["TRITON_INTERPRET"] == "1":
+        for item in items:
+            if emulated(item, every=False):
+                item.add_marker(pytest.mark.slow)
 
 
 def emulated(item, *, every):

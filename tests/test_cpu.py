@@ -20,6 +20,8 @@ from bpc_calib import BPCCache, InputError, enable, quantize_query
 from bpc_calib.backends import cpu, dispatch
 from bpc_calib.backends.cpu import attend, folder, pipeline, score
 from bpc_calib.backends.cpu import backend as kernels
+from bpc_calib.backends.cpu.layout import ELEMENTS
+from bpc_calib.backends.cpu.widening import widen_row
 from bpc_calib.method import encoded
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
@@ -120,6 +122,9 @@ def test_scores_from_one_end_of_the_integers_to_the_other():
         for k in (2, 8_999):
             found, expected = both(query, projection, encoded, k, group=group, scaling=1e-6)
             assert torch.equal(found, expected)
+
+
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)  # numba compiles for half a minute
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -228,7 +233,7 @@ def test_both_backends_write_the_same_256_tokens(monkeypatch):
     assert torch.equal(written["torch"], written["numba"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, HALF])
 def test_logits_of_a_random_model(monkeypatch, dtype):
     layers = 3 if dtype == torch.float32 else 1  # what one layer rounds, the next may choose by
     model = tiny.model(max_position_embeddings=1024, head_dim=64, num_hidden_layers=layers).to(dtype)
@@ -414,3 +419,11 @@ def test_the_default_dtype_changes_nothing():
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_widened(dtype):
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    found = np.empty(1 << 16, np.float32)
+    widen_row(numbers.data_ptr(), ELEMENTS[dtype], found)
+    assert torch.equal(torch.from_numpy(found).nan_to_num(7.0), numbers.float().nan_to_num(7.0))

@@ -201,6 +201,7 @@ def test_shapes_of_the_cpu_kernels(shape, operation, monkeypatch):
     check_in_float32(operation, lambda seed: tiny.model(seed=seed, **SHAPES[shape]))
 
 
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)  # numba compiles for half a minute
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention compiles C++ on a CPU")
 
 
@@ -213,7 +214,7 @@ def test_the_models_own_attention(attention):
     check(made, suite.ragged_batch, tolerance=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, HALF])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
     generator = torch.Generator().manual_seed(head_dim)
@@ -379,6 +380,7 @@ def test_a_broken_cache_fails(kind, operation):
         check(model(), operation, broken(kind), **rules)
 
 
+@pytest.mark.slow  # the test above says the same of the suite in float64
 @BROKEN
 def test_a_broken_cache_fails_in_float32(kind, operation, monkeypatch):
     """The broken cache fails although the cache of the second model is correct."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, work_size
 from bpc_calib.backends.cpu.choose import SELECT
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import address, encoder_fields, like, queried, strides, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, queried, strides, tight
 from bpc_calib.backends.cpu.prep import table_size, values_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
@@ -74,7 +74,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
             0 if gain is None else gain.shape[2],
         )  # fmt: skip
         choosing = Step(
-            last_stage=SELECT,
+            stages=SELECT, element=ELEMENTS[query.dtype],
             rows=rows, kv_heads=kv_heads, heads=heads, dim=dim, bits=bits, words=words, tokens=length,
             slots=1, parts=1, part_size=stride,
             query=query.data_ptr(), query_b=query_b, query_h=query_h, query_g=query_g,

@@ -13,54 +13,59 @@ from bpc_calib.backends.cpu.score import score_part
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.take import candidates_of_part, mark_row, take_row
 
-__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel", "choose_row", "rows_in_turn"]
+__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel", "choose_rows"]
 
-PROJECT, SCORE, SELECT = 1, 2, 3  # the stages, each with those before it
-
-
-@inlined
-def choose_row(row, slot, like, step):
-    """All stages of a row in one part."""
-    prep_row(row, like, step)
-    if step.last_stage < SCORE:
-        return
-    score_part(row, slot, step)
-    mark_row(row, slot, step)
-    candidates_of_part(row, slot, step)
-    if step.last_stage < SELECT:
-        return
-    take_row(row, slot, step)
+PROJECT, SCORE, SELECT = 1, 4, 5  # how many stages run: queries rounded; keys ranked; tokens chosen
+SCORING, GATHERING = 1, 3  # the stages that a row has in parts
 
 
 @inlined
-def rows_in_turn(slot, like, step):
-    """All rows of one slot."""
-    for row in range(slot * step.rows // step.slots, (slot + 1) * step.rows // step.slots):
-        choose_row(row, slot, like, step)
+def take_stages(begin, end, slot, first, last, step):
+    """The stages from `first` to before `last` of the rows from `begin` to before `end`, or of such parts of rows.
+
+    The only place that calls them: every further one is compiled with all of them again.
+    """
+    for item in range(begin, end):
+        for stage in range(first, last):
+            if stage == 0:
+                prep_row(item, step)
+            elif stage == SCORING:
+                score_part(item, slot, step)
+            elif stage == 2:
+                mark_row(item, slot, step)
+            elif stage == GATHERING:
+                candidates_of_part(item, slot, step)
+            else:
+                take_row(item, slot, step)
+
+
+@inlined
+def choose_rows(begin, end, slot, step):
+    """All stages of rows of one part, one row after the other."""
+    take_stages(begin, end, slot, np.int64(0), step.stages, step)  # numba would compile for a literal 0, too
+
+
+@inlined
+def share(index, stage, step):
+    """What one thread does at a time: all stages of the rows of a slot, or one stage of a part of a row."""
+    if step.parts == 1:
+        begin, end = index * step.rows // step.slots, (index + 1) * step.rows // step.slots
+        slot, first, last = index, 0, step.stages
+    else:
+        begin, end, first, last = index, index + 1, stage, stage + 1
+        slot = index // step.parts if stage in (SCORING, GATHERING) else index
+    take_stages(begin, end, slot, first, last, step)
 
 
 @compiled(parallel=True)
-def choose_kernel(like, fields):
+def choose_kernel(fields):
     """The stages of a `Step`, given as a plain tuple: numba unboxes a named one ten times as slowly.
 
     Rows in one part take turns in the slots; rows in several parts have a slot each.
     """
     step = Step(*fields)
-    if step.parts == 1:
-        for index in numba.prange(step.slots):
-            rows_in_turn(np.int64(index), like, step)
-        return
-    for index in numba.prange(step.rows):
-        prep_row(np.int64(index), like, step)
-    if step.last_stage < SCORE:
-        return
-    for index in numba.prange(step.rows * step.parts):
-        score_part(np.int64(index), np.int64(index) // step.parts, step)
-    for index in numba.prange(step.rows):
-        mark_row(np.int64(index), np.int64(index), step)
-    for index in numba.prange(step.rows * step.parts):
-        candidates_of_part(np.int64(index), np.int64(index) // step.parts, step)
-    if step.last_stage < SELECT:
-        return
-    for index in numba.prange(step.rows):
-        take_row(np.int64(index), np.int64(index), step)
+    whole = step.parts == 1
+    for stage in range(1 if whole else step.stages):
+        shares = step.slots if whole else step.rows * (step.parts if stage in (SCORING, GATHERING) else 1)
+        for index in numba.prange(shares):
+            share(np.int64(index), stage, step)

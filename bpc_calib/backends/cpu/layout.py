@@ -6,13 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bpc_calib.backends.cpu.widening import BFLOAT16, FLOAT16, FLOAT32
 from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.product import Product, ProductEncoder, Projection
 
-__all__ = ["EMPTY", "LIKE", "address", "encoder_fields", "like", "queried", "rows_of", "strides", "tight"]
+__all__ = ["ELEMENTS", "EMPTY", "LIKE", "address", "encoder_fields", "like", "queried", "rows_of", "strides", "tight"]
 
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 EMPTY = {dtype: np.empty(0, kind) for dtype, kind in LIKE.items()}
+ELEMENTS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 
 
 def like(tensor: Tensor) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import EMPTY, address, encoder_fields, like, queried, strides, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, EMPTY, address, encoder_fields, like, queried, strides, tight
 from bpc_calib.backends.cpu.paging import Call, Written, hash_into_kernel, pages_kernel, room_size, write_kernel
 from bpc_calib.backends.cpu.pipeline import encode_with
 from bpc_calib.backends.cpu.prep import table_size
@@ -73,8 +73,8 @@ def attend_pages(
             (room,) = scratch(need + _few_size(keys, paged.codes))
             hashing, written = _few(fresh.encoder, keys, new, paged.codes, room + need)
         call = (
-            query.data_ptr(), *query.stride()[:3], directions.data_ptr(), *directions.stride()[:2],
-            address(along), strides(along, 1)[0], *sizes,
+            ELEMENTS[query.dtype], query.data_ptr(), *query.stride()[:3],
+            directions.data_ptr(), *directions.stride()[:2], address(along), strides(along, 1)[0], *sizes,
             *_cache(paged), rows.table.data_ptr(), per_sequence, rows.lengths.data_ptr(), rows.k.data_ptr(), rows.width,
             gain, GROUP_CODES[choice.group], choice.recent, choice.sink, float(choice.scaling),
             slots, table_size(words, along is not None), room, indices.data_ptr(), out.data_ptr(),

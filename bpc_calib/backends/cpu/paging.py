@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from bpc_calib.backends.cpu.attend import Attention, attend_listed, listed_of, put_together, work_size
-from bpc_calib.backends.cpu.choose import SELECT, choose_row
+from bpc_calib.backends.cpu.choose import SELECT, choose_rows
 from bpc_calib.backends.cpu.compiling import compiled, inlined
 from bpc_calib.backends.cpu.encode import Hashing, hash_row
 from bpc_calib.backends.cpu.language import at, prefetch, prefetch_row
@@ -83,6 +83,7 @@ def hash_into_kernel(like, hashing, codes):
 class Call(NamedTuple):
     """What `pages_kernel` works on: sizes, rules, addresses, and strides in elements, as in `Step`."""
 
+    element: int
     query: int
     query_b: int
     query_h: int
@@ -173,7 +174,7 @@ def laid_out(like, call):
     end = piece(work, rows * work_size(call.heads, dim, width))
     gain = own_gain if call.gained else 0
     step = Step(
-        last_stage=SELECT,
+        stages=SELECT, element=call.element,
         rows=rows, kv_heads=call.kv_heads, heads=call.heads, dim=dim, bits=call.bits, words=call.words, tokens=tokens,
         slots=slots, parts=1, part_size=stride,
         query=call.query, query_b=call.query_b, query_h=call.query_h, query_g=call.query_g,
@@ -263,7 +264,7 @@ def rows_of_slot(slot, like, call):
     own, step, attention, _ = laid_out(like, call)
     for row in range(slot * step.rows // step.slots, (slot + 1) * step.rows // step.slots):
         copy_codes(row, slot, step, call, own)
-        choose_row(row, slot, like, step)
+        choose_rows(row, row + 1, slot, step)
         listed = listed_of(row, attention)[: unpack(row, slot, like, call, own)]
         for i in range(len(listed)):
             listed[i] = i

@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, attend_kernel, work_size
 from bpc_calib.backends.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.backends.cpu.encode import greedy_kernel, hash_kernel
-from bpc_calib.backends.cpu.layout import address, encoder_fields, like, queried, rows_of, strides, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, queried, rows_of, strides, tight
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.product import empty, encode_parts
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
@@ -102,7 +102,7 @@ def run_stages(
         )  # fmt: skip
         set_threads()
         step = Step(
-            last_stage=last,
+            stages=last, element=ELEMENTS[query.dtype],
             rows=rows, kv_heads=kv_heads, heads=heads, dim=dim, bits=bits, words=words, tokens=tokens,
             slots=slots, parts=split, part_size=part_size,
             query=query.data_ptr(), query_b=query_b, query_h=query_h, query_g=query_g,
@@ -119,7 +119,7 @@ def run_stages(
             marks=marks, least=least, candidates=candidates, counts=counts,
             values=values.data_ptr(), scale=scale.data_ptr(), indices=indices.data_ptr(), width=width,
         )  # fmt: skip
-        choose_kernel(like(query), tuple(step))
+        choose_kernel(tuple(step))
     return indices, QuantizedQuery(values, scale)
 
 

@@ -5,8 +5,9 @@ import numpy as np
 from bpc_calib.backends.cpu.compiling import inlined
 from bpc_calib.backends.cpu.constants import LARGEST_QUERY
 from bpc_calib.backends.cpu.dots import LANES
-from bpc_calib.backends.cpu.language import at, prefetch, widen
+from bpc_calib.backends.cpu.language import at, prefetch
 from bpc_calib.backends.cpu.prep_product import prep_product_row
+from bpc_calib.backends.cpu.widening import element_size, widen_row
 
 __all__ = ["prep_row", "table_size", "values_size"]
 
@@ -56,26 +57,25 @@ def fill_sums(values, heads, bits, words, table):
 
 
 @inlined
-def prep_row(row, like, step):
+def prep_row(row, step):
     """`quantize_query` of a row, and its tables."""
     if step.centroids:
-        prep_product_row(row, like, step)
+        prep_product_row(row, step)
     else:
-        prep_signs_row(row, like, step)
+        prep_signs_row(row, step)
 
 
 @inlined(fastmath={"reassoc", "contract"})
-def prep_signs_row(row, like, step):
+def prep_signs_row(row, step):
     """`quantize_query` of a row, the sums of its queries, and its tables."""
     b, h = row // step.kv_heads, row % step.kv_heads
     heads, bits, dim = step.heads, step.bits, step.dim
     fours = (heads + 3) // 4
-    size = like.itemsize
+    size = element_size(step.element)
     wide = np.empty(heads * dim, np.float32)
     for g in range(heads):
-        query = at(step.query + size * (b * step.query_b + h * step.query_h + g * step.query_g), dim, like)
-        for d in range(dim):
-            wide[g * dim + d] = widen(query[d])
+        query = step.query + size * (b * step.query_b + h * step.query_h + g * step.query_g)
+        widen_row(query, step.element, wide[g * dim : (g + 1) * dim])
     start = step.projection + size * (b * step.projection_b + h * step.projection_h)
     for byte in range(0, size * bits * dim, 64):  # the cache holds another layer's
         prefetch(start + byte)
@@ -83,9 +83,7 @@ def prep_signs_row(row, like, step):
     line = np.empty(dim, np.float32)
     largest = np.float32(0)
     for j in range(bits):
-        direction = at(start + size * j * step.projection_n, dim, like)
-        for d in range(dim):
-            line[d] = widen(direction[d])
+        widen_row(start + size * j * step.projection_n, step.element, line)
         for g in range(heads):
             product = np.float32(0)
             for d in range(dim):

@@ -4,7 +4,8 @@ import numpy as np
 
 from bpc_calib.backends.cpu.compiling import inlined
 from bpc_calib.backends.cpu.constants import CENTROIDS, LARGEST_SCORE
-from bpc_calib.backends.cpu.language import at, prefetch_row, widen
+from bpc_calib.backends.cpu.language import at, prefetch_row
+from bpc_calib.backends.cpu.widening import element_size, widen_row
 
 __all__ = ["add_up", "prep_product_row"]
 
@@ -14,21 +15,18 @@ F32, I16, I32, U8, U64 = (np.empty(0, kind) for kind in (np.float32, np.int16, n
 
 
 @inlined(fastmath={"reassoc", "contract"})
-def project_queries(b, h, like, step):
+def project_queries(b, h, size, step):
     """Queries times the rows of W, float32 `[heads, dim]`."""
-    heads, dim, size = step.heads, step.dim, like.itemsize
+    heads, dim = step.heads, step.dim
     wide, line = np.empty(heads * dim, np.float32), np.empty(dim, np.float32)
     for g in range(heads):
-        query = at(step.query + size * (b * step.query_b + h * step.query_h + g * step.query_g), dim, like)
-        for d in range(dim):
-            wide[g * dim + d] = widen(query[d])
+        query = step.query + size * (b * step.query_b + h * step.query_h + g * step.query_g)
+        widen_row(query, step.element, wide[g * dim : (g + 1) * dim])
     start = step.projection + size * (b * step.projection_b + h * step.projection_h)
     prefetch_row(start, size * dim * dim)  # the cache holds another layer's
     projected = np.empty(heads * dim, np.float32)
     for j in range(dim):
-        direction = at(start + size * j * step.projection_n, dim, like)
-        for d in range(dim):
-            line[d] = widen(direction[d])
+        widen_row(start + size * j * step.projection_n, step.element, line)
         for g in range(heads):
             product = np.float32(0)
             for d in range(dim):
@@ -38,18 +36,16 @@ def project_queries(b, h, like, step):
 
 
 @inlined(fastmath={"contract"})
-def make_tables(projected, begin, parts, like, step):
+def make_tables(projected, begin, parts, size, step):
     """Products with all centroids, float32 `[heads, parts, 256]`."""
-    heads, dim, size = step.heads, step.dim, like.itemsize
+    heads, dim = step.heads, step.dim
     width = dim // parts
     prefetch_row(begin, size * dim * CENTROIDS)
     tables = np.zeros(heads * parts * CENTROIDS, np.float32)
     line = np.empty(CENTROIDS, np.float32)
     for j in range(parts):
         for i in range(width):
-            along = at(begin + size * CENTROIDS * (j * width + i), CENTROIDS, like)
-            for c in range(CENTROIDS):
-                line[c] = widen(along[c])
+            widen_row(begin + size * CENTROIDS * (j * width + i), step.element, line)
             for g in range(heads):
                 number = projected[g * dim + j * width + i]
                 table = tables[(g * parts + j) * CENTROIDS : (g * parts + j + 1) * CENTROIDS]
@@ -76,13 +72,13 @@ def round_all(exact, inverse, rounded):
 
 
 @inlined
-def prep_product_row(row, like, step):
+def prep_product_row(row, step):
     """`quantize_query` of a row for product codes, and its tables: `totals` holds what makes all entries 0 or more."""
     b, h = row // step.kv_heads, row % step.kv_heads
     heads, parts = step.heads, step.bits // 8
-    fours = (heads + 3) // 4
-    centroids = step.centroids + like.itemsize * (b * step.centroids_b + h * step.centroids_h)
-    exact = make_tables(project_queries(b, h, like, step), centroids, parts, like, step)
+    fours, size = (heads + 3) // 4, element_size(step.element)
+    centroids = step.centroids + size * (b * step.centroids_b + h * step.centroids_h)
+    exact = make_tables(project_queries(b, h, size, step), centroids, parts, size, step)
     largest = np.float32(0)
     for g in range(heads):
         reach = np.float32(0)

@@ -13,7 +13,8 @@ class Step(NamedTuple):
     its query heads, rounded up to whole fours.
     """
 
-    last_stage: int  # `PROJECT`, `SCORE` or `SELECT`
+    stages: int  # how many run: `PROJECT`, `SCORE` or `SELECT`
+    element: int  # of query, projection and centroids, as in `widen_row`: the kernel is the same for all of them
 
     rows: int
     kv_heads: int

@@ -109,7 +109,7 @@ def least_of_sample(wanted, length, heads, group, sampled, gained, valid, masked
     enough = np.int64(share + 4 * np.sqrt(share) + 8)
     weights, ranks = at(sampled + 8 * ((heads + 3) // 4) * SAMPLE, SAMPLE, U8), np.empty(count, np.int32)
     top, total = np.empty(count, np.int32), np.empty(count, np.int32)
-    rank(sampled, SAMPLE, weights, gained, group, heads, most, masks, limit, top, total, ranks)
+    rank(sampled, np.int64(SAMPLE), weights, gained, group, heads, most, masks, limit, top, total, ranks)
     if masked:
         real = 0
         for i in range(count):

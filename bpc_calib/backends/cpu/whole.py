@@ -7,7 +7,7 @@ of torch, which still wait actively for its next operation, hold the cores that 
 import numpy as np
 
 from bpc_calib.backends.cpu.attend import Attention, attend_part, put_together
-from bpc_calib.backends.cpu.choose import rows_in_turn
+from bpc_calib.backends.cpu.choose import choose_rows
 from bpc_calib.backends.cpu.compiling import compiled
 from bpc_calib.backends.cpu.encode import Hashing, hash_row
 from bpc_calib.backends.cpu.step import Step
@@ -21,7 +21,7 @@ def step_kernel(like, hashing, choosing, attending):
     hashed, step, call = Hashing(*hashing), Step(*choosing), Attention(*attending)
     for row in range(hashed.rows):
         hash_row(np.int64(row), like, hashed)
-    rows_in_turn(np.int64(0), like, step)
+    choose_rows(np.int64(0), np.int64(step.rows), np.int64(0), step)
     for row in range(call.rows):
         attend_part(np.int64(row), like, call)
         put_together(np.int64(row), call)
