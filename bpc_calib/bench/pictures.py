@@ -5,7 +5,7 @@ from typing import Any
 
 from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
-from bpc_calib.method.budget import budget_text
+from bpc_calib.method.budget_words import budget_text
 
 __all__ = ["check", "draw"]
 

@@ -9,7 +9,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
-from bpc_calib.method.selection import attended
+from bpc_calib.method.budget import attended
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.rules import ranking_defaults
 from bpc_calib.text.known_corpora import Corpus

@@ -6,7 +6,7 @@ from numbers import Integral
 
 from bpc_calib.errors import InputError
 
-__all__ = ["attended", "budget_text"]
+__all__ = ["attended"]
 
 
 def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
@@ -30,8 +30,3 @@ def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
 @functools.cache
 def _decimal(share: float) -> Fraction:
     return Fraction(str(share))
-
-
-def budget_text(budget: float | int) -> str:
-    """Return a budget as text, like 2 % or 1,024 tokens."""
-    return f"{budget:,} token{'s' * (budget > 1)}" if isinstance(budget, int) else f"{100 * budget:.3g} %"

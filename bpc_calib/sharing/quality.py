@@ -10,7 +10,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.saved_result import read_result
 from bpc_calib.evaluation.tasks import TASKS, TEXT
-from bpc_calib.method.budget import budget_text
+from bpc_calib.method.budget_words import budget_text
 from bpc_calib.sharing.markdown import code, table
 
 __all__ = ["publishable_result", "quality"]
