@@ -42,11 +42,12 @@ def methods(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """BPC as `bpc generate` decodes: with its dense layers and its least number of tokens."""
-    names, lengths = ("full", "oracle", "bpc"), subject.lengths[:2]
-    rows = _Evaluated(subject, rules={}).text(
-        names, settings["budgets"], lengths, settings["forced"], settings["texts"]
-    )
+    """BPC as `bpc generate` decodes, with its dense layers and its least number of tokens; and without them."""
+    names, lengths, rows = ("full", "oracle", "bpc"), subject.lengths[:2], list[Row]()
+    for is_default, rules in ((True, {}), (False, None)):
+        evaluated = _Evaluated(subject, rules)
+        found = evaluated.text(names, settings["budgets"], lengths, settings["forced"], settings["texts"])
+        rows += [row | {"default_rules": is_default} for row in found]
     return {"rows": rows}
 
 

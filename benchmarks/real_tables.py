@@ -45,7 +45,7 @@ def short(results: Results) -> str:
     """What a user of `bpc generate` pays and gets: loss, bytes and speed with its default settings."""
     lines = []
     for model, found in models(results, "generate").items():
-        losses = models(results, "defaults").get(model, {"rows": []})["rows"]
+        losses = [row for row in models(results, "defaults").get(model, {"rows": []})["rows"] if row["default_rules"]]
         shortest = min(row["prompt_tokens"] for row in found["rows"])
         for row in found["rows"]:
             prompt, share, calibrated = row["prompt_tokens"], row["kv_bytes_share"], row["projections"] == "calibrated"
@@ -133,15 +133,13 @@ def defaults(results: Results) -> str:
     """BPC without and with the dense layers and the least number of tokens of `bpc generate`."""
     lines = []
     for model, found in models(results, "defaults").items():
-        hard = on_text(results).get(model, {"rows": []})["rows"]
-        main = main_budget(found["rows"])
-        for setting, rows in (("every layer chooses", hard), ("as `bpc generate` decodes", found["rows"])):
-            for row in _sorted(rows):
-                if row["method"] in ("oracle", "bpc") and row["budget"] == main and row["tokens"] <= LENGTH:
-                    about = [model, f"{row['tokens']:,}", label(row["method"]), setting, _read(row)]
-                    lines.append([*about, spread(row["loss_difference"])])
+        for row in _sorted(found["rows"]):
+            if row["method"] in ("oracle", "bpc"):
+                setting = "as `bpc generate` decodes" if row["default_rules"] else "every layer chooses"
+                about = [model, f"{row['tokens']:,}", label(row["method"]), setting, _read(row)]
+                lines.append([*about, spread(row["loss_difference"]), spread(row["kl"])])
     lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), line[2]))
-    return table(["model", "tokens", "method", "setting", "KV read", "loss"], lines) if lines else NOTHING
+    return table(["model", "tokens", "method", "setting", "KV read", "loss", "KL"], lines) if lines else NOTHING
 
 
 def asked(results: Results) -> str:
