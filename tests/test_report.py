@@ -226,6 +226,23 @@ def test_what_cannot_be_compared_is_said(bpc, pair, tmp_path):
     assert found["change"] == {}
 
 
+def test_artifacts_of_other_layers(bpc, tmp_path):
+    rng = np.random.default_rng(0)
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file, full in zip(files, ((0, 2), (0, 3)), strict=True):
+        layers = {
+            layer: LayerProjection(
+                rng.standard_normal((2, 32, 8)).astype(np.float32), np.full((2, 33), layer / 4, np.float32)
+            )
+            for layer in full
+        }
+        kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(4)]
+        metadata = test_artifact.metadata(model__num_layers=4, model__layer_types=kinds)
+        save(ProjectionArtifact(layers, metadata), file)
+    text = assert_inert(_page(bpc, tmp_path, *files)).text
+    assert "|0|0.000|0.000|+0.000|2|0.500|3|0.750|" in text
+
+
 def test_refusals(bpc, pair, tmp_path):
     def error(*words) -> str:
         ran = bpc("inspect", *words)

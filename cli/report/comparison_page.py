@@ -74,7 +74,7 @@ def _head(number: int, each: "Inspected") -> Html:
 def _layers(found: Comparison, pair: "tuple[Inspected, Inspected]", limit: float) -> Html:
     details = element("details", element("summary", "The numbers"), table(residual_table(found)))
     notes = [element("p", note, class_="lead") for note in found.notes]
-    if not found.change or len(found.fitted[0]) != len(found.fitted[1]):
+    if not found.change or set(found.fitted[0]) != set(found.fitted[1]):
         return section("Residual by layer", *notes, details)
     series, signs = [], []
     for number, each in enumerate(pair):
