@@ -266,6 +266,19 @@ def test_refusals(bpc, pair, tmp_path):
     assert page.read_text() == "<!DOCTYPE html><p>mine</p>"
 
 
+def test_a_page_that_cannot_be_written_leaves_no_picture(bpc, pair, tmp_path):
+    (tmp_path / "mine.html").write_text("mine")
+    for page, part in (("mine.html", "mine.html: exists and is not a page"), ("no/a.html", "there is no folder")):
+        # Said before the artifact is looked for.
+        for file in (pair[0], tmp_path / "none.safetensors"):
+            ran = bpc("inspect", file, "--plot", tmp_path / "p.png", "--html", tmp_path / page)
+            assert (ran.code, ran.out) == (1, "")
+            assert part in ran.err
+    ran = bpc("inspect", pair[0], "--plot", tmp_path / "p.png", "--html", tmp_path / "p.png")
+    assert ran.err == f"Error: {tmp_path / 'p.png'}: is given for --html and for --plot: give two files\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.html"]
+
+
 def test_an_evaluation_belongs_to_its_artifact(bpc, pair, tmp_path):
     path = tmp_path / "eval.json"
     path.write_text(json.dumps(evaluation(pair[0])))
