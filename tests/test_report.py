@@ -243,6 +243,30 @@ def test_artifacts_of_other_layers(bpc, tmp_path):
     assert "|0|0.000|0.000|+0.000|2|0.500|3|0.750|" in text
 
 
+def test_texts_are_shown_once_only_if_all_that_is_shown_is_equal(bpc, tmp_path):
+    source = test_artifact.metadata()["calibration"]["sources"][0]
+    sources = [source | {"path": path, "revision": path * 7} for path in ("first", "second")]
+    held_out = test_artifact.held_out()
+    changes = {
+        "a": {"calibration__sources": sources[:1], "metrics__held_out": held_out},
+        "same": {"calibration__sources": sources[:1], "metrics__held_out": held_out, "algorithm__seed": 1},
+        "other-path": {"calibration__sources": sources[1:], "metrics__held_out": held_out},
+        "more-aside": {"calibration__sources": sources[:1], "metrics__held_out": held_out | {"samples": 3}},
+        "none-aside": {"calibration__sources": sources[:1]},
+    }
+    files = {name: tmp_path / f"{name}.safetensors" for name in changes}
+    for name, file in files.items():
+        save(test_artifact.artifact(**changes[name]), file)
+    texts = {name: assert_inert(_page(bpc, tmp_path, files["a"], file)).text for name, file in files.items()}
+    for name, text in texts.items():
+        assert ("Calibration text of both" in text) is (name in ("a", "same")), name
+        assert ("Calibration text of A" in text and "Calibration text of B" in text) is (name not in ("a", "same"))
+    assert "|first|firstfirstfi|" in texts["other-path"]
+    assert "|second|secondsecond|" in texts["other-path"]
+    assert "; 3 samples were kept aside" in texts["more-aside"]
+    assert "; no sample was kept aside" in texts["none-aside"]
+
+
 def test_refusals(bpc, pair, tmp_path):
     def error(*words) -> str:
         ran = bpc("inspect", *words)

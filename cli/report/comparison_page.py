@@ -56,7 +56,7 @@ def comparison_page(one: "Inspected", two: "Inspected") -> str:
         _heads(found, pair, HIGH),
         _bits(found, pair, HIGH),
         *evaluations,
-        *_texts(found, pair),
+        *_texts(pair),
         section("The same in both", facts(found.same)),
         element("footer", "A residual of 0 means that codes describe keys completely, one of 1 that they say nothing."),
     )
@@ -102,8 +102,11 @@ def _heads(found: Comparison, pair: "tuple[Inspected, Inspected]", limit: float)
     return section("Residual by layer and head", element("div", *maps, class_="maps"), keys(*signs), lead=lead)
 
 
-def _texts(found: Comparison, pair: "tuple[Inspected, Inspected]") -> list[Html]:
-    if "text" in found.same:
+def _texts(pair: "tuple[Inspected, Inspected]") -> list[Html]:
+    metadata = [each.artifact.metadata for each in pair]
+    sources = [each["calibration"]["sources"] for each in metadata]
+    aside = [(each["metrics"].get("held_out") or {}).get("samples") for each in metadata]
+    if sources[0] == sources[1] and aside[0] == aside[1]:
         return [text_section(pair[0].artifact, "Calibration text of both")]
     return [text_section(each.artifact, f"Calibration text of {n}") for n, each in zip(NAMES, pair, strict=True)]
 
