@@ -11,7 +11,6 @@ from bpc_cli.report.parts import (
     evaluation,
     facts,
     file_facts,
-    is_high,
     key,
     keys,
     scale_key,
@@ -63,12 +62,8 @@ def comparison_page(one: "Inspected", two: "Inspected") -> str:
 
 
 def _head(number: int, each: "Inspected") -> Html:
-    from bpc_artifacts import verdict
-
-    sentences = verdict(each.artifact)
     title = element("h2", element("span", NAMES[number], class_=f"tag {STYLES[number]}"), each.path.name)
-    box = verdict_box(sentences, is_high(each.artifact, sentences))
-    return element("section", title, facts(file_facts(each)), box)
+    return element("section", title, facts(file_facts(each)), verdict_box(each.artifact))
 
 
 def _layers(found: Comparison, pair: "tuple[Inspected, Inspected]", limit: float) -> Html:
