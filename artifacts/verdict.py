@@ -4,7 +4,7 @@ from typing import Any
 
 from bpc_artifacts.schema import BITS, CENTROIDS, ProjectionArtifact, codes_of
 
-__all__ = ["verdict"]
+__all__ = ["asks_for_action", "verdict"]
 
 HOLDS = 1.1  # 32 fitted keys per bit raise the residual on other keys by 6 to 9 %: benchmarks/results/key_counts_*.json
 LAYER_HOLDS = 1.25  # single layers vary more than their mean
@@ -24,6 +24,12 @@ def verdict(artifact: ProjectionArtifact) -> list[str]:
         if _holds(artifact, held_out):  # else the fitted keys say more about a head: new ones suffer from other faults
             by_head = {index: held_out["residual_by_head"][str(index)] for index in artifact.layers}
     return sentences + _high_heads(by_head, metadata["algorithm"]["bits"])
+
+
+def asks_for_action(artifact: ProjectionArtifact) -> bool:
+    """Whether the verdict says more than that the projections hold on new text."""
+    held_out = artifact.metadata["metrics"].get("held_out")
+    return held_out is None or not _holds(artifact, held_out) or len(verdict(artifact)) > 1
 
 
 def _new_text(artifact: ProjectionArtifact, held_out: dict[str, Any] | None) -> str:

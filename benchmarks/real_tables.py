@@ -5,9 +5,9 @@ from typing import Any
 
 from markdown_table import Results, filled, link, percent, table
 
+from bpc_calib.evaluation.figures import FIGURES
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.method.budget_words import budget_text
-from bpc_cli.eval_tables import FIGURES
 
 __all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text", "spread"]
 

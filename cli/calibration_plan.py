@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bpc_cli.calibration_memory import calibration_memory
 from bpc_cli.console import print_json, print_rows
-from bpc_cli.memory_use import memory_now
 from bpc_cli.opening import OpenedModel
 from bpc_cli.quantities import duration_text, heads_text, size_text
 from bpc_cli.weightless import model_without_weights, weight_bytes
@@ -52,17 +52,14 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
 
 
 def _costs(plan: "Plan", weights: Any, device: Any, weights_bytes: int) -> dict[str, Any]:
-    """Time, memory and disk; the memory of the libraries is that which they take now."""
+    """Time, memory and disk."""
     from bpc_calib.calibration.forecast import forecast
 
     found = forecast(plan, weights, device)
-    on_device = weights_bytes + max(found.pass_bytes, found.fit_bytes)
-    libraries, on_cpu = memory_now() or 0, device.type == "cpu"
     return {
         "collect_seconds": None if found.collect_seconds is None else round(found.collect_seconds, 1),
         "decompose_seconds": round(found.decompose_seconds, 1),
-        "memory_bytes": libraries + (on_device if on_cpu else found.fit_bytes),
-        "gpu_memory_bytes": None if on_cpu else on_device,
+        **calibration_memory(found, weights_bytes, device),
         "work_bytes": found.disk_bytes,
     }
 

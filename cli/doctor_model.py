@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bpc_cli.memory_use import memory_now
+from bpc_cli.calibration_memory import calibration_memory
 from bpc_cli.opening import OpenedModel
 from bpc_cli.weightless import model_without_weights, weight_bytes
 
@@ -94,13 +94,11 @@ def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, An
 
     plan = make_plan(opened.description)
     found, held = needs(plan, weights, device), weight_bytes(weights)
-    on_device, on_cpu = held + max(found.pass_bytes, found.fit_bytes), device.type == "cpu"
     return {
         "samples": plan.samples,
         "sequence_length": plan.sequence_length,
         "weights_bytes": held,
-        "memory_bytes": (memory_now() or 0) + (on_device if on_cpu else found.fit_bytes),
-        "gpu_memory_bytes": None if on_cpu else on_device,
+        **calibration_memory(found, held, device),
         "disk_bytes": found.disk_bytes,
         "output_bytes": plan.artifact_bytes,
         "seconds": None,

@@ -38,9 +38,7 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> N
     memory = f"about {size_text(calibration['memory_bytes'])} of main memory"
     if calibration["gpu_memory_bytes"] is not None:
         memory += f" and {size_text(calibration['gpu_memory_bytes'])} of GPU memory"
-    if any(
-        (calibration[f"{kind}_bytes"] or 0) > (machine[f"free_{kind}_bytes"] or 0) for kind in ("memory", "gpu_memory")
-    ):
+    if _exceeds_free(calibration, machine):
         memory += " (more than is free; --device-map auto spreads the weights)"
     rows |= {
         "heads": heads_text(model["kv_heads"], model["query_heads"], model["head_dim"]),
@@ -75,6 +73,15 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> N
     print_text_table(TextTable(title, columns, lines))
     if any(row["beyond_the_model"] for row in model["reads"]):
         print("* beyond the model's context")
+
+
+def _exceeds_free(calibration: dict[str, Any], machine: dict[str, Any]) -> bool:
+    """Whether a calibration takes more than is free, where that is known; what this process has is no longer free."""
+    needed = {"memory": calibration["added_memory_bytes"], "gpu_memory": calibration["gpu_memory_bytes"]}
+    return any(
+        size is not None and (free := machine[f"free_{kind}_bytes"]) is not None and size > free
+        for kind, size in needed.items()
+    )
 
 
 def _print_machine(found: dict[str, Any]) -> None:

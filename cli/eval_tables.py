@@ -3,17 +3,13 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from bpc_calib.evaluation.figures import FIGURES
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.method.budget_words import budget_text
 from bpc_cli.console import print_table, printable
 from bpc_cli.text_table import TextTable
 
-__all__ = ["FIGURES", "evaluation_tables", "print_evaluation"]
-
-FIGURES = {
-    "loss_difference": "loss", "kl": "KL", "recall": "recall", "mass": "mass", "best_kept": "best kept",
-    "cosine": "cosine",
-}  # fmt: skip
+__all__ = ["evaluation_tables", "print_evaluation"]
 
 
 class _Cell(NamedTuple):

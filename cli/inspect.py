@@ -13,7 +13,7 @@ from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.find_artifact import find_artifact
 from bpc_cli.inspected import Inspected
 from bpc_cli.libraries import quiet_libraries
-from bpc_cli.residual_plot import draw_residuals
+from bpc_cli.residual_plot import check_plot, draw_residuals
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -64,6 +64,7 @@ def inspect(
     if len(files) == 2 and plot is not None:
         fail("--plot draws one artifact: use --html to compare two")
     quiet_libraries()
+    _check_outputs(plot, html, force)
     found = _read(files, evaluation or [], revision)
     fits = [{} if model is None else _fit(each.artifact, model, trust_remote_code) for each in found]
     if plot is not None:
@@ -80,6 +81,18 @@ def inspect(
     for path in (plot, html):
         if path is not None:
             print(f"Wrote {printable(path)}")
+
+
+def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
+    """Fail before anything is read if one of the files cannot be written: else the other would be left behind."""
+    from bpc_cli.report.page_file import check_page
+
+    if plot is not None and html is not None and plot.resolve() == html.resolve():
+        fail(f"{html}: is given for --html and for --plot: give two files")
+    if plot is not None:
+        check_plot(plot, force)
+    if html is not None:
+        check_page(html, force)
 
 
 def _read(files: list[str], evaluations: list[Path], revision: str | None) -> list[Inspected]:

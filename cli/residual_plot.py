@@ -9,24 +9,34 @@ from bpc_cli.console import fail, printable
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
 
-__all__ = ["draw_residuals"]
+__all__ = ["check_plot", "draw_residuals"]
+
+KNOWN = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: Path, force: bool) -> None:
+    """Raise a `BPCError` if a picture cannot be drawn into this path."""
+    from bpc_artifacts.replacing import PICTURE, try_replacing
+
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        fail("--plot needs matplotlib: pip install matplotlib")
+    if path.suffix.lower() not in KNOWN:
+        fail(f"{path}: pictures are {', '.join(KNOWN)}")
+    try_replacing(path, 1 << 20, force, PICTURE)
 
 
 def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:
     """Draw the residual against bits, one line per layer, and the last residual of every layer and head."""
-    try:
-        import matplotlib
-    except ImportError:
-        fail("--plot needs matplotlib: pip install matplotlib")
+    import matplotlib
+
     matplotlib.use("agg")
     import numpy as np
     from matplotlib import pyplot
 
     from bpc_artifacts.replacing import PICTURE, replacing
 
-    known = (".png", ".svg", ".pdf")
-    if path.suffix.lower() not in known:
-        fail(f"{path}: pictures are {', '.join(known)}")
     layers = list(artifact.layers)
     residual = np.stack([layer.residual for layer in artifact.layers.values()])  # [layers, heads, bits + 1]
     figure, (curves, heatmap) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")

@@ -7,8 +7,6 @@ from typing import Any
 
 __all__ = ["open_result_file"]
 
-MOST_BYTES = 64 << 20  # far above every result
-
 
 def open_result_file(path: Path | None, force: bool, keys: frozenset[str]) -> Callable[[dict[str, Any]], None]:
     """Check that the file can be written, before any work; give the function that writes a result to it.
@@ -35,6 +33,8 @@ def open_result_file(path: Path | None, force: bool, keys: frozenset[str]) -> Ca
 
 def _has(path: Path, keys: frozenset[str]) -> bool:
     """Whether a file is a JSON table with all these keys."""
+    from bpc_calib.evaluation.saved_result import MOST_BYTES
+
     if path.stat().st_size > MOST_BYTES:
         return False
     try:

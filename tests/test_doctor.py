@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import importlib.util
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 
 import hub
 import pytest
@@ -12,6 +14,7 @@ import tiny
 import torch
 
 import bpc_calib
+from bpc_cli.doctor_tables import print_doctor
 
 
 def config_folder(folder, family="llama", **changes):
@@ -92,6 +95,30 @@ def test_a_calibration_that_does_not_fit_into_memory(bpc, tmp_path):
     found = json.loads(bpc("doctor", "-m", folder, "--json").out)
     assert found["model"]["calibration"]["weights_bytes"] > 16e12
     assert "more than is free" in " ".join(bpc("doctor", "-m", folder).out.replace("│", " ").split())
+
+
+def shown(found):
+    """The words on the screen."""
+    with redirect_stdout(io.StringIO()) as screen:
+        print_doctor(found, "tiny")
+    return " ".join(screen.getvalue().replace("│", " ").split())
+
+
+def test_a_calibration_fits_where_what_it_adds_is_free(bpc, tmp_path):
+    """This process's own memory is no longer free, and a device may not say what is free."""
+    folder = config_folder(tmp_path / "tiny")
+    found = json.loads(bpc("doctor", "-m", folder, "--json", "--device", "cpu").out)
+    calibration, machine = found["model"]["calibration"], found["machine"]
+    assert calibration["memory_bytes"] - calibration["added_memory_bytes"] > 1e8
+    machine["free_memory_bytes"] = calibration["added_memory_bytes"]
+    assert "more than is free" not in shown(found)
+    calibration["gpu_memory_bytes"] = 1 << 30
+    for free, exceeds in ((None, False), (1 << 30, False), (1, True)):
+        machine["free_gpu_memory_bytes"] = free
+        assert ("more than is free" in shown(found)) is exceeds
+    machine["free_memory_bytes"] -= 1
+    machine["free_gpu_memory_bytes"] = None
+    assert "more than is free" in shown(found)
 
 
 def test_what_the_kernels_do_not_serve(bpc, tmp_path):

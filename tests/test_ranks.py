@@ -341,6 +341,42 @@ def test_a_step_may_take_long_before_it_counts_as_stuck():
     assert patience(500) == 5000
 
 
+def test_a_long_wait_does_not_count_as_a_step():
+    """Each step begins after a long wait, while the watching thread is in the middle of a turn."""
+    script = """
+import threading, time
+from torch.distributed import HashStore
+from bpc_calib.calibration import watching
+from bpc_calib.calibration.ranks import Ranks
+
+inside = threading.Event()
+
+class SlowStore:
+    def __init__(self): self.store = HashStore()
+    def clone(self): return self
+    def check(self, names): return self.store.check(names)
+    def add(self, name, count): return self.store.add(name, count)
+    def set(self, name, value):
+        inside.set()
+        time.sleep(0.1)
+        self.store.set(name, value)
+
+watching.BEAT, watching.FIRST_STEP = 0.1, 0.5
+ranks = Ranks(store=SlowStore())
+with watching.watching(ranks, print):
+    for stage in ("keys", "layers"):
+        time.sleep(2.0)
+        inside.clear()
+        inside.wait()
+        with ranks.step(stage):
+            time.sleep(0.15)
+    time.sleep(0.3)
+    print("done")
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
 def test_each_rank_has_a_gpu_of_its_own(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)

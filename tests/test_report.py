@@ -226,6 +226,47 @@ def test_what_cannot_be_compared_is_said(bpc, pair, tmp_path):
     assert found["change"] == {}
 
 
+def test_artifacts_of_other_layers(bpc, tmp_path):
+    rng = np.random.default_rng(0)
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file, full in zip(files, ((0, 2), (0, 3)), strict=True):
+        layers = {
+            layer: LayerProjection(
+                rng.standard_normal((2, 32, 8)).astype(np.float32), np.full((2, 33), layer / 4, np.float32)
+            )
+            for layer in full
+        }
+        kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(4)]
+        metadata = test_artifact.metadata(model__num_layers=4, model__layer_types=kinds)
+        save(ProjectionArtifact(layers, metadata), file)
+    text = assert_inert(_page(bpc, tmp_path, *files)).text
+    assert "|0|0.000|0.000|+0.000|2|0.500|3|0.750|" in text
+
+
+def test_texts_are_shown_once_only_if_all_that_is_shown_is_equal(bpc, tmp_path):
+    source = test_artifact.metadata()["calibration"]["sources"][0]
+    sources = [source | {"path": path, "revision": path * 7} for path in ("first", "second")]
+    held_out = test_artifact.held_out()
+    changes = {
+        "a": {"calibration__sources": sources[:1], "metrics__held_out": held_out},
+        "same": {"calibration__sources": sources[:1], "metrics__held_out": held_out, "algorithm__seed": 1},
+        "other-path": {"calibration__sources": sources[1:], "metrics__held_out": held_out},
+        "more-aside": {"calibration__sources": sources[:1], "metrics__held_out": held_out | {"samples": 3}},
+        "none-aside": {"calibration__sources": sources[:1]},
+    }
+    files = {name: tmp_path / f"{name}.safetensors" for name in changes}
+    for name, file in files.items():
+        save(test_artifact.artifact(**changes[name]), file)
+    texts = {name: assert_inert(_page(bpc, tmp_path, files["a"], file)).text for name, file in files.items()}
+    for name, text in texts.items():
+        assert ("Calibration text of both" in text) is (name in ("a", "same")), name
+        assert ("Calibration text of A" in text and "Calibration text of B" in text) is (name not in ("a", "same"))
+    assert "|first|firstfirstfi|" in texts["other-path"]
+    assert "|second|secondsecond|" in texts["other-path"]
+    assert "; 3 samples were kept aside" in texts["more-aside"]
+    assert "; no sample was kept aside" in texts["none-aside"]
+
+
 def test_refusals(bpc, pair, tmp_path):
     def error(*words) -> str:
         ran = bpc("inspect", *words)
@@ -247,6 +288,19 @@ def test_refusals(bpc, pair, tmp_path):
         pair[0], "--html", page, "--force"
     )
     assert page.read_text() == "<!DOCTYPE html><p>mine</p>"
+
+
+def test_a_page_that_cannot_be_written_leaves_no_picture(bpc, pair, tmp_path):
+    (tmp_path / "mine.html").write_text("mine")
+    for page, part in (("mine.html", "mine.html: exists and is not a page"), ("no/a.html", "there is no folder")):
+        # Said before the artifact is looked for.
+        for file in (pair[0], tmp_path / "none.safetensors"):
+            ran = bpc("inspect", file, "--plot", tmp_path / "p.png", "--html", tmp_path / page)
+            assert (ran.code, ran.out) == (1, "")
+            assert part in ran.err
+    ran = bpc("inspect", pair[0], "--plot", tmp_path / "p.png", "--html", tmp_path / "p.png")
+    assert ran.err == f"Error: {tmp_path / 'p.png'}: is given for --html and for --plot: give two files\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.html"]
 
 
 def test_an_evaluation_belongs_to_its_artifact(bpc, pair, tmp_path):

@@ -4,12 +4,13 @@ import numpy as np
 import test_artifact
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact, verdict
+from bpc_artifacts.verdict import asks_for_action
 
 HEADS, BITS, DIM = test_artifact.KV_HEADS, 64, 128
 
 
-def judged(own, other=None, *, keys=4096):
-    """Judge an artifact of layers 0 and 2 with these residuals `[layer][head]`."""
+def made(own, other=None, *, keys=4096):
+    """An artifact of layers 0 and 2 with these residuals `[layer][head]`."""
     layers = {
         index: LayerProjection(np.zeros((HEADS, BITS, DIM), np.float32), np.array(heads, np.float32)[:, None])
         for index, heads in zip((0, 2), own, strict=True)
@@ -22,7 +23,11 @@ def judged(own, other=None, *, keys=4096):
             residual_by_head={"0": other[0], "2": other[1]},
         )
     changes = {"algorithm__bits": BITS, "model__head_dim": DIM, "calibration__keys_per_head": keys}
-    return verdict(ProjectionArtifact(layers, test_artifact.metadata(metrics__held_out=held_out, **changes)))
+    return ProjectionArtifact(layers, test_artifact.metadata(metrics__held_out=held_out, **changes))
+
+
+def judged(own, other=None, *, keys=4096):
+    return verdict(made(own, other, keys=keys))
 
 
 def same(value):
@@ -66,3 +71,10 @@ def test_layers_and_heads_that_stand_out_are_named():
 
 def test_heads_are_judged_by_their_fitted_keys_where_those_are_too_few():
     assert len(judged(same(0.3), same(0.9), keys=100)) == 1  # more keys come first
+
+
+def test_a_verdict_asks_for_action_unless_all_is_well():
+    assert not asks_for_action(made(same(0.5), same(0.55)))
+    assert asks_for_action(made(same(0.5)))  # not measured
+    assert asks_for_action(made(same(0.5), same(0.56)))  # does not hold
+    assert asks_for_action(made(same(0.85), same(0.85)))  # holds, and codes say little

@@ -72,20 +72,22 @@ def _watch(ranks: Ranks, store: Any, wake: socket.socket, ending: threading.Even
     """Beat and listen until the block ends, or end the process."""
     heard: dict[int, bytes] = {}
     silent = {rank: 0.0 for rank in range(ranks.count) if rank != ranks.rank}
-    step, busy = ranks.began, 0.0  # the step of this rank, and its seconds
+    step, busy = ranks.began, 0.0  # when the step of this rank began, and its seconds
     beats, turned = 0, time.monotonic()
     while not ending.is_set():
         woken = select.select([wake], [], [], BEAT)[0]
         signals = wake.recv(64) if woken else b""
         passed = min(time.monotonic() - turned, 2 * BEAT)  # not the time that this process was stopped itself
         turned, beats = time.monotonic(), beats + 1
-        step, busy = ranks.began, busy + passed if ranks.began == step else 0.0
+        stage, began = ranks.stage, ranks.began  # once, and in this order: the main thread sets them in it
+        busy = busy + passed if began is not None and began == step else 0.0
+        step = began
         try:
             if store.check(["said"]) and not ranks.spoke:
                 os._exit(1)
             store.set(_beat(ranks.rank), str(beats))
             _listen(store, heard, silent, passed)
-            reason = _reason(ranks, heard, silent, busy)
+            reason = _reason(ranks, stage, heard, silent, busy)
         except RuntimeError:
             reason = STORE_GONE
         reason = next((SIGNALS[each] for each in SIGNALS if each in signals), reason)
@@ -104,14 +106,14 @@ def _listen(store: Any, heard: dict[int, bytes], silent: dict[int, float], passe
             heard[rank] = beat
 
 
-def _reason(ranks: Ranks, heard: dict[int, bytes], silent: dict[int, float], busy: float) -> str | None:
+def _reason(ranks: Ranks, stage: str, heard: dict[int, bytes], silent: dict[int, float], busy: float) -> str | None:
     """Why the run must end; None if all is well."""
     for rank, seconds in silent.items():
         if rank in heard and seconds > STALE:
             return f"rank {rank} has not answered for {STALE:.0f} s, so it is dead or stopped"
         if seconds > JOIN:
             return f"rank {rank} has not come for {JOIN:.0f} s"
-    if ranks.began is not None and busy > patience(ranks.slowest.get(ranks.stage)):
+    if busy > patience(ranks.slowest.get(stage)):
         return f"rank {ranks.rank} has made no progress for {busy / 60:.0f} min"
     return None
 

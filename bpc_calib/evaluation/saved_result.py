@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 from bpc_artifacts import ProjectionArtifact
 from bpc_artifacts.errors import why
 from bpc_calib.errors import InputError
+from bpc_calib.evaluation.figures import FIGURES
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 
-__all__ = ["FIGURES", "read_result"]
+__all__ = ["MOST_BYTES", "read_result"]
 
-FIGURES = ("loss_difference", "kl", "recall", "mass", "best_kept", "cosine")  # of plain text
 MOST_BYTES = 64 << 20  # far above every result
 
 

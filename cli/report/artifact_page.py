@@ -12,7 +12,6 @@ from bpc_cli.report.parts import (
     facts,
     figures,
     file_facts,
-    is_high,
     key,
     keys,
     scale_key,
@@ -33,18 +32,16 @@ __all__ = ["artifact_page", "by_head", "curves_of", "ranges_of"]
 
 def artifact_page(each: "Inspected") -> str:
     """One page about an artifact: verdict, residuals, text, how it was made, and its evaluation if there is one."""
-    from bpc_artifacts import verdict
     from bpc_artifacts.verdict import HIGH
 
     artifact, metadata = each.artifact, each.artifact.metadata
-    sentences = verdict(artifact)
     algorithm, model = metadata["algorithm"], metadata["model"]
     return document(
         f"{model['id']}: BPC artifact",
         element("p", "BPC artifact, made by bpc ", metadata["bpc_version"], class_="above"),
         element("h1", model["id"]),
         element("p", f"{each.path.name}: codes of {algorithm['bits']} bits per key", class_="below"),
-        verdict_box(sentences, is_high(artifact, sentences)),
+        verdict_box(artifact),
         figures(_figures(artifact)),
         _layers(artifact, HIGH),
         _heads(artifact, HIGH),

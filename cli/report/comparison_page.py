@@ -11,7 +11,6 @@ from bpc_cli.report.parts import (
     evaluation,
     facts,
     file_facts,
-    is_high,
     key,
     keys,
     scale_key,
@@ -56,25 +55,21 @@ def comparison_page(one: "Inspected", two: "Inspected") -> str:
         _heads(found, pair, HIGH),
         _bits(found, pair, HIGH),
         *evaluations,
-        *_texts(found, pair),
+        *_texts(pair),
         section("The same in both", facts(found.same)),
         element("footer", "A residual of 0 means that codes describe keys completely, one of 1 that they say nothing."),
     )
 
 
 def _head(number: int, each: "Inspected") -> Html:
-    from bpc_artifacts import verdict
-
-    sentences = verdict(each.artifact)
     title = element("h2", element("span", NAMES[number], class_=f"tag {STYLES[number]}"), each.path.name)
-    box = verdict_box(sentences, is_high(each.artifact, sentences))
-    return element("section", title, facts(file_facts(each)), box)
+    return element("section", title, facts(file_facts(each)), verdict_box(each.artifact))
 
 
 def _layers(found: Comparison, pair: "tuple[Inspected, Inspected]", limit: float) -> Html:
     details = element("details", element("summary", "The numbers"), table(residual_table(found)))
     notes = [element("p", note, class_="lead") for note in found.notes]
-    if not found.change or len(found.fitted[0]) != len(found.fitted[1]):
+    if not found.change or set(found.fitted[0]) != set(found.fitted[1]):
         return section("Residual by layer", *notes, details)
     series, signs = [], []
     for number, each in enumerate(pair):
@@ -102,8 +97,11 @@ def _heads(found: Comparison, pair: "tuple[Inspected, Inspected]", limit: float)
     return section("Residual by layer and head", element("div", *maps, class_="maps"), keys(*signs), lead=lead)
 
 
-def _texts(found: Comparison, pair: "tuple[Inspected, Inspected]") -> list[Html]:
-    if "text" in found.same:
+def _texts(pair: "tuple[Inspected, Inspected]") -> list[Html]:
+    metadata = [each.artifact.metadata for each in pair]
+    sources = [each["calibration"]["sources"] for each in metadata]
+    aside = [(each["metrics"].get("held_out") or {}).get("samples") for each in metadata]
+    if sources[0] == sources[1] and aside[0] == aside[1]:
         return [text_section(pair[0].artifact, "Calibration text of both")]
     return [text_section(each.artifact, f"Calibration text of {n}") for n, each in zip(NAMES, pair, strict=True)]
 

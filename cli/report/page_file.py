@@ -8,7 +8,7 @@ from bpc_cli.report.parts import GENERATOR
 if TYPE_CHECKING:
     from bpc_artifacts.replacing import Kind
 
-__all__ = ["write_page"]
+__all__ = ["check_page", "write_page"]
 
 _BYTES = 1 << 20  # about the size of a page of the largest model
 

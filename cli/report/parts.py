@@ -1,6 +1,6 @@
 """The parts that all pages have: the document, facts, figures, tables, the text, an evaluation."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bpc_calib.evaluation.methods import METHODS
@@ -20,7 +20,6 @@ __all__ = [
     "facts",
     "figures",
     "file_facts",
-    "is_high",
     "key",
     "keys",
     "scale_key",
@@ -62,19 +61,12 @@ def scroll(*body: Html) -> Html:
     return element("div", *body, class_="scroll", tabindex="0")
 
 
-def verdict_box(sentences: Iterable[str], warn: bool) -> Html:
-    """The verdict in words; `warn` marks one that asks for something."""
-    return element("div", *(element("p", text) for text in sentences), class_="verdict warn" if warn else "verdict")
+def verdict_box(artifact: "ProjectionArtifact") -> Html:
+    """The verdict in words; one that asks for something stands out."""
+    from bpc_artifacts.verdict import asks_for_action, verdict
 
-
-def is_high(artifact: "ProjectionArtifact", sentences: Sequence[str]) -> bool:
-    """Whether a verdict asks for something: no new text, a residual there that is far higher, or more sentences."""
-    from bpc_artifacts.verdict import HOLDS
-    from bpc_cli.residual import fitted_residuals
-
-    held_out = artifact.metadata["metrics"].get("held_out")
-    own = fitted_residuals(artifact).values()
-    return len(sentences) > 1 or held_out is None or held_out["residual"] > HOLDS * sum(own) / len(own)
+    style = "verdict warn" if asks_for_action(artifact) else "verdict"
+    return element("div", *(element("p", text) for text in verdict(artifact)), class_=style)
 
 
 def figures(values: Mapping[str, str]) -> Html:
