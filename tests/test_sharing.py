@@ -171,7 +171,7 @@ def evaluation(artifact, /, **changes) -> dict:
     settings = {"prompts": 20, "raw": False, "min_tokens": 1, "dense_layers": [0]}
     metadata = artifact.metadata
     known = {"model": metadata["model"]["id"], "artifact": metadata["algorithm"], "settings": settings, "rows": rows}
-    return known | changes
+    return known | {"payload_sha256": metadata["payload_sha256"]} | changes
 
 
 def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_path):
@@ -195,6 +195,8 @@ def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_
     [
         ({"model": "org/other"}, "was made without these projections or with another model"),
         ({"artifact": None}, "was made without these projections or with another model"),
+        ({"payload_sha256": "0" * 64}, "was made without these projections or with another model"),
+        ({"payload_sha256": None}, "was made without these projections or with another model"),
         (
             {"rows": [{"task": "/home/x.yaml", "method": "bpc", "tokens": 1, "budget": 1}]},
             "/home/x.yaml is a local path",

@@ -20,6 +20,8 @@ MOST_BYTES = 64 << 20  # far above every result
 def read_result(path: Path, artifact: ProjectionArtifact) -> dict[str, Any]:
     """Return the `model`, `settings` and `rows` of a result; each row has only what tables show, checked.
 
+    Older results do not name the bytes of the projections; there, the settings of the calibration have to do.
+
     Raises:
         InputError: the file is no such result, or it was made with another model or other projections.
     """
@@ -32,13 +34,14 @@ def read_result(path: Path, artifact: ProjectionArtifact) -> dict[str, Any]:
             "settings": _settings(found["settings"]),
             "rows": [_row(row) for row in _of(found["rows"], list)],
         }
-        made_with = found["artifact"]
+        made_with = found["artifact"], found.get("payload_sha256", artifact.metadata["payload_sha256"])
     except OSError as fault:
         raise InputError(f"{path}: cannot be read: {why(fault)}") from fault
     except (ValueError, KeyError, TypeError, RecursionError) as fault:
         raise InputError(f"{path}: not a result of bpc eval: give the file that bpc eval --output wrote") from fault
     model = artifact.metadata["model"]["id"]
-    if made_with != artifact.metadata["algorithm"] or result["model"] != model:
+    these = artifact.metadata["algorithm"], artifact.metadata["payload_sha256"]
+    if made_with != these or result["model"] != model:
         raise InputError(
             f"{path}: was made without these projections or with another model than {model}: "
             "run bpc eval with this artifact"
