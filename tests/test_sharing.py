@@ -214,6 +214,38 @@ def test_an_evaluation_of_something_else_is_refused(changes, message, tmp_path):
         publishable_result(tmp_path / "eval.json", artifact)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"read": 10**400},
+        {"tokens": 10**400},
+        {"score": {"value": 10**400, "low": 0, "high": 1}},
+        {"metrics": {"acc,none": 0.5}},  # of lm_eval, whose tasks have other names
+        {"task": "text", "metrics": {"acc,none": 0.5}},
+        {"budget": None},  # only a method that takes no budget has none
+        {"budget": 0},
+        {"budget": -8},
+        {"budget": -0.02},
+        {"budget": 1.5},
+    ],
+)
+def test_an_evaluation_with_an_impossible_row_is_refused(changes, tmp_path):
+    artifact = stored(from_hub(), tmp_path)
+    row = evaluation(artifact)["rows"][0] | changes
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact, rows=[row])))
+    with pytest.raises(InputError, match="not a result of bpc eval: give the file that bpc eval --output wrote"):
+        publishable_result(tmp_path / "eval.json", artifact)
+
+
+def test_an_evaluation_in_a_pipe_is_refused_and_a_folder_cannot_be_read(tmp_path):
+    artifact = stored(from_hub(), tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: not a result of bpc eval: give the file that bpc eval --output wrote"):
+        publishable_result(tmp_path / "pipe", artifact)
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        publishable_result(tmp_path, artifact)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"rows": [NaN]}', "\xff", "[" * 100_000])
 def test_a_file_that_is_no_evaluation_is_refused(text, tmp_path):
     (tmp_path / "eval.json").write_text(text, encoding="latin-1")
