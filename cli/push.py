@@ -36,7 +36,7 @@ def push(
 ) -> None:
     """Publish projections on the Hub with a model card, after a look at what is published.
 
-    Local paths are not published: names of local models and texts become the last parts of their paths.
+    Local paths are not published: a local model becomes the last part of its path, and a local text its name.
 
     Example: bpc push Llama-3.1-8B-Instruct-bpc64.safetensors alice/Llama-3.1-8B-Instruct-bpc64
     """
@@ -113,7 +113,7 @@ def _show(target: "Target", files: dict[str, bytes], artifact: "ProjectionArtifa
     names = [source["name"] for source in metadata["calibration"]["sources"]]
     note(f"Names in them: model {metadata['model']['id']}, text {', '.join(names)}")
     if changed:
-        note(f"Local paths are left out: only their last parts are published ({', '.join(changed)})")
+        note(f"Local paths are left out: only these names are published ({', '.join(changed)})")
 
 
 def _result(target: "Target", files: dict[str, bytes], commit: str, changed: list[str]) -> dict[str, Any]:

@@ -64,12 +64,18 @@ def test_names_that_are_paths_become_their_last_parts(name, revision, published)
         np.testing.assert_array_equal(artifact.tensors()[tensor], array)
 
 
-def test_paths_of_texts_become_their_last_parts():
-    sources = [source("a/b", "/home/anna/letters"), source("demo-code", "demo/code"), source("c", "org/c", COMMIT)]
+def test_paths_of_texts_become_their_names(tmp_path):
+    sources = [
+        source("a/b", "/home/anna/b"), source("letters", "acme-lawsuit-2026"), source("demo-code", "demo/code"),
+        source("c", "org/c", COMMIT), source("d", "d"),
+    ]  # fmt: skip
     artifact, changed = publishable(test_artifact.artifact(model__id="llama", calibration__sources=sources))
     found = [(each["name"], each["path"]) for each in artifact.metadata["calibration"]["sources"]]
-    assert found == [("b", "letters"), ("demo-code", "demo/code"), ("c", "org/c")]
-    assert changed == ["metadata.calibration.sources[0].name", "metadata.calibration.sources[0].path"]
+    assert found == [("b", "b"), ("letters", "letters"), ("demo-code", "demo/code"), ("c", "org/c"), ("d", "d")]
+    where = "metadata.calibration.sources"
+    assert changed == [f"{where}[0].name", f"{where}[0].path", f"{where}[1].path"]
+    assert "lawsuit" not in model_card(stored(artifact, tmp_path), "alice/name")
+    assert b"lawsuit" not in (tmp_path / "stored.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
