@@ -58,7 +58,7 @@ def push(
         fail(f"{file}: {fault}")
     name = f"{repository.split('/')[-1]}.safetensors"
     target = look_up(repository, branch=revision, private=private, filename=name)
-    files = _files(artifact, name, repository, measured)
+    files = _files(artifact, name, target.reference, measured)
     _show(target, files, artifact, changed)
     if not yes and not typer.confirm("Publish?", err=True):
         note("Nothing was published.")
@@ -67,13 +67,14 @@ def push(
     if as_json:
         print_json(_result(target, files, commit, changed))
         return
-    what = "Unchanged" if commit == target.commit else "Updated" if target.commit else "Published"
+    new = target.commit is None or target.new_branch
+    what = "Published" if new else "Unchanged" if target.unchanged(commit) else "Updated"
     print(f"{what}: {constants.ENDPOINT}/{repository} at commit {commit}")
-    print(f"Use it with -a {repository}, or pinned with -a {repository}@{commit}")
+    print(f"Use it with -a {target.reference}, or pinned with -a {repository}@{commit}")
 
 
 def _files(
-    artifact: "ProjectionArtifact", name: str, repository: str, measured: dict[str, Any] | None
+    artifact: "ProjectionArtifact", name: str, reference: str, measured: dict[str, Any] | None
 ) -> dict[str, bytes]:
     """What is published: the artifact, the pictures if matplotlib is there, and the card."""
     from bpc_artifacts import save
@@ -84,7 +85,7 @@ def _files(
         files = {name: Path(folder, name).read_bytes()}
         pictures = _draw(artifact, measured, Path(folder))
         files |= {path.name: path.read_bytes() for path in pictures}
-    card = model_card(artifact, repository, evaluation=measured, pictures=[path.name for path in pictures])
+    card = model_card(artifact, reference, evaluation=measured, pictures=[path.name for path in pictures])
     return files | {"README.md": card.encode()}
 
 
@@ -124,7 +125,7 @@ def _result(target: "Target", files: dict[str, bytes], commit: str, changed: lis
         "pinned": f"{target.repository}@{commit}",
         "private": target.private,
         "created": target.commit is None,
-        "unchanged": commit == target.commit,
+        "unchanged": target.unchanged(commit),
         "files": {name: len(data) for name, data in files.items()},
         "shortened": changed,
     }

@@ -355,11 +355,20 @@ def test_a_second_push_updates_the_repository_and_branches_and_commits_stay_apar
         assert "Branch: next (new)" in answers[3][2]
         assert "exists: files of these names are replaced" in answers[4][2]
         assert answers[4][1].startswith("Updated: ")
-        # The repository is private: only its owner reads it.
-        server.repos["models", "alice/name-bpc32"].tags["v1"] = first["commit"]
-        answers = client(
+        versions = server.repos["models", "alice/name-bpc32"]
+        main, card = (versions.at(name).files["README.md"].decode() for name in ("main", "next"))
+        assert "@next" not in main
+        assert "# name-bpc32\n" in card
+        for words in ("-m org/name -a alice/name-bpc32@next --prompt", "$ bpc pull alice/name-bpc32@next\n"):
+            assert words in card
+        assert "`-a alice/name-bpc32@COMMIT` always takes the same file" in card
+        # A new branch may begin with equal files; the repository is private: only its owner reads it.
+        versions.branches["main"] = versions.branches.pop("next")
+        versions.tags["v1"] = first["commit"]
+        (code, out, _), *answers = client(
             server.url,
             [
+                (*push[:-1], "--revision", "next", "--evaluation", "eval.json"),
                 ("inspect", f"alice/name-bpc32@{first['commit']}"),
                 ("inspect", "alice/name-bpc32", "--revision", "next"),
                 ("inspect", "alice/name-bpc32@next", "--revision", "next"),
@@ -368,6 +377,12 @@ def test_a_second_push_updates_the_repository_and_branches_and_commits_stay_apar
                 (*push, "--revision", "v1"),
             ],
         )
+        assert code == 0
+        assert versions.branches["next"] == versions.branches["main"]
+        assert out.splitlines() == [
+            f"Published: {server.url}/alice/name-bpc32 at commit {branch['commit']}",
+            f"Use it with -a alice/name-bpc32@next, or pinned with -a alice/name-bpc32@{branch['commit']}",
+        ]
         assert [code for code, _, _ in answers] == [0, 0, 1, 1, 0, 1], answers
         assert "give one revision, as alice/name-bpc32@REVISION or with --revision" in answers[2][2]
         assert "has no such revision" in answers[3][2]

@@ -29,6 +29,15 @@ class Target:
     commit: str | None
     new_branch: bool
 
+    @property
+    def reference(self) -> str:
+        """What `-a` takes to use the newest commit of the branch."""
+        return self.repository if self.branch == "main" else f"{self.repository}@{self.branch}"
+
+    def unchanged(self, commit: str) -> bool:
+        """Whether a commit was there before; a new branch may begin with it."""
+        return commit == self.commit and not self.new_branch
+
 
 def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Target:
     """Look where files would go. Changes nothing.
