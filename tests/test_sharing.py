@@ -286,19 +286,24 @@ def client(folder):
 
     def run(url, commands, **variables):
         words = [[str(word) for word in command] for command in commands]
-        done = subprocess.run(
-            [sys.executable, "-c", COMMANDS, json.dumps(words)],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env={**os.environ, **environment(url, folder / "home"), "HF_TOKEN": "hf_alice", **variables},
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return json.loads(python(COMMANDS, json.dumps(words), url=url, folder=folder, **variables))
 
     return run
+
+
+def python(program, *words, url, folder, **variables) -> str:
+    """Run a program in a new process that talks to the local server as alice; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **environment(url, folder / "home"), "HF_TOKEN": "hf_alice", **variables},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def uploads(server) -> list[str]:
@@ -449,6 +454,42 @@ def test_a_connection_that_breaks_publishes_nothing_and_a_second_push_works(clie
         assert again[0] == 0, again[2]
         assert json.loads(again[1])["created"] is False
         assert server.broken == []
+
+
+CHANGES = """
+from bpc_calib.sharing.publishing import PublishingError, look_up, publish
+def card(text):
+    return {"README.md": f"---\\nlibrary_name: bpc\\n---\\n{text}".encode()}
+def target(branch):
+    return look_up("alice/name", branch=branch, private=False, filename="name.safetensors")
+def refused(target):
+    try:
+        publish(target, card("late"))
+    except PublishingError as fault:
+        print(fault)
+new = target("main")
+publish(new, card("first"))
+refused(new)
+main, next, other = target("main"), target("next"), target("other")
+publish(main, card("second"))
+refused(main)
+publish(next, {"notes.md": b"next"})
+refused(next)
+publish(other, {"notes.md": b"other"})
+"""
+
+
+def test_what_changes_between_the_check_and_the_commit_is_not_replaced(folder):
+    with hub.serve({}, {}) as server:
+        lines = python(CHANGES, url=server.url, folder=folder).splitlines()
+        assert lines == ["alice/name was changed meanwhile: run the command again to see what it holds now"] * 3
+        versions = server.repos["models", "alice/name"]
+        held = {branch: versions.at(branch).files for branch in versions.branches}
+    assert held["main"]["README.md"].endswith(b"second")
+    # The branches begin where they were looked up.
+    for branch in ("next", "other"):
+        assert held[branch]["README.md"].endswith(b"first")
+        assert held[branch]["notes.md"] == branch.encode()
 
 
 def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
