@@ -500,7 +500,10 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
     (folder / "bad" / "g.safetensors").write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     (folder / "out").mkdir()
     save(from_hub(algorithm__seed=7), folder / "other.safetensors")
-    (folder / "notes.txt").write_text("notes")
+    (folder / "taken").mkdir()
+    for path in (folder / "notes.txt", folder / "taken" / "notes.txt"):
+        path.write_text("notes")
+    (folder / "empty").touch()
     with hub.serve({"org/good": folder / "good", "org/bad": folder / "bad"}, {}) as server:
         pull = ("pull", "org/good")
         answers = client(
@@ -514,10 +517,40 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
                 (*pull, "-o", "other.safetensors"),
                 (*pull, "-o", "other.safetensors", "--force"),
                 (*pull, "-o", "notes.txt", "--force"),
-                (*pull, "-o", "none/x.safetensors"),
             ],
         )
-    assert [code for code, _, _ in answers] == [1, 1, 0, 0, 0, 1, 0, 1, 1], answers
+        before = len(server.requests)
+        early = client(
+            server.url,
+            [
+                (*pull, "-o", "notes.txt", "--force"),
+                (*pull, "-o", "empty"),
+                (*pull, "-o", "none/x.safetensors"),
+                (*pull, "-o", "x" * 300),
+                (*pull, "-o", "x" * 300 + "/x.safetensors"),
+                ("pull", "org/good/notes.txt"),
+                ("pull", "org/good/notes.txt", "-o", "taken"),
+            ],
+        )
+        assert len(server.requests) == before
+    for (code, out, error), message in zip(
+        early,
+        [
+            "notes.txt: exists and is not a BPC artifact, so it is never replaced",
+            "empty: exists; pass --force",
+            "there is no folder none: make it first",
+            "xxx: cannot be written: File name too long",
+            "/x.safetensors: ",
+            "notes.txt: exists and is not a BPC artifact",
+            "taken/notes.txt: exists and is not a BPC artifact",
+        ],
+        strict=True,
+    ):
+        assert (code, out) == (1, "")
+        (line,) = error.splitlines()
+        assert line.startswith("Error: ")
+        assert message in line
+    assert [code for code, _, _ in answers] == [1, 1, 0, 0, 0, 1, 0, 1], answers
     assert "org/bad at " in answers[0][2]
     assert "damaged: the sha256 of its tensors is" in answers[0][2]
     assert "home" not in answers[0][2]
@@ -527,7 +560,6 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
     assert written["pinned"] == f"org/good@{written['commit']}"
     assert "other.safetensors: exists; pass --force" in answers[5][2]
     assert "notes.txt: exists and is not a BPC artifact, so it is never replaced" in answers[7][2]
-    assert "there is no folder none: make it first" in answers[8][2]
     for name in ("g.safetensors", "out/g.safetensors", "other.safetensors"):
         assert (folder / name).read_bytes() == original
     assert (folder / "notes.txt").read_text() == "notes"
