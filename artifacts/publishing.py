@@ -18,8 +18,9 @@ _GENERATED = re.compile(r"demo/[a-z]+")  # the path of generated text
 def publishable(artifact: ProjectionArtifact) -> tuple[ProjectionArtifact, list[str]]:
     """Return the artifact with the last parts of local paths as names, and the fields that this changed.
 
-    The names are those of the model and of the texts; the tensors stay as they are. A name without a revision counts as
-    local, because `ORG/NAME` looks like a path.
+    The names are those of the model and of the texts; the path of a local text becomes its name, so that `NAME=PATH`
+    publishes NAME alone. The tensors stay as they are. A name without a revision counts as local, because `ORG/NAME`
+    looks like a path.
 
     Raises:
         ArtifactError: there is a key that the format does not name, or another field holds a local path.
@@ -30,9 +31,12 @@ def publishable(artifact: ProjectionArtifact) -> tuple[ProjectionArtifact, list[
             "bpc_artifacts.load and bpc_artifacts.save, or upgrade bpc-calib if a newer version wrote the file"
         )
     metadata = deepcopy(dict(artifact.metadata))
-    changed = _shorten("metadata.model", metadata["model"], ("id",))
+    model = metadata["model"]
+    changed = _replace("metadata.model", model, "id", model["id"])
     for i, source in enumerate(metadata["calibration"]["sources"]):
-        changed += _shorten(f"metadata.calibration.sources[{i}]", source, ("name", "path"))
+        where = f"metadata.calibration.sources[{i}]"
+        changed += _replace(where, source, "name", source["name"])
+        changed += _replace(where, source, "path", source["name"])
     for where, text in _strings("metadata", metadata):
         if _PATH.search(text):
             raise ArtifactError(
@@ -42,16 +46,14 @@ def publishable(artifact: ProjectionArtifact) -> tuple[ProjectionArtifact, list[
     return ProjectionArtifact(artifact.layers, metadata), changed
 
 
-def _shorten(where: str, table: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    """Replace names that are local paths by their last parts; return the fields that changed."""
-    changed = []
-    for key in names:
-        name = table[key]
-        local = _PATH.search(name) or (table["revision"] is None and not _GENERATED.fullmatch(name))
-        if local and (short := _last_part(name)) != name:
-            table[key] = short
-            changed.append(f"{where}.{key}")
-    return changed
+def _replace(where: str, table: dict[str, Any], key: str, name: str) -> list[str]:
+    """Replace a local path by the last part of a name; return the field if that changed it."""
+    given, short = table[key], _last_part(name)
+    local = _PATH.search(given) or (table["revision"] is None and not _GENERATED.fullmatch(given))
+    if not local or given == short:
+        return []
+    table[key] = short
+    return [f"{where}.{key}"]
 
 
 def _last_part(path: str) -> str:

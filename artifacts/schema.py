@@ -150,7 +150,7 @@ def check(artifact: ProjectionArtifact) -> None:
             f"metadata.layers: expected the layers of the tensors {list(artifact.layers)}, found {metadata['layers']}"
         )
     _check_numbers(metadata)
-    _check_held_out(metadata)
+    _check_metrics(metadata)
     model = metadata["model"]
     kv_heads, head_dim, bits = model["kv_heads"], model["head_dim"], algorithm["bits"]
     product, parts = codes == "product", bits // 8
@@ -264,6 +264,25 @@ def _check_numbers(metadata: Mapping[str, Any]) -> None:
     _expect("metadata.layers", layers, f"the full-attention layers {full}", layers == full and layers != [])
 
 
+def _check_metrics(metadata: Mapping[str, Any]) -> None:
+    """Check the residuals in `metrics`, each of which may be absent."""
+    where, metrics = "metadata.metrics", metadata["metrics"]
+    if "residual" in metrics:
+        _check_residual(f"{where}.residual", metrics["residual"])
+    if "residual_by_layer" in metrics:
+        by_layer = metrics["residual_by_layer"]
+        _expect(f"{where}.residual_by_layer", by_layer, "a table", isinstance(by_layer, dict))
+        _check_by_layer(f"{where}.residual_by_layer", by_layer, metadata["layers"])
+        for name, value in by_layer.items():
+            _check_residual(f"{where}.residual_by_layer.{name}", value)
+    _check_held_out(metadata)
+
+
+def _check_by_layer(where: str, table: Mapping[str, Any], layers: list[int]) -> None:
+    names, found = [str(layer) for layer in layers], list(table)
+    _expect(where, found, f"the layers {names}", sorted(found) == sorted(names))
+
+
 def _check_held_out(metadata: Mapping[str, Any]) -> None:
     """Check `metrics.held_out`, which is absent or null where no sample was kept aside."""
     where, held_out = "metadata.metrics.held_out", metadata["metrics"].get("held_out")
@@ -273,11 +292,9 @@ def _check_held_out(metadata: Mapping[str, Any]) -> None:
     for key in ("samples", "keys_per_head"):
         _expect(f"{where}.{key}", held_out[key], "at least 1", held_out[key] >= 1)
     _check_residual(f"{where}.residual", held_out["residual"])
-    names = [str(layer) for layer in metadata["layers"]]
     for key in ("residual_by_layer", "residual_by_head"):
-        found = list(held_out[key])
-        _expect(f"{where}.{key}", found, f"the layers {names}", sorted(found) == sorted(names))
-    for name in names:
+        _check_by_layer(f"{where}.{key}", held_out[key], metadata["layers"])
+    for name in held_out["residual_by_layer"]:
         _check_residual(f"{where}.residual_by_layer.{name}", held_out["residual_by_layer"][name])
         heads, kv_heads = held_out["residual_by_head"][name], metadata["model"]["kv_heads"]
         place = f"{where}.residual_by_head.{name}"

@@ -53,15 +53,25 @@ def fetch_artifact(name: str, revision: str | None = None) -> tuple[Path, str]:
 
     parts = name.split("/")
     repo, wanted = "/".join(parts[:2]), "/".join(parts[2:])
+    place = repo
     try:
         if online():
             info = HfApi().model_info(repo, revision=revision, files_metadata=True)
             sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         else:
             cached = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+            place = f"the cache of {repo}"
             sizes = {file.relative_to(cached).as_posix(): file.stat().st_size for file in cached.rglob("*.*")}
-        found = [wanted] if wanted else [file for file in sizes if file.endswith(".safetensors")]
-        if len(found) != 1 or found[0] not in sizes:
+        there = [file for file in sizes if file.endswith(".safetensors")]
+        if wanted and wanted not in sizes:
+            choice = (
+                f": choose one of {', '.join(there[:5])}"
+                if there
+                else ", and no other safetensors file: choose another repository"
+            )
+            raise ArtifactError(f"{name}: {place} has no file {wanted}{choice}")
+        found = [wanted] if wanted else there
+        if len(found) != 1:
             raise ArtifactError(
                 f"{name}: expected one safetensors file, found {', '.join(found[:5]) or 'none'}: "
                 f"choose one with {repo}/FILE.safetensors"

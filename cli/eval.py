@@ -159,6 +159,7 @@ def eval_(
     result: dict[str, Any] = {
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
+        "payload_sha256": None if projections is None else projections.metadata["payload_sha256"],
         "settings": {"prompts": options.prompts, "forced": options.forced, "raw": options.raw, **wanted.rules},
     }
     with progress_bar("Evaluating", quiet) as progress:

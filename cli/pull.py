@@ -3,6 +3,7 @@
 import filecmp
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -40,15 +41,22 @@ def pull(
     from bpc_calib.hub import fetch_artifact
 
     name, wanted = split_revision(repository, revision)
-    if len(name.split("/")) < 2:
+    parts = name.split("/")
+    if len(parts) < 2:
         fail(f"{name}: expected an artifact on the Hub, as ORG/NAME")
+    place = Path() if output is None else output
+    in_folder = os.path.isdir(place)
+    if not in_folder or len(parts) > 2:
+        _check(place / parts[-1] if in_folder else place, force)
     found, commit = fetch_artifact(name, wanted)
     try:
         load(found)
     except ArtifactError as fault:
         fail(f"{name} at {commit}: {str(fault).removeprefix(f'{found}: ')}")
-    target = Path(found.name) if output is None else output / found.name if output.is_dir() else output
-    there = target.is_file() and os.access(target, os.R_OK) and filecmp.cmp(found, target, shallow=False)
+    target = place / found.name if in_folder else place
+    there = False
+    with suppress(OSError):  # it cannot be read
+        there = os.path.isfile(target) and filecmp.cmp(found, target, shallow=False)
     if not there:
         with replacing(target, force, ARTIFACT) as temporary:
             shutil.copyfile(found, temporary)
@@ -58,3 +66,15 @@ def pull(
         return
     print(f"{printable(target)} {'is already this file' if there else 'written'}: {name} at commit {commit}")
     print(f"To use this commit from the Hub: -a {pinned}")
+
+
+def _check(target: Path, force: bool) -> None:
+    """Refuse a target before the download; an artifact that is there may be the same one, so it is compared later."""
+    from bpc_artifacts import check_writable
+    from bpc_artifacts.file import ARTIFACT
+
+    there = False
+    with suppress(OSError):  # it cannot be read
+        there = os.path.isfile(target) and ARTIFACT.holds(target)
+    if not there:
+        check_writable(target, 0, overwrite=force)

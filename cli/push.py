@@ -36,7 +36,7 @@ def push(
 ) -> None:
     """Publish projections on the Hub with a model card, after a look at what is published.
 
-    Local paths are not published: names of local models and texts become the last parts of their paths.
+    Local paths are not published: a local model becomes the last part of its path, and a local text its name.
 
     Example: bpc push Llama-3.1-8B-Instruct-bpc64.safetensors alice/Llama-3.1-8B-Instruct-bpc64
     """
@@ -58,7 +58,7 @@ def push(
         fail(f"{file}: {fault}")
     name = f"{repository.split('/')[-1]}.safetensors"
     target = look_up(repository, branch=revision, private=private, filename=name)
-    files = _files(artifact, name, repository, measured)
+    files = _files(artifact, name, target.reference, measured)
     _show(target, files, artifact, changed)
     if not yes and not typer.confirm("Publish?", err=True):
         note("Nothing was published.")
@@ -67,13 +67,14 @@ def push(
     if as_json:
         print_json(_result(target, files, commit, changed))
         return
-    what = "Unchanged" if commit == target.commit else "Updated" if target.commit else "Published"
+    new = target.commit is None or target.new_branch
+    what = "Published" if new else "Unchanged" if target.unchanged(commit) else "Updated"
     print(f"{what}: {constants.ENDPOINT}/{repository} at commit {commit}")
-    print(f"Use it with -a {repository}, or pinned with -a {repository}@{commit}")
+    print(f"Use it with -a {target.reference}, or pinned with -a {repository}@{commit}")
 
 
 def _files(
-    artifact: "ProjectionArtifact", name: str, repository: str, measured: dict[str, Any] | None
+    artifact: "ProjectionArtifact", name: str, reference: str, measured: dict[str, Any] | None
 ) -> dict[str, bytes]:
     """What is published: the artifact, the pictures if matplotlib is there, and the card."""
     from bpc_artifacts import save
@@ -84,7 +85,7 @@ def _files(
         files = {name: Path(folder, name).read_bytes()}
         pictures = _draw(artifact, measured, Path(folder))
         files |= {path.name: path.read_bytes() for path in pictures}
-    card = model_card(artifact, repository, evaluation=measured, pictures=[path.name for path in pictures])
+    card = model_card(artifact, reference, evaluation=measured, pictures=[path.name for path in pictures])
     return files | {"README.md": card.encode()}
 
 
@@ -113,7 +114,7 @@ def _show(target: "Target", files: dict[str, bytes], artifact: "ProjectionArtifa
     names = [source["name"] for source in metadata["calibration"]["sources"]]
     note(f"Names in them: model {metadata['model']['id']}, text {', '.join(names)}")
     if changed:
-        note(f"Local paths are left out: only their last parts are published ({', '.join(changed)})")
+        note(f"Local paths are left out: only these names are published ({', '.join(changed)})")
 
 
 def _result(target: "Target", files: dict[str, bytes], commit: str, changed: list[str]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _result(target: "Target", files: dict[str, bytes], commit: str, changed: lis
         "pinned": f"{target.repository}@{commit}",
         "private": target.private,
         "created": target.commit is None,
-        "unchanged": commit == target.commit,
+        "unchanged": target.unchanged(commit),
         "files": {name: len(data) for name, data in files.items()},
         "shortened": changed,
     }

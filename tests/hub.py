@@ -226,14 +226,17 @@ class _Handler(BaseHTTPRequestHandler):
         if action == "branch":
             if branch in versions.branches:
                 raise Refused(HTTPStatus.CONFLICT, "Reference already exists")
-            versions.branches[branch] = versions.branches["main"]
+            start = versions.at(json.loads(body).get("startingPoint", "main"))
+            if start is None:
+                raise Refused(HTTPStatus.NOT_FOUND, "Invalid rev id", "RevisionNotFound")
+            versions.branches[branch] = start.commit
             return {}
         if branch not in versions.branches:
             raise Refused(HTTPStatus.NOT_FOUND, f"Invalid rev id: {branch}", "RevisionNotFound")
         before = versions.commits[versions.branches[branch]]
         if action == "preupload":
             return hub_uploads.upload_modes(body, before.oids)
-        files = hub_uploads.committed(body, before.files, self.server.objects)
+        files = hub_uploads.committed(body, before.files, before.commit, self.server.objects)
         after = _Repo(before.id, files, private=before.private)
         versions.commits[after.commit] = after
         versions.branches[branch] = after.commit

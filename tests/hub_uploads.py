@@ -94,8 +94,8 @@ def store(oid: str, body: bytes, objects: Objects) -> None:
     objects.stored[oid] = body
 
 
-def committed(body: bytes, files: Mapping[str, bytes], objects: Objects) -> dict[str, bytes]:
-    """Return all files after a commit, whose body is one JSON document per line."""
+def committed(body: bytes, files: Mapping[str, bytes], parent: str, objects: Objects) -> dict[str, bytes]:
+    """Return all files after a commit on `parent`, whose body is one JSON document per line."""
     changed = dict(files)
     for line in body.splitlines():
         operation = json.loads(line)
@@ -106,6 +106,10 @@ def committed(body: bytes, files: Mapping[str, bytes], objects: Objects) -> dict
             if value["oid"] not in objects.stored:
                 raise Refused(HTTPStatus.BAD_REQUEST, f"{value['path']}: its LFS object was not uploaded")
             changed[value["path"]] = objects.stored[value["oid"]]
-        elif operation["key"] != "header":
+        elif operation["key"] == "header":
+            if value.get("parentCommit", parent) != parent:
+                message = "A commit has happened since. Please refresh and try again."
+                raise Refused(HTTPStatus.PRECONDITION_FAILED, message)
+        else:
             raise Refused(HTTPStatus.BAD_REQUEST, f"{operation['key']}: not supported by this server")
     return changed

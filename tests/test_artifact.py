@@ -482,6 +482,26 @@ def test_residuals_of_held_out_samples_are_kept_and_checked(path):
             save(artifact(metrics__held_out=table), path, overwrite=True)
 
 
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"residual": "by Anna"}, "residual: expected a finite number of 0 or more, found 'by Anna'"),
+        ({"residual": True}, "residual: expected a finite number of 0 or more, found True"),
+        ({"residual": None}, "residual: expected a finite number of 0 or more, found None"),
+        ({"residual_by_layer": "by Anna"}, "residual_by_layer: expected a table, found 'by Anna'"),
+        ({"residual_by_layer": {"0": 0.5}}, "residual_by_layer: expected the layers ['0', '2'], found ['0']"),
+        ({"residual_by_layer": {"0": 1, "2": -1}}, "residual_by_layer.2: expected a finite number of 0 or more"),
+        ({"residual_by_layer": {"0": {"by": "Anna"}, "2": 1}}, "residual_by_layer.0: expected a finite number"),
+    ],
+)
+def test_residuals_of_fitted_samples_are_checked_where_they_are_present(path, metrics, message):
+    for good in ({}, {"residual": 0.5, "residual_by_layer": {"0": 0.25, "2": 1}}):
+        save(artifact(metrics=good), path, overwrite=True)
+        assert load(path).metadata["metrics"] == good
+    with pytest.raises(ArtifactError, match=re.escape(f"metadata.metrics.{message}")):
+        save(artifact(metrics=metrics), path, overwrite=True)
+
+
 def test_only_an_artifact_or_an_empty_file_is_replaced(path, tmp_path):
     whole = path.read_bytes()
     other = safetensors.numpy.save({"x": np.zeros(3, np.float32)}, {"format": "pt"})

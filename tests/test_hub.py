@@ -176,7 +176,9 @@ def test_inspect_an_artifact_on_the_hub(bpc_process, bpc, tmp_path):
     (tmp_path / "large").mkdir()
     with open(tmp_path / "large" / "model.safetensors", "wb") as file:
         file.truncate((1 << 30) + 1)
+    (tmp_path / "empty").mkdir()
     repositories = {"org/two": one, "org/one": tmp_path / "single", "org/large": tmp_path / "large"}
+    repositories["org/none-yet"] = tmp_path / "empty"
     with hub.serve(repositories, {}) as server:
         seen = environment(server.url, tmp_path / "home")
         shown = json.loads(bpc_process("inspect", "org/one", "--json", **seen).out)
@@ -191,8 +193,16 @@ def test_inspect_an_artifact_on_the_hub(bpc_process, bpc, tmp_path):
             in error
         )
         assert "expected an artifact of at most" in one_error(bpc_process("inspect", "org/large", **seen))
-        assert "found no.safetensors" in one_error(bpc_process("inspect", "org/two/no.safetensors", **seen))
+        error = one_error(bpc_process("inspect", "org/two/no.safetensors", **seen))
+        assert error == (
+            "Error: org/two/no.safetensors: org/two has no file no.safetensors: "
+            "choose one of b32.safetensors, b64.safetensors"
+        )
+        error = one_error(bpc_process("inspect", "org/none-yet/a.safetensors", **seen))
+        assert "org/none-yet has no file a.safetensors, and no other safetensors file: choose another" in error
     offline = seen | {"HF_HUB_OFFLINE": "1"}
     for name in ("org/one", "org/two/b64.safetensors"):
         ran = bpc_process("inspect", name, **offline)
         assert ran.code == 0, ran.err
+    error = one_error(bpc_process("inspect", "org/two/b32.safetensors", **offline))
+    assert "the cache of org/two has no file b32.safetensors: choose one of b64.safetensors" in error

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -348,6 +349,12 @@ def test_a_real_evaluation(bpc, pair, model_folder, tmp_path):
     shown = bpc("inspect", pair[0], "--evaluation", tmp_path / "e.json", "--html", tmp_path / "a.html")
     assert shown.code == 0, shown.err
     assert ran.out in shown.out  # the same tables
+    one = load(pair[0])
+    layers = {index: replace(layer, residual=layer.residual / 2) for index, layer in one.layers.items()}
+    save(ProjectionArtifact(layers, one.metadata), tmp_path / "other.safetensors")  # made in the same way
+    other = bpc("inspect", tmp_path / "other.safetensors", "--evaluation", tmp_path / "e.json")
+    assert (other.code, other.out) == (1, "")
+    assert "e.json: was made without these projections or with another model than tiny-llama" in other.err
     row = next(each for each in json.loads((tmp_path / "e.json").read_text())["rows"] if each["method"] == "bpc")
     assert f"|{row['read']:.1%}|{row['loss_difference']['value']:.3f} ±" in Page((tmp_path / "a.html").read_text()).text
 

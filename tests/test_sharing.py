@@ -64,12 +64,18 @@ def test_names_that_are_paths_become_their_last_parts(name, revision, published)
         np.testing.assert_array_equal(artifact.tensors()[tensor], array)
 
 
-def test_paths_of_texts_become_their_last_parts():
-    sources = [source("a/b", "/home/anna/letters"), source("demo-code", "demo/code"), source("c", "org/c", COMMIT)]
+def test_paths_of_texts_become_their_names(tmp_path):
+    sources = [
+        source("a/b", "/home/anna/b"), source("letters", "acme-lawsuit-2026"), source("demo-code", "demo/code"),
+        source("c", "org/c", COMMIT), source("d", "d"),
+    ]  # fmt: skip
     artifact, changed = publishable(test_artifact.artifact(model__id="llama", calibration__sources=sources))
     found = [(each["name"], each["path"]) for each in artifact.metadata["calibration"]["sources"]]
-    assert found == [("b", "letters"), ("demo-code", "demo/code"), ("c", "org/c")]
-    assert changed == ["metadata.calibration.sources[0].name", "metadata.calibration.sources[0].path"]
+    assert found == [("b", "b"), ("letters", "letters"), ("demo-code", "demo/code"), ("c", "org/c"), ("d", "d")]
+    where = "metadata.calibration.sources"
+    assert changed == [f"{where}[0].name", f"{where}[0].path", f"{where}[1].path"]
+    assert "lawsuit" not in model_card(stored(artifact, tmp_path), "alice/name")
+    assert b"lawsuit" not in (tmp_path / "stored.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +177,7 @@ def evaluation(artifact, /, **changes) -> dict:
     settings = {"prompts": 20, "raw": False, "min_tokens": 1, "dense_layers": [0]}
     metadata = artifact.metadata
     known = {"model": metadata["model"]["id"], "artifact": metadata["algorithm"], "settings": settings, "rows": rows}
-    return known | changes
+    return known | {"payload_sha256": metadata["payload_sha256"]} | changes
 
 
 def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_path):
@@ -195,6 +201,8 @@ def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_
     [
         ({"model": "org/other"}, "was made without these projections or with another model"),
         ({"artifact": None}, "was made without these projections or with another model"),
+        ({"payload_sha256": "0" * 64}, "was made without these projections or with another model"),
+        ({"payload_sha256": None}, "was made without these projections or with another model"),
         (
             {"rows": [{"task": "/home/x.yaml", "method": "bpc", "tokens": 1, "budget": 1}]},
             "/home/x.yaml is a local path",
@@ -210,6 +218,38 @@ def test_an_evaluation_of_something_else_is_refused(changes, message, tmp_path):
     (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact, **changes)))
     with pytest.raises(InputError, match=message):
         publishable_result(tmp_path / "eval.json", artifact)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"read": 10**400},
+        {"tokens": 10**400},
+        {"score": {"value": 10**400, "low": 0, "high": 1}},
+        {"metrics": {"acc,none": 0.5}},  # of lm_eval, whose tasks have other names
+        {"task": "text", "metrics": {"acc,none": 0.5}},
+        {"budget": None},  # only a method that takes no budget has none
+        {"budget": 0},
+        {"budget": -8},
+        {"budget": -0.02},
+        {"budget": 1.5},
+    ],
+)
+def test_an_evaluation_with_an_impossible_row_is_refused(changes, tmp_path):
+    artifact = stored(from_hub(), tmp_path)
+    row = evaluation(artifact)["rows"][0] | changes
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact, rows=[row])))
+    with pytest.raises(InputError, match="not a result of bpc eval: give the file that bpc eval --output wrote"):
+        publishable_result(tmp_path / "eval.json", artifact)
+
+
+def test_an_evaluation_in_a_pipe_is_refused_and_a_folder_cannot_be_read(tmp_path):
+    artifact = stored(from_hub(), tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: not a result of bpc eval: give the file that bpc eval --output wrote"):
+        publishable_result(tmp_path / "pipe", artifact)
+    with pytest.raises(InputError, match="cannot be read: Is a directory"):
+        publishable_result(tmp_path, artifact)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"rows": [NaN]}', "\xff", "[" * 100_000])
@@ -246,19 +286,24 @@ def client(folder):
 
     def run(url, commands, **variables):
         words = [[str(word) for word in command] for command in commands]
-        done = subprocess.run(
-            [sys.executable, "-c", COMMANDS, json.dumps(words)],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env={**os.environ, **environment(url, folder / "home"), "HF_TOKEN": "hf_alice", **variables},
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return json.loads(python(COMMANDS, json.dumps(words), url=url, folder=folder, **variables))
 
     return run
+
+
+def python(program, *words, url, folder, **variables) -> str:
+    """Run a program in a new process that talks to the local server as alice; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **environment(url, folder / "home"), "HF_TOKEN": "hf_alice", **variables},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def uploads(server) -> list[str]:
@@ -315,11 +360,20 @@ def test_a_second_push_updates_the_repository_and_branches_and_commits_stay_apar
         assert "Branch: next (new)" in answers[3][2]
         assert "exists: files of these names are replaced" in answers[4][2]
         assert answers[4][1].startswith("Updated: ")
-        # The repository is private: only its owner reads it.
-        server.repos["models", "alice/name-bpc32"].tags["v1"] = first["commit"]
-        answers = client(
+        versions = server.repos["models", "alice/name-bpc32"]
+        main, card = (versions.at(name).files["README.md"].decode() for name in ("main", "next"))
+        assert "@next" not in main
+        assert "# name-bpc32\n" in card
+        for words in ("-m org/name -a alice/name-bpc32@next --prompt", "$ bpc pull alice/name-bpc32@next\n"):
+            assert words in card
+        assert "`-a alice/name-bpc32@COMMIT` always takes the same file" in card
+        # A new branch may begin with equal files; the repository is private: only its owner reads it.
+        versions.branches["main"] = versions.branches.pop("next")
+        versions.tags["v1"] = first["commit"]
+        (code, out, _), *answers = client(
             server.url,
             [
+                (*push[:-1], "--revision", "next", "--evaluation", "eval.json"),
                 ("inspect", f"alice/name-bpc32@{first['commit']}"),
                 ("inspect", "alice/name-bpc32", "--revision", "next"),
                 ("inspect", "alice/name-bpc32@next", "--revision", "next"),
@@ -328,6 +382,12 @@ def test_a_second_push_updates_the_repository_and_branches_and_commits_stay_apar
                 (*push, "--revision", "v1"),
             ],
         )
+        assert code == 0
+        assert versions.branches["next"] == versions.branches["main"]
+        assert out.splitlines() == [
+            f"Published: {server.url}/alice/name-bpc32 at commit {branch['commit']}",
+            f"Use it with -a alice/name-bpc32@next, or pinned with -a alice/name-bpc32@{branch['commit']}",
+        ]
         assert [code for code, _, _ in answers] == [0, 0, 1, 1, 0, 1], answers
         assert "give one revision, as alice/name-bpc32@REVISION or with --revision" in answers[2][2]
         assert "has no such revision" in answers[3][2]
@@ -396,6 +456,42 @@ def test_a_connection_that_breaks_publishes_nothing_and_a_second_push_works(clie
         assert server.broken == []
 
 
+CHANGES = """
+from bpc_calib.sharing.publishing import PublishingError, look_up, publish
+def card(text):
+    return {"README.md": f"---\\nlibrary_name: bpc\\n---\\n{text}".encode()}
+def target(branch):
+    return look_up("alice/name", branch=branch, private=False, filename="name.safetensors")
+def refused(target):
+    try:
+        publish(target, card("late"))
+    except PublishingError as fault:
+        print(fault)
+new = target("main")
+publish(new, card("first"))
+refused(new)
+main, next, other = target("main"), target("next"), target("other")
+publish(main, card("second"))
+refused(main)
+publish(next, {"notes.md": b"next"})
+refused(next)
+publish(other, {"notes.md": b"other"})
+"""
+
+
+def test_what_changes_between_the_check_and_the_commit_is_not_replaced(folder):
+    with hub.serve({}, {}) as server:
+        lines = python(CHANGES, url=server.url, folder=folder).splitlines()
+        assert lines == ["alice/name was changed meanwhile: run the command again to see what it holds now"] * 3
+        versions = server.repos["models", "alice/name"]
+        held = {branch: versions.at(branch).files for branch in versions.branches}
+    assert held["main"]["README.md"].endswith(b"second")
+    # The branches begin where they were looked up.
+    for branch in ("next", "other"):
+        assert held[branch]["README.md"].endswith(b"first")
+        assert held[branch]["notes.md"] == branch.encode()
+
+
 def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
     original = (folder / "a.safetensors").read_bytes()
     (folder / "good").mkdir()
@@ -404,7 +500,10 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
     (folder / "bad" / "g.safetensors").write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     (folder / "out").mkdir()
     save(from_hub(algorithm__seed=7), folder / "other.safetensors")
-    (folder / "notes.txt").write_text("notes")
+    (folder / "taken").mkdir()
+    for path in (folder / "notes.txt", folder / "taken" / "notes.txt"):
+        path.write_text("notes")
+    (folder / "empty").touch()
     with hub.serve({"org/good": folder / "good", "org/bad": folder / "bad"}, {}) as server:
         pull = ("pull", "org/good")
         answers = client(
@@ -418,10 +517,40 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
                 (*pull, "-o", "other.safetensors"),
                 (*pull, "-o", "other.safetensors", "--force"),
                 (*pull, "-o", "notes.txt", "--force"),
-                (*pull, "-o", "none/x.safetensors"),
             ],
         )
-    assert [code for code, _, _ in answers] == [1, 1, 0, 0, 0, 1, 0, 1, 1], answers
+        before = len(server.requests)
+        early = client(
+            server.url,
+            [
+                (*pull, "-o", "notes.txt", "--force"),
+                (*pull, "-o", "empty"),
+                (*pull, "-o", "none/x.safetensors"),
+                (*pull, "-o", "x" * 300),
+                (*pull, "-o", "x" * 300 + "/x.safetensors"),
+                ("pull", "org/good/notes.txt"),
+                ("pull", "org/good/notes.txt", "-o", "taken"),
+            ],
+        )
+        assert len(server.requests) == before
+    for (code, out, error), message in zip(
+        early,
+        [
+            "notes.txt: exists and is not a BPC artifact, so it is never replaced",
+            "empty: exists; pass --force",
+            "there is no folder none: make it first",
+            "xxx: cannot be written: File name too long",
+            "/x.safetensors: ",
+            "notes.txt: exists and is not a BPC artifact",
+            "taken/notes.txt: exists and is not a BPC artifact",
+        ],
+        strict=True,
+    ):
+        assert (code, out) == (1, "")
+        (line,) = error.splitlines()
+        assert line.startswith("Error: ")
+        assert message in line
+    assert [code for code, _, _ in answers] == [1, 1, 0, 0, 0, 1, 0, 1], answers
     assert "org/bad at " in answers[0][2]
     assert "damaged: the sha256 of its tensors is" in answers[0][2]
     assert "home" not in answers[0][2]
@@ -431,7 +560,6 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
     assert written["pinned"] == f"org/good@{written['commit']}"
     assert "other.safetensors: exists; pass --force" in answers[5][2]
     assert "notes.txt: exists and is not a BPC artifact, so it is never replaced" in answers[7][2]
-    assert "there is no folder none: make it first" in answers[8][2]
     for name in ("g.safetensors", "out/g.safetensors", "other.safetensors"):
         assert (folder / name).read_bytes() == original
     assert (folder / "notes.txt").read_text() == "notes"

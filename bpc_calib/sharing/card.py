@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 def model_card(
     artifact: ProjectionArtifact,
-    repository: str,
+    reference: str,
     *,
     evaluation: Mapping[str, Any] | None = None,
     pictures: Sequence[str] = (),
@@ -28,7 +28,7 @@ def model_card(
 
     Args:
         artifact: see `bpc_artifacts.publishing.publishable`.
-        repository: `ORG/NAME` on the Hub.
+        reference: `ORG/NAME` on the Hub, or `ORG/NAME@BRANCH` for another branch than main.
         evaluation: see `quality.publishable_result`.
         pictures: which of `RESIDUALS` and `BUDGETS` are beside the card.
     """
@@ -47,10 +47,10 @@ def model_card(
         datasets=sorted(set(datasets)) or None,
     )
     parts = [
-        f"# {repository.split('/')[1]}",
+        f"# {_repository(reference).split('/')[1]}",
         _what(metadata, base),
         "## Use",
-        _use(metadata, base, repository),
+        _use(metadata, base, reference),
         "## Calibration",
         _calibration(metadata),
         "## Residuals",
@@ -60,6 +60,10 @@ def model_card(
         parts += ["## Measured quality", quality(evaluation)]
         parts += [f"![Quality by budget, one line per method]({BUDGETS})"] if BUDGETS in pictures else []
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+
+
+def _repository(reference: str) -> str:
+    return reference.partition("@")[0]
 
 
 def _hub_id(path: str, revision: str | None) -> str | None:
@@ -81,7 +85,7 @@ def _what(metadata: Mapping[str, Any], base: str | None) -> str:
     )
 
 
-def _use(metadata: Mapping[str, Any], base: str | None, repository: str) -> str:
+def _use(metadata: Mapping[str, Any], base: str | None, reference: str) -> str:
     local = metadata["model"]["id"]
     model = base if base is None or local == base else local  # a GGUF file in the repository of the model
     if model is None:
@@ -90,9 +94,9 @@ def _use(metadata: Mapping[str, Any], base: str | None, repository: str) -> str:
         model = base
     return (
         "Install BPC (the Python package `bpc-calib`), then:\n\n"
-        f"```console\n$ bpc generate -m {model} -a {repository} --prompt-file long.txt\n"
-        f"$ bpc chat -m {model} -a {repository}\n$ bpc inspect {repository}\n$ bpc pull {repository}\n```\n\n"
-        f"`-a {repository}@COMMIT` always takes the same file; `bpc pull` prints the commit."
+        f"```console\n$ bpc generate -m {model} -a {reference} --prompt-file long.txt\n"
+        f"$ bpc chat -m {model} -a {reference}\n$ bpc inspect {reference}\n$ bpc pull {reference}\n```\n\n"
+        f"`-a {_repository(reference)}@COMMIT` always takes the same file; `bpc pull` prints the commit."
     )
 
 

@@ -29,6 +29,15 @@ class Target:
     commit: str | None
     new_branch: bool
 
+    @property
+    def reference(self) -> str:
+        """What `-a` takes to use the newest commit of the branch."""
+        return self.repository if self.branch == "main" else f"{self.repository}@{self.branch}"
+
+    def unchanged(self, commit: str) -> bool:
+        """Whether a commit was there before; a new branch may begin with it."""
+        return commit == self.commit and not self.new_branch
+
 
 def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Target:
     """Look where files would go. Changes nothing.
@@ -102,7 +111,8 @@ def publish(target: Target, files: Mapping[str, bytes]) -> str:
     Equal files make no new commit.
 
     Raises:
-        PublishingError: the token may not write there, or the connection broke; the files are there all or none.
+        PublishingError: the token may not write there, the repository changed after `look_up`, or the connection broke;
+            the files are there all or none.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -111,7 +121,7 @@ def publish(target: Target, files: Mapping[str, bytes]) -> str:
         if target.commit is None:
             api.create_repo(target.repository, private=target.private)
         if target.new_branch:
-            api.create_branch(target.repository, branch=target.branch, exist_ok=True)
+            api.create_branch(target.repository, branch=target.branch, revision=target.commit)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the Hub's advice on the card
             commit = api.create_commit(
@@ -119,6 +129,7 @@ def publish(target: Target, files: Mapping[str, bytes]) -> str:
                 [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()],
                 commit_message="Publish projections of BPC",
                 revision=target.branch,
+                parent_commit=target.commit,
             )
     except Exception as fault:
         raise PublishingError(_explain(fault, target.repository)) from fault
@@ -132,6 +143,8 @@ def _explain(fault: Exception, repository: str) -> str:
         return "the Hub does not accept the token: run hf auth login again, or set HF_TOKEN to a valid one"
     if status == 403:
         return f"{repository}: the token may not write there: use a token with the right to write to {owner}"
+    if status in (409, 412):  # it exists already, or the branch has moved
+        return f"{repository} was changed meanwhile: run the command again to see what it holds now"
     if status is not None:
         return f"{repository}: the Hub refused ({status}): {first_line(fault)}"
     unreachable = explain(fault, repository)
