@@ -45,7 +45,7 @@ def short(results: Results) -> str:
     """What a user of `bpc generate` pays and gets: loss, bytes and speed with its default settings."""
     lines = []
     for model, found in models(results, "generate").items():
-        losses = [row for row in models(results, "defaults").get(model, {"rows": []})["rows"] if row["default_rules"]]
+        losses = [row for row in models(results, "defaults").get(model, {"rows": []})["rows"] if _default(row)]
         shortest = min(row["prompt_tokens"] for row in found["rows"])
         for row in found["rows"]:
             prompt, share, calibrated = row["prompt_tokens"], row["kv_bytes_share"], row["projections"] == "calibrated"
@@ -135,11 +135,16 @@ def defaults(results: Results) -> str:
     for model, found in models(results, "defaults").items():
         for row in _sorted(found["rows"]):
             if row["method"] in ("oracle", "bpc"):
-                setting = "as `bpc generate` decodes" if row["default_rules"] else "every layer chooses"
+                setting = "as `bpc generate` decodes" if _default(row) else "every layer chooses"
                 about = [model, f"{row['tokens']:,}", label(row["method"]), setting, _read(row)]
-                lines.append([*about, spread(row["loss_difference"]), spread(row["kl"])])
+                lines.append([*about, spread(row["loss_difference"]), spread(row["kl"]) if "kl" in row else ""])
     lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), line[2]))
-    return table(["model", "tokens", "method", "setting", "KV read", "loss", "KL"], lines) if lines else NOTHING
+    return filled(["model", "tokens", "method", "setting", "KV read", "loss", "KL"], lines) if lines else NOTHING
+
+
+def _default(row: Row) -> bool:
+    """Whether a row is of the defaults of `bpc generate`; older results have no others."""
+    return bool(row.get("default_rules", True))
 
 
 def asked(results: Results) -> str:
