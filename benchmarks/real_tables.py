@@ -1,6 +1,7 @@
 """The tables of docs/real-models.md and of README.md, from the results of real_suite.py."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from markdown_table import Results, filled, link, percent, table
@@ -169,10 +170,10 @@ def tasks(results: Results) -> str:
     return table(["model", "task", "tokens", "prompts", *map(label, names)], lines) if lines else NOTHING
 
 
-def generate(results: Results) -> str:
+def generate(results: Results, part: str = "generate") -> str:
     """What `bpc generate --compare` prints."""
     lines = []
-    for model, found in models(results, "generate").items():
+    for model, found in models(results, part).items():
         for row in found["rows"]:
             ours, theirs = (run["tokens_per_second"] for run in (row, row["full_attention"]))
             speeds = [f"{speed:.1f}" if speed else "" for speed in (ours, theirs)]
@@ -185,10 +186,10 @@ def generate(results: Results) -> str:
     return table([*heads, "full attention, tokens/s", "speedup behind the prefill"], lines) if lines else NOTHING
 
 
-def decode(results: Results) -> str:
+def decode(results: Results, part: str = "decode") -> str:
     """What a decoding step takes, and the same model without attention."""
     lines = []
-    for model, found in models(results, "decode").items():
+    for model, found in models(results, part).items():
         times = {(row["length"], row["form"], row["products"]): row for row in found["rows"]}
         for length, form in dict.fromkeys((row["length"], row["form"]) for row in found["rows"]):
             each = [times[length, form, products]["milliseconds"] for products in ("oneDNN", "torch's own")]
@@ -249,7 +250,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "real-short": short, "real-headline": headline, "real-text": text, "real-corpora": corpora, "real-layers": layers,
     "real-methods": methods, "real-defaults": defaults, "real-asked": asked, "real-tasks": tasks,
     "real-generate": generate, "real-decode": decode, "real-engines": engines, "real-calibrate": calibrate,
-    "real-files": files,
+    "real-generate-epyc": partial(generate, part="generate_epyc"),
+    "real-decode-epyc": partial(decode, part="decode_epyc"), "real-files": files,
 }  # fmt: skip
 
 
