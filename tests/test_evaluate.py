@@ -297,7 +297,6 @@ def test_pictures_of_several_lengths_in_any_order(rows, tmp_path):
     assert set(found) == {"recall.png", "needles.png", "budgets.png"}
     grid = found["needles.png"].axes[0]
     assert [label.get_text() for label in grid.get_yticklabels()] == ["350", "700"]
-    assert pictures._say(8) == "8 tokens"
     assert [axis.get_title() for axis in found["recall.png"].axes[:2]] == ["exact top-k", "BPC"]
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpc_calib import InputError, attended, select
+from bpc_calib.method.budget_words import budget_text
 from bpc_calib.method.selection import worst_first
 
 
@@ -136,3 +137,9 @@ def test_the_widest_scores_keep_their_order():
     ]
     with pytest.raises(InputError, match="int32"):
         select(scores * 2, 3)
+
+
+def test_budgets_in_words():
+    assert [budget_text(each) for each in (0.02, 0.0025, 1, 8, 1024)] == [
+        "2 %", "0.25 %", "1 token", "8 tokens", "1,024 tokens",
+    ]  # fmt: skip

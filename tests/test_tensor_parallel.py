@@ -308,7 +308,7 @@ def test_commands_that_run_in_one_process_refuse_several():
     assert line == (
         "Error: bpc demo runs in one process, and torchrun has started 2: only calibrate and generate run in several"
     )
-    assert ran.stderr.count("exitcode  : 1 ") == 2
+    assert "exitcode  : 1 " in ran.stderr  # the other process may be ended by torchrun before it ends by itself
 
 
 def test_every_command_says_in_how_many_processes_it_runs(bpc, monkeypatch):
