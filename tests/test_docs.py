@@ -78,7 +78,7 @@ def run_python(block: str, folder: Path) -> None:
 )
 def test_examples_run_in_order(page, playground, bpc_process):
     folder, environment = playground
-    for old in folder.glob("*.safetensors"):
+    for old in [*folder.glob("*.safetensors"), *folder.glob("*.json")]:  # of other pages
         old.unlink()
     for language, example, shown in examples(page):
         if language == "python":
