@@ -142,8 +142,9 @@ def test_what_the_kernels_do_not_serve_falls_back(warned):
     ]
 
 
-@pytest.mark.usefixtures("no_kernels")
-def test_padding_is_attended_around_in_plain_torch():
+@pytest.mark.parametrize("backend", ["torch", *(["numba"] if DEVICE.type == "cpu" else [])])
+def test_padding_is_attended_around(monkeypatch, backend):
+    monkeypatch.setenv("BPC_BACKEND", backend)
     query, keys = draw(2, 2, 4, 64, seed=3), draw(2, 2, 60, 64, seed=2)
     lengths, valid = torch.tensor([60, 40], device=DEVICE), torch.ones(2, 60, dtype=torch.bool, device=DEVICE)
     valid[1, :7] = valid[0, 20:30] = False
@@ -193,7 +194,10 @@ def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
     assert warned() == []
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+BACKENDS = ["torch", "triton", *(["numba"] if DEVICE.type == "cpu" else [])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_dense_attention_reads_no_further_than_the_length(monkeypatch, backend):
     if DEVICE.type == "cpu" or backend == "torch":
         monkeypatch.setenv("BPC_BACKEND", backend)
@@ -210,7 +214,7 @@ def test_dense_attention_reads_no_further_than_the_length(monkeypatch, backend):
 def test_dense_attention_refuses_what_does_not_fit(monkeypatch):
     query, keys = draw(2, 2, 4, 64), draw(2, 2, 60, 64)
     lengths, valid = torch.tensor([60, 40], device=DEVICE), torch.ones(2, 60, dtype=torch.bool, device=DEVICE)
-    for backend in ("torch", "triton")[: 1 + (DEVICE.type == "cpu")]:
+    for backend in BACKENDS if DEVICE.type == "cpu" else ["torch"]:
         monkeypatch.setenv("BPC_BACKEND", backend)
         for wrong in (
             {"query": query[..., :32]},

@@ -5,7 +5,7 @@ import torch
 
 from bpc_calib import hash_scores, quantize_query
 from bpc_calib.backends.triton.paper import popcount_scores
-from bpc_calib.bench.dense import folded, split
+from bpc_calib.bench.dense import folded, ours
 from bpc_calib.bench.paper import paper_step
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.sparse_attention import sparse_attention
@@ -58,6 +58,6 @@ def test_a_step_is_attention_over_the_best_scores(heads, k, attention, monkeypat
     codes = random_codes(generator, 2, 2, 400)
     best = hash_scores(quantize_query(query, projection), codes).amax(-2).to(DEVICE).topk(k, sorted=False).indices
     given = [tensor.to(DEVICE) for tensor in (query, projection, codes, keys, values)]
-    decode = folded if attention == "sdpa" else split(given[0].device)
+    decode = folded if attention == "sdpa" else ours(given[0].device)
     expected = sparse_attention(given[0], given[3], given[4], best)
     torch.testing.assert_close(paper_step(decode, *given, k), expected)

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.backends import dispatch
 
-__all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "split"]
+__all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "ours"]
 
 # Relative error against float64 that rounding to 16 bits explains; a larger error means a wrong result.
 TOLERANCE = 0.02
@@ -28,7 +28,8 @@ def forms(device: torch.device) -> dict[str, Dense | str]:
     """
     if device.type == "cuda":
         return gpu_forms(device)
-    return {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
+    found: dict[str, Dense | str] = {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
+    return found | _made({"every token in numba (ours)": functools.partial(ours, device)})
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -74,39 +75,45 @@ def gpu_forms(device: torch.device) -> dict[str, Dense | str]:
                 query.flatten(1, 2).unsqueeze(2), keys, values, enable_gqa=True
             ).unflatten(1, query.shape[1:3]).squeeze(3)  # fmt: skip
 
-    found: dict[str, Dense | str] = {}
-    makers = (
-        ("split-KV in Triton (ours)", functools.partial(split, device)), ("FlashInfer", _flashinfer),
-        ("FlashAttention 3", _flash3), ("FlashAttention 2", _flash2),
+    found = _made(
+        {
+            "split-KV in Triton (ours)": functools.partial(ours, device), "FlashInfer": _flashinfer,
+            "FlashAttention 3": _flash3, "FlashAttention 2": _flash2,
+        }
     )  # fmt: skip
-    for name, make in makers:
-        try:
-            found[name] = make()
-        except ImportError:
-            found[name] = "not installed"
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         found[f"SDPA {name}, group folded"] = functools.partial(through, backend)
         found[f"SDPA {name}, enable_gqa"] = functools.partial(grouped, backend)
     return found
 
 
-def split(device: torch.device) -> Dense:
-    """Return this package's own split-KV decoding.
+def _made(makers: dict[str, Callable[[], Dense]]) -> dict[str, Dense | str]:
+    found: dict[str, Dense | str] = {}
+    for name, make in makers.items():
+        try:
+            found[name] = make()
+        except ImportError:
+            found[name] = "not installed"
+    return found
+
+
+def ours(device: torch.device) -> Dense:
+    """Return this package's own attention to every token, compiled for the device.
 
     Raises:
-        ImportError: Triton is not available.
+        ImportError: its compiler is not available.
     """
-    if dispatch.backend(device) != "triton":
-        raise ImportError("Triton")
+    if dispatch.backend(device) == "torch":
+        raise ImportError(dispatch.compiled(device))
     lengths: dict[tuple[int, int], Tensor] = {}  # created once, as a cache does
 
-    def split(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         shape = (len(keys), keys.shape[2])
         if shape not in lengths:
             lengths[shape] = torch.full(shape[:1], shape[1], device=keys.device)
         return dispatch.dense_attention(query, keys, values, lengths[shape])
 
-    return split
+    return attend
 
 
 def _flashinfer() -> Dense:

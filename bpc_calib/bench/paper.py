@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends import dispatch
-from bpc_calib.bench.dense import Dense, folded, matmul, split
+from bpc_calib.bench.dense import Dense, folded, matmul, ours
 
 __all__ = ["forms", "paper_step"]
 
@@ -20,7 +20,7 @@ def forms(device: torch.device) -> dict[str, Step]:
     """Return steps by name: functions of query, projection, codes, keys, values and `k` to `[B, H_KV, G, D]`."""
     backend = dispatch.backend(device)
     if backend == "triton":
-        attentions: dict[str, Dense] = {"SDPA": folded, "split-KV (ours)": split(device)}
+        attentions: dict[str, Dense] = {"SDPA": folded, "split-KV (ours)": ours(device)}
     else:
         attentions = {"SDPA": folded, "matmul": matmul}
     return {

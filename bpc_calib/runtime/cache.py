@@ -15,6 +15,7 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import default_bits
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
+from bpc_calib.runtime.dense_layer import DenseLayer
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.preparing import prepare
@@ -104,7 +105,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
             for index in model.full_layers:
-                layers[index] = GrowingLayer()
+                layers[index] = DenseLayer(rules)
                 if index in sparse:
                     layers[index] = layer_class(index, rules, model, projections.get(index))
             return layers
@@ -179,7 +180,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     def set_budget(self, budget: float | int) -> None:
         """Change the budget (share or number of tokens) from the next step on."""
         for layer in self.layers:
-            if isinstance(layer, SparseLayer):
+            if isinstance(layer, SparseLayer | DenseLayer):
                 layer.rules = replace(layer.rules, budget=budget)
 
     def rewind(self, length: int) -> None:

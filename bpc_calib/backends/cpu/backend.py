@@ -11,10 +11,10 @@ from bpc_calib.backends.cpu.ready import make_pages_ready, make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
 from bpc_calib.method import appending, choosing, paging, stepping
+from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.dense_attention import dense_attention  # on a CPU nothing is faster
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
@@ -67,6 +67,21 @@ def sparse_attention(
     plain_sparse.check(query, keys, values, indices)
     make_ready(query.dtype)
     return pipeline.sparse_attention(query, keys, values, indices, scale)
+
+
+def dense_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float | None = None,
+    *,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """`bpc_calib.method.dense_attention.dense_attention`."""
+    plain_dense.check(query, keys, values, lengths, valid)
+    make_ready(query.dtype)
+    return pipeline.dense_attention(query, keys, values, lengths, scale, valid=valid)
 
 
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
