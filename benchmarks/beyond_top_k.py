@@ -53,6 +53,8 @@ class SampledMixin:
     is below the best priority left out is added to its logits, up to `LARGEST_BOOST`, so that it stands for others.
     """
 
+    sure = 0.0  # share of the tokens that are the best without any chance
+
     def attend(self: Any, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
         self.scaling = self.scaling if scale is None else scale
         asked = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))  # [B, H_KV, G, D]
@@ -63,13 +65,21 @@ class SampledMixin:
         seed = random.Random(f"{self.rules.seed}/{self.index}/{self.get_seq_length()}").getrandbits(32)
         drawn = torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed))
         noise = -drawn.clamp(min=1e-9).log()
+        noise.scatter_(-1, weight.topk(int(self.sure * k), dim=-1).indices, torch.inf)
         best = (weight + noise).topk(k + 1, dim=-1)
         chosen = best.indices[..., :k]
         boost = (best.values[..., k:] - weight.gather(-1, chosen)).clamp(0, LARGEST_BOOST)
+        boost = boost.masked_fill(best.values[..., :k].isinf(), 0)
         rows = chosen.unsqueeze(-1).expand(*chosen.shape, self.keys.shape[-1])
         keys, values = (each.gather(2, rows).float() for each in (self.keys, self.values))
         logits = asked.float() @ keys.mT * self.scaling + boost.unsqueeze(-2)
         return (logits.softmax(-1) @ values).to(query.dtype).flatten(1, 2).unsqueeze(1)
+
+
+class HalfSampledMixin(SampledMixin):
+    """Half of the budget for the best tokens, and a sample of the others."""
+
+    sure = 0.5
 
 
 class ThresholdMixin:
@@ -110,8 +120,12 @@ def in_order(places: Tensor, used: Tensor, tokens: int) -> Tensor:
 
 
 WAYS: dict[str, tuple[type, ...]] = {
-    "the best": (), "sampled": (SampledMixin,), "by threshold": (ThresholdMixin,), "shared by heads": (SharedMixin,),
-}  # fmt: skip
+    "the best": (),
+    "sampled": (SampledMixin,),
+    "half sampled": (HalfSampledMixin,),
+    "by threshold": (ThresholdMixin,),
+    "shared by heads": (SharedMixin,),
+}
 
 
 def main() -> None:
@@ -146,7 +160,7 @@ def variants(model: Any, artifacts: Any, arguments: Any) -> Iterator[tuple[tuple
             layer = type("StudiedLayer", (*mixin, base), {}) if mixin else plain
             cache = type("StudiedCache", (BPCCache,), {"layer_class": layer})
             for budget in arguments.budgets:
-                for seed in range(arguments.seeds if way == "sampled" else 1):
+                for seed in range(arguments.seeds if way.endswith("sampled") else 1):
                     yield (
                         (kind, way, budget, seed),
                         partial(cache, model.config, artifact, budget=budget, seed=seed, **rules),
