@@ -470,6 +470,6 @@ def test_calibration_plan(benchmark_result):
 def test_beyond_top_k(benchmark_result):
     rows = benchmark_result("beyond_top_k")["rows"]
     found = {row["way"]: row for row in rows}
-    assert set(found) == {"the best", "sampled", "by threshold", "shared by heads"}
+    assert set(found) == {"the best", "sampled", "half sampled", "by threshold", "shared by heads"}
     assert found["the best"]["taken"] == 1.0
     assert all(row["kl"]["value"] >= 0 for row in rows)
