@@ -20,6 +20,7 @@ import performance_tables
 import projection_tables
 import real_tables
 import scaling_tables
+import spending_tables
 import study_tables
 from markdown_table import Results
 
@@ -65,6 +66,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "ranks-time": scaling_tables.ranks_time,
     "scaling-calibration": scaling_tables.scaling_calibration,
     "scaling-token": scaling_tables.scaling_token,
+    "spending": spending_tables.spending,
+    "spending-all": spending_tables.spending_all,
     **real_tables.TABLES,
 }
 
