@@ -114,7 +114,7 @@ def test_dense_baselines_are_softmax_attention():
     expected = softmax_attention(query, keys, values)
     torch.testing.assert_close(dense_forms.exact(query, keys, values).double(), expected, rtol=1e-6, atol=1e-6)
     forms = dense_forms.forms(CPU)
-    assert len(forms) == 2
+    assert len(forms) == 3
     for form in forms.values():
         torch.testing.assert_close(form(query, keys, values).double(), expected, rtol=1e-5, atol=1e-5)
 
