@@ -46,7 +46,7 @@ def _compile(tokens: int, family: str) -> str | None:
     if family == "paper":
         calls = [layer.paper()]
     elif family == "dense attention":
-        attend = dense.split(device())
+        attend = dense.ours(device())
         calls = [{family: [functools.partial(attend, layer.query, layer.keys[i], layer.values[i]) for i in range(2)]}]
     for forms in calls:
         for runs in forms.values():

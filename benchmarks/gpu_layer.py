@@ -81,7 +81,7 @@ class Layer:
         forms: Calls = {
             "paper: score": [functools.partial(popcount_scores, rounded, self.codes[i]) for i in range(self.sets)]
         }
-        for name, attention in (("SDPA", dense.folded), ("split-KV (ours)", dense.split(self.query.device))):
+        for name, attention in (("SDPA", dense.folded), ("split-KV (ours)", dense.ours(self.query.device))):
             step = functools.partial(paper.paper_step, attention, self.query, self.projection, k=self.k)
             self.floors[f"paper, {name}: whole"] = KV_HEADS * self.tokens * 8 + self.kept
             forms[f"paper, {name}: whole"] = [
