@@ -23,8 +23,14 @@ def pull(
         str, typer.Argument(help="Artifact on the Hub: ORG/NAME, ORG/NAME/FILE or ORG/NAME@REVISION.")
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="File or folder to write to. Default: this folder.", show_default=False),
+        str | None,  # a Path would lose the last slash
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="File or folder to write to. Default: this folder.",
+            show_default=False,
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: main.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace another artifact of the same name.")] = False,
@@ -44,8 +50,10 @@ def pull(
     parts = name.split("/")
     if len(parts) < 2:
         fail(f"{name}: expected an artifact on the Hub, as ORG/NAME")
-    place = Path() if output is None else output
+    place = Path(output or "")
     in_folder = os.path.isdir(place)
+    if output is not None and output.endswith("/") and not in_folder:
+        fail(f"{output}: there is no such folder: make it first")
     if not in_folder or len(parts) > 2:
         _check(place / parts[-1] if in_folder else place, force)
     found, commit = fetch_artifact(name, wanted)
