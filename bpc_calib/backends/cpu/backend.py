@@ -1,5 +1,6 @@
 """The numba backend: checked arguments, kernels compiled for their dtype, and the pipeline that runs them."""
 
+import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu import at_once, over_pages, pipeline
@@ -14,7 +15,7 @@ from bpc_calib.method import appending, choosing, paging, stepping
 from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
@@ -78,10 +79,12 @@ def dense_attention(
     *,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """`bpc_calib.method.dense_attention.dense_attention`."""
+    """`bpc_calib.method.dense_attention.dense_attention`: `sparse_attention` over every token."""
     plain_dense.check(query, keys, values, lengths, valid)
     make_ready(query.dtype)
-    return pipeline.dense_attention(query, keys, values, lengths, scale, valid=valid)
+    seen = within(lengths, keys.shape[2], valid)
+    places = torch.arange(keys.shape[2]).where(seen, -1).unsqueeze(1)
+    return pipeline.sparse_attention(query, keys, values, places.expand(-1, keys.shape[1], -1), scale)
 
 
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:

@@ -14,7 +14,7 @@ from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.threads import one_at_a_time, parts, run, scratch, set_threads
 from bpc_calib.errors import InputError
 from bpc_calib.method import sparse_attention as plain_sparse
-from bpc_calib.method.choosing import Cached, Choice, within
+from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.product import Product, ProductEncoder, Projection, code_bits
@@ -24,7 +24,6 @@ from bpc_calib.method.selection import as_fraction
 __all__ = [
     "FEW",
     "choose",
-    "dense_attention",
     "encode_gram",
     "encode_with",
     "quantize_query",
@@ -162,21 +161,6 @@ def sparse_attention(
     if not known:
         raise InputError(f"indices must be below the {keys.shape[2]} tokens there are, and one is {int(indices.max())}")
     return out.to(query.dtype)
-
-
-def dense_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    scale: float | None = None,
-    *,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """`bpc_calib.method.dense_attention.dense_attention` for checked arguments: `sparse_attention` over every token."""
-    seen = within(lengths, keys.shape[2], valid)
-    places = torch.arange(keys.shape[2]).where(seen, -1).unsqueeze(1)
-    return sparse_attention(query, keys, values, places.expand(-1, keys.shape[1], -1), scale)
 
 
 def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
