@@ -55,8 +55,8 @@ test-all: lint site
 	$(MAKE) test-floor
 	$(call emulated,.venv-floor,$(A100) $(H100),--emulate-all)
 
-# Triton's kernels not in its interpreter: their PTX shows more. For the other GPU than in `make test`; `make test-all` runs
-# both in both environments.
+# Triton's kernels not in its interpreter: their PTX shows more. Here they run as compiled for the A100, in `make test` for
+# the H100, and in `make test-all` for both.
 test-floor: .venv-floor/ready
 	.venv-floor/bin/pytest $(PYTEST_OPTIONS) -m 'not slow' -k 'not triton or dispatch' $(FLOOR_TESTS)
 	$(call emulated,.venv-floor,$(A100))

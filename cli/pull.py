@@ -52,8 +52,8 @@ def pull(
         fail(f"{name}: expected an artifact on the Hub, as ORG/NAME")
     place = Path(output or "")
     in_folder = os.path.isdir(place)
-    if output is not None and output.endswith("/") and not in_folder:
-        fail(f"{output}: there is no such folder: make it first")
+    if output is not None and output.endswith(("/", "/.")) and not in_folder:
+        fail(f"{output}: is a file, not a folder" if place.is_file() else f"{output}: make this folder first")
     if not in_folder or len(parts) > 2:
         _check(place / parts[-1] if in_folder else place, force)
     found, commit = fetch_artifact(name, wanted)

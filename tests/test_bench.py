@@ -128,7 +128,7 @@ def test_the_papers_step_is_attention_over_the_best_scores(k):
     rows = best.unsqueeze(-1).expand(*best.shape, 16)
     expected = softmax_attention(given.query, keys.gather(2, rows), values.gather(2, rows))
     forms = paper_forms.forms(CPU)
-    assert len(forms) == 2
+    assert len(forms) == 3
     for form in forms.values():
         found = form(given.query, given.projection, codes, keys, values, k)
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
@@ -285,6 +285,18 @@ def test_the_baseline_of_a_model_is_its_own_attention(family):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(free, expected, atol=1e-2)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_limit_keeps_the_attention_of_dense_layers():
+    model = tiny.model()
+    ids, found = torch.tensor([[3], [4]]), []
+    for attention in (dense_forms.matmul, lambda query, keys, values: torch.zeros_like(query)):
+        cache = BPCCache(model.config, random_artifact(model.config), budget=1.0, dense_layers=(0,))
+        fill(cache, model.config, 2, 50, torch.float32, CPU)
+        with baseline(model, attention) as switch:
+            switch.free = True
+            found.append(step(model, ids, cache))
+    assert not torch.allclose(*found, atol=1e-2)
 
 
 def test_weights_that_a_step_reads():

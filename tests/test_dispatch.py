@@ -221,6 +221,7 @@ def test_dense_attention_refuses_what_does_not_fit(monkeypatch):
             {"query": query.double()},
             {"keys": keys[:1]},
             {"values": keys[:, :, :9]},
+            {"values": keys.half()},
             {"lengths": lengths[:1]},
             {"lengths": lengths.float()},
             {"valid": valid[:, :9]},

@@ -540,7 +540,7 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
             "notes.txt: exists and is not a BPC artifact, so it is never replaced",
             "empty: exists; pass --force",
             "there is no folder none: make it first",
-            "none/: there is no such folder: make it first",
+            "none/: make this folder first",
             "xxx: cannot be written: File name too long",
             "/x.safetensors: ",
             "notes.txt: exists and is not a BPC artifact",

@@ -29,7 +29,7 @@ def forms(device: torch.device) -> dict[str, Dense | str]:
     if device.type == "cuda":
         return gpu_forms(device)
     found: dict[str, Dense | str] = {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
-    return found | _made({"every token in numba (ours)": functools.partial(ours, device)})
+    return found | _made({f"every token in {dispatch.compiled(device)} (ours)": functools.partial(ours, device)})
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def ours(device: torch.device) -> Dense:
     Raises:
         ImportError: its compiler is not available.
     """
-    if dispatch.backend(device) == "torch":
-        raise ImportError(dispatch.compiled(device))
+    if dispatch.backend(device) != (wanted := dispatch.compiled(device)):
+        raise ImportError(wanted)
     lengths: dict[tuple[int, int], Tensor] = {}  # created once, as a cache does
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

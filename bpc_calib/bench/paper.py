@@ -23,6 +23,8 @@ def forms(device: torch.device) -> dict[str, Step]:
         attentions: dict[str, Dense] = {"SDPA": folded, "split-KV (ours)": ours(device)}
     else:
         attentions = {"SDPA": folded, "matmul": matmul}
+    if backend == "numba":
+        attentions["ours"] = ours(device)
     return {
         f"{SCORERS[backend]}, {name}": functools.partial(paper_step, attention)
         for name, attention in attentions.items()

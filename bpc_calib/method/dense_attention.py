@@ -41,7 +41,8 @@ def dense_attention(
 
 def check(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, valid: Tensor | None) -> None:
     """Raise `InputError` unless `dense_attention` accepts the arguments."""
-    fit = query.dim() == keys.dim() == 4 and keys.shape == values.shape and query.dtype == keys.dtype
+    alike = keys.shape == values.shape and query.dtype == keys.dtype == values.dtype
+    fit = query.dim() == keys.dim() == 4 and alike
     if not fit or query.shape[:2] != keys.shape[:2] or query.shape[-1] != keys.shape[-1]:
         raise InputError(
             "query [B, H_KV, G, D] and keys and values [B, H_KV, N, D] do not fit: "

@@ -37,10 +37,11 @@ def sparse_attention(
 
 def check(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
     """Raise `InputError` unless `sparse_attention` accepts the arguments."""
-    fit = keys.shape == values.shape and query.shape[-1:] == keys.shape[-1:] and query.dtype == keys.dtype
+    alike = keys.shape == values.shape and query.dtype == keys.dtype == values.dtype
+    fit = alike and query.shape[-1:] == keys.shape[-1:]
     if not fit or not query.shape[:-2] == keys.shape[:-2] == indices.shape[:-1]:
         raise InputError(
             "query [..., G, D], keys and values [..., N, D] and indices [..., k] do not fit: "
-            f"{list(query.shape)} {query.dtype}, {list(keys.shape)} {keys.dtype}, {list(values.shape)} and "
-            f"{list(indices.shape)}"
+            f"{list(query.shape)} {query.dtype}, {list(keys.shape)} {keys.dtype}, {list(values.shape)} {values.dtype} "
+            f"and {list(indices.shape)}"
         )

@@ -18,8 +18,8 @@ class DenseLayer(GrowingLayer):
     """A layer whose steps attend to everything.
 
     The model's own attention computes them, with one exception. Where one-token steps run on a CPU, and other layers
-    choose, BPC's kernel does: torch's SDPA can take several times as long there, and then these few layers would take
-    most of a step.
+    choose, BPC's kernel does: torch's SDPA can take several times as long there, and then these few layers take a large
+    part of a step.
     """
 
     def __init__(self, rules: Rules) -> None:

@@ -1,8 +1,8 @@
 """Switch a model to BPC's attention and back: `enable`, `disable`.
 
 transformers calls the registered function in every layer. The function finds the cache layer through an attribute of
-the keys that `SparseLayer.update` returns, so models, caches and threads share no state. Every call that is not sparse
-goes to the model's own attention with its own masks.
+the keys that the layer's `update` returns, so models, caches and threads share no state. Every call that is not sparse
+goes to the model's own attention with its own masks, except one-token steps of dense layers on a CPU (`dense_layer`).
 """
 
 import functools
@@ -27,7 +27,8 @@ PREFIX = "bpc_"
 def enable(model: Any) -> None:
     """Prepare a transformers model to decode with a `BPCCache`; with any other cache its results stay the same bits.
 
-    The model's own attention (SDPA, eager, FlashAttention, flex) still computes every step that is not sparse.
+    The model's own attention (SDPA, eager, FlashAttention, flex) still computes every step that is not sparse, except
+    one-token steps of a `BPCCache`'s dense layers on a CPU.
     `enable` runs four tokens through the model to check that BPC can serve its layers. A second call does nothing;
     `disable` undoes the first.
 
