@@ -287,6 +287,7 @@ def test_the_baseline_of_a_model_is_its_own_attention(family):
     assert model.config._attn_implementation == "sdpa"
 
 
+@torch.inference_mode()
 def test_the_limit_keeps_the_attention_of_dense_layers():
     model = tiny.model()
     ids, found = torch.tensor([[3], [4]]), []

@@ -29,7 +29,9 @@ def forms(device: torch.device) -> dict[str, Dense | str]:
     if device.type == "cuda":
         return gpu_forms(device)
     found: dict[str, Dense | str] = {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
-    return found | _made({f"every token in {dispatch.compiled(device)} (ours)": functools.partial(ours, device)})
+    if (name := dispatch.backend(device)) != "torch":
+        found[f"every token in {name} (ours)"] = ours(device)
+    return found
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -75,25 +77,19 @@ def gpu_forms(device: torch.device) -> dict[str, Dense | str]:
                 query.flatten(1, 2).unsqueeze(2), keys, values, enable_gqa=True
             ).unflatten(1, query.shape[1:3]).squeeze(3)  # fmt: skip
 
-    found = _made(
-        {
-            "split-KV in Triton (ours)": functools.partial(ours, device), "FlashInfer": _flashinfer,
-            "FlashAttention 3": _flash3, "FlashAttention 2": _flash2,
-        }
-    )  # fmt: skip
-    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        found[f"SDPA {name}, group folded"] = functools.partial(through, backend)
-        found[f"SDPA {name}, enable_gqa"] = functools.partial(grouped, backend)
-    return found
-
-
-def _made(makers: dict[str, Callable[[], Dense]]) -> dict[str, Dense | str]:
     found: dict[str, Dense | str] = {}
-    for name, make in makers.items():
+    makers = (
+        ("split-KV in Triton (ours)", functools.partial(ours, device)), ("FlashInfer", _flashinfer),
+        ("FlashAttention 3", _flash3), ("FlashAttention 2", _flash2),
+    )  # fmt: skip
+    for name, make in makers:
         try:
             found[name] = make()
         except ImportError:
             found[name] = "not installed"
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        found[f"SDPA {name}, group folded"] = functools.partial(through, backend)
+        found[f"SDPA {name}, enable_gqa"] = functools.partial(grouped, backend)
     return found
 
 
@@ -103,8 +99,8 @@ def ours(device: torch.device) -> Dense:
     Raises:
         ImportError: its compiler is not available.
     """
-    if dispatch.backend(device) != (wanted := dispatch.compiled(device)):
-        raise ImportError(wanted)
+    if dispatch.backend(device) == "torch":
+        raise ImportError(dispatch.compiled(device))
     lengths: dict[tuple[int, int], Tensor] = {}  # created once, as a cache does
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
