@@ -462,6 +462,8 @@ def test_crossover_says_what_to_pass(bpc, tmp_path, capsys):
     assert ran.code == 0, ran.err
     made = json.loads(ran.out)
     found = made["crossover"][0]
+    # What a model runs below `min_context`: never BPC's kernel.
+    assert {row["form"] for row in found["rows"]} <= {"SDPA, group folded", "matmul, softmax, matmul"}
     assert [row["tokens"] for row in found["rows"]][:2] == [256, 512]
     for row in found["rows"]:
         assert row["sparse_wins"] == (row["sparse"]["median"] < row["dense"]["median"])
