@@ -17,6 +17,8 @@ from bpc_calib.method.choosing import Cached, Choice
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
+COMPILED_HERE = ["numba"] if DEVICE.type == "cpu" else []
+BACKENDS = ["torch", "triton", *COMPILED_HERE]
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +144,7 @@ def test_what_the_kernels_do_not_serve_falls_back(warned):
     ]
 
 
-@pytest.mark.parametrize("backend", ["torch", *(["numba"] if DEVICE.type == "cpu" else [])])
+@pytest.mark.parametrize("backend", ["torch", *COMPILED_HERE])
 def test_padding_is_attended_around(monkeypatch, backend):
     monkeypatch.setenv("BPC_BACKEND", backend)
     query, keys = draw(2, 2, 4, 64, seed=3), draw(2, 2, 60, 64, seed=2)
@@ -192,9 +194,6 @@ def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
         monkeypatch.setenv("BPC_BACKEND", "torch")
         torch.testing.assert_close(attended, sparse_attention(query, keys, keys, plain))
     assert warned() == []
-
-
-BACKENDS = ["torch", "triton", *(["numba"] if DEVICE.type == "cpu" else [])]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
