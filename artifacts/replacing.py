@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,17 +34,16 @@ PICTURE = Kind("a picture (PNG, SVG or PDF)", _is_picture)
 
 def try_replacing(path: Path, size: int, overwrite: bool, kind: Kind | None = None) -> None:
     """Raise the `ArtifactError` that `replacing` would now raise for `size` bytes. Does not change the folder."""
-    with replacing(path, overwrite, kind, trial=True) as temporary:
-        temporary.touch()
-        if (free := shutil.disk_usage(temporary).free) < size:
-            raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
+    with _one_line(path):
+        target = _target(path, overwrite, kind)
+        with tempfile.TemporaryFile(dir=target.parent):  # has no name on Linux: a killed process leaves nothing
+            if (free := shutil.disk_usage(target.parent).free) < size:
+                raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
 
 
 @contextmanager
-def replacing(
-    path: Path, overwrite: bool, kind: Kind | None = None, *, trial: bool = False, locked: bool = False
-) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`. At the end, that file replaces `path`, unless this is a trial.
+def replacing(path: Path, overwrite: bool, kind: Kind | None = None, *, locked: bool = False) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `path`. At the end, that file replaces `path`.
 
     Where the caller holds a lock on `path`, the temporary file has a fixed name, and the next caller removes what a
     killed process left of it.
@@ -52,34 +52,46 @@ def replacing(
         ArtifactError: there is no such folder; `path` exists and `overwrite` is false; it exists and is not of this
             kind (None: any regular file); or it cannot be written.
     """
-    target = Path(os.path.realpath(path))  # replaces the target of a link, not the link
-    temporary = target.with_name(f".{target.name}.tmp" if locked else f".bpc-{secrets.token_hex(8)}.tmp")
+    with _one_line(path):
+        target = _target(path, overwrite, kind)
+        temporary = target.with_name(f".{target.name}.tmp" if locked else f".bpc-{secrets.token_hex(8)}.tmp")
+        try:
+            yield temporary
+            if overwrite:
+                os.replace(temporary, target)
+            else:
+                _rename_to_new(temporary, target)
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """Say in an `ArtifactError` why `path` cannot be written."""
     try:
-        if not target.parent.is_dir():
-            raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
-        if target.is_dir():
-            raise ArtifactError(f"{path}: is a folder: give the path of a file")
-        if target.exists() and not target.is_file():
-            raise ArtifactError(f"{path}: is not a regular file")
-        if kind is not None and target.exists() and target.stat().st_size and not kind.holds(target):
-            raise ArtifactError(f"{path}: exists and is not {kind.name}, so it is never replaced: give another name")
-        if target.exists() and not overwrite:
-            raise FileExistsError
-        yield temporary
-        if trial:
-            pass
-        elif overwrite:
-            os.replace(temporary, target)
-        else:
-            _rename_to_new(temporary, target)
+        yield
     except FileExistsError:
         message = f"{path}: exists; pass --force (overwrite=True in Python) to replace it"
         raise ArtifactError(message) from None
     except OSError as fault:
         raise ArtifactError(f"{path}: cannot be written: {why(fault)}") from fault
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+
+
+def _target(path: Path, overwrite: bool, kind: Kind | None) -> Path:
+    """Return the file that a write would replace: the target of a link, not the link."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ArtifactError(f"{path}: there is no folder {path.parent}: make it first")
+    if target.is_dir():
+        raise ArtifactError(f"{path}: is a folder: give the path of a file")
+    if target.exists() and not target.is_file():
+        raise ArtifactError(f"{path}: is not a regular file")
+    if kind is not None and target.exists() and target.stat().st_size and not kind.holds(target):
+        raise ArtifactError(f"{path}: exists and is not {kind.name}, so it is never replaced: give another name")
+    if target.exists() and not overwrite:
+        raise FileExistsError
+    return target
 
 
 def _rename_to_new(temporary: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from bpc_cli.generate import generate
 from bpc_cli.inspect import inspect
 from bpc_cli.pull import pull
 from bpc_cli.push import push
-from bpc_cli.ranks import check_command, one_voice
+from bpc_cli.ranks import check_command, one_voice, wait_for_voice
 from bpc_cli.serve import serve
 from bpc_cli.usage import run_app
 
@@ -69,3 +69,7 @@ def main() -> None:
         run_app(app)
     except KeyboardInterrupt:  # before or after a command
         sys.exit(130)
+    except SystemExit as ended:
+        if ended.code in (1, 2):
+            wait_for_voice()
+        raise

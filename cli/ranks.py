@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,9 +14,10 @@ from bpc_cli.console import drop, fail, note
 if TYPE_CHECKING:
     from bpc_calib.calibration.ranks import Ranks
 
-__all__ = ["check_command", "check_shared", "joined_ranks", "one_voice", "own_device", "ranks"]
+__all__ = ["check_command", "check_shared", "joined_ranks", "one_voice", "own_device", "ranks", "wait_for_voice"]
 
 IN_SEVERAL = ("calibrate", "generate")  # the commands that run in several processes
+VOICE_SECONDS = 30  # for the process that prints: it may still be importing
 SHOW_CURSOR = "\x1b[?25h"  # bars hide it
 
 
@@ -34,6 +36,12 @@ def one_voice() -> None:
         drop(sys.stdout)
     if os.environ["LOCAL_RANK"] != "0":
         _be_silent()
+
+
+def wait_for_voice() -> None:
+    """Let the process that prints an error end first: torchrun ends all processes when the first one has failed."""
+    if ranks() > 1 and sys.stderr.name == os.devnull:
+        time.sleep(VOICE_SECONDS)  # torchrun's SIGTERM ends it
 
 
 def check_command(name: str | None) -> None:
@@ -76,6 +84,7 @@ def joined_ranks() -> Iterator["Ranks"]:
             _leave()
         except Exception as fault:
             if not joined.claim():
+                _be_silent()
                 raise typer.Exit(1) from None
             _speak()
             if _is_lost_rank(fault):

@@ -300,8 +300,12 @@ def test_an_error_of_one_rank_alone_is_said_once(tmp_path):
     assert our_errors(ran) == ["Error: it broke"]
 
 
-def test_commands_that_run_in_one_process_refuse_several():
-    ran = torchrun(2, "-m", "bpc_cli", "demo")
+def test_commands_that_run_in_one_process_refuse_several(tmp_path):
+    script = tmp_path / "late.py"  # the process that prints is the last one to fail
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(4)\nfrom bpc_cli.main import main\nmain()\n"
+    )
+    ran = torchrun(2, script, "demo")
     assert ran.returncode
     assert ran.stdout == ""
     (line,) = our_errors(ran)
