@@ -231,8 +231,9 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
         for head in range(2):
             tokens = visible[row].nonzero().flatten().tolist()
             group = queries[row, 2 * head : 2 * head + 2, 0]
-            projection = reference.of_head(artifact.layers[1], head)
-            scores, error = reference.score(group, keys[row, head], *projection, tokens, settings)
+            projection, metric, mean, _ = reference.of_head(artifact.layers[1], head)
+            mean = reference.own_mean(keys[row, head, tokens], mean)
+            scores, error = reference.score(group, keys[row, head], projection, metric, mean, None, tokens, settings)
             k = reference.how_many(len(tokens), settings["budget"], settings["min_tokens"])
             chosen = reference.choose(scores, error, tokens, k, 150, settings)
             weights = (group.double() @ keys[row, head, chosen].double().T * head_dim**-0.5).softmax(-1)
@@ -262,10 +263,11 @@ def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scale, monkeypatch
         chosen.append(layer.choose(queries.squeeze(2).unflatten(1, (2, 4)), layer.count(120), None))
     assert not torch.equal(*chosen)  # proves that the limit matters here
     for head in range(2):
-        projection = reference.of_head(artifact.layers[1], head)
-        group = queries[0, 4 * head : 4 * head + 4, 0]
-        scores, error = reference.score(group, keys[0, head], *projection, list(range(120)), settings, scale)
-        expected = reference.choose(scores, error, list(range(120)), 24, 120, settings)
+        projection, metric, mean, _ = reference.of_head(artifact.layers[1], head)
+        mean, group = reference.own_mean(keys[0, head], mean), queries[0, 4 * head : 4 * head + 4, 0]
+        everyone = list(range(120))
+        scores, error = reference.score(group, keys[0, head], projection, metric, mean, None, everyone, settings, scale)
+        expected = reference.choose(scores, error, everyone, 24, 120, settings)
         assert chosen[0][0, head].tolist() == sorted(expected)
 
 
