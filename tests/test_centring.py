@@ -56,6 +56,22 @@ def test_padding_does_not_count():
     assert torch.equal(found[1:], own_mean(keys[1:, :, 150:], None, calibrated))
 
 
+def test_a_long_sequence_has_the_mean_of_keys_all_over_it():
+    keys, calibrated = some_keys(tokens=5000), torch.zeros(2, 32)
+    keys += torch.linspace(-5, 5, 5000)[:, None]
+    found = own_mean(keys, None, calibrated)
+    assert (found - keys.mean(2)).abs().max() < 0.18  # the calibrated mean weighs 0.07, the noise of 1,024 keys 0.03
+    visible = torch.arange(5300) >= 300
+    padded = torch.cat([keys[:, :, :300] + 1e4, keys], 2)
+    assert torch.equal(own_mean(padded, visible[None], calibrated), found)
+
+
+def test_a_sequence_of_nothing_has_the_calibrated_mean():
+    calibrated = torch.ones(2, 32)
+    visible = torch.zeros(1, 400, dtype=torch.bool)
+    assert torch.equal(own_mean(some_keys(), visible, calibrated), calibrated[None])
+
+
 @pytest.mark.parametrize("codes", ["signs", "product"])
 def test_sequences_of_a_batch_are_hashed_as_alone(codes):
     keys, encoder = some_keys(batch=3), encoders()[codes]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpc_calib.method.encoding import AnyEncoder
 from bpc_calib.method.fitting import mean_key
+from bpc_calib.runtime.online_fit import fitted_places
 
 __all__ = ["CALIBRATED_WEIGHT", "centred_on", "own_mean"]
 
@@ -16,6 +17,8 @@ CALIBRATED_WEIGHT = 128  # tokens that the calibrated mean counts for, because t
 def own_mean(keys: Tensor, visible: Tensor | None, calibrated: Tensor) -> Tensor:
     """Return the mean of the keys of each sequence and of `CALIBRATED_WEIGHT` keys at the calibrated mean.
 
+    Of a long sequence as many keys as online projections are fitted to, evenly spaced: more move the mean by nothing.
+
     Args:
         keys: `[batch, kv_heads, N, head_dim]`.
         visible: bool `[batch, N]`, False for padding; None: no padding.
@@ -24,11 +27,15 @@ def own_mean(keys: Tensor, visible: Tensor | None, calibrated: Tensor) -> Tensor
     Returns:
         float32 `[batch, kv_heads, head_dim]`.
     """
-    batch, kv_heads, tokens, _ = keys.shape
-    weights = None if visible is None else visible.unsqueeze(1).expand(batch, kv_heads, tokens)
-    count = torch.full((batch,), tokens, device=keys.device) if visible is None else visible.sum(-1)
-    share = (count.double() / (count + CALIBRATED_WEIGHT))[:, None, None]
-    return (share * mean_key(keys, weights).double() + (1 - share) * calibrated.double()).float()
+    means = []
+    for row, own in enumerate(keys):
+        count = own.shape[1] if visible is None else int(visible[row].sum())
+        places = fitted_places(count).to(keys.device)
+        if visible is not None:
+            places = visible[row].nonzero().squeeze(1)[places]
+        mean, share = mean_key(own[:, places], None) if count else calibrated, count / (count + CALIBRATED_WEIGHT)
+        means.append(share * mean.double() + (1 - share) * calibrated.double())
+    return torch.stack(means).float()
 
 
 def centred_on(keys: Tensor, visible: Tensor | None, encoder: AnyEncoder) -> AnyEncoder:

@@ -186,6 +186,7 @@ def _online(keys: Tensor, queries: Tensor, rules: dict[str, Any]) -> tuple[Tenso
 
 def own_mean(keys: Tensor, calibrated: Tensor) -> Tensor:
     """Return the mean of a sequence's keys `[n, D]`, in which the calibrated mean stands for 128 more keys."""
+    assert len(keys) <= 1024  # of more, as many evenly spaced ones count
     own = keys.double().mean(0).float().double()
     share = len(keys) / (len(keys) + 128)
     return (share * own + (1 - share) * calibrated.double()).float()

@@ -217,7 +217,7 @@ def test_the_models_own_attention(attention):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, HALF])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
-    generator = torch.Generator().manual_seed(head_dim)
+    generator = torch.Generator().manual_seed(head_dim + 1)  # no ties of errors, of which one dtype rounds P M
     config = tiny.config(head_dim=head_dim)
     artifact, settings = tiny.artifact(config, metric=True, centred=True), suite.DEFAULTS | {"budget": 0.2, "sink": 2}
     keys, values = torch.randn(2, 2, 2, 150, head_dim, generator=generator).to(dtype)
