@@ -166,20 +166,26 @@ CODED = {  # dtype, head_dim, parts, tokens, whether all are integers
 }
 
 
-def finder(dim, parts, *, whole, dtype=torch.float32):
-    """An encoder that rotates keys exactly."""
+OWN = pytest.mark.parametrize("own", [False, True], ids=["shared", "each sequence's own"])
+
+
+def finder(dim, parts, *, whole, own, dtype=torch.float32):
+    """An encoder that rotates keys exactly, for two KV heads: of all sequences, or of each of two its own."""
+    lead = (2, 2) if own else (2,)
     if whole:
-        matrix, mean = integers(2, dim, dim, most=1, seed=1, dtype=dtype), integers(2, dim, most=2, seed=2, dtype=dtype)
-        centroids = integers(2, parts, 256, dim // parts, most=9, seed=3, dtype=dtype)
+        matrix = integers(*lead, dim, dim, most=1, seed=1, dtype=dtype)
+        mean = integers(*lead, dim, most=2, seed=2, dtype=dtype)
+        centroids = integers(*lead, parts, 256, dim // parts, most=9, seed=3, dtype=dtype)
     else:
-        matrix, mean = torch.eye(dim, dtype=dtype, device=DEVICE).expand(2, dim, dim), None
-        centroids = draw(2, parts, 256, dim // parts, seed=3, dtype=dtype)
+        matrix, mean = torch.eye(dim, dtype=dtype, device=DEVICE).expand(*lead, dim, dim), None
+        centroids = draw(*lead, parts, 256, dim // parts, seed=3, dtype=dtype)
     return ProductEncoder(matrix, centroids, centroids.square().sum(-1) / 2, mean)
 
 
 @pytest.mark.emulated(case=["more than a block", "one token"])
+@OWN
 @pytest.mark.parametrize("case", CODED)
-def test_product_codes_of_keys(case):
+def test_product_codes_of_keys(case, own):
     """Bit for bit, as the keys are rotated exactly; integers have many nearest centroids."""
     dtype, dim, parts, tokens, whole = CODED[case]
     keys = (
@@ -188,18 +194,19 @@ def test_product_codes_of_keys(case):
         else draw(2, 2, tokens, dim, seed=4, dtype=dtype)
     )
     keys[1, :, 0] = 0
-    encoder = finder(dim, parts, whole=whole, dtype=torch.promote_types(dtype, torch.float32))
+    encoder = finder(dim, parts, whole=whole, own=own, dtype=torch.promote_types(dtype, torch.float32))
     found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
     for name in ("codes", "error", "gain"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 @pytest.mark.emulated(case=["one token"])
+@OWN
 @pytest.mark.parametrize("case", ["one token", "16 parts", "4 parts"])
-def test_product_codes_of_appended_keys(case):
+def test_product_codes_of_appended_keys(case, own):
     """What plain torch writes, and nothing else; 16 parts without gains and errors."""
     dtype, dim, parts, _, whole = CODED[case]
-    encoder, filled = finder(dim, parts, whole=whole), []
+    encoder, filled = finder(dim, parts, whole=whole, own=own), []
     key = integers(2, 2, 3, dim, most=2, seed=4, dtype=dtype) if whole else draw(2, 2, 3, dim, seed=4, dtype=dtype)
     value = draw(2, 3, 2, 48, seed=5, dtype=dtype).transpose(1, 2)
     for module in (appending, pipeline):
@@ -301,7 +308,7 @@ def test_operators_tell_their_shapes():
 def test_operators_of_product_codes_tell_their_shapes():
     checks, keys, place = ("test_schema", "test_faketensor"), draw(1, 2, 2, 32), torch.tensor([1], device=DEVICE)
     codes, gain = product_codes(1, 2, 2, parts=4)
-    encoder = finder(32, 4, whole=False)
+    encoder = finder(32, 4, whole=False, own=False)
     found = (encoder.matrix, encoder.centroids, encoder.halves, None)
     tail = (0.1, "relative", None, None, 0, 0, None, 0.0, 1, encoder.centroids)
     torch.library.opcheck(ops.choose, (keys, encoder.matrix, codes, gain, 1, None, *tail), test_utils=checks)

@@ -87,14 +87,15 @@ def test_the_same_codes_from_the_same_rotated_keys(dim: int, parts: int, dtype: 
     assert (found.codes[:, :, 0].contiguous().view(torch.uint8)[..., :parts] == 3).all()
 
 
+@pytest.mark.parametrize("lead", [(2,), (3, 2)], ids=["shared", "each sequence's own"])
 @pytest.mark.parametrize("tokens", [1, 4, 5, 100])
-def test_few_keys_and_many_are_hashed_alike(tokens: int) -> None:
+def test_few_keys_and_many_are_hashed_alike(tokens: int, lead: tuple[int, ...]) -> None:
     """One kernel rotates and finds; for many keys torch rotates. Small integers make every product exact."""
     generator = torch.Generator().manual_seed(tokens)
     swap = torch.randperm(32, generator=generator)
-    centroids = torch.randint(-4, 5, (2, 8, 256, 4), generator=generator).float()
-    product = Product(2 * torch.eye(32)[swap].expand(2, 32, 32), centroids)
-    mean = torch.randint(-3, 4, (2, 32), generator=generator).float()
+    centroids = torch.randint(-4, 5, (*lead, 8, 256, 4), generator=generator).float()
+    product = Product(2 * torch.eye(32)[swap].expand(*lead, 32, 32), centroids)
+    mean = torch.randint(-3, 4, (*lead, 32), generator=generator).float()
     encoder = make_encoder(product, torch.bfloat16, mean=mean)
     keys = torch.randint(-9, 10, (3, 2, tokens, 32), generator=generator).bfloat16()
     found, expected = numba.encode_with(encoder, keys), plain.encode_with(encoder, keys)
