@@ -1,11 +1,11 @@
-"""The tables on codes: what they keep on real text, around which mean, and what product codes cost beside signs."""
+"""The tables on kinds of codes: what they keep on real text, and what product codes cost beside signs."""
 
 from typing import Any
 
 from markdown_table import Results, percent, table
 from real_tables import NOTHING, on_text, spread
 
-__all__ = ["centring", "code_quality", "code_time"]
+__all__ = ["code_quality", "code_time"]
 
 KINDS = ("oracle", "bpc", "bpc-product")
 
@@ -33,32 +33,6 @@ def code_quality(results: Results) -> str:
     heads = [
         "model", "tokens", "attended", "KL: exact best", "signs", "product", "of the gap",
         "mass, cosine: exact best", "signs", "product",
-    ]  # fmt: skip
-    return table(heads, lines) if lines else NOTHING
-
-
-def centring(results: Results) -> str:
-    """A line per model, length and kind of code: the same text with the calibrated mean and with the sequence's own."""
-    lines = []
-    before, now = (results[name]["models"] for name in ("real_quality_calibrated_mean", "real_quality"))
-    for model in now:
-        calibrated, own = (
-            {(row["tokens"], row["method"]): row for row in found[model]["rows"]} for found in (before, now)
-        )
-        for place in sorted(set(calibrated) & set(own)):
-            if place[1] not in ("bpc", "bpc-product"):
-                continue
-            exact, pair = own[place[0], "oracle"], (calibrated[place], own[place])
-            lines.append(
-                [
-                    model.removesuffix("-Instruct"), f"{place[0]:,}", "signs" if place[1] == "bpc" else "product",
-                    *(spread(row["kl"]) for row in (*pair, exact)),
-                    *(f"{row['mass']['value']:.3f}, {row['cosine']['value']:.3f}" for row in (*pair, exact)),
-                ]
-            )  # fmt: skip
-    heads = [
-        "model", "tokens", "codes", "KL: calibrated mean", "own mean", "exact best",
-        "mass, cosine: calibrated mean", "own mean", "exact best",
     ]  # fmt: skip
     return table(heads, lines) if lines else NOTHING
 

@@ -27,7 +27,6 @@ from bpc_calib import BPCCache, calibrate, make_plan
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.method.paging import read_tokens
 from bpc_calib.models.description import describe
-from bpc_calib.runtime.calibrated import take
 from bpc_calib.serving.plugin import register
 
 # Every engine replaces Triton's kernels by others, for which vLLM looks through all modules, and stumbles over one of
@@ -101,8 +100,6 @@ class Engine:
                 config = AutoConfig.from_pretrained(self.model)
                 layer = BPCCache(config, artifact, **SETTINGS, dense_layers=()).layers[names[id(attention)]]
                 layer.update(keys, values)
-                everyone = slice(0, keys.shape[1])  # shared pages are hashed around the calibrated mean
-                layer.projection, layer.encoder = take(layer.calibrated, everyone, keys.dtype, keys.device)
                 layer.scaling = attention.scale
                 k = int(rows.k[row])
                 assert k == layer.count(length)

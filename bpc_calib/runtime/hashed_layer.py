@@ -15,7 +15,6 @@ from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.heads import held_heads, rank_among
 from bpc_calib.runtime.calibrated import take
-from bpc_calib.runtime.centring import centred_on
 from bpc_calib.runtime.layers import SparseLayer
 from bpc_calib.runtime.online_fit import Asked, fit_online, join
 from bpc_calib.runtime.rules import Rules
@@ -32,7 +31,7 @@ class BPCLayer(SparseLayer):
         super().__init__(index, rules, model, calibrated)
         # In the dtype of the keys: [kv_heads, bits, head_dim]; online: [batch, kv_heads, bits, head_dim].
         self.projection: Projection | None = None
-        self.encoder: AnyEncoder | None = None  # made from the projection; for several sequences one for each
+        self.encoder: AnyEncoder | None = None  # made from the projection
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
@@ -91,10 +90,8 @@ class BPCLayer(SparseLayer):
         super()._rebatch(change)
         if self.asked is not None:
             self.asked = Asked(change(self.asked.queries), self.asked.places)
-        if self.encoder is not None and self.encoder.matrix.dim() == 4:
-            self.encoder = self.encoder.change(change)
-        if self.calibrated is None and isinstance(self.projection, Tensor):
-            self.projection = change(self.projection)
+        if self.calibrated is None and isinstance(self.projection, Tensor) and self.encoder is not None:
+            self.projection, self.encoder = change(self.projection), self.encoder.change(change)
 
     def prepare(self, mask: Tensor | None) -> None:
         """Hash the cached tokens if the next step with one token chooses among them; the mask is `[batch, N]`."""
@@ -134,7 +131,7 @@ class BPCLayer(SparseLayer):
         if self.unfitted():
             self.take_fit(fit_online(self.keys, self.asked, visible, self.rules.bits, self.rules.seed))
         elif self.projection is None:
-            self._take_calibrated(visible)
+            self._take_calibrated()
         assert self.projection is not None
         assert self.encoder is not None
         length = self.get_seq_length()
@@ -149,8 +146,8 @@ class BPCLayer(SparseLayer):
             self.hashed = end
         return self.projection
 
-    def _take_calibrated(self, visible: Tensor | None) -> None:
-        """Hash with the artifact's projections of the KV heads of this process, around the mean of the cached keys."""
+    def _take_calibrated(self) -> None:
+        """Hash with the artifact's projections of the KV heads of this process from now on."""
         assert self.calibrated is not None
         keys, ranks, total = self.keys, self.model.ranks, len(self.calibrated.projection)
         heads = held_heads(total, keys.shape[1], rank_among(ranks), ranks)
@@ -160,5 +157,4 @@ class BPCLayer(SparseLayer):
                 f"config names {ranks} processes that share them out: make the cache from the config of the loaded "
                 "model (model.config)"
             )
-        self.projection, encoder = take(self.calibrated, heads, keys.dtype, keys.device)
-        self.encoder = centred_on(keys, visible, encoder)
+        self.projection, self.encoder = take(self.calibrated, heads, keys.dtype, keys.device)

@@ -41,14 +41,12 @@ class ReferenceCache(DynamicCache):
         # By layer: projection, metric and mean, each [batch, kv_heads, ...]; before that, the queries of steps with
         # several tokens, [batch, heads, head_dim] by place.
         self.online: dict[int, list[Tensor]] = {}
-        self.means: dict[int, Tensor] = {}  # of calibrated layers, [batch, kv_heads, head_dim]
         self.asked: dict[int, dict[int, Tensor]] = {layer: {} for layer in sparse_layers}
         self.guarded = dict.fromkeys(sparse_layers, 0)
 
     def projection(self, layer: int, row: int, head: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         if layer in self.calibrated:
-            projection, metric, _, centroids = of_head(self.calibrated[layer], head)
-            return projection, metric, self.means[layer][row, head] if layer in self.means else None, centroids
+            return of_head(self.calibrated[layer], head)
         projection, metric, mean = (tensor[row, head] for tensor in self.online[layer])
         return projection, metric, mean, None
 
@@ -64,7 +62,7 @@ class ReferenceCache(DynamicCache):
             layer.is_initialized = False
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = 0
-        self.online, self.means = {}, {}
+        self.online = {}
         self.asked = {layer: {} for layer in self.sparse_layers}
         self.guarded = dict.fromkeys(self.sparse_layers, 0)
 
@@ -91,7 +89,6 @@ class ReferenceCache(DynamicCache):
 
     def _rebatch(self, change: Any) -> None:
         self.online = {layer: [change(tensor) for tensor in tensors] for layer, tensors in self.online.items()}
-        self.means = {layer: change(mean) for layer, mean in self.means.items()}
         self.asked = {
             layer: {place: change(query) for place, query in asked.items()} for layer, asked in self.asked.items()
         }
@@ -154,12 +151,6 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, sc
             for head in range(heads)
         ]
         cache.online[layer] = [torch.stack(each).unflatten(0, (batch, heads)) for each in zip(*found, strict=True)]
-    if layer in cache.calibrated and layer not in cache.means and cache.calibrated[layer].mean is not None:
-        calibrated = [of_head(cache.calibrated[layer], head)[2] for head in range(heads)]
-        means = [
-            [own_mean(key[row, head, visible[row]], calibrated[head]) for head in range(heads)] for row in range(batch)
-        ]
-        cache.means[layer] = torch.stack([torch.stack(each) for each in means])
     for row in range(batch):
         for head in range(heads):
             queries = query[row, head * group : (head + 1) * group, 0]
@@ -182,14 +173,6 @@ def _online(keys: Tensor, queries: Tensor, rules: dict[str, Any]) -> tuple[Tenso
     found = fit(keys, rules["bits"], iterations=4, rounds=2, metric=metric, centred=True, generator=generator)
     assert found.mean is not None
     return found.projection, metric, found.mean
-
-
-def own_mean(keys: Tensor, calibrated: Tensor) -> Tensor:
-    """Return the mean of a sequence's keys `[n, D]`, in which the calibrated mean stands for 128 more keys."""
-    assert len(keys) <= 1024  # of more, as many evenly spaced ones count
-    own = keys.double().mean(0).float().double()
-    share = len(keys) / (len(keys) + 128)
-    return (share * own + (1 - share) * calibrated.double()).float()
 
 
 def of_head(layer: Any, head: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
