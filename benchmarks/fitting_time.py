@@ -45,7 +45,9 @@ def measure(heads: int, count: int, dim: int, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for name, fit in ways.items():
             start = time.perf_counter()
-            found[name] = fit(keys, BITS, iterations=ITERATIONS, rounds=ROUNDS, metric=metric, centred=True)
+            found[name] = fit(
+                keys, BITS, iterations=ITERATIONS, rounds=ROUNDS, metric=metric, mean=fitting.mean_key(keys)
+            )
             seconds[name].append(time.perf_counter() - start)
     middle = {name: median(each) for name, each in seconds.items()}
     operations = heads * count * (BITS * ITERATIONS * 2 * dim + (ROUNDS + 1) * BITS * (4 * dim + BITS))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpc_calib import decompose
 from bpc_calib.calibration.projection_method import PROJECTION_METHODS
-from bpc_calib.method.fitting import fit
+from bpc_calib.method.fitting import fit, mean_key
 
 __all__ = ["steps"]
 
@@ -47,7 +47,7 @@ def _fit(keys: Tensor) -> Callable[[], Any]:
     method = next(each for each in PROJECTION_METHODS.values() if each.metric)
     return functools.partial(
         fit, keys, 64, iterations=method.iterations, rounds=method.rounds, metric=root.mT @ root / (2 * DIM),
-        centred=method.centred,
+        mean=mean_key(keys) if method.centred else None,
     )  # fmt: skip
 
 

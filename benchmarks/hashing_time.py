@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from bpc_artifacts import LayerProjection
 from bpc_calib import describe
 from bpc_calib.method.encoding import encode_with, make_encoder
-from bpc_calib.method.fitting import fit
+from bpc_calib.method.fitting import fit, mean_key
 from bpc_calib.method.metric import query_metric, second_moment
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.rules import Rules
@@ -45,7 +45,8 @@ def measure(tokens: int, dim: int, dtype: torch.dtype, repeats: int) -> list[dic
     keys = torch.randn(1, HEADS, tokens, dim, generator=generator) * torch.logspace(0, -1, dim)
     queries = torch.randn(1, HEADS * GROUP, 1, dim, generator=generator).to(dtype)
     metric = query_metric(second_moment(torch.randn(HEADS, 500, dim, generator=generator)), 0.25)
-    found = fit(keys[0, :, :4096], iterations=2, metric=metric, centred=True)
+    some = keys[0, :, :4096]
+    found = fit(some, iterations=2, metric=metric, mean=mean_key(some))
     assert found.mean is not None
     keys = keys.to(dtype)
     forms = {"paper": (None, None), "metric": (metric, None), "metric, centred": (metric, found.mean)}

@@ -19,7 +19,7 @@ from bpc_calib import describe, fit
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.positions import shift_offsets, spread_keys
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS
-from bpc_calib.method.fitting import residual_norms
+from bpc_calib.method.fitting import mean_key, residual_norms
 from bpc_calib.method.metric import score_metric
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
@@ -108,7 +108,7 @@ def residuals(own: tuple[Tensor, Tensor], others: Tensor, bits: int) -> tuple[Te
         iterations=METHOD.iterations,
         rounds=METHOD.rounds,
         metric=metric,
-        centred=METHOD.centred,
+        mean=mean_key(keys) if METHOD.centred else None,
         generator=torch.Generator().manual_seed(0),
     )
     norms = residual_norms(others, found.projection, metric=metric, mean=found.mean)

@@ -26,6 +26,7 @@ from bpc_calib.calibration.collecting import collect
 from bpc_calib.calibration.contents import contents
 from bpc_calib.calibration.layer_fit import fit_layers
 from bpc_calib.calibration.plan import Plan, make_plan
+from bpc_calib.calibration.positions import early_keys
 from bpc_calib.calibration.projection_method import PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.calibration.run_text import read_text
 from bpc_calib.calibration.stored_keys import read_layer
@@ -307,7 +308,8 @@ class Calibrations:
                 torch.stack([each[layer] for layer in layers])
                 for each in (collected.keys, collected.aside, collected.moments)
             )
-            fits = dict(zip(layers, fit_layers(keys, aside, moments, chosen, self.model.device), strict=True))
+            found = fit_layers(keys, aside, moments, chosen, self.model.device, centring=early_keys(chosen))
+            fits = dict(zip(layers, found, strict=True))
             self.artifacts[key] = contents(chosen, collected.sources, "unknown", fits)
             print(f"projected in {time.perf_counter() - began:.1f} s: {key}", file=sys.stderr)
         return self.artifacts[key]

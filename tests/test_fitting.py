@@ -11,7 +11,7 @@ from bpc_calib import InputError, decompose, encode
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK
 from bpc_calib.method.encoding import encode_with, make_encoder
-from bpc_calib.method.fitting import _products, fit, least_squares, residual_norms
+from bpc_calib.method.fitting import _products, fit, least_squares, mean_key, residual_norms
 from bpc_calib.method.float32 import proven_codes, sum_by_signs
 from bpc_calib.method.metric import query_metric, second_moment
 
@@ -42,7 +42,7 @@ def test_one_iteration_and_nothing_else_is_the_paper(bits, dtype):
 def test_residual_norms_match_the_encoded_keys(metric, centred):
     keys = random_keys(3, 2 * BLOCK + 31, 16)
     metric = None if metric is None else metric.expand(3, 16, 16)
-    found = fit(keys, 32, rounds=2, metric=metric, centred=centred)
+    found = fit(keys, 32, rounds=2, metric=metric, mean=mean_key(keys) if centred else None)
     encoded = encode(keys.double(), found.projection, metric=metric, mean=found.mean)
     torch.testing.assert_close(found.residual_norms[:, -1], encoded.error.double().norm(dim=-1), rtol=1e-5, atol=0)
     left = keys.double() - (found.mean.double().unsqueeze(-2) if centred else 0)
@@ -72,8 +72,9 @@ def test_the_projection_of_a_round_is_the_least_squares_solution():
     torch.testing.assert_close(found.double(), solution, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"rounds": 2}, {"rounds": 1, "centred": True, "metric": METRIC}])
-def test_padding_is_ignored_and_a_batch_equals_its_members(options):
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("options", [{}, {"rounds": 2}, {"rounds": 1, "metric": METRIC}])
+def test_padding_is_ignored_and_a_batch_equals_its_members(options, centred):
     keys = random_keys(2, 300, 16)
     weights = torch.ones(2, 300)
     weights[0, :40] = 0
@@ -81,10 +82,10 @@ def test_padding_is_ignored_and_a_batch_equals_its_members(options):
     padded[0, :40] = torch.nan
     if "metric" in options:
         options = options | {"metric": options["metric"].expand(2, 16, 16)}
-    found = fit(padded, 32, weights=weights, **options)
+    found = fit(padded, 32, weights=weights, mean=mean_key(padded, weights) if centred else None, **options)
     for row, member in enumerate((keys[0, 40:], keys[1])):
         member_options = options | ({"metric": METRIC} if "metric" in options else {})
-        expected = fit(member, 32, **member_options)
+        expected = fit(member, 32, mean=mean_key(member) if centred else None, **member_options)
         torch.testing.assert_close(found.projection[row], expected.projection, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(found.residual_norms[row], expected.residual_norms, rtol=1e-9, atol=1e-9)
         if found.mean is not None:
@@ -93,12 +94,12 @@ def test_padding_is_ignored_and_a_batch_equals_its_members(options):
 
 def test_keys_far_from_zero_are_coded_better_when_centred():
     keys = random_keys(2000, 16) + 20
-    plain, centred = fit(keys, 32), fit(keys, 32, centred=True)
+    plain, centred = fit(keys, 32), fit(keys, 32, mean=mean_key(keys))
     assert centred.residual_norms[-1] < 0.97 * plain.residual_norms[-1]
 
 
 def test_zero_keys_have_no_residual():
-    found = fit(torch.zeros(100, 8), 32, rounds=2, centred=True, metric=torch.eye(8))
+    found = fit(torch.zeros(100, 8), 32, rounds=2, mean=mean_key(torch.zeros(100, 8)), metric=torch.eye(8))
     assert found.projection.isfinite().all()
     assert found.residual_norms.eq(0).all()
 
@@ -118,11 +119,10 @@ def test_a_round_that_raises_the_residual_is_discarded():
 
 
 def test_refuses_keys_and_weights_that_do_not_fit():
-    for centred in (False, True):
-        with pytest.raises(InputError, match="keys must be floating"):
-            fit(torch.randn(8), centred=centred)
-        with pytest.raises(InputError, match="weights must be 0 or 1"):
-            fit(torch.randn(20, 8), 32, weights=torch.ones(19), centred=centred)
+    with pytest.raises(InputError, match="keys must be floating"):
+        fit(torch.randn(8))
+    with pytest.raises(InputError, match="weights must be 0 or 1"):
+        fit(torch.randn(20, 8), 32, weights=torch.ones(19))
 
 
 @pytest.mark.parametrize("heads", [(), (1,), (2,)])
@@ -134,7 +134,7 @@ def test_the_same_bytes_with_one_or_two_threads(heads, seed):
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            found.append(fit(keys, 64, iterations=2, rounds=3, metric=metric, centred=True))
+            found.append(fit(keys, 64, iterations=2, rounds=3, metric=metric, mean=mean_key(keys)))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found[0].projection, found[1].projection)
@@ -180,7 +180,7 @@ def test_sums_by_signs_do_not_depend_on_the_order():
 @pytest.mark.parametrize("metric", [None, METRIC])
 def test_residual_norms_of_the_fitted_keys_are_those_of_the_fit(metric):
     keys = random_keys(5000, 16, dtype=torch.bfloat16)
-    found = fit(keys, 32, rounds=2, metric=metric, centred=True)
+    found = fit(keys, 32, rounds=2, metric=metric, mean=mean_key(keys))
     again = residual_norms(keys, found.projection, metric=metric, mean=found.mean)
     torch.testing.assert_close(again, found.residual_norms, rtol=1e-12, atol=0)
     other = random_keys(3000, 16, seed=9)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bpc_calib
-from bpc_calib.method.fitting import fit
+from bpc_calib.method.fitting import fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
 from bpc_calib.runtime import preparing
 from bpc_calib.runtime.online_fit import (
@@ -59,7 +59,9 @@ def test_chunks_keep_their_queries_with_their_places():
 def by_hand(keys, queries, bits=32):
     metric = score_metric(second_moment(queries))
     generator = torch.Generator().manual_seed(7)
-    return fit(keys, bits, iterations=ITERATIONS, rounds=ROUNDS, metric=metric, centred=True, generator=generator)
+    return fit(
+        keys, bits, iterations=ITERATIONS, rounds=ROUNDS, metric=metric, mean=mean_key(keys), generator=generator
+    )
 
 
 def test_a_long_prompt_is_fitted_to_some_of_its_keys_in_the_metric_of_some_queries():

@@ -7,6 +7,7 @@ import bpc_calib
 from bpc_calib.errors import InputError
 from bpc_calib.method.encoded import GAIN_OFFSET, GAIN_UNIT
 from bpc_calib.method.encoding import encode_with, make_encoder
+from bpc_calib.method.fitting import mean_key
 from bpc_calib.method.product import Product, encode_parts, pack_bytes, unpack_bytes
 from bpc_calib.method.scoring import LARGEST_SCORE, hash_scores, quantize_query
 
@@ -57,7 +58,7 @@ def test_a_key_gets_the_nearest_centroid_of_every_part(parts: int) -> None:
 
 def test_the_functions_of_the_package_work_together() -> None:
     keys = torch.randn(2, 400, 32, generator=torch.Generator().manual_seed(8))
-    found = bpc_calib.fit_product(keys, 64, centred=True, generator=torch.Generator().manual_seed(0))
+    found = bpc_calib.fit_product(keys, 64, mean=mean_key(keys), generator=torch.Generator().manual_seed(0))
     assert found.centroids is not None
     product = bpc_calib.Product(found.projection, found.centroids)
     encoded = bpc_calib.encode(keys, product, mean=found.mean)

@@ -8,7 +8,7 @@ import torch
 from bpc_calib.backends.dispatch import encode_parts
 from bpc_calib.errors import InputError
 from bpc_calib.method import product_fitting
-from bpc_calib.method.fitting import fit, residual_norms
+from bpc_calib.method.fitting import fit, mean_key, residual_norms
 from bpc_calib.method.metric import query_metric
 from bpc_calib.method.product import Product
 from bpc_calib.method.product_fitting import product_residual_norms
@@ -37,8 +37,8 @@ def generator() -> torch.Generator:
 
 def test_the_backend_of_a_cpu_fits_what_plain_torch_fits() -> None:
     keys, metric = draw_keys(), draw_metric()
-    plain = product_fitting.fit_product(keys, 64, metric=metric, centred=True, generator=generator())
-    found = fit_product(keys, 64, metric=metric, centred=True, generator=generator())
+    plain = product_fitting.fit_product(keys, 64, metric=metric, mean=mean_key(keys), generator=generator())
+    found = fit_product(keys, 64, metric=metric, mean=mean_key(keys), generator=generator())
     assert plain.centroids is not None
     assert found.centroids is not None
     assert torch.equal(found.projection, plain.projection)
@@ -48,7 +48,7 @@ def test_the_backend_of_a_cpu_fits_what_plain_torch_fits() -> None:
 
 def test_shapes_and_the_residual_of_the_fitted_keys() -> None:
     keys, metric = draw_keys(), draw_metric()
-    found = fit_product(keys, 64, metric=metric, centred=True, generator=generator())
+    found = fit_product(keys, 64, metric=metric, mean=mean_key(keys), generator=generator())
     assert found.metric is None
     assert found.mean is not None
     assert found.centroids is not None
@@ -66,8 +66,8 @@ def test_shapes_and_the_residual_of_the_fitted_keys() -> None:
 
 def test_product_codes_describe_other_keys_better_than_as_many_signs() -> None:
     keys, other, metric = draw_keys(8_000, dim=16), draw_keys(seed=1, dim=16), draw_metric(16)
-    product = fit_product(keys, 32, metric=metric, centred=True, generator=generator())
-    signs = fit(keys, 32, rounds=2, metric=metric, centred=True, generator=generator())
+    product = fit_product(keys, 32, metric=metric, mean=mean_key(keys), generator=generator())
+    signs = fit(keys, 32, rounds=2, metric=metric, mean=mean_key(keys), generator=generator())
     assert product.centroids is not None
     norms = product_residual_norms(other, Product(product.projection, product.centroids), mean=product.mean)
     by_signs = residual_norms(other, signs.projection, metric=metric, mean=signs.mean)
@@ -90,7 +90,7 @@ def test_seeds_and_the_order_of_heads() -> None:
 def test_fewer_different_keys_than_centroids() -> None:
     keys = draw_keys(300)
     keys[:, 5:] = keys[:, :1]
-    found = fit_product(keys, 64, centred=True, generator=generator())
+    found = fit_product(keys, 64, mean=mean_key(keys), generator=generator())
     assert found.centroids is not None
     assert found.centroids.isfinite().all()
     assert (found.residual_norms[:, -1] < 1e-4 * found.residual_norms[:, 0]).all()

@@ -186,7 +186,7 @@ def fit(
     iterations: int = 8,
     rounds: int = 0,
     metric: Tensor | None = None,
-    centred: bool = False,
+    mean: Tensor | None = None,
     weights: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
@@ -198,7 +198,7 @@ def fit(
         iterations=iterations,
         rounds=rounds,
         metric=metric,
-        centred=centred,
+        mean=mean,
         weights=weights,
         generator=generator,
     )

@@ -66,7 +66,7 @@ class Backend(Protocol):
         iterations: int = 8,
         rounds: int = 0,
         metric: Tensor | None = None,
-        centred: bool = False,
+        mean: Tensor | None = None,
         weights: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Fit:

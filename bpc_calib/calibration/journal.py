@@ -16,7 +16,7 @@ from bpc_calib.errors import WorkError
 
 __all__ = ["Journal", "check_same", "new_journal", "only_fitted_otherwise", "read_journal", "write_journal"]
 
-FORMAT = 4  # of the whole folder
+FORMAT = 5  # of the whole folder
 FIT = {"method", "codes", "bits"}  # settings of layers alone; what `method` says of positions is in `position_shift`
 SHOWN = 3  # differences in a message
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import encode_parts, fit
 from bpc_calib.calibration.plan import Plan
-from bpc_calib.method.fitting import Fit, residual_norms
+from bpc_calib.method.fitting import Fit, mean_key, residual_norms
 from bpc_calib.method.metric import query_metric, score_metric
 from bpc_calib.method.product import Product
 from bpc_calib.method.product_fitting import fit_product, product_residual_norms
@@ -44,7 +44,13 @@ def layers_at_once(plan: Plan, itemsize: int, device: torch.device) -> int:
 
 
 def fit_layers(
-    keys: Tensor, held_out: Tensor | None, moments: Tensor | None, plan: Plan, device: torch.device
+    keys: Tensor,
+    held_out: Tensor | None,
+    moments: Tensor | None,
+    plan: Plan,
+    device: torch.device,
+    *,
+    centring: Tensor | None = None,
 ) -> list[LayerFit]:
     """Fit the keys of some layers, in groups of heads that fit a fixed amount of memory.
 
@@ -53,6 +59,7 @@ def fit_layers(
         held_out: `[layers, kv_heads, M, head_dim]`, the keys to measure the fit on.
         moments: float64 `[layers, kv_heads, head_dim, head_dim]`, for the query metric.
         device: where to compute.
+        centring: bool `[N]`, the keys whose mean is subtracted where the method centres; None: all.
 
     Raises:
         InputError: a key is not finite.
@@ -70,7 +77,9 @@ def fit_layers(
     measured: list[Tensor] = []
     for first in range(0, len(keys), heads):
         part = slice(first, first + heads)
-        found = _fit(keys[part].to(device), None if metric is None else metric[part].to(device), plan)
+        some = keys[part].to(device)
+        mean = _mean(some, centring) if method.centred else None
+        found = _fit(some, None if metric is None else metric[part].to(device), mean, plan)
         fits.append(found)
         if held_out is not None:
             measured.append(_measure(held_out[part].to(device), found).cpu())
@@ -100,19 +109,22 @@ def fit_layers(
     ]
 
 
-def _fit(keys: Tensor, metric: Tensor | None, plan: Plan) -> Fit:
+def _mean(keys: Tensor, centring: Tensor | None) -> Tensor:
+    """The mean of some keys of each head."""
+    return mean_key(keys, None if centring is None else centring.to(keys.device).expand(keys.shape[:-1]))
+
+
+def _fit(keys: Tensor, metric: Tensor | None, mean: Tensor | None, plan: Plan) -> Fit:
     method, generator = plan.method, torch.Generator().manual_seed(plan.seed)
     if plan.codes == "product":
-        return fit_product(
-            keys, plan.bits, metric=metric, centred=method.centred, generator=generator, encode=encode_parts
-        )
+        return fit_product(keys, plan.bits, metric=metric, mean=mean, generator=generator, encode=encode_parts)
     return fit(
         keys,
         plan.bits,
         iterations=method.iterations,
         rounds=method.rounds,
         metric=metric,
-        centred=method.centred,
+        mean=mean,
         generator=generator,
     )
 

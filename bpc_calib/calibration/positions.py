@@ -4,12 +4,15 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bpc_calib.calibration.plan import Plan
 
-__all__ = ["first_positions", "key_positions", "shift_offsets", "spread_keys"]
+__all__ = ["early_keys", "first_positions", "key_positions", "shift_offsets", "spread_keys"]
 
 EARLY = 128  # positions from which on the density of kept keys falls
+CENTRED = 2048  # positions whose keys give the mean: RoPE turns it, and short contexts lose most to another one
 
 
 def key_positions(plan: Plan) -> list[list[int]]:
@@ -28,6 +31,12 @@ def key_positions(plan: Plan) -> list[list[int]]:
         for sample, indices in zip(samples, spread, strict=True):
             chosen[sample] = indices
     return chosen
+
+
+def early_keys(plan: Plan) -> Tensor:
+    """Return which kept keys of the fitted samples, sample by sample, are at positions below `CENTRED`: bool `[N]`."""
+    positions, offsets = key_positions(plan), first_positions(plan)
+    return torch.tensor([offsets[sample] + index < CENTRED for sample in plan.fitted for index in positions[sample]])
 
 
 def first_positions(plan: Plan) -> list[int]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpc_calib.calibration.layer_fit import fit_layers, layers_at_once
 from bpc_calib.calibration.memory import memory_advice
+from bpc_calib.calibration.positions import early_keys
 from bpc_calib.calibration.ranks import layers_of
 from bpc_calib.calibration.stored_keys import read_layer
 from bpc_calib.calibration.stored_layers import write_layer
@@ -31,6 +32,8 @@ def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None
     mine = layers_of(plan, work.layers, ranks.rank, ranks.count)
     at_once = layers_at_once(plan, getattr(torch, work.journal.weights["dtype"]).itemsize, device)
 
+    early = early_keys(plan)
+
     def show(more: int = 0) -> int:
         done = len(work.layers) + ranks.add("layers", more)
         progress("decompose", done, len(plan.model.full_layers))
@@ -54,6 +57,7 @@ def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None
                     total_moments(work.path, plan, group) if plan.summed else None,
                     plan,
                     device,
+                    centring=early,
                 )
         except InputError as fault:
             raise ModelError(f"{plan.model.id}: {names}: {fault}") from fault

@@ -24,7 +24,7 @@ class Fit:
     projection: Tensor  # float32 [..., H, D]
     residual_norms: Tensor  # float64 [..., H + 1], |K - mean - U P|_F after 0..H bits, measured in the metric
     metric: Tensor | None  # float32 [..., D, D], the argument of `fit`
-    mean: Tensor | None  # float32 [..., D]
+    mean: Tensor | None  # float32 [..., D], the argument of `fit`
     centroids: Tensor | None = None  # float32 [..., m, 256, D / m], of product codes (`fit_product`); else signs
 
 
@@ -35,7 +35,7 @@ def fit(
     iterations: int = 8,
     rounds: int = 0,
     metric: Tensor | None = None,
-    centred: bool = False,
+    mean: Tensor | None = None,
     weights: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
@@ -49,7 +49,7 @@ def fit(
         iterations: iterations per bit, see `decompose`.
         rounds: rounds of least squares, see `least_squares`.
         metric: `[..., D, D]`, see `query_metric`; None is the identity.
-        centred: subtract the mean key first.
+        mean: float32 `[..., D]`, is first subtracted, see `mean_key`; None is 0.
         weights: `[..., N]` of 0 and 1; a key of weight 0 is ignored.
         generator: generator for the draws of `decompose`.
 
@@ -58,9 +58,7 @@ def fit(
     """
     check_keys(keys, weights)
     metric = None if metric is None else metric.to(keys.device)
-    mean = None
-    if centred:
-        mean = mean_key(keys, weights)
+    if mean is not None:
         keys = keys.to(torch.float64) - mean.unsqueeze(-2)
     found = decompose(keys, bits, iterations=iterations, metric=metric, weights=weights, generator=generator)
     projection, residual_norms = found.projection, found.residual_norms
@@ -184,7 +182,7 @@ def _squared_norm(keys: Tensor, metric: Tensor | None, weights: Tensor | None) -
     return total
 
 
-def mean_key(keys: Tensor, weights: Tensor | None) -> Tensor:
+def mean_key(keys: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the mean of the keys of weight 1, float32 `[..., D]`."""
     total = torch.zeros((), dtype=torch.float64, device=keys.device)
     for block, _ in _blocks(keys, weights):

@@ -15,7 +15,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits
 from bpc_calib.method.decomposition import BLOCK, check_keys
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.fitting import Fit, mean_key
+from bpc_calib.method.fitting import Fit
 from bpc_calib.method.product import CENTROIDS, Product, by_dimension, encode_parts, make_product_encoder, unpack_bytes
 
 __all__ = ["ROUNDS", "check_parts", "fit_product", "product_residual_norms"]
@@ -38,7 +38,7 @@ def fit_product(
     bits: int,
     *,
     metric: Tensor | None = None,
-    centred: bool = False,
+    mean: Tensor | None = None,
     generator: torch.Generator | None = None,
     encode: Encode = encode_parts,
 ) -> Fit:
@@ -48,7 +48,7 @@ def fit_product(
         keys: `[..., N, D]`, any floating dtype.
         bits: of a code, 8 per part.
         metric: `[..., D, D]`, see `query_metric`; None is the identity.
-        centred: subtract the mean key first.
+        mean: float32 `[..., D]`, is first subtracted, see `mean_key`; None is 0.
         generator: draws the keys that k-means begins with.
         encode: `encode_parts`, or the same from a backend.
 
@@ -63,7 +63,6 @@ def fit_product(
     if not keys.isfinite().all():
         raise InputError("keys hold NaN or infinity")
     first = torch.randperm(count, generator=generator)[:CENTROIDS].to(keys.device)
-    mean = mean_key(keys, None) if centred else None
     means = None if mean is None else mean.reshape(-1, dim)
     metrics = None if metric is None else metric.to(keys.device).expand(*lead, dim, dim).reshape(-1, dim, dim)
     found = [

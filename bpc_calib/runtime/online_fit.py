@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.dispatch import fit
-from bpc_calib.method.fitting import Fit
+from bpc_calib.method.fitting import Fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
 
 __all__ = ["ASKED", "Asked", "fit_online", "fitted_places", "join", "observed_places", "spread"]
@@ -80,7 +80,7 @@ def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: 
         iterations=ITERATIONS,
         rounds=ROUNDS,
         metric=metric,
-        centred=True,
+        mean=mean_key(keys, weights),
         weights=weights,
         generator=torch.Generator().manual_seed(seed),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
-from bpc_calib.method.fitting import fit
+from bpc_calib.method.fitting import fit, mean_key
 from bpc_calib.method.metric import score_metric
 
 NAME = "masked_reference"
@@ -170,7 +170,7 @@ def _asked(asked: dict[int, Tensor], row: int, head: int, group: int, visible: l
 def _online(keys: Tensor, queries: Tensor, rules: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rules["seed"])
     metric = score_metric(queries.double().T @ queries.double())
-    found = fit(keys, rules["bits"], iterations=4, rounds=2, metric=metric, centred=True, generator=generator)
+    found = fit(keys, rules["bits"], iterations=4, rounds=2, metric=metric, mean=mean_key(keys), generator=generator)
     assert found.mean is not None
     return found.projection, metric, found.mean
 

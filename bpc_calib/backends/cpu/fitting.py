@@ -17,7 +17,7 @@ from bpc_calib.backends.cpu.ready import make_fitting_ready
 from bpc_calib.errors import InputError
 from bpc_calib.method.decomposition import check_arguments, cholesky, draw, norms_by_bit
 from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.fitting import Fit, Products, mean_key, refine
+from bpc_calib.method.fitting import Fit, Products, refine
 
 __all__ = ["fit"]
 
@@ -41,7 +41,7 @@ def fit(
     iterations: int = 8,
     rounds: int = 0,
     metric: Tensor | None = None,
-    centred: bool = False,
+    mean: Tensor | None = None,
     weights: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
@@ -49,7 +49,6 @@ def fit(
     check_arguments(keys, weights, bits, iterations)
     make_fitting_ready(keys.dtype)
     lead, dim = keys.shape[:-2], keys.shape[-1]
-    mean = mean_key(keys, weights) if centred else None
     root = None if metric is None else cholesky(metric, keys)
     heads = _heads(keys, weights, mean, metric, root)
     if not all(head.keys.isfinite().all() for head in heads):
