@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, decompose, describe, make_plan
 from bpc_calib.calibration.held_out import held_out_samples
-from bpc_calib.calibration.positions import first_positions, key_positions, shift_offsets, spread_keys
+from bpc_calib.calibration.layer_fit import fit_layers
+from bpc_calib.calibration.positions import early_keys, first_positions, key_positions, shift_offsets, spread_keys
 from bpc_calib.method.fitting import fit, mean_key, residual_norms
 from bpc_calib.method.metric import query_metric
 from bpc_calib.models.observation import observing
@@ -178,6 +179,33 @@ def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
         mean = None if paper else found.mean
         measured = residual_norms(aside[layer], found.projection, metric=None if paper else metric, mean=mean)
         assert held_out["residual_by_head"][str(layer)] == (measured[:, -1] / measured[:, 0]).tolist()
+
+
+def test_the_mean_is_that_of_early_positions(text_folder, monkeypatch):
+    monkeypatch.setattr("bpc_calib.calibration.positions.CENTRED", 40)
+    model = tiny.model(max_position_embeddings=512)
+    settings = {"corpora": [str(text_folder)], "samples": 6, "bits": 32, "sequence_length": 128, "keys_per_head": 300}
+    plan = make_plan(describe(model.config), **{name: settings[name] for name in list(settings)[1:]})
+    early = early_keys(plan)
+    places = [
+        offset + index
+        for sample, (offset, indices) in enumerate(zip(first_positions(plan), key_positions(plan), strict=True))
+        for index in indices
+        if sample in plan.fitted
+    ]
+    assert max(places) > 128
+    assert early.tolist() == [place < 40 for place in places]
+    assert 0 < early.sum() < len(early)
+    kept = []
+    monkeypatch.setattr(
+        "bpc_calib.calibration.projecting.fit_layers",
+        lambda keys, *rest, **options: kept.extend(keys) or fit_layers(keys, *rest, **options),
+    )
+    artifact = tiny.calibrated(model, tiny.tokenizer(), **settings)
+    for layer, keys in enumerate(kept):
+        mean = keys[:, early].double().mean(1)
+        np.testing.assert_allclose(artifact.layers[layer].mean, mean.numpy(), rtol=1e-5, atol=1e-6)
+        assert abs(keys.double().mean(1) - mean).max() > 1e-3
 
 
 @pytest.mark.parametrize(
