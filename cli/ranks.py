@@ -40,7 +40,7 @@ def one_voice() -> None:
 
 def wait_for_voice() -> None:
     """Let the process that prints an error end first: torchrun ends all processes when the first one has failed."""
-    if ranks() > 1 and sys.stderr.name == os.devnull:
+    if ranks() > 1 and sys.stderr is not sys.__stderr__:  # this process is silent
         time.sleep(VOICE_SECONDS)  # torchrun's SIGTERM ends it
 
 
@@ -84,7 +84,6 @@ def joined_ranks() -> Iterator["Ranks"]:
             _leave()
         except Exception as fault:
             if not joined.claim():
-                _be_silent()
                 raise typer.Exit(1) from None
             _speak()
             if _is_lost_rank(fault):
