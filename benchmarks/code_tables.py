@@ -1,11 +1,11 @@
-"""The tables on codes: what they keep on real text, around which mean, and what product codes cost beside signs."""
+"""The tables on kinds of codes: what they keep on real text, and what product codes cost beside signs."""
 
 from typing import Any
 
 from markdown_table import Results, percent, table
 from real_tables import NOTHING, on_text, spread
 
-__all__ = ["centring", "code_quality", "code_time"]
+__all__ = ["code_quality", "code_time"]
 
 KINDS = ("oracle", "bpc", "bpc-product")
 
@@ -34,28 +34,6 @@ def code_quality(results: Results) -> str:
         "model", "tokens", "attended", "KL: exact best", "signs", "product", "of the gap",
         "mass, cosine: exact best", "signs", "product",
     ]  # fmt: skip
-    return table(heads, lines) if lines else NOTHING
-
-
-def centring(results: Results) -> str:
-    """A line per model, length and kind of code: the mean of all kept keys, and that of early positions."""
-    lines = []
-    before, now = (results[name]["models"] for name in ("real_quality_mean_of_all", "real_quality"))
-    for model in now:
-        every, early = ({(row["tokens"], row["method"]): row for row in each[model]["rows"]} for each in (before, now))
-        for tokens, method in every:
-            if method not in ("bpc", "bpc-product"):
-                continue
-            rows = every[tokens, method], early[tokens, method], early[tokens, "oracle"]
-            lines.append(
-                [
-                    model.removesuffix("-Instruct"), f"{tokens:,}", "signs" if method == "bpc" else "product",
-                    *(spread(row["kl"]) for row in rows),
-                    *(f"{row['mass']['value']:.3f}, {row['cosine']['value']:.3f}" for row in rows),
-                ]
-            )  # fmt: skip
-    means = ("all", "early positions", "exact best")
-    heads = ["model", "tokens", "codes", *(f"{what}: {mean}" for what in ("KL", "mass, cosine") for mean in means)]
     return table(heads, lines) if lines else NOTHING
 
 

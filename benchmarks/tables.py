@@ -33,7 +33,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "headline": projection_tables.headline,
     "headline-both": projection_tables.headline_both,
     "codes": projection_tables.codes,
-    "centring": code_tables.centring,
     "code-quality": code_tables.code_quality,
     "code-time": code_tables.code_time,
     "hashing-time": projection_tables.hashing_time,
