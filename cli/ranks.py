@@ -39,7 +39,7 @@ def one_voice() -> None:
 
 
 def wait_for_voice() -> None:
-    """Let the process that prints an error end first: torchrun ends all processes when the first one has failed."""
+    """Let the process that prints say its error first: torchrun ends all processes when one has failed."""
     if ranks() > 1 and sys.stderr is not sys.__stderr__:  # this process is silent
         time.sleep(VOICE_SECONDS)  # torchrun's SIGTERM ends it
 

@@ -12,7 +12,7 @@ from bpc_calib.calibration.plan import Plan
 __all__ = ["early_keys", "first_positions", "key_positions", "shift_offsets", "spread_keys"]
 
 EARLY = 128  # positions from which on the density of kept keys falls
-CENTRED = 2048  # positions whose keys give the mean: RoPE turns it, and short contexts lose most to another one
+CENTRED = 2048  # positions whose keys give the mean: RoPE turns the mean key, and every context has these positions
 
 
 def key_positions(plan: Plan) -> list[list[int]]:

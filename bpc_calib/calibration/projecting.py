@@ -31,7 +31,6 @@ def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None
     device = torch.device("cpu") if work.device.type == "mps" else work.device  # MPS has no float64
     mine = layers_of(plan, work.layers, ranks.rank, ranks.count)
     at_once = layers_at_once(plan, getattr(torch, work.journal.weights["dtype"]).itemsize, device)
-
     early = early_keys(plan)
 
     def show(more: int = 0) -> int:
