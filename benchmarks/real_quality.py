@@ -6,7 +6,7 @@ from typing import Any
 
 from real_subjects import Subject
 
-__all__ = ["defaults", "methods", "others", "quality", "tasks"]
+__all__ = ["budgets", "defaults", "methods", "others", "quality", "tasks"]
 
 Row = dict[str, Any]
 # Full attention, its best approximation, BPC and the least that one can do.
@@ -22,14 +22,19 @@ def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def budgets(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The exact best tokens and BPC at other budgets, with fewer forced tokens."""
+    evaluated, names = _Evaluated(subject), ("full", "oracle", "bpc")
+    forced, texts = settings["forced"], settings["texts"]
+    return {"rows": evaluated.text(names, settings["budgets"], subject.lengths[:2], forced, texts, ["bpc-product"])}
+
+
 def others(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """With fewer forced tokens: the worst that one can do, other budgets, longer texts."""
-    evaluated, (first, *budgets), texts = _Evaluated(subject), settings["budgets"], settings["texts"]
-    forced, short, long = settings["forced"], subject.lengths[:2], subject.lengths[2:]
-    rows = evaluated.text(("full", "random"), [first], short, forced, texts, ["paper"])
-    rows += evaluated.text(("full", "oracle", "bpc"), budgets, short, forced, texts, ["bpc-product"])
-    if long:
-        rows += evaluated.text(FIRST, [first], long, forced, texts, ["bpc-product", "paper"])
+    """With fewer forced tokens: the paper's projections, the worst that one can do, longer texts."""
+    evaluated, common = _Evaluated(subject), (settings["forced"], settings["texts"])
+    rows = evaluated.text(("full", "random"), settings["budgets"], subject.lengths[:2], *common, ["paper"])
+    if long := subject.lengths[2:]:
+        rows += evaluated.text(FIRST, settings["budgets"], long, *common, ["bpc-product", "paper"])
     return {"rows": rows}
 
 

@@ -51,7 +51,8 @@ def calibrate(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "calibrate": (calibrate, {"samples": 32, "sequence_length": 8192, "keys_per_head": 32_768}),
     "quality": (real_quality.quality, {"budgets": [0.02], "forced": 512, "texts": 4}),
-    "others": (real_quality.others, {"budgets": [0.02, 0.05, 0.01, 0.005], "forced": 128, "texts": 4}),
+    "budgets": (real_quality.budgets, {"budgets": [0.05, 0.01, 0.005], "forced": 128, "texts": 4}),
+    "others": (real_quality.others, {"budgets": [0.02], "forced": 128, "texts": 4}),
     "methods": (real_quality.methods, {"budgets": [0.02], "forced": 64, "texts": 4}),
     "defaults": (real_quality.defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
     "tasks": (
@@ -65,7 +66,8 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
 TINY: dict[str, dict[str, Any]] = {
     "calibrate": {"samples": 4, "sequence_length": 256, "keys_per_head": 256},
     "quality": {"budgets": [0.04], "forced": 16, "texts": 2},
-    "others": {"budgets": [0.04, 0.02], "forced": 8, "texts": 2},
+    "budgets": {"budgets": [0.02], "forced": 8, "texts": 2},
+    "others": {"budgets": [0.04], "forced": 8, "texts": 2},
     "methods": {"forced": 8, "texts": 2, "budgets": [0.04]},
     "defaults": {"forced": 8, "texts": 2},
     "tasks": {"tasks": ["needle", "single"], "tried": 1, "prompts": 2, "least": 0.0},

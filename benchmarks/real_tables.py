@@ -13,7 +13,7 @@ from bpc_calib.method.budget_words import budget_text
 __all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text", "spread"]
 
 Row = dict[str, Any]
-PARTS = ("calibrate", "quality", "others", "methods", "defaults", "tasks", "generate", "decode", "engines")
+PARTS = ("calibrate", "quality", "budgets", "others", "methods", "defaults", "tasks", "generate", "decode", "engines")
 NOTHING = "Not measured yet: `make real`."
 LENGTH = 8192  # tokens per prompt of the first table and the picture
 HEADLINE = ("full", "oracle", "bpc", "bpc-product", "bpc-online", "paper", "random")
@@ -32,9 +32,12 @@ def models(results: Results, part: str) -> dict[str, Row]:
 
 
 def on_text(results: Results) -> dict[str, Row]:
-    """The rows on text of the parts `quality` and `others`, by model."""
-    first, more = (models(results, part) for part in ("quality", "others"))
-    return {model: {"rows": found["rows"] + more.get(model, {"rows": []})["rows"]} for model, found in first.items()}
+    """The rows on text of the parts `quality`, `budgets` and `others`, by model."""
+    first, *more = (models(results, part) for part in ("quality", "budgets", "others"))
+    return {
+        model: {"rows": found["rows"] + [row for each in more if model in each for row in each[model]["rows"]]}
+        for model, found in first.items()
+    }
 
 
 def label(method: str) -> str:

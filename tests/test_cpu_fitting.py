@@ -100,6 +100,7 @@ def test_wrong_arguments_are_refused():
         (keys, {"iterations": 0}),
         (keys, {"weights": torch.ones(5)}),
         (keys, {"metric": -torch.eye(16)}),
+        (keys, {"mean": torch.zeros(16)}),
     ]:
         with pytest.raises(InputError) as ours:
             backend.fit(bad, **options)

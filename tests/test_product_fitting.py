@@ -115,3 +115,16 @@ def test_keys_that_are_all_zero() -> None:
 def test_what_cannot_be_fitted_is_refused(keys: torch.Tensor, bits: int, fault: str) -> None:
     with pytest.raises(InputError, match=fault):
         fit_product(keys, bits, generator=generator())
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"mean": torch.zeros(32)}, r"mean must be of shape \[2, 32\], not \[32\]"),
+        ({"metric": torch.eye(16)}, r"metric .* do not fit: \[16, 16\] and \[2, 300, 32\]"),
+        ({"metric": torch.eye(32).expand(3, 32, 32)}, "metric .* do not fit"),
+    ],
+)
+def test_a_mean_or_a_metric_of_another_shape_is_refused(options: dict[str, torch.Tensor], fault: str) -> None:
+    with pytest.raises(InputError, match=fault):
+        fit_product(torch.randn(2, 300, 32), 64, generator=generator(), **options)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bpc_calib.bench.dense import to_beat
 from bpc_calib.bench.inputs import LayerShape, make, working_sets
 from bpc_calib.bench.layer import figures, right_forms, set_of
 from bpc_calib.bench.timing import timed
@@ -76,13 +77,13 @@ def compared(
     sets = working_sets(shape, k, device)
     inputs = make(shape, replace(sets, codes=min(sets.codes, sets.steps)), device)
     forms, notes = right_forms(inputs, device, papers=False)
-    if device.type == "cpu":  # below `min_context` the model's own attention runs there, not BPC's kernel
-        forms = {name: form for name, form in forms.items() if not name.endswith("(ours)")}
+    timed_forms = {"step", *(f"dense/{name}" for name in to_beat(device))}
     calls = {
         name: [
             functools.partial(form, *set_of(inputs, i), k) for i in range(sets.steps if name == "step" else sets.dense)
         ]
         for name, form in forms.items()
+        if name in timed_forms
     }
     taken = timed(calls, repeats, device)
     notes |= {name: samples for name, samples in taken.items() if isinstance(samples, str)}

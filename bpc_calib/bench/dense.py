@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.backends import dispatch
 
-__all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "ours"]
+__all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "ours", "to_beat"]
 
 # Relative error against float64 that rounding to 16 bits explains; a larger error means a wrong result.
 TOLERANCE = 0.02
@@ -26,12 +26,20 @@ def forms(device: torch.device) -> dict[str, Dense | str]:
     A form accepts queries `[B, H_KV, G, D]` and keys and values `[B, H_KV, N, D]`. On a CPU the group is folded into
     the query's length, because SDPA with `enable_gqa` is 3 to 9 times slower there.
     """
-    if device.type == "cuda":
-        return gpu_forms(device)
-    found: dict[str, Dense | str] = {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
-    if (name := dispatch.backend(device)) != "torch":
+    found = to_beat(device)
+    if device.type != "cuda" and (name := dispatch.backend(device)) != "torch":
         found[f"every token in {name} (ours)"] = ours(device)
     return found
+
+
+def to_beat(device: torch.device) -> dict[str, Dense | str]:
+    """Return those of `forms` that sparse attention must beat to be switched on: all on a GPU, torch's on a CPU.
+
+    Below `min_context` a model on a CPU runs torch's, not this package's.
+    """
+    if device.type == "cuda":
+        return gpu_forms(device)
+    return {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

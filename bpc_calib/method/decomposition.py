@@ -9,7 +9,9 @@ from torch.nn.functional import pad
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, pack_codes
 
-__all__ = ["Decomposition", "check_arguments", "check_keys", "cholesky", "decompose", "draw", "norms_by_bit"]
+__all__ = [
+    "Decomposition", "check_arguments", "check_keys", "check_metric", "cholesky", "decompose", "draw", "norms_by_bit",
+]  # fmt: skip
 
 # Keys per block. Blocks are summed in order: the block size decides the rounding, so it is part of the method.
 BLOCK = 4096
@@ -119,20 +121,31 @@ def norms_by_bit(squared_norm: Tensor, projection: Tensor, kept: Tensor) -> Tens
     return torch.stack(after, dim=-1).clamp(min=0).sqrt()
 
 
-def check_arguments(keys: Tensor, weights: Tensor | None, bits: int, iterations: int) -> None:
-    """Raise `InputError` unless the arguments of `decompose` fit."""
+def check_arguments(
+    keys: Tensor, weights: Tensor | None, bits: int, iterations: int, mean: Tensor | None = None
+) -> None:
+    """Raise `InputError` unless the arguments of `decompose` fit, and the mean of `fit`."""
     check_bits(bits)
-    check_keys(keys, weights)
+    check_keys(keys, weights, mean)
     if iterations < 1:
         raise InputError(f"iterations must be at least 1, not {iterations}")
 
 
-def check_keys(keys: Tensor, weights: Tensor | None) -> None:
-    """Raise `InputError` unless keys are floating `[..., N, D]` and the weights are 0 or 1, one per key."""
+def check_keys(keys: Tensor, weights: Tensor | None = None, mean: Tensor | None = None) -> None:
+    """Raise `InputError` unless keys are floating `[..., N, D]`, weights are 0 or 1 per key, and a mean `[..., D]`."""
     if keys.dim() < 2 or not keys.dtype.is_floating_point or 0 in keys.shape:
         raise InputError(f"keys must be floating [..., N, D], not {keys.dtype} {list(keys.shape)}")
     if weights is not None and (weights.shape != keys.shape[:-1] or not ((weights == 0) | (weights == 1)).all()):
         raise InputError(f"weights must be 0 or 1, of shape {list(keys.shape[:-1])}")
+    if mean is not None and mean.shape != (expected := (*keys.shape[:-2], keys.shape[-1])):
+        raise InputError(f"mean must be of shape {list(expected)}, not {list(mean.shape)}")
+
+
+def check_metric(metric: Tensor, keys: Tensor) -> None:
+    """Raise `InputError` unless the metric is `[D, D]` or `[..., D, D]` for keys `[..., N, D]`."""
+    dim = keys.shape[-1]
+    if metric.shape[-2:] != (dim, dim) or metric.shape[:-2] not in ((), keys.shape[:-2]):
+        raise InputError(f"metric [..., D, D] and keys [..., N, D] do not fit: {[*metric.shape]} and {[*keys.shape]}")
 
 
 def cholesky(metric: Tensor, keys: Tensor) -> Tensor:
@@ -141,9 +154,7 @@ def cholesky(metric: Tensor, keys: Tensor) -> Tensor:
     Raises:
         InputError: the metric does not fit the keys, or is not positive definite.
     """
-    dim = keys.shape[-1]
-    if metric.shape[-2:] != (dim, dim) or metric.shape[:-2] not in ((), keys.shape[:-2]):
-        raise InputError(f"metric [..., D, D] and keys [..., N, D] do not fit: {[*metric.shape]} and {[*keys.shape]}")
+    check_metric(metric, keys)
     root, failed = torch.linalg.cholesky_ex(metric.to(keys.device, torch.float64))
     if failed.any() or not root.isfinite().all():
         raise InputError("metric must be positive definite")

@@ -56,7 +56,7 @@ def fit(
     Raises:
         InputError: the shapes, dtypes or values do not fit.
     """
-    check_keys(keys, weights)
+    check_keys(keys, weights, mean)
     metric = None if metric is None else metric.to(keys.device)
     if mean is not None:
         keys = keys.to(torch.float64) - mean.unsqueeze(-2)
@@ -139,7 +139,7 @@ def residual_norms(
     Raises:
         InputError: the shapes, dtypes or values do not fit, or a key is not finite.
     """
-    check_keys(keys, None)
+    check_keys(keys, mean=mean)
     if not keys.isfinite().all():
         raise InputError("keys hold NaN or infinity")
     if mean is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits
-from bpc_calib.method.decomposition import BLOCK, check_keys
+from bpc_calib.method.decomposition import BLOCK, check_keys, check_metric
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.product import CENTROIDS, Product, by_dimension, encode_parts, make_product_encoder, unpack_bytes
@@ -55,13 +55,15 @@ def fit_product(
     Raises:
         InputError: the shapes, dtypes or values do not fit, or there are fewer than 256 keys.
     """
-    check_keys(keys, None)
+    check_keys(keys, mean=mean)
     (count, dim), lead = keys.shape[-2:], keys.shape[:-2]
     check_parts(bits, dim)
     if count < CENTROIDS:
         raise InputError(f"product codes need at least {CENTROIDS} keys, not {count}")
     if not keys.isfinite().all():
         raise InputError("keys hold NaN or infinity")
+    if metric is not None:
+        check_metric(metric, keys)
     first = torch.randperm(count, generator=generator)[:CENTROIDS].to(keys.device)
     means = None if mean is None else mean.reshape(-1, dim)
     metrics = None if metric is None else metric.to(keys.device).expand(*lead, dim, dim).reshape(-1, dim, dim)
@@ -95,7 +97,7 @@ def product_residual_norms(
     Raises:
         InputError: the shapes, dtypes or values do not fit, or a key is not finite.
     """
-    check_keys(keys, None)
+    check_keys(keys, mean=mean)
     if not keys.isfinite().all():
         raise InputError("keys hold NaN or infinity")
     encoder = make_product_encoder(product, torch.float32, mean=mean)

@@ -46,7 +46,7 @@ def fit(
     generator: torch.Generator | None = None,
 ) -> Fit:
     """`bpc_calib.method.fitting.fit`, for keys of 16 or 32 bits."""
-    check_arguments(keys, weights, bits, iterations)
+    check_arguments(keys, weights, bits, iterations, mean)
     make_fitting_ready(keys.dtype)
     lead, dim = keys.shape[:-2], keys.shape[-1]
     root = None if metric is None else cholesky(metric, keys)
