@@ -49,10 +49,10 @@ def bench(
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if subject.artifact is None else load_artifact(subject.artifact)
     write = open_result_file(output, force, frozenset({"settings", "machine"}))
-    from bpc_calib.bench import pictures
-
     if plot is not None:
-        pictures.check(plot, force)
+        from bpc_artifacts.picture_file import check_picture
+
+        check_picture(plot, force)
     from bpc_calib.bench.machine import without_folder
     from bpc_calib.bench.measure import check, run
 
@@ -75,6 +75,8 @@ def bench(
             keep,
         )
     if plot is not None:
+        from bpc_calib.bench import pictures
+
         pictures.draw(result, plot, overwrite=force)
     if as_json:
         print_json(typed | result)

@@ -13,7 +13,7 @@ from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.find_artifact import find_artifact
 from bpc_cli.inspected import Inspected
 from bpc_cli.libraries import quiet_libraries
-from bpc_cli.residual_plot import check_plot, draw_residuals
+from bpc_cli.residual_plot import draw_residuals
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -85,12 +85,13 @@ def inspect(
 
 def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
     """Fail before anything is read if one of the files cannot be written: else the other would be left behind."""
+    from bpc_artifacts.picture_file import check_picture
     from bpc_cli.report.page_file import check_page
 
     if plot is not None and html is not None and plot.resolve() == html.resolve():
         fail(f"{html}: is given for --html and for --plot: give two files")
     if plot is not None:
-        check_plot(plot, force)
+        check_picture(plot, force)
     if html is not None:
         check_page(html, force)
 

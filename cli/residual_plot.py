@@ -4,27 +4,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bpc_cli.console import fail, printable
+from bpc_cli.console import printable
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
 
-__all__ = ["check_plot", "draw_residuals"]
-
-KNOWN = (".png", ".svg", ".pdf")
-
-
-def check_plot(path: Path, force: bool) -> None:
-    """Raise a `BPCError` if a picture cannot be drawn into this path."""
-    from bpc_artifacts.replacing import PICTURE, try_replacing
-
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        fail("--plot needs matplotlib: pip install matplotlib")
-    if path.suffix.lower() not in KNOWN:
-        fail(f"{path}: pictures are {', '.join(KNOWN)}")
-    try_replacing(path, 1 << 20, force, PICTURE)
+__all__ = ["draw_residuals"]
 
 
 def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:

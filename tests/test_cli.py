@@ -364,7 +364,8 @@ def test_plot(bpc, made, tmp_path):
     (tmp_path / "a.svg").write_text("a drawing of mine")
     refused = bpc("inspect", made, "--plot", tmp_path / "a.svg", "--force")
     assert_one_error(refused, "a.svg: exists and is not a picture (PNG, SVG or PDF), so it is never replaced")
-    assert_one_error(bpc("inspect", made, "--plot", tmp_path / "a.doc"), "a.doc: pictures are .png, .svg, .pdf")
+    unknown = bpc("inspect", made, "--plot", tmp_path / "a.doc")
+    assert_one_error(unknown, "a.doc: a picture must be one of .png, .svg, .pdf")
     assert_one_error(bpc("inspect", made, "--plot", tmp_path / "no" / "a.png"), "there is no folder")
     assert len(list(tmp_path.iterdir())) == 3
 

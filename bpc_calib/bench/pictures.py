@@ -3,25 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
-from bpc_calib.errors import InputError
+from bpc_artifacts.replacing import PICTURE, replacing
 from bpc_calib.method.budget_words import budget_text
 
-__all__ = ["check", "draw"]
+__all__ = ["draw"]
 
-KNOWN = (".png", ".svg", ".pdf")
 COLORS = {"BPC": "tab:blue", "dense": "tab:gray", "paper": "tab:orange"}
-
-
-def check(path: Path, overwrite: bool) -> None:
-    """Raise a `BPCError` if `draw` could not write its file."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as fault:
-        raise InputError("--plot needs matplotlib: pip install matplotlib") from fault
-    if path.suffix.lower() not in KNOWN:
-        raise InputError(f"{path}: a picture must be one of {', '.join(KNOWN)}")
-    try_replacing(path, 1 << 20, overwrite, PICTURE)
 
 
 def draw(result: dict[str, Any], path: Path, *, overwrite: bool = False) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bpc_artifacts.picture_file import check_matplotlib
 from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
@@ -17,10 +18,7 @@ NAMES = {"recall": "recall.png", "needle": "needles.png", "budget": "budgets.png
 
 def check(folder: Path, overwrite: bool) -> None:
     """Raise a `BPCError` if `draw` could not write its files."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as fault:
-        raise InputError("pictures need matplotlib: pip install matplotlib") from fault
+    check_matplotlib("pictures need")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: not a folder: name a folder for the pictures")
     if not folder.is_dir() and not folder.parent.is_dir():
