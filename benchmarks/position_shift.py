@@ -1,7 +1,7 @@
 """Does the position shift let short samples serve long contexts?
 
 Calibrates on short samples without a shift, with offsets spread evenly up to the model's limit, and with the
-offsets of `bpc calibrate`, denser towards 0; and on samples as long as a context. Then counts, in contexts of
+offsets of `bpc calibrate`; and on samples as long as a context. Then counts, in contexts of
 several lengths, how many of the true best 2 % of the keys are among the best 2 % by codes.
 
     python benchmarks/position_shift.py --output position_shift.json

@@ -49,7 +49,7 @@ def fit(
         iterations: iterations per bit, see `decompose`.
         rounds: rounds of least squares, see `least_squares`.
         metric: `[..., D, D]`, see `query_metric`; None is the identity.
-        mean: float32 `[..., D]`, is first subtracted, see `mean_key`; None is 0.
+        mean: float32 `[..., D]`, is first subtracted from every key, such as the mean of some keys; None is 0.
         weights: `[..., N]` of 0 and 1; a key of weight 0 is ignored.
         generator: generator for the draws of `decompose`.
 

@@ -48,7 +48,7 @@ def fit_product(
         keys: `[..., N, D]`, any floating dtype.
         bits: of a code, 8 per part.
         metric: `[..., D, D]`, see `query_metric`; None is the identity.
-        mean: float32 `[..., D]`, is first subtracted, see `mean_key`; None is 0.
+        mean: float32 `[..., D]`, is first subtracted from every key, such as the mean of some keys; None is 0.
         generator: draws the keys that k-means begins with.
         encode: `encode_parts`, or the same from a backend.
 
