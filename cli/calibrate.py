@@ -82,7 +82,7 @@ class PlanOptions:
         str,
         typer.Option(
             help="Kind of codes: signs, as in the paper, or product (every byte names one of 256 vectors), which lose "
-            "less at the same budget and take longer to rank.",
+            "less at most budgets and take longer to rank.",
             metavar="signs|product",
         ),
     ] = "signs"
