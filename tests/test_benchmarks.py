@@ -381,6 +381,8 @@ def test_the_real_suite_measures_and_its_tables_and_picture_are_drawn(tmp_path, 
 
     results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("real_*.json")}
     assert set(results) == {f"real_{part}" for part in real_tables.PARTS}
+    for part in ("generate", "decode"):  # a second machine has files of its own
+        results[f"real_{part}_epyc"] = results[f"real_{part}"]
     for name, make in (real_tables.TABLES | {"code-quality": code_tables.code_quality}).items():
         lines = make(results).splitlines()
         assert len({line.replace("\\|", "").count("|") for line in lines if line}) == 1, name
