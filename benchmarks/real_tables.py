@@ -33,10 +33,9 @@ def models(results: Results, part: str) -> dict[str, Row]:
 
 def on_text(results: Results) -> dict[str, Row]:
     """The rows on text of the parts `quality`, `budgets` and `others`, by model."""
-    first, *more = (models(results, part) for part in ("quality", "budgets", "others"))
+    parts = [models(results, part) for part in ("quality", "budgets", "others")]
     return {
-        model: {"rows": found["rows"] + [row for each in more if model in each for row in each[model]["rows"]]}
-        for model, found in first.items()
+        model: {"rows": [row for part in parts for row in part.get(model, {"rows": []})["rows"]]} for model in parts[0]
     }
 
 
