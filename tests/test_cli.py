@@ -572,12 +572,38 @@ def test_a_signal_ends_the_run_and_leaves_the_finished_work(model_folder, tmp_pa
     )
     kept = "tiny-llama-bpc64.safetensors.work"
     deadline = time.monotonic() + 120
-    while not list((tmp_path / "work" / kept).glob("samples/*")) and time.monotonic() < deadline:
+    finished = "samples/*.safetensors"  # not the temporary file of a sample that is being written
+    while not list((tmp_path / "work" / kept).glob(finished)) and time.monotonic() < deadline:
         time.sleep(0.1)
     ran.send_signal(number)
     assert ran.stderr.read() == f"The finished work is in {kept}: the same command goes on with it\n{said}\n"
     assert ran.wait() == status
     assert [path.name for path in (tmp_path / "work").iterdir()] == [kept]
+
+
+def test_a_signal_before_the_first_finished_sample_leaves_nothing(model_folder, text_folder, tmp_path):
+    script = (
+        "import os, signal\n"
+        "from bpc_cli.main import main\n"
+        "fsync = os.fsync\n"
+        "def interrupted(file):\n"
+        "    fsync(file)\n"
+        "    if os.path.isfile('a.safetensors.work/samples/.000000.safetensors.tmp'):\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "os.fsync = interrupted\n"
+        "main()"
+    )
+    words = ["calibrate", "-m", str(model_folder), "--corpus", str(text_folder), "--samples", "4", "-q"]
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *words, "-o", "a.safetensors"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        check=False,
+    )
+    assert (ran.stderr, ran.returncode) == ("Interrupted.\n", 130)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_full_disk_is_one_line(bpc, model_folder, text_folder, tmp_path):
