@@ -12,9 +12,9 @@ KNOWN = (".png", ".svg", ".pdf")
 
 def check_picture(path: Path, overwrite: bool) -> None:
     """Raise a `BPCError` if the picture of `--plot` could not be written."""
-    check_matplotlib("--plot needs")
     if path.suffix.lower() not in KNOWN:
         raise BPCError(f"{path}: a picture must be one of {', '.join(KNOWN)}")
+    check_matplotlib("--plot needs")
     try_replacing(path, 1 << 20, overwrite, PICTURE)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from real_subjects import Subject
 
-__all__ = ["budgets", "defaults", "methods", "others", "quality", "tasks"]
+__all__ = ["budgets", "defaults", "losses", "methods", "others", "quality", "tasks"]
 
 Row = dict[str, Any]
 # Full attention, its best approximation, BPC and the least that one can do.
@@ -27,6 +27,13 @@ def budgets(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     evaluated, names = _Evaluated(subject), ("full", "oracle", "bpc")
     forced, texts = settings["forced"], settings["texts"]
     return {"rows": evaluated.text(names, settings["budgets"], subject.lengths[:2], forced, texts, ["bpc-product"])}
+
+
+def losses(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The exact best tokens and BPC on more texts of one length: of all figures, the loss varies most between texts."""
+    names, forced, texts = ("full", "oracle", "bpc"), settings["forced"], settings["texts"]
+    lengths = subject.lengths[1:2]
+    return {"rows": _Evaluated(subject).text(names, settings["budgets"], lengths, forced, texts, ["bpc-product"])}
 
 
 def others(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:

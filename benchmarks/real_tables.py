@@ -8,12 +8,16 @@ from markdown_table import Results, filled, link, percent, table
 
 from bpc_calib.evaluation.figures import FIGURES
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.statistics import mean
 from bpc_calib.method.budget_words import budget_text
 
 __all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text", "spread"]
 
 Row = dict[str, Any]
-PARTS = ("calibrate", "quality", "budgets", "others", "methods", "defaults", "tasks", "generate", "decode", "engines")
+PARTS = (
+    "calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "tasks", "generate", "decode",
+    "engines",
+)  # fmt: skip
 NOTHING = "Not measured yet: `make real`."
 LENGTH = 8192  # tokens per prompt of the first table and the picture
 HEADLINE = ("full", "oracle", "bpc", "bpc-product", "bpc-online", "paper", "random")
@@ -21,7 +25,6 @@ LABELS = {
     "oracle": "the exact best tokens",
     "paper": "BPC, `--method paper`",
     "bpc-product": "BPC, `--codes product`",
-    "unshifted": "BPC, `--no-position-shift`",  # in results of earlier versions
 }
 ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transformers"}
 
@@ -119,6 +122,23 @@ def layers(results: Results) -> str:
             lines.append([layer, *(f"{sum(values) / len(values):.3f}" for values in heads)])
         parts.append(table([f"{model}, layer", "BPC", label("oracle")], lines))
     return "\n\n".join(parts) or NOTHING
+
+
+def losses(results: Results) -> str:
+    """The loss on more texts, and by how much it is above twice that of the exact best tokens on the same texts."""
+    lines = []
+    for model, found in models(results, "losses").items():
+        likely = {row["method"]: row["log_likelihoods"] for row in found["rows"]}
+        for row in _sorted(found["rows"]):
+            own, above = row["method"], ""
+            if own in ("bpc", "bpc-product"):  # loss - 2 * (loss of the exact best), in log-likelihoods
+                texts = zip(likely["full"], likely["oracle"], likely[own], strict=True)
+                above = spread(mean([2 * best - full - ours for full, best, ours in texts]))
+            if own != "full":
+                about = [model, f"{row['tokens']:,}", row["prompts"], label(own)]
+                lines.append([*about, spread(row["loss_difference"]), spread(row["kl"]), above])
+    heads = ["model", "tokens", "texts", "method", "loss", "KL", "loss above twice the exact best's"]
+    return filled(heads, lines) if lines else NOTHING
 
 
 def methods(results: Results) -> str:
@@ -250,7 +270,7 @@ def files(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "real-short": short, "real-headline": headline, "real-text": text, "real-corpora": corpora, "real-layers": layers,
-    "real-methods": methods, "real-defaults": defaults, "real-asked": asked, "real-tasks": tasks,
+    "real-losses": losses, "real-methods": methods, "real-defaults": defaults, "real-asked": asked, "real-tasks": tasks,
     "real-generate": generate, "real-decode": decode, "real-engines": engines, "real-calibrate": calibrate,
     "real-generate-epyc": partial(generate, part="generate_epyc"),
     "real-decode-epyc": partial(decode, part="decode_epyc"), "real-files": files,
@@ -286,7 +306,7 @@ def _order() -> list[str]:
     """The methods as tables list them."""
     order = list(METHODS)
     place = order.index("bpc-online")
-    return [*order[:place], "bpc-product", "unshifted", order[place], "paper", *order[place + 1 :]]
+    return [*order[:place], "bpc-product", order[place], "paper", *order[place + 1 :]]
 
 
 def _read(row: Row) -> str:
