@@ -10,30 +10,25 @@ __all__ = ["budgets", "defaults", "losses", "methods", "others", "quality", "tas
 
 Row = dict[str, Any]
 # Full attention, its best approximation, BPC and the least that one can do.
-FIRST = ("full", "oracle", "bpc", "bpc-online")
+BEST = ("full", "oracle", "bpc")
+FIRST = (*BEST, "bpc-online")
 MAIN = (*FIRST, "random")
 ASKED_TOKENS = 1 << 14  # of the prompts of a batch: every method has a copy of their cache
 
 
 def quality(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The first methods on text at one budget, with many forced tokens."""
-    evaluated, texts = _Evaluated(subject), settings["texts"]
-    rows = evaluated.text(FIRST, settings["budgets"], subject.lengths[:2], settings["forced"], texts, ["bpc-product"])
-    return {"rows": rows}
+    return _compared(subject, settings, FIRST, subject.lengths[:2])
 
 
 def budgets(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The exact best tokens and BPC at other budgets, with fewer forced tokens."""
-    evaluated, names = _Evaluated(subject), ("full", "oracle", "bpc")
-    forced, texts = settings["forced"], settings["texts"]
-    return {"rows": evaluated.text(names, settings["budgets"], subject.lengths[:2], forced, texts, ["bpc-product"])}
+    return _compared(subject, settings, BEST, subject.lengths[:2])
 
 
 def losses(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The exact best tokens and BPC on more texts of one length: of all figures, the loss varies most between texts."""
-    names, forced, texts = ("full", "oracle", "bpc"), settings["forced"], settings["texts"]
-    lengths = subject.lengths[1:2]
-    return {"rows": _Evaluated(subject).text(names, settings["budgets"], lengths, forced, texts, ["bpc-product"])}
+    return _compared(subject, settings, BEST, subject.lengths[1:2])
 
 
 def others(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,10 +50,10 @@ def methods(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
     """BPC as `bpc generate` decodes, with its dense layers and its least number of tokens; and without them."""
-    names, lengths, rows = ("full", "oracle", "bpc"), subject.lengths[:2], list[Row]()
+    lengths, rows = subject.lengths[:2], list[Row]()
     for is_default, rules in ((True, {}), (False, None)):
         evaluated = _Evaluated(subject, rules)
-        found = evaluated.text(names, settings["budgets"], lengths, settings["forced"], settings["texts"])
+        found = evaluated.text(BEST, settings["budgets"], lengths, settings["forced"], settings["texts"])
         rows += [row | {"default_rules": is_default} for row in found]
     return {"rows": rows}
 
@@ -77,6 +72,14 @@ def tasks(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
         rows += evaluated.questions(left, MAIN, length, settings["prompts"], settings["budgets"])
         rows += evaluated.questions(left, ("bpc",), length, settings["prompts"], settings["budgets"], "bpc-product")
     return {"asked": asked, "rows": rows}
+
+
+def _compared(
+    subject: Subject, settings: Mapping[str, Any], names: Sequence[str], lengths: Sequence[int]
+) -> dict[str, Any]:
+    """These methods on text, and BPC with product codes."""
+    forced, texts = settings["forced"], settings["texts"]
+    return {"rows": _Evaluated(subject).text(names, settings["budgets"], lengths, forced, texts, ["bpc-product"])}
 
 
 class _Evaluated:
