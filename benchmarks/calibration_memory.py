@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=4096)
     parser.add_argument("--long-model", default="demo", help="the model of the long sample")
     parser.add_argument("--length", type=int, default=16_384, help="its tokens")
-    arguments = report.parse(parser, samples=[2, 3], sequence_length=128, length=4096)
+    arguments = report.parse(parser, corpus="demo-prose", samples=[2, 3], sequence_length=128, length=4096)
 
     by_samples = [
         {
