@@ -7,6 +7,7 @@ the prefill; all that comes later, such as hashing the prompt, belongs to decodi
 """
 
 import importlib.metadata
+import inspect
 import json
 import os
 import resource
@@ -70,10 +71,12 @@ def transformers_engine(request: Request, make_cache: Callable[[Any], Any] | Non
 
     def run(prompt: list[int], new: int) -> Iterator[int]:
         cache = DynamicCache(config=model.config) if make_cache is None else make_cache(model.config)
+        taken = inspect.signature(model.prepare_inputs_for_generation).parameters
+        held = {"cache" if "cache" in taken else "past_key_values": cache}
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             for _ in range(new):
-                ids = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+                ids = model(ids, **held, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
                 yield int(ids)
 
     return run

@@ -17,6 +17,7 @@ from torch import Tensor
 from bpc_artifacts import save
 from bpc_calib import BPCCache, calibrate, describe, enable, hash_scores, make_plan, quantize_query
 from bpc_calib.backends.dispatch import choose
+from bpc_calib.compat import with_cache
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import encode_with, make_encoder
 from bpc_calib.models.loading import load_model, load_tokenizer
@@ -43,7 +44,7 @@ def main() -> None:
         enable(model)
         ids = torch.arange(count).unsqueeze(0) * 7919 % model.config.vocab_size
         cache = BPCCache(model.config, artifact, dense_layers=(), min_tokens=1)
-        tokens = model.generate(ids, past_key_values=cache, max_new_tokens=16, min_new_tokens=16, do_sample=False)
+        tokens = model.generate(ids, **with_cache(cache), max_new_tokens=16, min_new_tokens=16, do_sample=False)
         show(f"{method} generated tokens", tokens)
 
 

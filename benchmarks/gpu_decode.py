@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bpc_calib import BPCCache, enable, static_steps
 from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
+from bpc_calib.compat import with_cache
 from bpc_calib.method.budget import attended
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -168,7 +169,7 @@ def _decode(model: Model, tokens: int, budget: float | None, repeats: int) -> di
         layer.served = True  # this update has no attention
     del keys, values
     ids = torch.zeros(1, 1, dtype=torch.long, device=where)
-    step = functools.partial(model.model, ids, past_key_values=cache)
+    step = functools.partial(model.model, ids, **with_cache(cache))
     began = time.perf_counter()
     step()  # hashes all keys
     if torch.cuda.is_available():

@@ -25,6 +25,7 @@ from torch import Tensor
 from bpc_calib import BPCCache, enable
 from bpc_calib.bench.decode import baseline
 from bpc_calib.bench.dense import folded
+from bpc_calib.compat import with_cache
 from bpc_calib.evaluation.forcing import FullLayer
 from bpc_calib.models.loading import load_model, load_tokenizer
 
@@ -103,7 +104,7 @@ def make_forms(model: Any, artifact: Any, length: int) -> dict[str, Form]:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(model.config.vocab_size, (1, length), generator=generator)
     filled = DynamicCache(config=model.config)
-    model(prompt, past_key_values=filled, logits_to_keep=1)
+    model(prompt, **with_cache(filled), logits_to_keep=1)
     config = model.config
     caches = {
         "full, transformers": filled,
@@ -133,7 +134,7 @@ def steps(model: Any, cache: Any, length: int) -> list[tuple[float, float]]:
     taken, token = [], torch.tensor([[1]])
     for _ in range(AT_ONCE):
         wall, processor = time.perf_counter(), time.process_time()
-        token = model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+        token = model(token, **with_cache(cache)).logits[:, -1].argmax(-1, keepdim=True)
         taken.append(((time.perf_counter() - wall) * 1e3, (time.process_time() - processor) * 1e3))
     cache.rewind(length) if isinstance(cache, BPCCache) else cache.crop(-AT_ONCE)
     return taken

@@ -17,6 +17,7 @@ import report
 import torch
 
 from bpc_calib import BPCCache, enable
+from bpc_calib.compat import with_cache
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 TURNS, NEW = 3, 24  # of a conversation; tokens of an answer
@@ -59,7 +60,7 @@ def turn(model: Any, cache: BPCCache, length: int, rng: random.Random) -> int:
     past = cache.get_seq_length()
     said = torch.tensor([[rng.randrange(model.config.vocab_size) for _ in range(length)]])
     said = torch.cat([torch.zeros(1, past, dtype=torch.int64), said], 1)  # `generate` feeds what is not cached
-    model.generate(said, past_key_values=cache, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    model.generate(said, **with_cache(cache), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
     return cache.get_seq_length() - past
 
 

@@ -17,6 +17,7 @@ import report
 import torch
 
 from bpc_calib import BPCCache, enable
+from bpc_calib.compat import with_cache
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 
@@ -59,12 +60,12 @@ def main() -> None:
 @torch.inference_mode()
 def decode(model: Any, cache: Any, prompt: torch.Tensor, new: int) -> dict[str, Any]:
     """Seconds per new token, and the bytes of the cache before and after."""
-    token = model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+    token = model(prompt, **with_cache(cache), logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
     before = allocated(cache)
     seconds = []
     for _ in range(new):
         start = time.perf_counter()
-        token = model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+        token = model(token, **with_cache(cache)).logits[:, -1].argmax(-1, keepdim=True)
         seconds.append(time.perf_counter() - start)
     held, filled = allocated(cache), in_use(cache)
     return {"seconds": seconds, "bytes": {"after_prompt": before, "at_the_end": held, "of_its_tokens": filled}}

@@ -1,46 +1,98 @@
-"""Every use of another library's private parts.
+"""Every use of other libraries' private parts, and what differs between their versions.
 
-Checked with transformers 5.17 (the oldest supported) and 5.23, numba 0.61.2 (the oldest supported) and 0.68.1.
+Checked from the oldest supported versions to `NEWEST`. Where a later version no longer has a part, what needs it raises
+`BPCError` in one line.
 """
 
 import functools
-import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
+from bpc_calib.errors import BPCError, first_line
+
 __all__ = [
+    "NEWEST",
     "WHOLE",
     "attention_name",
+    "cache_name",
     "can_set_attention",
     "continued_cache_restarts",
     "copied_heads",
-    "cpu_features",
-    "drafts_by_model",
     "eager_attention",
-    "generate_arguments",
     "gguf_tokenizer_is_wrong",
-    "keep_compiled",
     "read_gguf",
-    "sampling_loop",
     "set_torch_threads",
+    "untested",
+    "with_cache",
 ]
 
 
+# The newest releases that passed the whole suite; a release of BPC updates them.
+NEWEST = {"numba": "0.68", "torch": "2.13", "transformers": "5.24", "triton": "3.9"}
 WHOLE = "bpc_whole"  # registered by `copied_heads`: every process keeps all weights of the module
+
+
+def untested() -> list[str]:
+    """Return a line for each installed library that is newer than every version BPC was tested with."""
+    return [
+        f"{package} {found} is newer than {newest}, the newest that BPC was tested with"
+        for package, newest in NEWEST.items()
+        if (found := _installed(package)) is not None and Version(found).release[:2] > Version(newest).release
+    ]
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@contextmanager
+def _needed(package: str, purpose: str) -> Iterator[None]:
+    """Raise one line where a private part of a package is gone."""
+    try:
+        yield
+    except (AttributeError, ImportError) as fault:
+        raise BPCError(
+            f"{package} {_installed(package)} lacks a part that BPC needs to {purpose} ({first_line(fault)}): install "
+            f"{package} {NEWEST[package]}, or a newer bpc-calib"
+        ) from fault
+
+
+@functools.cache
+def cache_name() -> str:
+    """Return the argument by which this transformers takes a cache: "cache", and before 5.24 "past_key_values"."""
+    from inspect import signature
+
+    from transformers import GenerationMixin
+
+    taken = signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in taken else "past_key_values"
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """Return the argument that passes a cache to a model or to `generate`: `model(ids, **with_cache(cache))`."""
+    return {cache_name(): cache}
 
 
 def attention_name(config: Any) -> str | None:
     """Return the attention implementation of a config: only the private `config._attn_implementation` has it."""
-    name = config._attn_implementation
+    with _needed("transformers", "find a model's attention"):
+        name = config._attn_implementation
     return None if name is None else str(name)
 
 
 def can_set_attention(model_class: Any) -> bool:
     """Return True if the attention implementation of models of this class can be changed."""
-    return bool(model_class._can_set_attn_implementation())
+    with _needed("transformers", "change a model's attention"):
+        return bool(model_class._can_set_attn_implementation())
 
 
 def eager_attention(module: Any) -> Any:
@@ -51,11 +103,6 @@ def eager_attention(module: Any) -> Any:
     return None
 
 
-def sampling_loop(model: Any) -> Any:
-    """Return transformers' loop of greedy decoding and sampling, as a function with the model as first argument."""
-    return type(model)._sample
-
-
 def copied_heads(kv_heads: int) -> str:
     """Register a style of transformers' tensor parallelism and return its name, for the attention in a `tp_plan`.
 
@@ -64,7 +111,9 @@ def copied_heads(kv_heads: int) -> str:
     """
     from torch.nn import Linear
     from torch.nn.functional import linear
-    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+    with _needed("transformers", "share out fewer KV heads than processes"):
+        from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
     class CopiedHeads(TensorParallelLayer):  # type: ignore[misc]
         def install_forward(self, module: Any, mesh: Any) -> Any:
@@ -91,33 +140,8 @@ def set_torch_threads(count: int) -> None:
     """Set torch's number of threads, also where vLLM has replaced `torch.set_num_threads` by one that does nothing."""
     import torch
 
-    torch._C.set_num_threads(count)
-
-
-def generate_arguments() -> dict[str, Any]:
-    """Return the local variables of the `generate` call on the stack, or an empty dict if there is none.
-
-    transformers passes neither its streamer nor `synced_gpus` to the `custom_generate` function.
-    """
-    from transformers import GenerationMixin
-
-    code = inspect.unwrap(GenerationMixin.generate).__code__
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return {} if frame is None else dict(frame.f_locals)
-
-
-def drafts_by_model() -> bool:
-    """Return True if a model makes the drafts. Call it only in a cache's `activate_past_recording`.
-
-    transformers calls that method at the start of a generation with drafts, but does not pass the source of the drafts.
-    The local variables of the caller show it: an assistant model, or a generation config without prompt lookup.
-    """
-    caller = sys._getframe(2).f_locals
-    settings = caller.get("generation_config")
-    looks_up = getattr(settings, "prompt_lookup_num_tokens", None) is not None
-    return caller.get("assistant_model") is not None or (settings is not None and not looks_up)
+    with _needed("torch", "set its number of threads inside vLLM"):
+        torch._C.set_num_threads(count)
 
 
 @functools.cache
@@ -133,7 +157,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
     It takes milliseconds; the reader of the package gguf takes seconds for a large vocabulary.
     """
-    from transformers.integrations.gguf import read_gguf_metadata
+    with _needed("transformers", "read a GGUF file"):
+        from transformers.integrations.gguf import read_gguf_metadata
 
     return read_gguf_metadata(str(path))
 
@@ -143,48 +168,3 @@ def gguf_tokenizer_is_wrong() -> bool:
     import transformers
 
     return Version(transformers.__version__) < Version("5.23")
-
-
-class _Locator:
-    """Where numba keeps what it compiles, and what makes it stale: the methods that numba calls on a locator."""
-
-    def __init__(self, folder: Path, stamp: str, line: int = 0) -> None:
-        self._folder, self._stamp, self._line = folder, stamp, line
-
-    def from_function(self, function: Any, file: str) -> "_Locator":
-        return _Locator(self._folder, self._stamp, function.__code__.co_firstlineno)
-
-    def get_cache_path(self) -> str:
-        return str(self._folder)
-
-    def ensure_cache_path(self) -> None:
-        pass
-
-    def get_source_stamp(self) -> str:
-        return self._stamp
-
-    def get_disambiguator(self) -> str:
-        return str(self._line)
-
-
-def keep_compiled(kernel: Any, folder: Path, stamp: str) -> None:
-    """Have numba keep what it compiles of a kernel in a folder, and load it from there while the stamp is the same.
-
-    numba's `cache=True` chooses the folder itself, and notices changes in the kernel's own file only. From 0.62 on
-    `NUMBA_CACHE_LOCATOR_CLASSES` may name a locator class, but only for all functions of a process, those of other
-    packages too, so it cannot replace these subclasses; where a user has set it, numba asks its classes instead.
-    """
-    from numba.core.caching import CompileResultCacheImpl, FunctionCache
-
-    found = type("Impl", (CompileResultCacheImpl,), {"_locator_classes": (_Locator(folder, stamp),)})
-    cache = type("Cache", (FunctionCache,), {"_impl_class": found})
-    kernel._cache = cache(kernel.py_func)
-
-
-def cpu_features() -> set[str]:
-    """The instruction sets, by LLVM's names, that numba compiles for."""
-    from numba.core import config
-    from numba.core.codegen import get_host_cpu_features
-
-    features = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
-    return {each[1:] for each in features.split(",") if each.startswith("+")}

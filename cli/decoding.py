@@ -1,6 +1,7 @@
 """Decoding a prompt: compiling beforehand, measuring the parts, replaying steps as CUDA graphs on a GPU."""
 
 import copy
+import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,13 +106,14 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
     """
     import torch
 
-    from bpc_calib import BPCCache
+    from bpc_calib import BPCCache, static_generate
+    from bpc_calib.compat import with_cache
 
     model, tokenizer = decoder.model, decoder.tokenizer
     if decoder.static:
-        from bpc_calib import static_decoding
-
-        more["custom_generate"] = static_decoding
+        generate = functools.partial(static_generate, model, cache=cache)
+    else:
+        generate = functools.partial(model.generate, **with_cache(cache))
     held = 0 if cache is None else cache.get_seq_length()
 
     def prepare() -> None:
@@ -122,7 +124,7 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
 
     timing = Timing()
     torch.manual_seed(decoder.seed)
-    made = model.generate(
+    made = generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
@@ -134,7 +136,6 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
             goes_on=lambda token, count: count < new and token not in decoder.ends,
             prepare=prepare,
         ),
-        past_key_values=cache,
         max_new_tokens=new,
         **decoder.sampling,
         **more,

@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 import bpc_calib
 from bpc_calib import BPCCache, describe
 from bpc_calib.calibration.keys import sample_keys
+from bpc_calib.compat import with_cache
 from bpc_calib.models.loading import load_config, load_model
 from bpc_calib.models.weights import weights_identity
 from bpc_calib.runtime.hashed_layer import BPCLayer
@@ -59,7 +60,7 @@ def decode(model: Any, artifact: Any, cache_class: Any = BPCCache, **changes: An
     prompt, new = texts(model.config.vocab_size)
     cache = cache_class(model.config, artifact, **(HARD | changes))
     parts = [prompt, *new.split(1, dim=1)]
-    return torch.stack([model(part, past_key_values=cache).logits[:, -1] for part in parts])
+    return torch.stack([model(part, **with_cache(cache)).logits[:, -1] for part in parts])
 
 
 def chosen(model: Any, artifact: Any) -> list[tuple[int, torch.Tensor]]:
@@ -76,7 +77,7 @@ def sampled(model: Any, artifact: Any) -> list[list[int]]:
     cache = BPCCache(model.config, artifact, **HARD)
     prompt = texts(model.config.vocab_size)[0]
     made = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=8, do_sample=True
+        prompt, attention_mask=torch.ones_like(prompt), **with_cache(cache), max_new_tokens=8, do_sample=True
     )
     return made[:, PROMPT:].tolist()
 
@@ -87,7 +88,7 @@ def static(model: Any, artifact: Any) -> torch.Tensor:
     bpc_calib.enable(model)
     prompt, new = texts(model.config.vocab_size)
     cache = BPCCache(model.config, artifact, **HARD)
-    model(prompt, past_key_values=cache)
+    model(prompt, **with_cache(cache))
     with bpc_calib.static_steps(model, cache, STEPS) as step:
         return torch.stack([step(each) for each in new.split(1, dim=1)])
 
@@ -96,9 +97,9 @@ def static(model: Any, artifact: Any) -> torch.Tensor:
 def collectives(model: Any, cache: Any) -> dict[str, int]:
     """Count the collectives of one step after a prefill, by name."""
     prompt, new = texts(model.config.vocab_size)
-    model(prompt, past_key_values=cache)
+    model(prompt, **with_cache(cache))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        model(new[:, :1], past_key_values=cache)
+        model(new[:, :1], **with_cache(cache))
     return {each.key: each.count for each in profile.key_averages() if "c10d" in each.key}
 
 

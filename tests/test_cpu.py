@@ -22,6 +22,7 @@ from bpc_calib.backends.cpu import attend, folder, pipeline, score
 from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.cpu.layout import ELEMENTS
 from bpc_calib.backends.cpu.widening import widen_row
+from bpc_calib.compat import with_cache
 from bpc_calib.method import encoded
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
@@ -227,7 +228,7 @@ def test_both_backends_write_the_same_256_tokens(monkeypatch):
         monkeypatch.setenv("BPC_BACKEND", backend)
         cache = BPCCache(model.config, artifact, dense_layers=())
         written[backend] = model.generate(
-            ids, past_key_values=cache, max_new_tokens=256, min_new_tokens=256, do_sample=False
+            ids, **with_cache(cache), max_new_tokens=256, min_new_tokens=256, do_sample=False
         )[0, 2000:]
     assert len(written["torch"]) == 256
     assert torch.equal(written["torch"], written["numba"])
@@ -244,8 +245,8 @@ def test_logits_of_a_random_model(monkeypatch, dtype):
         monkeypatch.setenv("BPC_BACKEND", backend)
         cache = BPCCache(model.config, tiny.artifact(model.config), budget=0.1, min_tokens=1, dense_layers=())
         with torch.inference_mode():
-            model(ids, past_key_values=cache)
-            logits[backend] = model(ids[:, :1], past_key_values=cache).logits.float()
+            model(ids, **with_cache(cache))
+            logits[backend] = model(ids[:, :1], **with_cache(cache)).logits.float()
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
     torch.testing.assert_close(logits["numba"], logits["torch"], rtol=tolerance, atol=tolerance)
 

@@ -6,6 +6,7 @@ import torch
 from drawn import draw
 
 from bpc_calib import BPCCache, enable
+from bpc_calib.compat import with_cache
 from bpc_calib.runtime.attention_call import AttentionCall, layer_of
 from bpc_calib.runtime.dense_layer import DenseLayer
 
@@ -21,10 +22,9 @@ def decode(budget, padding=0):
     mask = torch.ones(2, 48, dtype=torch.long)
     mask[0, :padding] = 0
     with torch.inference_mode():
-        model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+        model(ids[:, :40], attention_mask=mask[:, :40], **with_cache(cache))
         steps = [
-            model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache).logits
-            for t in range(40, 48)
+            model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], **with_cache(cache)).logits for t in range(40, 48)
         ]
     return torch.stack(steps)
 

@@ -14,6 +14,7 @@ import tiny
 import torch
 
 import bpc_calib
+from bpc_calib.compat import with_cache
 from bpc_cli.doctor_tables import print_doctor
 
 
@@ -49,7 +50,7 @@ def test_a_served_model(bpc, tmp_path, monkeypatch, family, kinds):
     for row in found["reads"]:
         cache = bpc_calib.BPCCache(model.config)
         with torch.inference_mode():
-            model(torch.arange(row["tokens"])[None] % 200, past_key_values=cache)
+            model(torch.arange(row["tokens"])[None] % 200, **with_cache(cache))
         assert {name: row[name] for name in vars(cache.kv_parts(row["tokens"]))} == vars(cache.kv_parts(row["tokens"]))
         assert row["read"] == cache.kv_parts(row["tokens"]).read
     assert found["reads"][0]["read"] == found["reads"][0]["full"]  # 40 tokens are fewer than --min-tokens

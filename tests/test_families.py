@@ -5,6 +5,7 @@ import tiny
 import torch
 
 from bpc_calib import ModelError, describe
+from bpc_calib.compat import cache_name
 from bpc_calib.models.observation import observing, verify
 
 families = pytest.mark.parametrize("family", list(tiny.FAMILIES))
@@ -23,7 +24,7 @@ def test_collected_keys_equal_the_cached_keys(family):
     keys, _ = tiny.collect_keys(model, samples, [list(range(40))] * 3, [0] * 3)
     assert list(keys) == description.full_layers
     for i, sample in enumerate(samples):
-        cache = model(sample[None], use_cache=True).past_key_values
+        cache = model(sample[None], use_cache=True)[cache_name()]
         for layer, collected in keys.items():
             part = collected[:, i * samples.shape[1] : (i + 1) * samples.shape[1]]
             torch.testing.assert_close(part, cache.layers[layer].keys[0], rtol=1e-5, atol=1e-6)

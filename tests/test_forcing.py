@@ -5,6 +5,7 @@ import tiny
 import torch
 
 from bpc_calib import BPCCache, enable
+from bpc_calib.compat import with_cache
 from bpc_calib.evaluation.baselines import SnapKVLayer
 from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.evaluation.forcing import compare, complete, force, fork, keep, log_likelihoods, prefill
@@ -93,7 +94,7 @@ def test_a_fork_equals_a_separate_prefill(model, method):
     forked = fork(prefix, make_cache(method, model.config, None, 12, seed=0, **HARD))
     own = make_cache(method, model.config, None, 12, seed=0, **HARD)
     with torch.inference_mode():
-        model(IDS[:, :60], past_key_values=own)
+        model(IDS[:, :60], **with_cache(own))
     torch.testing.assert_close(force(model, forked, IDS[:, 60:]), force(model, own, IDS[:, 60:]), rtol=1e-4, atol=1e-4)
     assert prefix.get_seq_length() == 60
     assert not any(isinstance(layer, SnapKVLayer) for layer in prefix.layers)

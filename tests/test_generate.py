@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bpc_artifacts import save
 from bpc_calib import BPCCache, enable
+from bpc_calib.compat import with_cache
 from bpc_cli.decoding import decode, kv_bytes, make_decoder
 from bpc_cli.decoding_report import online_hint, print_comparison
 from bpc_cli.empty_answer import what_to_try, why_empty
@@ -40,7 +41,7 @@ def expected(model_folder):
     def generate(new, artifact=None, prompt=PROMPT, **rules):
         cache = BPCCache(model.config, artifact, **rules) if rules else None
         inputs = tokenizer(prompt, return_tensors="pt")
-        settings = {"past_key_values": cache, "do_sample": False, "pad_token_id": 256}
+        settings = {**with_cache(cache), "do_sample": False, "pad_token_id": 256}
         made = inputs["input_ids"]
         if cache is not None:  # the prompt is hashed before the first step
             made = model.generate(**inputs, max_new_tokens=1, **settings)
@@ -93,7 +94,7 @@ def test_the_bytes_of_many_steps_are_those_of_evenly_spaced_ones(model_folder):
     enable(model)
     cache = BPCCache(model.config, tiny.artifact(model.config), budget=0.1, min_tokens=64)
     with torch.no_grad():
-        model(torch.ones(1, 9, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(1, 9, dtype=torch.long), **with_cache(cache))
     counted = [cache.kv_bytes(length) for length in range(301, 1300)]
     share = sum(read for read, _ in counted) / sum(full for _, full in counted)
     assert kv_bytes(cache, 300, 1000)["kv_bytes_share"] == pytest.approx(share, rel=1e-3)

@@ -1,6 +1,7 @@
 """The same functions on a GPU: exact where they must be, near where a matrix product rounds its own way."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from bpc_calib import (
     hash_scores,
     quantize_query,
     select,
-    static_decoding,
+    static_generate,
     static_steps,
 )
+from bpc_calib.compat import with_cache
 from bpc_calib.method.encoding import encode_gram
 from bpc_calib.method.selection import worst_first
 from bpc_calib.runtime.static_steps import warm_up
@@ -85,7 +87,7 @@ def test_decoding_is_the_same_as_on_the_cpu(rules):
         enable(model)
         arguments = {"max_new_tokens": 8, "do_sample": False, "num_beams": 2, "pad_token_id": 256}
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        made.append(model.generate(**inputs, past_key_values=BPCCache(model.config, **rules), **arguments).cpu())
+        made.append(model.generate(**inputs, **with_cache(BPCCache(model.config, **rules)), **arguments).cpu())
     assert torch.equal(*made)
 
 
@@ -101,14 +103,17 @@ def test_captured_steps_give_what_growing_ones_do(rules, codes, padded):
     model = tiny.model().double().cuda()
     enable(model)
     made = []
-    for decoding in (None, static_decoding):
+    for static in (False, True):
         product = tiny.artifact(model.config, 32, codes="product", metric=True, centred=True)
         cache = BPCCache(model.config, product if codes == "product" else None, **rules)
         settings = {"do_sample": False, "pad_token_id": 256, "output_logits": True, "return_dict_in_generate": True}
-        given = {"past_key_values": cache, "custom_generate": decoding} | settings
-        first = model.generate(ids, attention_mask=mask, max_new_tokens=12, **given)
+        if static:
+            generate = functools.partial(static_generate, model, cache=cache, **settings)
+        else:
+            generate = functools.partial(model.generate, **with_cache(cache), **settings)
+        first = generate(ids, attention_mask=mask, max_new_tokens=12)
         longer = torch.nn.functional.pad(mask, (0, 12), value=1)
-        second = model.generate(first.sequences, attention_mask=longer, max_new_tokens=8, **given)
+        second = generate(first.sequences, attention_mask=longer, max_new_tokens=8)
         made.append([*first.logits, *second.logits])
     for ours, theirs in zip(*made, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
@@ -130,7 +135,7 @@ def test_captured_steps_do_not_wait_for_the_device(monkeypatch):
     cache = BPCCache(model.config, **SMALL)
     ids = torch.randint(250, (1, 60), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
     token, warmed = ids[:, :1].clone(), []
 
     def warm_up_without_waiting(run, state):

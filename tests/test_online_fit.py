@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bpc_calib
+from bpc_calib.compat import with_cache
 from bpc_calib.method.fitting import fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
 from bpc_calib.runtime import preparing
@@ -105,7 +106,7 @@ def test_layers_are_fitted_together_as_they_are_alone(at_once, padded, monkeypat
     caches = [bpc_calib.BPCCache(model.config, budget=20, min_tokens=1, dense_layers=()) for _ in range(2)]
     for cache in caches:
         with torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **with_cache(cache))
     caches[0].prepare(mask)
     for together, alone in zip(*(cache.layers for cache in caches), strict=True):
         alone.prepare(mask)

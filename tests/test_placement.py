@@ -10,6 +10,7 @@ from test_cli import assert_one_error
 
 from bpc_artifacts import load, save
 from bpc_calib import BPCCache, ModelError, describe, enable
+from bpc_calib.compat import with_cache
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
 pytest.importorskip("accelerate", reason="needs the extra accelerate")
@@ -59,7 +60,7 @@ def test_decoding_from_disk_gives_the_same_tokens(model_folder):
         model = load_model(str(model_folder), device_map=device_map)
         enable(model)
         cache = BPCCache(model.config, tiny.artifact(model.config), budget=8, min_tokens=1, dense_layers=())
-        found.append(model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False))
+        found.append(model.generate(ids, **with_cache(cache), max_new_tokens=8, do_sample=False))
     assert torch.equal(*found)
 
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 import bpc_calib
 from bpc_artifacts import ArtifactError
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, sparse_attention
+from bpc_calib.compat import with_cache
 from bpc_calib.runtime import enabling
 from bpc_calib.runtime.growing import append
 from bpc_calib.runtime.hashed_layer import BPCLayer
@@ -107,10 +108,10 @@ def test_buffers_grow_by_blocks():
 def test_memory_grows_only_by_the_new_tokens():
     model = enabled()
     cache = BPCCache(model.config, safeguard=0.1, **SMALL)
-    generate(model, ids(40), past_key_values=cache)
+    generate(model, ids(40), **with_cache(cache))
     layer = cache.layers[1]
     before = {name: buffer.data_ptr() for name, buffer in layer.buffers.items() if name != "worst"}
-    tokens = generate(model, ids(60), past_key_values=cache)[0]
+    tokens = generate(model, ids(60), **with_cache(cache))[0]
     assert cache.get_seq_length() == tokens.shape[1] - 1
     assert {name: buffer.data_ptr() for name, buffer in layer.buffers.items() if name != "worst"} == before
     assert set(before) == {"keys", "values", "codes", "error", "gain"}
@@ -119,7 +120,7 @@ def test_memory_grows_only_by_the_new_tokens():
 def test_errors_and_gains_are_stored_only_if_needed():
     model = enabled()
     cache = BPCCache(model.config, gain=False, safeguard=0.0, **SMALL)
-    generate(model, past_key_values=cache)
+    generate(model, **with_cache(cache))
     assert set(cache.layers[0].buffers) == {"keys", "values", "codes"}
 
 
@@ -128,7 +129,7 @@ def test_a_cache_is_freed_when_it_is_dropped():
     gc.disable()
     try:
         cache = BPCCache(model.config, **SMALL)
-        generate(model, past_key_values=cache)
+        generate(model, **with_cache(cache))
         watched = weakref.ref(cache.layers[0].buffers["keys"])
         del cache
         assert watched() is None
@@ -139,7 +140,7 @@ def test_a_cache_is_freed_when_it_is_dropped():
 def test_a_model_is_freed_although_its_cache_lives():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
-    generate(model, past_key_values=cache)
+    generate(model, **with_cache(cache))
     watched = weakref.ref(model.model.layers[0].self_attn)
     del model
     gc.collect()
@@ -153,11 +154,11 @@ def test_inference_mode_and_no_grad_mix():
     for mode in (torch.inference_mode, torch.no_grad):
         cache = BPCCache(model.config, **SMALL)
         with mode():
-            model(ids(), past_key_values=cache)
-            model(ids(1), past_key_values=cache)
-        made.append(generate(model, ids(50), past_key_values=cache)[0])
+            model(ids(), **with_cache(cache))
+            model(ids(1), **with_cache(cache))
+        made.append(generate(model, ids(50), **with_cache(cache))[0])
     assert torch.equal(*made)
-    model(ids(3), past_key_values=(fresh := BPCCache(model.config, **SMALL)))  # with gradients on
+    model(ids(3), **with_cache(fresh := BPCCache(model.config, **SMALL)))  # with gradients on
     assert not fresh.layers[0].buffers["keys"].requires_grad
 
 
@@ -181,7 +182,7 @@ def test_whole_steps_keep_what_single_stages_keep():
             if undo is not None:
                 undo(-1 if undo == cache.crop else 81)
             with torch.no_grad():
-                logits.append(model(ids(length, seed=length), past_key_values=cache).logits[:, -1])
+                logits.append(model(ids(length, seed=length), **with_cache(cache)).logits[:, -1])
         made.append((cache, torch.stack(logits)))
     (stages, expected), (whole, found) = made
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -196,12 +197,12 @@ def test_whole_steps_keep_what_single_stages_keep():
 def test_a_copy_of_a_cache_is_independent():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
-    generate(model, past_key_values=cache, max_new_tokens=2, min_new_tokens=2)
+    generate(model, **with_cache(cache), max_new_tokens=2, min_new_tokens=2)
     cache.crop(-1)
     once, again = copy.deepcopy(cache), copy.deepcopy(cache)
-    first = generate(model, ids(50, seed=1), past_key_values=once)
-    generate(model, ids(60, seed=2), past_key_values=cache)
-    second = generate(model, ids(50, seed=1), past_key_values=again)
+    first = generate(model, ids(50, seed=1), **with_cache(once))
+    generate(model, ids(60, seed=2), **with_cache(cache))
+    second = generate(model, ids(50, seed=1), **with_cache(again))
     assert all(map(torch.equal, first, second))
 
 
@@ -212,9 +213,9 @@ def test_models_and_threads_share_no_state():
     prompts = [ids(30 + i, seed=i) for i in range(3)]
 
     def run(i):
-        return generate(
-            models[i], prompts[i], past_key_values=BPCCache(models[i].config, **rules[i]), max_new_tokens=12
-        )[0]
+        return generate(models[i], prompts[i], **with_cache(BPCCache(models[i].config, **rules[i])), max_new_tokens=12)[
+            0
+        ]
 
     alone = [run(i) for i in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -244,7 +245,7 @@ def test_only_the_text_part_of_a_multimodal_model_is_enabled():
     before = model.config.vision_config._attn_implementation
     enable(model)
     assert model.config.vision_config._attn_implementation == before
-    made, _ = generate(model, past_key_values=BPCCache(model.config, **SMALL))
+    made, _ = generate(model, **with_cache(BPCCache(model.config, **SMALL)))
     assert made.shape == (1, 46)
     disable(model)
     assert model.config.text_config._attn_implementation == before
@@ -284,11 +285,11 @@ def test_two_dimensional_masks_mark_padding():
     prompt = {"input_ids": ids(30, rows=2), "attention_mask": (torch.arange(30) >= torch.tensor([[0], [11]])).long()}
     arguments = {"max_new_tokens": 5, "do_sample": False}
     model = enabled()
-    expected = model.generate(**prompt, past_key_values=BPCCache(model.config, **SMALL), **arguments)
+    expected = model.generate(**prompt, **with_cache(BPCCache(model.config, **SMALL)), **arguments)
     model = tiny.model()
     model.set_attn_implementation("padding_2d")
     enable(model)
-    assert torch.equal(model.generate(**prompt, past_key_values=BPCCache(model.config, **SMALL), **arguments), expected)
+    assert torch.equal(model.generate(**prompt, **with_cache(BPCCache(model.config, **SMALL)), **arguments), expected)
 
 
 def test_an_attention_without_masks_is_refused():
@@ -346,7 +347,7 @@ def test_a_model_that_bypasses_the_attention_is_refused():
     for layer in model.model.layers:
         layer.self_attn = BypassedAttention(layer.self_attn)
     with pytest.raises(ModelError, match=r"layer 0 cached keys without BPC's attention|layer 1"):
-        generate(model, past_key_values=BPCCache(model.config, **SMALL))
+        generate(model, **with_cache(BPCCache(model.config, **SMALL)))
     disable(model)
     with pytest.raises(ModelError, match="bypass"):
         enable(model)
@@ -356,87 +357,91 @@ def test_a_model_that_bypasses_the_attention_is_refused():
 def test_a_cache_is_refused_by_a_model_that_is_not_enabled(layers):
     model = tiny.model(num_hidden_layers=layers)
     with pytest.raises(ModelError, match=r"call bpc_calib\.enable\(model\)"):
-        generate(model, past_key_values=BPCCache(model.config, **SMALL))
+        generate(model, **with_cache(BPCCache(model.config, **SMALL)))
 
 
 def test_a_cache_is_refused_after_disable():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
-    generate(model, past_key_values=cache)
+    generate(model, **with_cache(cache))
     disable(model)
     with pytest.raises(ModelError, match=r"layer 0 .* call bpc_calib\.enable\(model\)"):  # in the first step
-        model(ids(1), past_key_values=cache)
+        model(ids(1), **with_cache(cache))
 
 
 def test_a_cache_of_another_model_is_refused():
     model, twin, other = enabled(), enabled(), enabled(rope_parameters={"rope_type": "default", "rope_theta": 77.0})
     cache = BPCCache(model.config, **SMALL)
     with pytest.raises(ModelError, match="belongs to another model"):
-        generate(other, past_key_values=BPCCache(model.config, **SMALL))
-    generate(model, past_key_values=cache)
+        generate(other, **with_cache(BPCCache(model.config, **SMALL)))
+    generate(model, **with_cache(cache))
     with pytest.raises(ModelError, match="belongs to another model"):
-        generate(twin, ids(50), past_key_values=cache)
+        generate(twin, ids(50), **with_cache(cache))
     cache.reset()
-    generate(twin, past_key_values=cache)
+    generate(twin, **with_cache(cache))
 
 
-def test_an_assistant_model_is_refused():
+@pytest.mark.parametrize("source", ["assistant", "early exit"])
+def test_drafts_by_a_model_are_told_to_save_nothing(source, caplog):
+    """Every step verifies drafts, and so attends to everything."""
     model = enabled()
-    assistant = tiny.model(num_hidden_layers=1)
-    with pytest.raises(InputError, match="assistant model"):
-        generate(model, past_key_values=BPCCache(model.config, **SMALL), assistant_model=assistant)
-    with pytest.raises(InputError, match="drafts by the model itself"):
-        generate(model, past_key_values=BPCCache(model.config, **SMALL), assistant_early_exit=1)
+    drafts = {"assistant_early_exit": 1} if source == "early exit" else {"assistant_model": tiny.model()}
+    cache, long = BPCCache(model.config, **SMALL), {"max_new_tokens": 60, "min_new_tokens": 60}
+    made, _ = generate(model, **with_cache(cache), **drafts, **long)
+    expected, _ = generate(model, **long)
+    said = [each.message for each in caplog.records if "saves nothing" in each.message]
+    assert len(said) == 1
+    assert torch.equal(made[:, :-1], expected[:, :-1])
 
 
 def test_a_batch_of_another_size_is_refused():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
-    model(ids(10), past_key_values=cache)
+    model(ids(10), **with_cache(cache))
     with pytest.raises(InputError, match="holds 1 sequences, but the new tokens are of 2"):
-        model(ids(1, rows=2), past_key_values=cache)
+        model(ids(1, rows=2), **with_cache(cache))
 
 
 def test_masks_that_weigh_tokens_or_differ_between_heads_are_refused():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     with torch.no_grad():
-        model(ids(10), past_key_values=cache)
+        model(ids(10), **with_cache(cache))
         with pytest.raises(ModelError, match="weighs tokens"):
-            model(ids(1), past_key_values=cache, attention_mask=torch.full((1, 1, 1, 11), -0.5))
+            model(ids(1), **with_cache(cache), attention_mask=torch.full((1, 1, 1, 11), -0.5))
         cache.reset()
-        model(ids(10), past_key_values=cache)
+        model(ids(10), **with_cache(cache))
         with pytest.raises(ModelError, match="differs between heads"):
-            model(ids(1), past_key_values=cache, attention_mask=torch.zeros(1, 4, 1, 11))
+            model(ids(1), **with_cache(cache), attention_mask=torch.zeros(1, 4, 1, 11))
 
 
 def test_a_cache_is_refused_after_a_failed_pass():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     with torch.no_grad():
-        model(ids(), past_key_values=cache)
+        model(ids(), **with_cache(cache))
         hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model(ids(1), past_key_values=cache)
+            model(ids(1), **with_cache(cache))
         hook.remove()
         with pytest.raises(ModelError, match="hold 40 to 41 tokens because an earlier pass failed"):
-            model(ids(1), past_key_values=cache)
+            model(ids(1), **with_cache(cache))
 
 
 def test_a_cache_cropped_to_nothing_accepts_another_batch_size():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
-    generate(model, ids(30, rows=2), past_key_values=cache)
+    generate(model, ids(30, rows=2), **with_cache(cache))
     cache.crop(-cache.get_seq_length())
     cache.batch_select_indices(torch.tensor([0]))
-    found = generate(model, ids(33), past_key_values=cache)
-    assert all(map(torch.equal, found, generate(model, ids(33), past_key_values=BPCCache(model.config, **SMALL))))
+    found = generate(model, ids(33), **with_cache(cache))
+    assert all(map(torch.equal, found, generate(model, ids(33), **with_cache(BPCCache(model.config, **SMALL)))))
 
 
 def test_a_refused_crop_changes_no_layer():
     model = enabled("gemma3_text")
     cache = BPCCache(model.config, **SMALL)
-    generate(model, past_key_values=cache)
+    generate(model, **with_cache(cache))
     with pytest.raises(InputError, match="layer 0 has a sliding window of 16"):
         cache.crop(-1)
     with pytest.raises(InputError, match="as a negative number"):
@@ -449,9 +454,9 @@ def test_a_model_may_change_settings_other_than_its_shape():
     cache = BPCCache(model.config, **SMALL)
     model.config.pad_token_id = 3
     model.resize_token_embeddings(300)
-    tokens, logits = generate(model, past_key_values=cache)
+    tokens, logits = generate(model, **with_cache(cache))
     assert logits.shape[-1] == 300
-    assert torch.equal(tokens, generate(model, past_key_values=BPCCache(model.config, **SMALL))[0])
+    assert torch.equal(tokens, generate(model, **with_cache(BPCCache(model.config, **SMALL)))[0])
 
 
 def test_attentions_with_similar_names_are_distinguished():
@@ -483,8 +488,8 @@ def test_a_continued_cache_with_chunks_is_right_or_refused():
 
     def continued(**arguments):
         cache = BPCCache(model.config, **SMALL)
-        generate(model, prompt[:, :30], past_key_values=cache, max_new_tokens=1, min_new_tokens=1)
-        return generate(model, prompt, past_key_values=cache, **arguments)[0]
+        generate(model, prompt[:, :30], **with_cache(cache), max_new_tokens=1, min_new_tokens=1)
+        return generate(model, prompt, **with_cache(cache), **arguments)[0]
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21):
         with pytest.raises(InputError, match="prefill_chunk_size"):
@@ -588,9 +593,9 @@ def test_artifacts_that_do_not_fit_the_settings_are_refused():
 def test_online_projections_are_fitted_at_the_first_choice():
     model = enabled()
     cache = BPCCache(model.config, budget=0.1, min_tokens=44, dense_layers=())
-    generate(model, ids(40), past_key_values=cache, max_new_tokens=5, min_new_tokens=5)  # 44 tokens cached
+    generate(model, ids(40), **with_cache(cache), max_new_tokens=5, min_new_tokens=5)  # 44 tokens cached
     assert cache.layers[0].projection is None
-    generate(model, ids(45), past_key_values=cache, max_new_tokens=2, min_new_tokens=2)
+    generate(model, ids(45), **with_cache(cache), max_new_tokens=2, min_new_tokens=2)
     assert cache.layers[0].projection.shape == (1, 2, 64, 8)
 
 
@@ -601,7 +606,7 @@ def test_kv_bytes_counts_what_a_step_reads(rules, per_key, listed):
     model = enabled()
     cache = BPCCache(model.config, budget=5, min_tokens=1, dense_layers=(1,), **rules)
     assert cache.kv_bytes(100) == (0, 0)
-    generate(model, past_key_values=cache)
+    generate(model, **with_cache(cache))
     token = 2 * 2 * 8 * 4  # keys and values, 2 heads of 8, float32
     codes = 2 * (100 * per_key + 4 * listed)  # codes and gains of 2 heads, and the part of the safeguard's list read
     assert cache.kv_bytes(100) == (2 * (5 * token + codes) + 100 * token, 3 * 100 * token)
@@ -612,14 +617,14 @@ def test_below_min_context_a_step_is_full_attention_and_reads_all_of_it():
     model = enabled()
     plain, _ = generate(model, ids(40), max_new_tokens=8, min_new_tokens=8)
     cache = BPCCache(model.config, tiny.artifact(model.config), min_context=47, **SMALL)
-    made, _ = generate(model, ids(40), past_key_values=cache, max_new_tokens=7, min_new_tokens=7)  # 46 tokens cached
+    made, _ = generate(model, ids(40), **with_cache(cache), max_new_tokens=7, min_new_tokens=7)  # 46 tokens cached
     assert torch.equal(made, plain[:, :47])
     assert [layer.hashed for layer in cache.layers] == [0, 0, 0]
     token = 2 * 2 * 8 * 4
     assert cache.kv_bytes(46) == (3 * 46 * token, 3 * 46 * token)
     assert cache.kv_bytes(47) == (3 * (5 * token + 2 * 47 * 9), 3 * 47 * token)
     with torch.no_grad():
-        model(made[:, -1:], past_key_values=cache)
+        model(made[:, -1:], **with_cache(cache))
     assert [layer.hashed for layer in cache.layers] == [47, 47, 47]  # all earlier tokens too
 
 
@@ -647,6 +652,6 @@ def test_a_mask_shorter_than_the_cache_is_refused():
     model = enabled()
     cache = BPCCache(model.config, **SMALL)
     with torch.no_grad():
-        model(ids(10), past_key_values=cache)
+        model(ids(10), **with_cache(cache))
         with pytest.raises(InputError, match="the attention mask covers 9 of 11 cached tokens"):
-            model(ids(1), past_key_values=cache, attention_mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))
+            model(ids(1), **with_cache(cache), attention_mask=torch.ones(1, 1, 1, 9, dtype=torch.bool))

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import weakref
 
 import pytest
@@ -11,9 +10,17 @@ import torch
 from drawn import EXACT
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+)
 
-from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_decoding, static_steps
+from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_generate, static_steps
+from bpc_calib.compat import with_cache
 from bpc_calib.evaluation.compared_cache import make_cache
 from bpc_calib.runtime.static_layer import StaticLayer
 from bpc_calib.runtime.static_steps import _captured, warm_up
@@ -39,17 +46,25 @@ def enabled(family="llama", **changes):
     return model
 
 
-def generate(model, cache, inputs, new=12, **arguments):
+def growing(model, *, cache, **arguments):
+    """`static_generate` without static steps."""
+    return model.generate(**with_cache(cache), **arguments)
+
+
+WAYS = (growing, static_generate)
+
+
+def generate(model, cache, inputs, new=12, *, way=growing, **arguments):
     torch.manual_seed(0)
     settings = {"max_new_tokens": new, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    return model.generate(**inputs, past_key_values=cache, **(settings | arguments))
+    return way(model, **inputs, cache=cache, **(settings | arguments))
 
 
 def assert_same(model, inputs, rules, *, artifact=None, **arguments):
     """Check that plain `generate` and static decoding agree; return the two caches."""
     caches = [BPCCache(model.config, artifact, **rules) for _ in range(2)]
     plain = generate(model, caches[0], inputs, **arguments)
-    static = generate(model, caches[1], inputs, custom_generate=static_decoding, **arguments)
+    static = generate(model, caches[1], inputs, way=static_generate, **arguments)
     assert torch.equal(plain.sequences, static.sequences)
     torch.testing.assert_close(static.logits, plain.logits, rtol=1e-9, atol=1e-9)
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
@@ -116,7 +131,7 @@ def test_in_the_dtypes_of_models(dtype):
     caches = [BPCCache(model.config, tiny.artifact(model.config), **ALL_SPARSE, safeguard=0.2) for _ in range(2)]
     inputs = prompt(41)
     plain = generate(model, caches[0], inputs, new=4)
-    static = generate(model, caches[1], inputs, new=4, custom_generate=static_decoding)
+    static = generate(model, caches[1], inputs, new=4, way=static_generate)
     torch.testing.assert_close(static.logits, plain.logits, rtol=EXACT[dtype], atol=EXACT[dtype])
 
 
@@ -153,32 +168,24 @@ def test_what_generate_offers_works():
 
 
 def test_streamers_work(capsys):
-    """Also with a wrapper around `static_decoding`."""
     model, texts = enabled(), []
-
-    @functools.wraps(static_decoding)
-    def wrapped(*positional, **arguments):
-        return static_decoding(*positional, **arguments)
-
-    decodings = (None, static_decoding, wrapped, lambda *positional, **arguments: wrapped(*positional, **arguments))
-    for decoding in decodings:
+    for way in WAYS:
         streamer = TextStreamer(tiny.tokenizer(), skip_prompt=True)
-        generate(model, BPCCache(model.config, **ALL_SPARSE), prompt(40), custom_generate=decoding, streamer=streamer)
+        generate(model, BPCCache(model.config, **ALL_SPARSE), prompt(40), way=way, streamer=streamer)
         texts.append(capsys.readouterr().out)
     assert texts[0] != ""
-    assert texts == texts[:1] * len(decodings)
+    assert texts[0] == texts[1]
 
 
-def test_static_decoding_works_only_in_generate():
-    model = enabled()
-    with pytest.raises(InputError, match=r"works only in model\.generate"):
-        static_decoding(
-            model,
-            prompt(20)["input_ids"],
-            stopping_criteria=StoppingCriteriaList(),
-            generation_config=model.generation_config,
-            past_key_values=BPCCache(model.config),
-        )
+def test_more_steps_than_announced():
+    """`max_length` counts the cached tokens that are not passed again, so the steps must go on in another block."""
+    model, made = enabled(), []
+    for way in WAYS:
+        cache = prefilled(model)
+        inputs = {"input_ids": prompt(5)["input_ids"], "attention_mask": torch.ones(1, 45, dtype=torch.long)}
+        made.append(generate(model, cache, inputs, None, way=way, max_length=50, min_length=50).sequences)
+    assert made[0].shape == (1, 50)
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("lengths", [(41,), (40, 23)], ids=["one", "ragged"])
@@ -194,10 +201,10 @@ def test_a_prompt_of_embeddings(lengths, count):
 def test_only_the_new_tokens():
     """The mask also covers the tokens that are cached already."""
     model, made = enabled(), []
-    for decoding in (None, static_decoding):
+    for way in WAYS:
         cache = prefilled(model)
         inputs = {"input_ids": prompt(5)["input_ids"], "attention_mask": torch.ones(1, 45, dtype=torch.long)}
-        made.append(generate(model, cache, inputs, custom_generate=decoding).sequences)
+        made.append(generate(model, cache, inputs, way=way).sequences)
     assert torch.equal(*made)
 
 
@@ -207,13 +214,13 @@ def test_the_cache_works_after_static_steps():
     inputs = prompt(34, 21)
     artifact = tiny.artifact(model.config)
     made = []
-    for decoding in (None, static_decoding):
+    for way in WAYS:
         cache = BPCCache(model.config, artifact, **ALL_SPARSE, safeguard=0.3)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         found = []
         for turn in range(3):
             new = {"input_ids": ids, "attention_mask": mask}
-            out = generate(model, cache, new, 5, custom_generate=None if turn == 2 else decoding)
+            out = generate(model, cache, new, 5, way=growing if turn == 2 else way)
             ids = torch.cat([out.sequences, prompt(6, 6)["input_ids"]], dim=1)
             mask = torch.nn.functional.pad(mask, (0, 11), value=1)
             found += out.logits
@@ -223,7 +230,7 @@ def test_the_cache_works_after_static_steps():
         mask = mask[:, : length + 1].repeat_interleave(2, 0)
         ids, positions = ids[:, length : length + 1].repeat_interleave(2, 0), mask.sum(-1, keepdim=True) - 1
         with torch.no_grad():
-            step = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            step = model(ids, attention_mask=mask, position_ids=positions, **with_cache(cache))
         found.append(step.logits[:, -1])
         made.append(found)
     for ours, theirs in zip(*made, strict=True):
@@ -234,7 +241,7 @@ def prefilled(model, length=40, rows=1, **rules):
     cache = BPCCache(model.config, tiny.artifact(model.config), **(ALL_SPARSE | rules))
     ids = torch.randint(250, (rows, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
     return cache
 
 
@@ -245,7 +252,7 @@ def test_step_by_step():
     with static_steps(model, cache, 8) as step:
         for i, token in enumerate(ids):
             with torch.no_grad():
-                expected = model(token, past_key_values=growing).logits[:, -1]
+                expected = model(token, **with_cache(growing)).logits[:, -1]
             torch.testing.assert_close(step(token), expected, rtol=1e-9, atol=1e-9)
             assert cache.get_seq_length() == 41 + i
             assert isinstance(cache.layers[0], StaticLayer) is (i > 0)  # the first step that chooses is ordinary
@@ -272,7 +279,7 @@ def test_warm_up_changes_no_result():
                 with torch.no_grad():
                     warm_up(steps.run, [steps.clock.place, steps.positions])
             with torch.no_grad():
-                expected = model(token, past_key_values=growing).logits[:, -1]
+                expected = model(token, **with_cache(growing)).logits[:, -1]
             torch.testing.assert_close(step(token), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -331,7 +338,7 @@ def test_no_operator_of_a_step_waits_for_the_device(monkeypatch, padded):
 def test_unsupported_models_and_rankings_are_refused():
     model = enabled("gemma3_text")
     with pytest.raises(ModelError, match="layer 0 has a sliding window"):
-        generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
+        generate(model, BPCCache(model.config), prompt(20), way=static_generate)
     for rope in (
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
         {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4,
@@ -339,16 +346,14 @@ def test_unsupported_models_and_rankings_are_refused():
     ):  # fmt: skip
         model = enabled(rope_parameters=rope)
         with pytest.raises(ModelError, match="RoPE changes with the length"):
-            generate(model, BPCCache(model.config), prompt(20), custom_generate=static_decoding)
+            generate(model, BPCCache(model.config), prompt(20), way=static_generate)
     model = enabled("phi3")  # its window is as wide as the model's limit, and this text is longer
     with pytest.raises(ModelError, match="sliding window of 128"):
-        generate(
-            model, BPCCache(model.config, budget=5, min_tokens=1), prompt(120), 12, custom_generate=static_decoding
-        )
+        generate(model, BPCCache(model.config, budget=5, min_tokens=1), prompt(120), 12, way=static_generate)
     model = enabled()
     cache = make_cache("oracle", model.config, None, budget=5, min_tokens=1, dense_layers=())
     with pytest.raises(ModelError, match="the ranking of a"):
-        generate(model, cache, prompt(20), custom_generate=static_decoding)
+        generate(model, cache, prompt(20), way=static_generate)
 
 
 @pytest.mark.parametrize(
@@ -358,14 +363,17 @@ def test_unsupported_models_and_rankings_are_refused():
         ({"prompt_lookup_num_tokens": 3}, "not assisted generation"),
         ({"output_attentions": True}, "no attentions"),
         ({"output_hidden_states": True}, "no hidden states"),
-        ({"past_key_values": None}, "need a BPCCache"),
+        ({"cache": None}, "need a BPCCache"),
+        ({"use_cache": False}, "needs use_cache=True"),
+        ({"generation_config": GenerationConfig(num_beams=2)}, "not beam search"),
+        ({"custom_generate": print}, "does not serve custom_generate"),
     ],
 )
 def test_unsupported_arguments_of_generate_are_refused(arguments, fault):
     model = enabled()
-    settings = {"past_key_values": BPCCache(model.config)} | arguments
+    settings = {"cache": BPCCache(model.config)} | arguments
     with pytest.raises(InputError, match=fault):
-        model.generate(**prompt(20), **settings, max_new_tokens=4, custom_generate=static_decoding)
+        static_generate(model, **prompt(20), **settings, max_new_tokens=4)
 
 
 def test_arguments_that_do_not_fit_are_refused():
@@ -413,16 +421,16 @@ def test_inside_the_block_the_cache_accepts_only_steps(rules):
     ids = torch.tensor([[7]])
     with static_steps(model, cache, 6) as step, torch.no_grad():
         for taken in range(4):
-            expected = model(ids, past_key_values=growing).logits[:, -1]
+            expected = model(ids, **with_cache(growing)).logits[:, -1]
             torch.testing.assert_close(step(ids), expected, rtol=1e-9, atol=1e-9)
             if taken:
                 with pytest.raises(InputError, match="in a `static_steps` block: leave the block"):
-                    model(ids, past_key_values=cache)
+                    model(ids, **with_cache(cache))
                 with pytest.raises(InputError, match="in a `static_steps` block: leave the block"):
                     copy.deepcopy(cache)
     with torch.no_grad():
-        expected = model(ids, past_key_values=growing).logits
-        torch.testing.assert_close(model(ids, past_key_values=copy.deepcopy(cache)).logits, expected)
+        expected = model(ids, **with_cache(growing)).logits
+        torch.testing.assert_close(model(ids, **with_cache(copy.deepcopy(cache))).logits, expected)
 
 
 def test_keys_and_values_are_in_memory_once():
@@ -453,7 +461,7 @@ def test_in_and_out_of_inference_mode(modes, rules):
             step = stack.enter_context(static_steps(model, cache, 6))
         for mode in modes[1:]:
             with torch.no_grad():
-                expected = model(ids, past_key_values=growing).logits[:, -1]
+                expected = model(ids, **with_cache(growing)).logits[:, -1]
             with torch.inference_mode(mode == "I"):
                 torch.testing.assert_close(step(ids), expected, rtol=1e-9, atol=1e-9)
 
@@ -496,5 +504,5 @@ def test_a_failed_step_does_not_change_the_cache():
             step(ids)
     again = prefilled(model)
     with torch.no_grad():
-        expected = [model(ids, past_key_values=again).logits for _ in range(3)][-1]
-        torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+        expected = [model(ids, **with_cache(again)).logits for _ in range(3)][-1]
+        torch.testing.assert_close(model(ids, **with_cache(cache)).logits, expected)

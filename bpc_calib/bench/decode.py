@@ -17,7 +17,7 @@ from bpc_calib.bench.inputs import repeated, room
 from bpc_calib.bench.machine import available_memory
 from bpc_calib.bench.memory import peak, reset_peak
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
-from bpc_calib.compat import attention_name
+from bpc_calib.compat import attention_name, with_cache
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.attention_call import layer_of
@@ -170,7 +170,7 @@ def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
 
 def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """Run a decoding step, which adds a token to the cache; return its logits."""
-    return model(ids, past_key_values=cache, use_cache=True).logits
+    return model(ids, **with_cache(cache), use_cache=True).logits
 
 
 def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:

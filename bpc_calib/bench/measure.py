@@ -272,7 +272,7 @@ def _crossovers(
 
 def _narrower(config: Any) -> bool:
     """Return whether the MLP is narrower than in the shape that the config is named after."""
-    whole = SHAPES.get(config._name_or_path, {}).get("intermediate_size")
+    whole = SHAPES.get(config.name_or_path, {}).get("intermediate_size")
     return whole is not None and config.intermediate_size < whole
 
 

@@ -8,6 +8,7 @@ from bpc_artifacts import ProjectionArtifact
 from bpc_calib.backends import dispatch
 from bpc_calib.bench.inputs import ONE, LayerShape, make
 from bpc_calib.bench.timing import clock, summary, synchronize
+from bpc_calib.compat import with_cache
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.enabling import disable, enable
 from bpc_calib.runtime.hashed_layer import HASHED_AT_ONCE, BPCLayer
@@ -37,7 +38,7 @@ def prefill_row(
                 synchronize(device)
 
                 def run(cache: Any = cache) -> None:
-                    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    model(ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
 
                 seconds = clock(run, device)
                 hashing = 0.0

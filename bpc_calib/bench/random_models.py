@@ -36,7 +36,7 @@ def shape_config(name: str, layers: int | None = None, mlp: int | None = None) -
             raise InputError(f"--mlp must be at least 1, not {mlp}")
         settings["intermediate_size"] = mlp
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, bos_token_id=0, eos_token_id=0)
-    config._name_or_path = name
+    config.name_or_path = name
     return config
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.calibration.prefill import chunk_edges
+from bpc_calib.compat import with_cache
 from bpc_calib.errors import ModelError
 from bpc_calib.method.metric import second_moment
 from bpc_calib.models.description import ModelDescription
@@ -79,7 +80,7 @@ def sample_keys(
             model.base_model(
                 input_ids=tokens[start:end].unsqueeze(0).to(device, torch.int64),
                 position_ids=torch.arange(offset + start, offset + end, device=device).unsqueeze(0),
-                past_key_values=cache,
+                **with_cache(cache),
                 use_cache=cache is not None,
             )
     if any(len(parts) != len(passes) for parts in keys.values()):

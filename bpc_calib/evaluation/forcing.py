@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpc_calib.compat import with_cache
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.online_fit import Asked, join
@@ -46,7 +47,7 @@ class PrefixCache(BPCCache):
 def prefill(model: Any, ids: Tensor) -> PrefixCache:
     """Run `ids` `[batch, prefix]` through an enabled model in one dense step; return the filled cache."""
     cache = PrefixCache(model.config, budget=1.0, dense_layers=())
-    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    model(input_ids=ids, **with_cache(cache), logits_to_keep=1)
     return cache
 
 
@@ -70,7 +71,7 @@ def force(model: Any, cache: BPCCache, ids: Tensor) -> Tensor:
     """Feed `ids` `[batch, tokens]` one token at a time; return the logits `[batch, vocabulary]` after the last."""
     logits = torch.empty(0)
     for token in ids.split(1, dim=1):
-        logits = model(input_ids=token, past_key_values=cache).logits[:, -1]
+        logits = model(input_ids=token, **with_cache(cache)).logits[:, -1]
     return logits
 
 

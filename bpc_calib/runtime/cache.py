@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
-from bpc_calib.compat import drafts_by_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import default_bits
 from bpc_calib.models.description import ModelDescription, describe
@@ -29,11 +28,14 @@ __all__ = ["BPCCache", "check_layers"]
 
 logger = logging.getLogger(__name__)
 
+DRAFTED = 16  # steps in a row that verify drafts, after which a warning says that BPC saves nothing
+
 
 class BPCCache(Cache):  # type: ignore[misc]
     """Keys, values and codes of one batch of sequences, for an enabled model (`bpc_calib.enable`).
 
-    Pass it to `model.generate(..., past_key_values=BPCCache(model.config, artifact))` or to a forward pass. A step
+    Pass it to `model.generate(..., cache=BPCCache(model.config, artifact))` or to a forward pass (before transformers
+    5.24 as `past_key_values`). A step
     with one new token attends, per sequence and KV head, to exactly `k = min(N, max(min_tokens, b))` of the `N`
     real (not padding) tokens in the cache, the new token included: `b = floor(budget * N)` for a float, `b = budget`
     for an int. The tokens are chosen in this order of priority (`select`): the newest `recent`, the first `sink`,
@@ -113,6 +115,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         self._fresh = fresh
         self._first = model.full_layers[0]
         self._last: SparseLayer | None = None  # updated last; its attention must run before the next layer's update
+        self._verified: int | None = None  # passes in a row that verified drafts; None: there are no drafts
         super().__init__(layers=fresh())
 
     def update(
@@ -129,6 +132,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         layer = self.layers[layer_idx]
         if layer_idx == self._first:
             self._check_level()
+            self._count_drafts(key_states.shape[2])
         self._last = layer if isinstance(layer, SparseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -161,21 +165,28 @@ class BPCCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget every token, the online projections and the model; keep the settings."""
         self.layers = self._fresh()  # because the reset of transformers 5.17 keeps the length
-        self._last = None
+        self._last, self._verified = None, None
 
     def activate_past_recording(self) -> None:
-        """Prepare for removing drafted tokens; transformers calls this when it starts a generation with drafts.
-
-        Raises:
-            InputError: a model drafts the tokens.
-        """
-        # With prompt lookup, steps without a match have one token; with a drafting model every step has several.
-        if drafts_by_model():
-            raise InputError(
-                "a BPCCache serves neither an assistant model nor drafts by the model itself: every step would verify "
-                "several tokens, and such steps attend to everything; leave it out or use prompt_lookup_num_tokens"
-            )
+        """Prepare for removing drafted tokens; transformers calls this when it starts a generation with drafts."""
+        self._verified = 0
         super().activate_past_recording()
+
+    def _count_drafts(self, tokens: int) -> None:
+        """Warn once if step after step verifies drafts, as with an assistant model.
+
+        transformers does not tell a cache who drafts. With prompt lookup, a step without a match has one token.
+        """
+        if self._verified is None:
+            return
+        self._verified = self._verified + 1 if tokens > 1 else 0
+        if self._verified > DRAFTED:
+            self._verified = None
+            logger.warning(
+                "the last %d steps each verified several drafted tokens, and such steps attend to everything, so BPC "
+                "saves nothing: leave out the assistant model, or use prompt_lookup_num_tokens",
+                DRAFTED,
+            )
 
     def set_budget(self, budget: float | int) -> None:
         """Change the budget (share or number of tokens) from the next step on."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.dispatch import backend
+from bpc_calib.compat import with_cache
 from bpc_calib.errors import BPCError, InputError, ModelError, first_line
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.enabling import is_enabled
@@ -157,7 +158,7 @@ class _Steps:
     def _forward(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         positions = self.positions.expand(self.batch, 1)
         output = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
+            input_ids=ids, attention_mask=mask, position_ids=positions, **with_cache(self.cache), use_cache=True
         )
         return output.logits[:, -1]
 

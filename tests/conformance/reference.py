@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
 
+from bpc_calib.compat import cache_name
 from bpc_calib.method.fitting import fit, mean_key
 from bpc_calib.method.metric import score_metric
 
@@ -110,7 +111,7 @@ def masked_reference(model: Any) -> Iterator[None]:
 
 
 def _remember_cache(model: Any, args: Any, kwargs: Any) -> None:
-    _cache.set(kwargs.get("past_key_values"))
+    _cache.set(kwargs.get(cache_name()))
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, **arguments):

@@ -13,7 +13,8 @@ import tiny
 import torch
 from torch import Tensor
 
-from bpc_calib import BPCCache, describe, disable, enable, static_decoding
+from bpc_calib import BPCCache, describe, disable, enable, static_generate
+from bpc_calib.compat import with_cache
 
 DEFAULTS = {
     "budget": 0.15,
@@ -115,17 +116,21 @@ def prompt(*lengths: int, vocab: int = 250) -> dict[str, Tensor]:
     return {"input_ids": ids.masked_fill(~mask, 256), "attention_mask": mask.long()}
 
 
-def _generate(model: Model, cache: Cache, tokens: int = 6, **arguments: Any) -> Trace:
+def _generate(model: Model, cache: Cache, tokens: int = 6, *, static: bool = False, **arguments: Any) -> Trace:
     settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False} | arguments
+    settings |= {"output_logits": True, "return_dict_in_generate": True}
     torch.manual_seed(0)
-    made = model.generate(past_key_values=cache, output_logits=True, return_dict_in_generate=True, **settings)
+    if static:
+        made = static_generate(model, cache=cache, **settings)
+    else:
+        made = model.generate(**with_cache(cache), **settings)
     return Trace([made.sequences], list(made.logits))
 
 
 @torch.no_grad()
 def _forward(model: Model, cache: Cache, trace: Trace, ids: Tensor, mask: Tensor | None = None) -> None:
     positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, **with_cache(cache)).logits
     trace.logits.append(logits[:, -1])
 
 
@@ -152,8 +157,7 @@ def ragged_batch(model: Model, cache: Cache) -> Trace:
 def static_batch(model: Model, cache: Cache) -> Trace:
     """Static steps, if the cache supports them, and then steps in growing buffers."""
     inputs = prompt(40, 31)
-    decode = static_decoding if isinstance(cache, BPCCache) else None
-    first = _generate(model, cache, **inputs, custom_generate=decode)
+    first = _generate(model, cache, static=isinstance(cache, BPCCache), **inputs)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 6), value=1)
     second = _generate(model, cache, 3, input_ids=first.tokens[0], attention_mask=mask)
     return Trace(first.tokens + second.tokens, first.logits + second.logits)

@@ -1,12 +1,14 @@
 """How functions are compiled here, and where the kernels are kept."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numba
 
-from bpc_calib.backends.cpu.folder import kernel_folder, stamp
-from bpc_calib.compat import keep_compiled
+from bpc_calib.backends.cpu.folder import kernel_folder
 
 __all__ = ["compiled", "inlined"]
 
@@ -15,11 +17,26 @@ def compiled(function: Any = None, *, parallel: bool = False, **options: Any) ->
     """A kernel, without checks of bounds and divisions; what numba makes of it is kept for the next process."""
     if function is None:
         return functools.partial(compiled, parallel=parallel, **options)
-    kernel = numba.njit(parallel=parallel, nogil=True, error_model="numpy", boundscheck=False, **options)(function)
     folder = kernel_folder()
-    if folder is not None:
-        keep_compiled(kernel, folder, stamp())
-    return kernel
+    with _kept_in(folder):
+        return numba.njit(
+            parallel=parallel, nogil=True, error_model="numpy", boundscheck=False, cache=folder is not None, **options
+        )(function)
+
+
+@contextmanager
+def _kept_in(folder: Path | None) -> Iterator[None]:
+    """Have numba keep there what it compiles of the functions that are decorated inside the `with` block.
+
+    numba alone would choose a folder itself, and notice changes in a kernel's own file only. This folder belongs to one
+    state of all sources (`folder.stamp`).
+    """
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = "" if folder is None else str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
 
 
 def inlined(function: Any = None, **options: Any) -> Any:

@@ -3,12 +3,12 @@
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from llvmlite.binding import get_host_cpu_features
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bpc_calib.backends.cpu.language import splat, vector_at
-from bpc_calib.compat import cpu_features
 
 __all__ = ["AT_ONCE", "LANES", "dots_1", "dots_2"]
 
@@ -17,10 +17,17 @@ I16, I32, I64 = (ir.IntType(bits) for bits in (16, 32, 64))
 
 def _lanes() -> int:
     """Keys whose bytes one instruction multiplies: 16 or 8; 0: this machine has no such instruction."""
-    features = cpu_features()
+    features = _features()
     if {"avx512vnni", "avx512bw"} <= features:
         return 16
     return 8 if "avxvnni" in features else 0
+
+
+def _features() -> set[str]:
+    """The instruction sets, by LLVM's names, that numba compiles for."""
+    if config.CPU_FEATURES is None:
+        return {name for name, has in get_host_cpu_features().items() if has}
+    return {each[1:] for each in config.CPU_FEATURES.split(",") if each.startswith("+")}
 
 
 LANES = _lanes()
