@@ -73,7 +73,7 @@ def _calls(model: Any, cache: Any, settings: Any, stack: ExitStack) -> Callable[
     """Return a function that runs the model, and static steps once a pass adds one token to a filled cache."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    step: Callable[[Tensor], Tensor] | None = None
+    step: Any = None
     left = 0  # steps of the current block
 
     def call(**inputs: Any) -> Any:
