@@ -90,9 +90,12 @@ def attention_name(config: Any) -> str | None:
 
 
 def can_set_attention(model_class: Any) -> bool:
-    """Return True if the attention implementation of models of this class can be changed."""
-    with _needed("transformers", "change a model's attention"):
-        return bool(model_class._can_set_attn_implementation())
+    """Return False if the attention implementation of models of this class cannot be changed, so far as transformers tells.
+
+    It refuses a model before its weights are loaded; `observing` finds the same later, without private parts.
+    """
+    told = getattr(model_class, "_can_set_attn_implementation", None)
+    return told is None or bool(told())
 
 
 def eager_attention(module: Any) -> Any:

@@ -49,6 +49,8 @@ def _machine(device: str) -> dict[str, Any]:
 
     from bpc_calib.backends.dispatch import backend, compiled, lacking
     from bpc_calib.bench.machine import available_memory, machine
+    from bpc_calib.compat import untested
+    from bpc_calib.models.long_passes import slow_products
 
     where, facts = torch.device(device), machine()
     name = backend(where)
@@ -59,6 +61,8 @@ def _machine(device: str) -> dict[str, Any]:
         "backend": name,
         "lacking": lacking(compiled(where), where) if name == "torch" else None,
         "gpu_unseen": blind,
+        "slow_bfloat16": slow_products(torch.bfloat16) if where.type == "cpu" else None,
+        "untested": untested(),
         "free_memory_bytes": available_memory(torch.device("cpu")),
         "free_gpu_memory_bytes": available_memory(where) if where.type == "cuda" else None,
         "free_disk_bytes": shutil.disk_usage(".").free,

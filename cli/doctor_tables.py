@@ -8,6 +8,7 @@ from bpc_cli.text_table import TextTable
 
 __all__ = ["print_doctor"]
 
+WIDENED = "long passes compute in float32, the weights stay as they are"
 CUDA = "install it as https://pytorch.org/get-started/locally/ says"
 
 
@@ -97,14 +98,17 @@ def _print_machine(found: dict[str, Any]) -> None:
     free = f"{size_text(machine['free_memory_bytes'])} of main memory"
     if machine["free_gpu_memory_bytes"] is not None:
         free += f", {size_text(machine['free_gpu_memory_bytes'])} of GPU memory"
+    slow = machine["slow_bfloat16"]
     reachable = {True: "answers", False: "does not answer", None: "not asked: HF_HUB_OFFLINE is set"}
     rows = {
         "backend": backend,
         "CPU": f"{machine['cpu']}, {machine['cores']} cores",
         "GPU": gpu,
         "free": f"{free}, {size_text(machine['free_disk_bytes'])} of disk in this folder",
+        **({} if slow is None else {"bfloat16": f"products take {slow:.1f} times as long as in float32: {WIDENED}"}),
         "Hub": f"{machine['hub']['address']} {reachable[machine['hub']['reachable']]}",
         "bpc": f"{machine['versions']['bpc-calib']}, Python {machine['python']}",
+        **({"untested": "; ".join(machine["untested"])} if machine["untested"] else {}),
     }
     print_rows("This machine", rows)
 

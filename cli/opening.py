@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpc_cli.console import note
 from bpc_cli.progress import working
 from bpc_cli.ranks import own_device, ranks
 
@@ -126,12 +127,13 @@ def open_tokenizer(opened: OpenedModel) -> Any:
 def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> Any:
     """The model with its weights on the device; `dtype` overrides the option."""
     from bpc_calib.models.loading import load_model
+    from bpc_calib.models.long_passes import LONG, slow_products
 
     spread = "" if opened.device_map is None else " and wherever else there is room"
     if opened.description.ranks > 1:
         spread = f" in {opened.description.ranks} processes"
     with working(f"Loading {opened.description.id} on {opened.device}{spread}", quiet):
-        return load_model(
+        loaded = load_model(
             opened.name,
             config=opened.config,
             revision=opened.description.revision,
@@ -140,6 +142,13 @@ def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> 
             device_map=opened.device_map,
             trust_remote_code=opened.options.trust_remote_code,
         )
+    if loaded.device.type == "cpu" and (ratio := slow_products(loaded.dtype)) is not None and not quiet:
+        kind = str(loaded.dtype).removeprefix("torch.")
+        note(
+            f"Passes of {LONG} and more tokens compute in float32: products in {kind} take {ratio:.1f} times as long on "
+            f"this processor; the weights stay {kind}"
+        )
+    return loaded
 
 
 def pick_device(name: str) -> str:

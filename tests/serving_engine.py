@@ -39,7 +39,7 @@ DENSE = {"min_context": 10**9}
 PAGE = 128  # tokens
 
 
-def made_artifact(model_folder, target, samples=4, codes=None):
+def made_artifact(model_folder, target, samples=4, codes="signs"):
     """Projections of a model, from a little of the demo's text."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     plan = make_plan(describe(model.config), samples=samples, sequence_length=256, codes=codes)

@@ -82,6 +82,8 @@ def load_model(
 ) -> Any:
     """Load a model in evaluation mode, from safetensors or GGUF weights only.
 
+    On a processor that multiplies its dtype slowly, its long passes compute in float32 (`widen_long_passes`).
+
     Args:
         config: the result of `load_config`; None reads it. With a `distributed_config` (`tensor_parallel`), each
             process of torchrun loads its part, to the device that transformers gives it.
@@ -95,6 +97,8 @@ def load_model(
     """
     import torch
     from transformers import AutoModelForCausalLM
+
+    from bpc_calib.models.long_passes import slow_products, widen_long_passes
 
     if config is None:
         config, _ = load_config(model, revision=revision, trust_remote_code=trust_remote_code)
@@ -126,6 +130,8 @@ def load_model(
         loaded.config.name_or_path = config.name_or_path
         loaded = loaded.eval() if shared or "device_map" in arguments else loaded.eval().to(device)
         settle(model, config, loaded)
+        if loaded.device.type == "cpu" and slow_products(loaded.dtype):
+            widen_long_passes(loaded)
         return loaded
     except ModelError:
         raise

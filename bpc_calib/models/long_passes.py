@@ -1,0 +1,94 @@
+"""Long passes of a model in 16-bit numbers, as fast as the processor can: in float32 where it lacks products of those."""
+
+import functools
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["LONG", "slow_products", "widen_long_passes"]
+
+LONG = 32  # tokens of a pass from which products in float32 save more than reading the weights anew costs
+SLOWER = 1.25  # times as long as in float32, from which products count as slow: no processor measured is near it
+PRODUCTS = {linear, scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul, torch.bmm}
+SIZE, REPEATS = 512, 5
+
+
+@functools.cache
+def slow_products(dtype: torch.dtype) -> float | None:
+    """Return how many times longer than in float32 a product in a 16-bit dtype takes on this CPU; None: it is not slow.
+
+    Measured once per process, in some milliseconds: a processor without such products (AMX, AVX512-BF16, Arm's BF16)
+    takes 2 to 6 times as long.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    wide = torch.ones(SIZE, SIZE)
+    narrow = wide.to(dtype)
+    seconds = [[_seconds(each) for each in (wide, narrow)] for _ in range(REPEATS)]
+    ratio = min(narrow for _, narrow in seconds) / min(wide for wide, _ in seconds)
+    return ratio if ratio > SLOWER else None
+
+
+def _seconds(matrix: Tensor) -> float:
+    began = time.perf_counter()
+    linear(matrix, matrix)
+    return time.perf_counter() - began
+
+
+def widen_long_passes(model: Any) -> None:
+    """Have a model compute the products of passes with many tokens in float32; its weights and results keep their dtype.
+
+    Each weight is widened when it is used, so the memory grows by one weight. Steps of a few tokens stay as they are:
+    they wait for the weights, which 16 bits halve.
+    """
+    for module in (model.base_model, model.get_output_embeddings()):
+        if module is not None:
+            passes = _Passes()
+            module.register_forward_pre_hook(passes.begin, with_kwargs=True)
+            module.register_forward_hook(passes.end, always_call=True)
+
+
+class _Passes:
+    """The hooks of one module: a block of wide products around each long pass."""
+
+    def __init__(self) -> None:
+        self.open: list[ExitStack] = []
+
+    def begin(self, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        stack = ExitStack()
+        tokens = [*given, named.get("input_ids"), named.get("inputs_embeds")]
+        if any(isinstance(each, Tensor) and each.shape[:2].numel() >= LONG for each in tokens):
+            stack.enter_context(_WideProducts())
+        self.open.append(stack)
+
+    def end(self, *_: Any) -> None:
+        self.open.pop().close()
+
+
+class _WideProducts(TorchFunctionMode):
+    """Inside this block, products of 16-bit tensors on a CPU are computed in float32 and rounded once."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        if function in PRODUCTS and given and (narrow := _narrow(given[0])) is not None:
+            found = function(*map(_wide, given), **{name: _wide(each) for name, each in named.items()})
+            return found.to(narrow)
+        return function(*given, **named)
+
+
+def _narrow(value: Any) -> torch.dtype | None:
+    """Return the dtype of a tensor of 16-bit numbers on the CPU, else None."""
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16):
+        return value.dtype
+    return None
+
+
+def _wide(value: Any) -> Any:
+    return value if _narrow(value) is None else value.float()
