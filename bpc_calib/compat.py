@@ -90,9 +90,9 @@ def attention_name(config: Any) -> str | None:
 
 
 def can_set_attention(model_class: Any) -> bool:
-    """Return False if the attention implementation of models of this class cannot be changed, so far as transformers tells.
+    """Return False if transformers says that the attention of models of this class cannot be changed.
 
-    It refuses a model before its weights are loaded; `observing` finds the same later, without private parts.
+    So a model is refused before its weights are loaded; `observing` finds the same later, without private parts.
     """
     told = getattr(model_class, "_can_set_attn_implementation", None)
     return told is None or bool(told())

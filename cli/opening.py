@@ -145,8 +145,8 @@ def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> 
     if loaded.device.type == "cpu" and (ratio := slow_products(loaded.dtype)) is not None and not quiet:
         kind = str(loaded.dtype).removeprefix("torch.")
         note(
-            f"Passes of {LONG} and more tokens compute in float32: products in {kind} take {ratio:.1f} times as long on "
-            f"this processor; the weights stay {kind}"
+            f"Passes of {LONG} and more tokens compute in float32, since products in {kind} take {ratio:.1f} times as "
+            f"long on this processor; the weights stay {kind}"
         )
     return loaded
 

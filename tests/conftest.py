@@ -102,9 +102,9 @@ def text_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def fitting_kernels():
     """Compile the kernels that fit the keys of tiny models: the first command would say so on stderr."""
-    from bpc_calib.backends.cpu.ready import make_fitting_ready
+    from bpc_calib.backends.cpu.ready import make_ready
 
-    make_fitting_ready(torch.float32)
+    make_ready(torch.float32, "fit")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A vLLM engine in this process, whose steps tests compare with `BPCLayer`."""
 
 import contextlib
+import copy
 import os
 from types import SimpleNamespace
 
@@ -39,12 +40,25 @@ DENSE = {"min_context": 10**9}
 PAGE = 128  # tokens
 
 
-def made_artifact(model_folder, target, samples=4, codes="signs"):
-    """Projections of a model, from a little of the demo's text."""
+def made_artifact(model_folder, target, samples=4):
+    """Projections of a model, from a little of the demo's text; in plain torch, since to compile takes longer."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    plan = make_plan(describe(model.config), samples=samples, sequence_length=256, codes=codes)
+    plan = make_plan(describe(model.config), samples=samples, sequence_length=256)
     text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
-    bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BPC_BACKEND", "torch")
+        bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
+    return target
+
+
+def with_product_codes(artifact, target):
+    """The artifact with random product codes, which take long to fit."""
+    made = bpc_artifacts.load(artifact)
+    sizes = [made.metadata["model"][name] for name in ("kv_heads", "head_dim")]
+    layers = {index: tiny.product_layer(*sizes, 64, torch.Generator().manual_seed(index)) for index in made.layers}
+    algorithm = made.metadata["algorithm"] | {"codes": "product"}
+    metadata = made.metadata | {"algorithm": algorithm}
+    bpc_artifacts.save(bpc_artifacts.ProjectionArtifact(layers, metadata), target)
     return target
 
 
@@ -89,7 +103,8 @@ class Engine:
         counted = SimpleNamespace(rows=0, steps=0, together=0)
         layers = self.config.compilation_config.static_forward_context
         kind = type(next(layer.impl for layer in self.attention() if layer.impl.projections))
-        attend, artifact = kind.attend, bpc_artifacts.load(self.artifact)
+        attend, config = kind.attend, AutoConfig.from_pretrained(self.model)
+        fresh = BPCCache(config, bpc_artifacts.load(self.artifact), **SETTINGS, dense_layers=()).layers
         names = {id(layer.impl): extract_layer_index(name) for name, layer in layers.items() if hasattr(layer, "impl")}
 
         def compared(attention, query, paged, rows):
@@ -97,8 +112,7 @@ class Engine:
             for row, length in enumerate(rows.lengths.tolist()):
                 every = torch.arange(length).expand(1, query.shape[1], -1)
                 keys, values = read_tokens(paged, rows.table[row : row + 1], every)
-                config = AutoConfig.from_pretrained(self.model)
-                layer = BPCCache(config, artifact, **SETTINGS, dense_layers=()).layers[names[id(attention)]]
+                layer = copy.deepcopy(fresh[names[id(attention)]])
                 layer.update(keys, values)
                 layer.scaling = attention.scale
                 k = int(rows.k[row])

@@ -26,6 +26,7 @@ __all__ = [
     "BACKENDS",
     "append",
     "backend",
+    "begin_ready",
     "choose",
     "compiled",
     "dense_attention",
@@ -111,9 +112,15 @@ def make_ready(device: torch.device, dtype: torch.dtype, *, fitting: bool) -> No
         return
     from bpc_calib.backends.cpu import ready
 
-    ready.make_ready(dtype)
-    if fitting:
-        ready.make_fitting_ready(dtype)
+    ready.make_ready(dtype, *ready.DECODING, *(("fit",) if fitting else ()))
+
+
+def begin_ready(device: torch.device, dtype: torch.dtype) -> None:
+    """Start compiling what the steps of one sequence call, in other processes; the first call waits for it."""
+    if backend(device) == "numba" and dtype in DTYPES:
+        from bpc_calib.backends.cpu import ready
+
+        ready.begin(dtype, "step", "hash", "attend")
 
 
 def for_pages(query: Tensor, kv_heads: int) -> Backend:
@@ -128,7 +135,7 @@ def for_pages(query: Tensor, kv_heads: int) -> Backend:
     if found is _load("numba"):
         from bpc_calib.backends.cpu import ready
 
-        ready.make_pages_ready(query.dtype)
+        ready.make_ready(query.dtype, "pages", "hash")
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bpc_calib.compat import with_cache
 from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.online_fit import Asked, join
 
@@ -63,6 +64,8 @@ def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
             layer.skip_attention()
             if source.asked is not None:
                 layer.observe(source.asked.queries, source.scale, source.asked.places)
+        if isinstance(layer, BPCLayer) and layer.calibrated is not None:
+            layer.prepare(None)  # so that the first step is like the others
     return cache
 
 

@@ -1,4 +1,4 @@
-"""Long passes of a model in 16-bit numbers, as fast as the processor can: in float32 where it lacks products of those."""
+"""Long passes of a model in 16-bit numbers, in float32 where the processor lacks products of 16-bit numbers."""
 
 import functools
 import time
@@ -41,7 +41,7 @@ def _seconds(matrix: Tensor) -> float:
 
 
 def widen_long_passes(model: Any) -> None:
-    """Have a model compute the products of passes with many tokens in float32; its weights and results keep their dtype.
+    """Have a model compute the products of long passes in float32; its weights and results keep their dtype.
 
     Each weight is widened when it is used, so the memory grows by one weight. Steps of a few tokens stay as they are:
     they wait for the weights, which 16 bits halve.

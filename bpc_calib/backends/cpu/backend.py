@@ -8,7 +8,7 @@ from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.paper import popcount_scores
 from bpc_calib.backends.cpu.product import encode_parts
-from bpc_calib.backends.cpu.ready import make_pages_ready, make_ready
+from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
 from bpc_calib.method import appending, choosing, paging, stepping
@@ -45,13 +45,13 @@ def choose(
 ) -> Tensor:
     """`bpc_calib.method.choosing.choose`."""
     choosing.check(query, projection, cached, k, choice)
-    make_ready(query.dtype)
+    make_ready(query.dtype, "choose")
     return pipeline.choose(query, projection, cached, k, choice, width=width)
 
 
 def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
-    make_ready(keys.dtype)
+    make_ready(keys.dtype, "hash")
     return pipeline.encode_with(encoder, keys)
 
 
@@ -66,7 +66,7 @@ def sparse_attention(
 ) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention`."""
     plain_sparse.check(query, keys, values, indices)
-    make_ready(query.dtype)
+    make_ready(query.dtype, "attend")
     return pipeline.sparse_attention(query, keys, values, indices, scale)
 
 
@@ -81,7 +81,7 @@ def dense_attention(
 ) -> Tensor:
     """`bpc_calib.method.dense_attention.dense_attention`: `sparse_attention` over every token."""
     plain_dense.check(query, keys, values, lengths, valid)
-    make_ready(query.dtype)
+    make_ready(query.dtype, "attend")
     seen = within(lengths, keys.shape[2], valid)
     places = torch.arange(keys.shape[2]).where(seen, -1).unsqueeze(1)
     return pipeline.sparse_attention(query, keys, values, places.expand(-1, keys.shape[1], -1), scale)
@@ -90,9 +90,10 @@ def dense_attention(
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     """`bpc_calib.method.stepping.step`, as one kernel where there are few codes."""
     stepping.check(query, hashed, k)
-    make_ready(query.dtype)
     if at_once.is_small(hashed):
+        make_ready(query.dtype, "step")
         return at_once.step(query, hashed, k, choice)
+    make_ready(query.dtype, "hash", "choose", "attend")
     stepping.store(pipeline.encode_with(hashed.encoder, stepping.newest(hashed)), hashed)
     chosen = pipeline.choose(query, hashed.projection, stepping.cached(hashed), k, choice)
     return pipeline.sparse_attention(query, *stepping.in_use(hashed), chosen, choice.scaling)
@@ -100,7 +101,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
 
 def hash_into(fresh: Fresh, pages: CodePages) -> None:
     """`bpc_calib.method.paging.hash_into`."""
-    make_pages_ready(fresh.keys.dtype)
+    make_ready(fresh.keys.dtype, "pages", "hash")
     over_pages.hash_into(fresh, pages)
 
 
@@ -118,13 +119,13 @@ def attend_pages(
     if paged.packing is None:
         return paging.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
     paging.check(query, projection, paged, rows)
-    make_pages_ready(query.dtype)
+    make_ready(query.dtype, "pages")
     return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
 
 
 def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
-    make_ready(query.dtype)
+    make_ready(query.dtype, "choose")
 
     def until(last: int) -> Stage:
         return lambda codes, gain: pipeline.run_stages(query, projection, Cached(codes, gain), k, choice, last=last)[0]
@@ -134,5 +135,5 @@ def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dic
 
 def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
     """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
-    make_ready(query.dtype)
+    make_ready(query.dtype, "choose")
     return pipeline.quantize_query(query, projection)

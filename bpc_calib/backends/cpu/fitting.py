@@ -13,7 +13,7 @@ from bpc_calib.backends.cpu.decompose import WORD, decompose_kernel
 from bpc_calib.backends.cpu.language import WIDE
 from bpc_calib.backends.cpu.layout import like
 from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel
-from bpc_calib.backends.cpu.ready import make_fitting_ready
+from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.errors import InputError
 from bpc_calib.method.decomposition import check_arguments, cholesky, draw, norms_by_bit
 from bpc_calib.method.encoding import make_encoder
@@ -47,7 +47,7 @@ def fit(
 ) -> Fit:
     """`bpc_calib.method.fitting.fit`, for keys of 16 or 32 bits."""
     check_arguments(keys, weights, bits, iterations, mean)
-    make_fitting_ready(keys.dtype)
+    make_ready(keys.dtype, "fit")
     lead, dim = keys.shape[:-2], keys.shape[-1]
     root = None if metric is None else cholesky(metric, keys)
     heads = _heads(keys, weights, mean, metric, root)

@@ -1,9 +1,12 @@
-"""Compiling the kernels for a dtype before its first step, or loading them."""
+"""Compiling the kernels for a dtype before their first call, or loading them."""
 
 import functools
 import logging
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
+from subprocess import DEVNULL
 
 import numpy as np
 import torch
@@ -23,55 +26,72 @@ from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows
 from bpc_calib.method.stepping import Hashed
 
-__all__ = ["make_fitting_ready", "make_pages_ready", "make_ready"]
+__all__ = ["DECODING", "GROUPS", "begin", "make_ready"]
 
 logger = logging.getLogger(__name__)
 
 
-@functools.cache
-def make_ready(dtype: torch.dtype) -> None:
-    """Compile the kernels of a decoding step for keys of a dtype, or load them."""
-    _once(f"the kernels for {_name(dtype)}", "some 20 to 60 s", _name(dtype), lambda: _decode(dtype))
+CHILD = """
+import sys, torch
+from bpc_calib.backends.cpu.ready import make_ready
+make_ready(getattr(torch, sys.argv[1]), sys.argv[2])
+"""
+
+
+def begin(dtype: torch.dtype, *groups: str) -> list[subprocess.Popen[bytes]]:
+    """Start compiling groups of kernels (`GROUPS`), each in a process of its own, where they are not kept yet."""
+    folder = kernel_folder()
+    if folder is None:
+        return []
+    return [
+        subprocess.Popen([sys.executable, "-c", CHILD, _name(dtype), group], stdout=DEVNULL, stderr=DEVNULL)
+        for group in groups
+        if not _marker(folder, dtype, group).exists()
+    ]
 
 
 @functools.cache
-def make_fitting_ready(dtype: torch.dtype) -> None:
-    """Compile the kernels that fit projections to keys of a dtype, or load them."""
-    what = f"the kernels that fit projections to {_name(dtype)}"
-    _once(what, "some 10 to 30 s", f"{_name(dtype)}-fitting", lambda: _fit(dtype))
+def make_ready(dtype: torch.dtype, *groups: str) -> None:
+    """Compile groups of kernels (`GROUPS`) for keys of a dtype, or load them; log how long that took if it takes long.
+
+    Several groups are compiled side by side: the first here, the others in processes.
+    """
+    folder = kernel_folder()
+    if folder is None:
+        logger.warning("compiling kernels for %s on the CPU at every start: no folder can keep them", _name(dtype))
+        for group in groups:
+            GROUPS[group](dtype)
+        return
+    missing = [group for group in groups if not _marker(folder, dtype, group).exists()]
+    began = time.perf_counter()
+    if missing:
+        logger.warning("compiling kernels for %s on the CPU, half a minute to two, once on this machine", _name(dtype))
+        began, others = time.perf_counter(), begin(dtype, *missing[1:])
+        _compile(folder, dtype, missing[0])
+        for other in others:
+            other.wait()
+    for group in groups:  # loads them, and compiles what failed in a process
+        _compile(folder, dtype, group)
+    if missing:
+        logger.warning("compiled in %.1f s", time.perf_counter() - began)
 
 
-@functools.cache
-def make_pages_ready(dtype: torch.dtype) -> None:
-    """Compile the kernels of a server's decoding step for keys of a dtype, or load them."""
-    _once(
-        f"the kernels over pages for {_name(dtype)}", "some 20 to 60 s", f"{_name(dtype)}-pages", lambda: _pages(dtype)
-    )
+def _compile(folder: Path, dtype: torch.dtype, group: str) -> None:
+    with FileLock(folder / f"{group}.lock"):  # two processes would mix up what they keep
+        GROUPS[group](dtype)
+        _marker(folder, dtype, group).touch()
+
+
+def _marker(folder: Path, dtype: torch.dtype, group: str) -> Path:
+    """The file that shows that a group is kept for a dtype."""
+    return folder / f"{group}-{_name(dtype)}"
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _once(what: str, duration: str, name: str, compile_all: Callable[[], None]) -> None:
-    """Compile or load, and log how long it took where it takes long; `name` is that of a marker file."""
-    folder = kernel_folder()
-    if folder is None:
-        logger.warning("compiling %s on the CPU, at every start: no folder could be made for them", what)
-        return compile_all()
-    with FileLock(folder / "lock"):  # two processes would mix up what they keep
-        marker = folder / name
-        if marker.exists():
-            return compile_all()
-        logger.warning("compiling %s on the CPU, %s, once on this machine", what, duration)
-        began = time.perf_counter()
-        compile_all()
-        marker.touch()
-        logger.warning("compiled in %.1f s", time.perf_counter() - began)
-
-
 def _fit(dtype: torch.dtype) -> None:
-    """Call every kernel of `fitting` once."""
     like, keys = np.empty(0, LIKE[dtype]), torch.zeros(WORD, WIDE, dtype=dtype)
     mean, square, wide = np.zeros(WIDE), np.eye(WIDE), np.zeros((32, WIDE))
     arguments = (like, keys.data_ptr(), 1, mean)
@@ -81,7 +101,6 @@ def _fit(dtype: torch.dtype) -> None:
 
 
 def _pages(dtype: torch.dtype) -> None:
-    """Call every kernel over pages once."""
     query, projection = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 32, 16, dtype=dtype)
     pages = CodePages(torch.zeros(1, 1, 16, 1, dtype=torch.int64), torch.zeros(1, 1, 16, dtype=torch.uint8))
     encoder = make_encoder(torch.zeros(1, 32, 16), dtype)
@@ -92,14 +111,29 @@ def _pages(dtype: torch.dtype) -> None:
     attend_pages(query, projection, paged, Rows(table, torch.tensor([2]), torch.tensor([1]), 1), Choice(scaling=1.0))
 
 
-def _decode(dtype: torch.dtype) -> None:
-    """Call every kernel of a step once, on next to nothing."""
-    query, keys = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 2, 16, dtype=dtype)
-    cached = Cached(torch.zeros(1, 1, 2, 1, dtype=torch.int64))
-    chosen = choose(query, torch.zeros(1, 32, 16, dtype=dtype), cached, 1, Choice(scaling=1.0))
-    sparse_attention(query, keys, keys, chosen)
+def _hash(dtype: torch.dtype) -> None:
     encoder = make_encoder(torch.zeros(1, 32, 16), dtype)
     for tokens in (1, FEW + 1):
         encode_with(encoder, torch.zeros(1, 1, tokens, 16, dtype=dtype))
-    hashed = Hashed(torch.zeros(1, 32, 16, dtype=dtype), encoder, Slots(keys, keys, cached.codes), 2)
-    step(query, hashed, 1, Choice(scaling=1.0))
+
+
+def _choose(dtype: torch.dtype) -> None:
+    cached = Cached(torch.zeros(1, 1, 2, 1, dtype=torch.int64))
+    choose(torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 32, 16, dtype=dtype), cached, 1, Choice(scaling=1.0))
+
+
+def _attend(dtype: torch.dtype) -> None:
+    keys = torch.zeros(1, 1, 2, 16, dtype=dtype)
+    sparse_attention(keys[:, :, :1], keys, keys, torch.zeros(1, 1, 1, dtype=torch.int64))
+
+
+def _step(dtype: torch.dtype) -> None:
+    query, keys = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 1, 2, 16, dtype=dtype)
+    slots = Slots(keys, keys, torch.zeros(1, 1, 2, 1, dtype=torch.int64))
+    encoder = make_encoder(torch.zeros(1, 32, 16), dtype)
+    step(query, Hashed(torch.zeros(1, 32, 16, dtype=dtype), encoder, slots, 2), 1, Choice(scaling=1.0))
+
+
+# Each calls its kernels once, on next to nothing. No kernel is in two groups, so processes compile them side by side.
+GROUPS = {"choose": _choose, "step": _step, "hash": _hash, "attend": _attend, "fit": _fit, "pages": _pages}
+DECODING = ("choose", "step", "hash", "attend")  # what a cache may call
