@@ -11,7 +11,7 @@ SOURCES := $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache_
 # Tests side by side, one thread in each: the tensors are tiny, and threads that share a core wait for each other.
 WORKERS ?= 2
 PYTEST_OPTIONS := -n $(WORKERS) --dist worksteal
-emulate test test-all test-floor: export OMP_NUM_THREADS = 1
+emulate test test-all test-floor test-slow test-vllm: export OMP_NUM_THREADS = 1
 # What new versions of dependencies can break: models, caches, files, the Hub, the command line, compiled kernels.
 FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_chat.py \
   test_cli.py test_corpora.py test_decomposition.py test_dispatch.py test_encoding.py test_families.py test_generate.py \
@@ -23,7 +23,7 @@ A100 := 80
 H100 := 90
 emulated = for arch in $(2); do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(3) $(EMULATED_TESTS) || exit; done
 
-.PHONY: demo demo-model emulate lint site test test-all test-floor test-vllm gpu real clean
+.PHONY: demo demo-model emulate lint site test test-all test-floor test-slow test-vllm gpu real clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -48,11 +48,14 @@ test: lint site
 	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'not slow'
 	$(call emulated,.venv,$(H100))
 
-# Every test there is, and the floors.
-test-all: lint site
-	.venv/bin/pytest $(PYTEST_OPTIONS)
+# What only some changes can break, or what takes long for what it says.
+test-slow: .venv/ready
+	.venv/bin/pytest $(PYTEST_OPTIONS) -m slow
+	$(call emulated,.venv,$(A100))
+
+# Every test there is, on every environment.
+test-all: test test-slow test-floor test-vllm
 	$(call emulated,.venv,$(A100) $(H100),--emulate-all)
-	$(MAKE) test-floor
 	$(call emulated,.venv-floor,$(A100) $(H100),--emulate-all)
 
 # Triton's kernels not in its interpreter: their PTX shows more. Here they run as compiled for the A100, in `make test` for

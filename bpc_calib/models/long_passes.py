@@ -15,6 +15,7 @@ __all__ = ["LONG", "slow_products", "widen_long_passes"]
 LONG = 32  # tokens of a pass from which products in float32 save more than reading the weights anew costs
 SLOWER = 1.25  # times as long as in float32, from which products count as slow: no processor measured is near it
 PRODUCTS = {linear, scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul, torch.bmm}
+PRODUCTS |= {getattr(torch.nn.functional, "grouped_mm", linear)}  # of experts; from torch 2.10 on
 SIZE, REPEATS = 512, 5
 
 
