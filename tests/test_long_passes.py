@@ -23,7 +23,7 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         if any(word in name for word in ("mm", "linear", "attention")):
-            self.seen |= {each.dtype for each in args if isinstance(each, torch.Tensor)}
+            self.seen |= {each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()}
         return function(*args, **(kwargs or {}))
 
 

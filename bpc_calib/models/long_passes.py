@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["LONG", "slow_products", "widen_long_passes"]
 
 LONG = 32  # tokens of a pass from which products in float32 save more than reading the weights anew costs
 SLOWER = 1.25  # times as long as in float32, from which products count as slow: no processor measured is near it
-PRODUCTS = {linear, scaled_dot_product_attention, torch.matmul, torch.Tensor.matmul, torch.bmm}
-PRODUCTS |= {getattr(torch.nn.functional, "grouped_mm", linear)}  # of experts; from torch 2.10 on
+# By name, since not every version of torch has the product of experts, `grouped_mm`.
+PRODUCTS = {"linear", "scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "_grouped_mm"}
 SIZE, REPEATS = 512, 5
 
 
@@ -78,7 +78,7 @@ class _WideProducts(TorchFunctionMode):
         self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         named = named or {}
-        if function in PRODUCTS and given and (narrow := _narrow(given[0])) is not None:
+        if getattr(function, "__name__", None) in PRODUCTS and given and (narrow := _narrow(given[0])) is not None:
             found = function(*map(_wide, given), **{name: _wide(each) for name, each in named.items()})
             return found.to(narrow)
         return function(*given, **named)
