@@ -333,7 +333,7 @@ from bpc_calib.backends.cpu.ready import make_ready
 logging.basicConfig(format="%(message)s")
 for name in sys.argv[1:]:
     numba.njit(lambda x: x)(1)  # what is compiled next has another number than in the other processes
-    make_ready(getattr(torch, name))
+    make_ready(getattr(torch, name), "choose", "attend")
 print(sum(sum(k.stats.cache_hits.values()) for k in (pipeline.choose_kernel, pipeline.attend_kernel)))
 """
 LOADED = """
@@ -342,8 +342,8 @@ from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 import test_cpu
 from bpc_calib.backends.cpu.ready import make_ready
-make_ready(torch.bfloat16)
-make_ready(torch.float32)
+make_ready(torch.bfloat16, "choose", "attend")
+make_ready(torch.float32, "choose", "attend")
 projection, encoded = test_cpu.draw(2, 64, 64, seed=1), test_cpu.large(2, 5_003)
 for heads in (4, 5):
     for kept in (encoded, replace(encoded, gain=None)):
@@ -367,7 +367,7 @@ def test_kernels_of_several_processes(tmp_path):
         done = run(READY, *words)
         said = done.stderr.splitlines()
         name = words[-1]
-        assert said[0] == f"compiling the kernels for {name} on the CPU, some 20 to 60 s, once on this machine"
+        assert said[0] == f"compiling kernels for {name} on the CPU, half a minute to two, once on this machine"
         assert said[1].startswith("compiled in ")
         assert done.stdout == f"{2 * len(words) - 2}\n"
     again = run(READY, "bfloat16", "float32")

@@ -135,7 +135,7 @@ def for_pages(query: Tensor, kv_heads: int) -> Backend:
     if found is _load("numba"):
         from bpc_calib.backends.cpu import ready
 
-        ready.make_ready(query.dtype, "pages", "hash")
+        ready.make_ready(query.dtype, "pages")
     return found
 
 

@@ -101,7 +101,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
 
 def hash_into(fresh: Fresh, pages: CodePages) -> None:
     """`bpc_calib.method.paging.hash_into`."""
-    make_ready(fresh.keys.dtype, "pages", "hash")
+    make_ready(fresh.keys.dtype, "pages")
     over_pages.hash_into(fresh, pages)
 
 

@@ -44,7 +44,9 @@ def begin(dtype: torch.dtype, *groups: str) -> list[subprocess.Popen[bytes]]:
     if folder is None:
         return []
     return [
-        subprocess.Popen([sys.executable, "-c", CHILD, _name(dtype), group], stdout=DEVNULL, stderr=DEVNULL)
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, _name(dtype), group], stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
+        )
         for group in groups
         if not _marker(folder, dtype, group).exists()
     ]
@@ -62,11 +64,10 @@ def make_ready(dtype: torch.dtype, *groups: str) -> None:
         for group in groups:
             GROUPS[group](dtype)
         return
-    missing = [group for group in groups if not _marker(folder, dtype, group).exists()]
-    began = time.perf_counter()
+    began, missing = time.perf_counter(), [each for each in groups if not _marker(folder, dtype, each).exists()]
     if missing:
         logger.warning("compiling kernels for %s on the CPU, half a minute to two, once on this machine", _name(dtype))
-        began, others = time.perf_counter(), begin(dtype, *missing[1:])
+        others = begin(dtype, *missing[1:])
         _compile(folder, dtype, missing[0])
         for other in others:
             other.wait()
@@ -101,6 +102,7 @@ def _fit(dtype: torch.dtype) -> None:
 
 
 def _pages(dtype: torch.dtype) -> None:
+    make_ready(dtype, "hash")  # many tokens are hashed by its kernels
     query, projection = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 32, 16, dtype=dtype)
     pages = CodePages(torch.zeros(1, 1, 16, 1, dtype=torch.int64), torch.zeros(1, 1, 16, dtype=torch.uint8))
     encoder = make_encoder(torch.zeros(1, 32, 16), dtype)
