@@ -1,8 +1,12 @@
-"""The Hub: real clients, each in its own process, talk to a local server with the real repository names."""
+"""The Hub: real clients, in processes of their own, talk to a local server with the real repository names."""
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import hub
 import pyarrow
@@ -10,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import tiny
 
-from bpc_artifacts import load
+from bpc_artifacts import load, save
 
 MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 PINNED = {
@@ -74,14 +78,54 @@ def served(tmp_path_factory):
         yield server, environment(server.url, folder / "home")
 
 
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from bpc_cli.main import app
+answers = []
+for words in json.loads(sys.argv[1]):
+    ran = CliRunner().invoke(app, words)
+    answers.append([ran.exit_code, ran.stdout, ran.stderr])
+print(json.dumps(answers))
+"""
+
+
+class Ran(NamedTuple):
+    """The result of a command."""
+
+    code: int
+    out: str
+    err: str
+
+
 @pytest.fixture
-def bpc(bpc_process, served):
-    """Run `bpc` in a process that talks to the local server."""
-    return lambda *words, **more: bpc_process(*words, **(served[1] | more))
+def client(tmp_path, served, fitting_kernels):
+    """Run commands one after the other in one new process, in an empty folder: `client([words, ...], HF_HOME=...)`.
+
+    A process reads the address of the Hub when it starts, and its start takes seconds. By default it talks to the local
+    server with the real names.
+    """
+
+    def run(commands, **variables):
+        words = json.dumps([[str(word) for word in command] for command in commands])
+        done = subprocess.run(
+            [sys.executable, "-c", COMMANDS, words],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"COLUMNS": "100"} | served[1] | variables,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return [Ran(*answer) for answer in json.loads(done.stdout)]
+
+    return run
 
 
-def test_the_default_corpora_from_the_hub(bpc, served, tmp_path):
-    ran = bpc("calibrate", "-m", MODEL, "--samples", 7, "--bits", 32, "-q")
+def test_the_default_corpora_from_the_hub(bpc_process, served, tmp_path):
+    """By the entry point: no library writes to stderr beside it."""
+    ran = bpc_process("calibrate", "-m", MODEL, "--samples", 7, "--bits", 32, "-q", **served[1])
     assert ran.code == 0, ran.err
     assert ran.err == ""
     artifact = load(tmp_path / "Llama-3.1-8B-Instruct-bpc32.safetensors")
@@ -100,24 +144,16 @@ def test_the_default_corpora_from_the_hub(bpc, served, tmp_path):
     content = [path for _, path in map(str.split, served[0].requests) if "/resolve/" in path and "/datasets/" in path]
     assert content
     assert not any("/resolve/main/" in path for path in content)
-    assert bpc("inspect", "Llama-3.1-8B-Instruct-bpc32.safetensors", "-m", MODEL).out.endswith(f"Fits {MODEL}.\n")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("authors-pg19", marks=pytest.mark.slow),  # the same format in another file
-        pytest.param("authors-proofpile", marks=pytest.mark.slow),
-        "authors-codeparrot",
-        "proofpile-parquet",
-    ],
-)
-def test_every_other_named_corpus(bpc, tmp_path, name):
-    ran = bpc("calibrate", "-m", MODEL, "--samples", 2, "--bits", 32, "--corpus", name, "-o", "a.safetensors")
-    assert ran.code == 0, ran.err
-    (source,) = load(tmp_path / "a.safetensors").metadata["calibration"]["sources"]
-    assert source["name"] == name
-    assert source["tokens"] == 256
+def test_every_other_named_corpus(client, tmp_path):
+    names = ("authors-pg19", "authors-proofpile", "authors-codeparrot", "proofpile-parquet")
+    words = ("calibrate", "-m", MODEL, "--samples", 2, "--bits", 32)
+    for name, ran in zip(names, client([(*words, "--corpus", name, "-o", name) for name in names]), strict=True):
+        assert ran.code == 0, ran.err
+        (source,) = load(tmp_path / name).metadata["calibration"]["sources"]
+        assert source["name"] == name
+        assert source["tokens"] == 256
 
 
 def one_error(ran) -> str:
@@ -127,82 +163,98 @@ def one_error(ran) -> str:
     return line
 
 
-def test_missing_repositories_and_revisions_are_one_error(bpc, tmp_path):
+def test_missing_repositories_and_revisions_are_one_error(client, tmp_path):
     (tmp_path / "a.txt").write_text(tiny.prose())
     words = ("--samples", 2, "--corpus", "a.txt")
-    assert "model org/none (no folder here) is not on the Hub (or private: set HF_TOKEN)" in one_error(
-        bpc("calibrate", "-m", "org/none", *words)
+    no_model, no_revision, other_kind, no_artifact = map(
+        one_error,
+        client(
+            [
+                ("calibrate", "-m", "org/none", *words),
+                ("calibrate", "-m", MODEL, *words, "--revision", "v9"),
+                ("calibrate", "-m", "org/bidirectional", *words),
+                ("inspect", "org/none"),
+            ]
+        ),
     )
-    error = one_error(bpc("calibrate", "-m", MODEL, *words, "--revision", "v9"))
-    assert f"model {MODEL} (no folder here) has no such revision" in error
-    assert "org/bidirectional (bert) is not a causal" in one_error(bpc("calibrate", "-m", "org/bidirectional", *words))
-    assert "org/none (no file here) is not on the Hub" in one_error(bpc("inspect", "org/none"))
+    assert "model org/none (no folder here) is not on the Hub (or private: set HF_TOKEN)" in no_model
+    assert f"model {MODEL} (no folder here) has no such revision" in no_revision
+    assert "org/bidirectional (bert) is not a causal" in other_kind
+    assert "org/none (no file here) is not on the Hub" in no_artifact
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_without_a_network_the_error_says_what_to_do(bpc_process, tmp_path, model_folder):
-    nowhere = environment("http://127.0.0.1:9", tmp_path / "home")
+def test_without_a_network_the_error_says_what_to_do(client, tmp_path, model_folder):
     message = "cannot be reached: check the network, or use local files (HF_HUB_OFFLINE=1 skips the attempt)"
-    error = one_error(bpc_process("calibrate", "-m", MODEL, **nowhere))
-    assert error.startswith(
+    commands = [
+        ("calibrate", "-m", MODEL),
+        ("calibrate", "-m", model_folder, "--samples", 3),
+        ("inspect", "org/artifact"),
+    ]
+    nowhere = environment("http://127.0.0.1:9", tmp_path / "home")
+    no_model, no_corpus, no_artifact = map(one_error, client(commands, **nowhere))
+    assert no_model.startswith(
         f"Error: model {MODEL} (no folder here) is not in the cache and the Hub (http://127.0.0.1:9) {message}"
     )
-    error = one_error(bpc_process("calibrate", "-m", model_folder, "--samples", 3, **nowhere))
-    assert error.startswith("Error: corpus pg19 (emozilla/pg19) is not in the cache and the Hub")
-    assert error.endswith(f"{message}; local text: --corpus NAME=PATH")
-    assert message in one_error(bpc_process("inspect", "org/artifact", **nowhere))
+    assert no_corpus.startswith("Error: corpus pg19 (emozilla/pg19) is not in the cache and the Hub")
+    assert no_corpus.endswith(f"{message}; local text: --corpus NAME=PATH")
+    assert message in no_artifact
 
 
-def test_a_cached_model_works_offline(bpc, tmp_path):
+def test_a_cached_model_works_offline(client, tmp_path):
     (tmp_path / "a.txt").write_text(tiny.prose())
-    words = ("calibrate", "-m", MODEL, "--samples", 2, "--corpus", "a.txt", "--bits", 32)
-    assert bpc(*words, "-o", "online.safetensors").code == 0
+    words = ("calibrate", "-m", MODEL, "--samples", 2, "--corpus", "a.txt", "--bits", 32, "-o")
+    online, inspected = client([(*words, "online"), ("inspect", "online", "-m", MODEL)])
+    assert online.code == 0, online.err
+    assert inspected.out.endswith(f"Fits {MODEL}.\n")
     for name, how in (("unset", {"HF_HUB_OFFLINE": "1"}), ("gone", {"HF_ENDPOINT": "http://127.0.0.1:9"})):
-        ran = bpc(*words, "-o", f"{name}.safetensors", **how)
+        (ran,) = client([(*words, name)], **how)
         assert ran.code == 0, ran.err
-        assert (tmp_path / f"{name}.safetensors").read_bytes() == (tmp_path / "online.safetensors").read_bytes()
+        assert (tmp_path / name).read_bytes() == (tmp_path / "online").read_bytes()
 
 
-def test_inspect_an_artifact_on_the_hub(bpc_process, bpc, tmp_path):
+def test_inspect_an_artifact_on_the_hub(client, tmp_path):
     (tmp_path / "a.txt").write_text(tiny.prose())
-    one = tmp_path / "one"
-    one.mkdir()
+    for folder in ("two", "one", "large", "empty"):
+        (tmp_path / folder).mkdir()
     for bits in (32, 64):
-        words = ("calibrate", "-m", MODEL, "--samples", 2, "--corpus", "a.txt", "--bits", bits)
-        assert bpc(*words, "-o", f"one/b{bits}.safetensors").code == 0
-    (one / "README.md").write_text("An artifact.")
-    (tmp_path / "single").mkdir()
-    (tmp_path / "single" / "bpc.safetensors").write_bytes((one / "b32.safetensors").read_bytes())
-    (tmp_path / "large").mkdir()
+        made = tiny.calibrated(tiny.model(), tiny.tokenizer(), [str(tmp_path / "a.txt")], samples=2, bits=bits)
+        save(made, tmp_path / "two" / f"b{bits}.safetensors")
+    (tmp_path / "two" / "README.md").write_text("An artifact.")
+    (tmp_path / "one" / "bpc.safetensors").write_bytes((tmp_path / "two" / "b32.safetensors").read_bytes())
     with open(tmp_path / "large" / "model.safetensors", "wb") as file:
         file.truncate((1 << 30) + 1)
-    (tmp_path / "empty").mkdir()
-    repositories = {"org/two": one, "org/one": tmp_path / "single", "org/large": tmp_path / "large"}
-    repositories["org/none-yet"] = tmp_path / "empty"
+    repositories = {f"org/{name}": tmp_path / name for name in ("two", "one", "large", "empty")}
     with hub.serve(repositories, {}) as server:
         seen = environment(server.url, tmp_path / "home")
-        shown = json.loads(bpc_process("inspect", "org/one", "--json", **seen).out)
+        first, second, *refused = client(
+            [
+                ("inspect", "org/one", "--json"),
+                ("inspect", "org/two/b64.safetensors"),
+                ("inspect", "org/two"),
+                ("inspect", "org/large"),
+                ("inspect", "org/two/no.safetensors"),
+                ("inspect", "org/empty/a.safetensors"),
+            ],
+            **seen,
+        )
+        shown = json.loads(first.out)
         assert shown["metadata"]["algorithm"]["bits"] == 32
         assert len(shown["commit"]) == 40
-        # Only the artifact was fetched.
-        assert {r.rsplit("/", 1)[1] for r in server.requests if "/resolve/" in r} == {"bpc.safetensors"}
-        assert "64 bits per key" in bpc_process("inspect", "org/two/b64.safetensors", **seen).out
-        error = one_error(bpc_process("inspect", "org/two", **seen))
-        assert (
-            "expected one safetensors file, found b32.safetensors, b64.safetensors: choose one with org/two/FILE"
-            in error
-        )
-        assert "expected an artifact of at most" in one_error(bpc_process("inspect", "org/large", **seen))
-        error = one_error(bpc_process("inspect", "org/two/no.safetensors", **seen))
-        assert error == (
-            "Error: org/two/no.safetensors: org/two has no file no.safetensors: "
-            "choose one of b32.safetensors, b64.safetensors"
-        )
-        error = one_error(bpc_process("inspect", "org/none-yet/a.safetensors", **seen))
-        assert "org/none-yet has no file a.safetensors, and no other safetensors file: choose another" in error
-    offline = seen | {"HF_HUB_OFFLINE": "1"}
-    for name in ("org/one", "org/two/b64.safetensors"):
-        ran = bpc_process("inspect", name, **offline)
+        # Only the artifacts that were named were fetched.
+        fetched = {r.rsplit("/", 1)[1] for r in server.requests if "/resolve/" in r}
+        assert fetched == {"bpc.safetensors", "b64.safetensors"}
+        assert "64 bits per key" in second.out
+        several, large, other, none = map(one_error, refused)
+        choose = "choose one of b32.safetensors, b64.safetensors"
+        found = "found b32.safetensors, b64.safetensors: choose one with org/two/FILE"
+        assert f"expected one safetensors file, {found}" in several
+        assert "expected an artifact of at most" in large
+        assert other == f"Error: org/two/no.safetensors: org/two has no file no.safetensors: {choose}"
+        assert "org/empty has no file a.safetensors, and no other safetensors file: choose another" in none
+    names = ("org/one", "org/two/b64.safetensors", "org/two/b32.safetensors")
+    *cached, missing = client([("inspect", name) for name in names], **(seen | {"HF_HUB_OFFLINE": "1"}))
+    for ran in cached:
         assert ran.code == 0, ran.err
-    error = one_error(bpc_process("inspect", "org/two/b32.safetensors", **offline))
-    assert "the cache of org/two has no file b32.safetensors: choose one of b64.safetensors" in error
+    expected = "the cache of org/two has no file b32.safetensors: choose one of b64.safetensors"
+    assert expected in one_error(missing)
