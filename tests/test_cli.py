@@ -559,10 +559,10 @@ def test_a_terminal_without_unicode_still_gets_the_table(made, bpc_process):
     ("number", "said", "status"), [(signal.SIGINT, "Interrupted.", 130), (signal.SIGTERM, "Stopped by SIGTERM.", 143)]
 )
 def test_a_signal_ends_the_run_and_leaves_the_finished_work(model_folder, tmp_path, number, said, status):
-    (tmp_path / "text.txt").write_text(tiny.prose(200_000))
+    (tmp_path / "text.txt").write_text(tiny.prose(70_000))
     (tmp_path / "work").mkdir()
     command = [sys.executable, "-c", "from bpc_cli.main import main; main()"]
-    words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "6000", "-q"]
+    words = ["calibrate", "-m", str(model_folder), "--corpus", "../text.txt", "--samples", "2000", "-q"]
     ran = subprocess.Popen(
         [*command, *words],
         cwd=tmp_path / "work",
