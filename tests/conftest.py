@@ -33,6 +33,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "seldom(**values): with these values of its parameters Triton's interpreter runs it in make test-all"
+    )
     if config.option.emulate:
         from ptx.emulation import emulate
 
@@ -47,7 +50,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """With `--emulate`, only tests of kernels: those marked `emulated`, or all.
 
-    Without it, Triton's interpreter runs those in `make test-all` alone: a push runs them from their PTX.
+    Without it, Triton's interpreter runs those in `make test-all` alone: a push runs them from their PTX. So it does
+    those marked `seldom`, of which a push runs others that say the same.
     """
     if config.option.emulate:
         kept = [item for item in items if emulated(item, every=config.option.emulate_all)]
@@ -55,17 +59,17 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
     elif os.environ["TRITON_INTERPRET"] == "1":
         for item in items:
-            if emulated(item, every=False):
+            if emulated(item, every=False) or emulated(item, every=False, mark="seldom"):
                 item.add_marker(pytest.mark.slow)
 
 
-def emulated(item, *, every):
+def emulated(item, *, every, mark="emulated"):
     """Whether a test is one of kernels, and is marked; `emulated(shape=["one head"])` is for these values alone."""
     values = item.callspec.params if hasattr(item, "callspec") else {}
     if item.path.name not in ("test_kernels.py", "test_paged_kernels.py") and values.get("pipeline") != "triton":
         return False
-    marks = list(item.iter_markers("emulated"))
-    return every or any(all(values[name] in chosen for name, chosen in mark.kwargs.items()) for mark in marks)
+    marks = list(item.iter_markers(mark))
+    return every or any(all(values[name] in chosen for name, chosen in each.kwargs.items()) for each in marks)
 
 
 @pytest.fixture(autouse=True)

@@ -61,6 +61,7 @@ def projections(kv_heads, bits, dim, *, product):
 
 
 @pytest.mark.emulated(gain=[True], step=["usual", "32 bits", "product codes"])
+@pytest.mark.seldom(gain=[False], step=["float32", "long", "32 bits", "product codes"])  # as the other steps
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_over_pages_is_a_step_over_rows(step, gain):
@@ -111,6 +112,9 @@ def test_keys_and_values_of_8_bits(dtype):
 
 @pytest.mark.emulated(tokens=[70], bits=[64])
 @pytest.mark.emulated(tokens=[5], bits=[64], product=[True])
+@pytest.mark.seldom(tokens=[70], bits=[128])  # other words of a code with fewer tokens, a second block with 64 bits
+@pytest.mark.seldom(tokens=[70], product=[True])
+@pytest.mark.seldom(tokens=[1], bits=[128], product=[False])
 @pytest.mark.parametrize("product", [False, True])
 @pytest.mark.parametrize("bits", [64, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 70])
@@ -133,6 +137,7 @@ def test_keys_are_hashed_into_their_slots(tokens, bits, product):
     assert torch.equal(found.gain, wanted.gain)
 
 
+@pytest.mark.seldom(product=[False])  # groups are made in the same way
 @pytest.mark.parametrize("product", [False, True])
 def test_sequences_in_groups(product, monkeypatch):
     """As many at once as scores have room for: five one by one, two and all give the same."""
