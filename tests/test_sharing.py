@@ -310,27 +310,27 @@ def uploads(server) -> list[str]:
     return [request for request in server.requests if request.split()[0] not in ("GET", "HEAD")]
 
 
-def test_push_pull_and_generate(bpc_process, text_folder, tmp_path):
+def test_push_pull_and_generate(client, text_folder, folder):
     model, tokenizer = load_model("demo"), load_tokenizer("demo")
     settings = {"samples": 2, "sequence_length": 128, "bits": 32, "method": "paper"}
-    save(tiny.calibrated(model, tokenizer, [str(text_folder)], **settings), tmp_path / "demo.safetensors")
+    save(tiny.calibrated(model, tokenizer, [str(text_folder)], **settings), folder / "demo.safetensors")
     with hub.serve({}, {}) as server:
-        seen = environment(server.url, tmp_path / "home")
-        ran = bpc_process("push", "demo.safetensors", "alice/demo-bpc32", "--yes", HF_TOKEN="hf_alice", **seen)
-        assert ran.code == 0, ran.err
-        assert "Repository: alice/demo-bpc32 (public, a new repository)" in ran.err
-        commit = ran.out.split()[-1].split("@")[1]
-        assert f"{server.url}/alice/demo-bpc32 at commit {commit}" in ran.out
-        ran = bpc_process("pull", "alice/demo-bpc32", "-o", "pulled.safetensors", **seen)
-        assert f"To use this commit from the Hub: -a alice/demo-bpc32@{commit}" in ran.out
-        assert (tmp_path / "pulled.safetensors").read_bytes() == (tmp_path / "demo.safetensors").read_bytes()
+        push = ("push", "demo.safetensors", "alice/demo-bpc32", "--yes")
+        pushed, pulled = client(server.url, [push, ("pull", "alice/demo-bpc32", "-o", "pulled.safetensors")])
+        code, out, err = pushed
+        assert code == 0, err
+        assert "Repository: alice/demo-bpc32 (public, a new repository)" in err
+        commit = out.split()[-1].split("@")[1]
+        assert f"{server.url}/alice/demo-bpc32 at commit {commit}" in out
+        assert f"To use this commit from the Hub: -a alice/demo-bpc32@{commit}" in pulled[1]
+        assert (folder / "pulled.safetensors").read_bytes() == (folder / "demo.safetensors").read_bytes()
         words = ("generate", "-m", "demo", "--prompt", "the old bridge", "--max-new-tokens", 4, "--json", "-q")
-        pinned = bpc_process(*words, "-a", f"alice/demo-bpc32@{commit}", **seen)
-        assert pinned.code == 0, pinned.err
-        assert json.loads(pinned.out)["tokens"]
+        ((code, out, err),) = client(server.url, [(*words, "-a", f"alice/demo-bpc32@{commit}")], HF_TOKEN="")
+        assert code == 0, err
+        assert json.loads(out)["tokens"]
     # The pinned file is in the cache now.
-    offline = seen | {"HF_HUB_OFFLINE": "1"}
-    assert bpc_process("inspect", f"alice/demo-bpc32@{commit}", **offline).code == 0
+    ((code, _, err),) = client(server.url, [("inspect", f"alice/demo-bpc32@{commit}")], HF_HUB_OFFLINE="1")
+    assert code == 0, err
 
 
 def test_a_second_push_updates_the_repository_and_branches_and_commits_stay_apart(client, folder):

@@ -303,7 +303,7 @@ def test_an_error_of_one_rank_alone_is_said_once(tmp_path):
 def test_commands_that_run_in_one_process_refuse_several(tmp_path):
     script = tmp_path / "late.py"  # the process that prints is the last one to fail
     script.write_text(
-        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(4)\nfrom bpc_cli.main import main\nmain()\n"
+        "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(2)\nfrom bpc_cli.main import main\nmain()\n"
     )
     ran = torchrun(2, script, "demo")
     assert ran.returncode
