@@ -79,24 +79,29 @@ def test_families(family, lengths):
     assert_same(model, inputs, ALL_SPARSE | {"dense_layers": (1,)}, artifact=artifact)
 
 
-@pytest.mark.parametrize("lengths", [(41,), (40, 23, 31)], ids=["one", "ragged"])
+RULES = [
+    {"budget": 1.0},
+    {"budget": 7},
+    {"budget": 0.29, "min_tokens": 9},
+    {"min_tokens": 44},  # nothing to choose at first
+    {"min_tokens": 1000},
+    PAPER,
+    PAPER | {"gain": True, "group": "relative", "sink": 3, "recent": 2},
+    {"safeguard": 1.0, "recent": 0},
+    {"group": "sum", "sink": 2},
+    {"bits": 128},
+]
+
+
+# Every rule with both lengths and with both kinds of projections, and these with each other.
 @pytest.mark.parametrize(
-    "rules",
+    ("rules", "lengths", "online"),
     [
-        {"budget": 1.0},
-        {"budget": 7},
-        {"budget": 0.29, "min_tokens": 9},
-        {"min_tokens": 44},  # nothing to choose at first
-        {"min_tokens": 1000},
-        PAPER,
-        PAPER | {"gain": True, "group": "relative", "sink": 3, "recent": 2},
-        {"safeguard": 1.0, "recent": 0},
-        {"group": "sum", "sink": 2},
-        {"bits": 128},
+        pytest.param(rules, lengths, online, id=f"{rules}-{'online' if online else 'calibrated'}-{name}")
+        for turn, rules in enumerate(RULES)
+        for name, lengths, online in (("one", (41,), turn % 2 > 0), ("ragged", (40, 23, 31), turn % 2 == 0))
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("online", [False, True], ids=["calibrated", "online"])
 def test_rules(rules, lengths, online):
     model = enabled()
     artifact = None if online else tiny.artifact(model.config, rules.get("bits", 64), metric=True, centred=True)
@@ -112,11 +117,17 @@ def test_product_codes(rules, lengths):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
 @pytest.mark.parametrize(
-    ("rules", "codes"),
-    [({"dense_layers": (1,)}, SIGNS), (PAPER, SIGNS), ({"budget": 1.0}, SIGNS), ({}, PRODUCT)],
-    ids=["a dense layer", "paper", "everything", "product codes"],
+    ("rules", "codes", "lengths"),
+    [
+        pytest.param({"dense_layers": (1,)}, SIGNS, (36, 23), id="a dense layer-ragged"),
+        pytest.param(PAPER, SIGNS, (41,), id="paper-one"),
+        pytest.param({"budget": 1.0}, SIGNS, (36, 23), id="everything-ragged"),
+        pytest.param({}, PRODUCT, (41,), id="product codes-one"),
+        # What differs between rows is in the kernels, and tests of them show it.
+        pytest.param(PAPER, SIGNS, (36, 23), id="paper-ragged", marks=pytest.mark.slow),
+        pytest.param({}, PRODUCT, (36, 23), id="product codes-ragged", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("lengths", [(41,), (36, 23)], ids=["one", "ragged"])
 def test_the_kernels(rules, codes, lengths, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "triton")
     model = enabled(num_hidden_layers=1 + ("dense_layers" in rules))
@@ -124,7 +135,8 @@ def test_the_kernels(rules, codes, lengths, monkeypatch):
     assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# In float16 numba compiles for half a minute.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_in_the_dtypes_of_models(dtype):
     model = tiny.model().to(dtype)
     enable(model)
@@ -188,8 +200,9 @@ def test_more_steps_than_announced():
     assert torch.equal(*made)
 
 
-@pytest.mark.parametrize("lengths", [(41,), (40, 23)], ids=["one", "ragged"])
-@pytest.mark.parametrize("count", [0, 7, 40])
+@pytest.mark.parametrize(
+    ("lengths", "count"), [((41,), 0), ((40, 23), 7), ((40, 23), 40)], ids=["one-0", "ragged-7", "ragged-40"]
+)
 def test_a_prompt_of_embeddings(lengths, count):
     """`generate` receives the first `count` token ids in addition to the embeddings."""
     model, inputs = enabled(), prompt(*lengths)
