@@ -70,6 +70,7 @@ def test_needles(benchmark_result):
     assert all(0 <= row["low"] <= row["value"] == row["right"] / row["of"] <= row["high"] for row in result["rows"])
 
 
+@pytest.mark.slow  # as test_needles; mypy sees in every push what a script calls
 def test_outlier_needle(benchmark_result):
     result = benchmark_result("outlier_needle")
     assert [row["method"] for row in result["rows"]][:2] == ["full attention", "32 bits, safeguard 0.0"]
@@ -93,6 +94,7 @@ def test_hashing_time(benchmark_result):
     assert all(row["milliseconds"] > 0 for row in rows)
 
 
+@pytest.mark.slow  # as test_needles; mypy sees in every push what a script calls
 def test_position_shift(benchmark_result):
     rows = benchmark_result("position_shift")["rows"]
     assert len(rows) == 5 * 2
@@ -137,6 +139,7 @@ def test_ranks_time(benchmark_result):
     assert set(result["rows"][1]["seconds_by_stage"]) == {"load", "text", "keys", "decompose"}
 
 
+@pytest.mark.slow  # mypy sees in every push what a script calls
 def test_calibration_time(benchmark_result):
     result = benchmark_result("calibration_time")["result"]
     assert result["calibrate_seconds"] > result["bare_forward_seconds"] > 0
@@ -443,6 +446,7 @@ def test_mypy_checks_every_script():
     assert not missing
 
 
+@pytest.mark.slow  # mypy sees in every push what a script calls
 def test_soak(benchmark_result):
     result = benchmark_result("soak")
     assert [row["turns"] % 3 for row in result["rows"]] == [0, 0, 0]
@@ -455,6 +459,7 @@ def test_keys_per_head(benchmark_result):
     assert all(row["kl"] >= 0 for row in rows)
 
 
+@pytest.mark.slow  # mypy sees in every push what a script calls
 def test_fitting_time(benchmark_result):
     rows = benchmark_result("fitting_time")["rows"]
     assert [row["head_dim"] for row in rows] == [64, 128, 256]
