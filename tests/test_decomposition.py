@@ -156,7 +156,7 @@ def test_only_padding_or_zero_keys_return_zeros():
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("iterations", [1, 8])
+@pytest.mark.parametrize("iterations", [1, 2])
 def test_same_bytes_for_any_number_of_threads(iterations, heads):
     keys = random_keys(heads, 2 * BLOCK + 5, 64)
     threads = torch.get_num_threads()
@@ -164,7 +164,7 @@ def test_same_bytes_for_any_number_of_threads(iterations, heads):
     try:
         for count in (1, 2, 4):
             torch.set_num_threads(count)
-            found.append(decompose(keys, 64, iterations=iterations))
+            found.append(decompose(keys, 32, iterations=iterations))
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
