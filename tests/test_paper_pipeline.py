@@ -19,7 +19,11 @@ def random_codes(generator, *shape):
     return (words[0] << 32) ^ words[1]
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(1, 500), (4, 257), (5, 64), (8, 333), (4, 1)])
+@pytest.mark.parametrize(
+    ("heads", "tokens"),
+    # 257 tokens have a block of one, too.
+    [(1, 500), (4, 257), (5, 64), (8, 33), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
 def test_scores_are_those_of_the_oracle(heads, tokens):
     generator = torch.Generator().manual_seed(heads)
     values = torch.randint(-127, 128, (2, 3, heads, 64), generator=generator).to(torch.int8)
@@ -46,8 +50,16 @@ def test_other_lengths_of_codes_are_refused():
         popcount_scores(torch.zeros(1, 1, 1, 32, dtype=torch.int8), torch.zeros(1, 1, 5, 1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "split"])
-@pytest.mark.parametrize(("heads", "k"), [(1, 20), (4, 37)])
+@pytest.mark.parametrize(
+    ("heads", "k", "attention"),
+    [
+        (1, 20, "split"),
+        (4, 37, "sdpa"),
+        # Each value above with the other one.
+        pytest.param(1, 20, "sdpa", marks=pytest.mark.slow),
+        pytest.param(4, 37, "split", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_is_attention_over_the_best_scores(heads, k, attention, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "triton")
     generator = torch.Generator().manual_seed(k)
