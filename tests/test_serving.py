@@ -107,7 +107,7 @@ def test_a_cached_prompt_keeps_its_codes(engine, monkeypatch):
 
 
 def test_preempted_requests_go_on(engine, monkeypatch):
-    """Three prompts fill 37 of 39 pages, and each answer needs one more: the first, the last to ask, finds none left."""
+    """Three prompts fill 37 of 39 pages, and each answer needs one more: the first asks last, and finds none left."""
     preempted, preempt = [], Scheduler._preempt_request
 
     def counting(*arguments, **more):
