@@ -34,7 +34,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "seldom(**values): with these values of its parameters Triton's interpreter runs it in make test-all"
+        "markers", "seldom(**values): with these values of its parameters Triton's interpreter runs it in make test-slow"
     )
     if config.option.emulate:
         from ptx.emulation import emulate
@@ -50,7 +50,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """With `--emulate`, only tests of kernels: those marked `emulated`, or all.
 
-    Without it, Triton's interpreter runs those in `make test-all` alone: a push runs them from their PTX. So it does
+    Without it, Triton's interpreter runs those in `make test-slow` alone: a push runs them from their PTX. So it does
     those marked `seldom`, of which a push runs others that say the same.
     """
     if config.option.emulate:

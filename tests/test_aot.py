@@ -36,7 +36,7 @@ USUAL = {
 }  # fmt: skip
 
 # A push compiles the widest attention, for a GPU with the least shared memory, and runs kernels from their PTX;
-# `make test-all` compiles every setting for every GPU.
+# `make test-slow` compiles every setting for every GPU.
 RUNS = [("86", "dense"), *((str(arch),) for arch in GPUS)]
 
 

@@ -13,7 +13,7 @@ import test_hub
 import tiny
 
 ROOT = Path(__file__).parent.parent
-# In every push; the other pages' commands, minutes of them, in `make test-all`.
+# In every push; the other pages' commands, minutes of them, in `make test-slow`.
 TELLING = ("README.md", "docs/artifact-format.md")
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 NOT_RUN = ("pip install ", "make ")  # what they do is the setting of the tests themselves

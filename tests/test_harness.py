@@ -264,7 +264,7 @@ def check_prompts(model, folder, tokenizer, tasks, lengths, chat=False):
 @pytest.mark.parametrize(
     ("names", "chat"),
     [
-        # Two tasks more: `make test-all`, because lm_eval makes 500 prompts of each.
+        # Two tasks more: `make test-slow`, because lm_eval makes 500 prompts of each.
         pytest.param(("niah_single_1", "niah_multikey_3"), False, id="raw", marks=pytest.mark.slow),
         pytest.param(("niah_multikey_2",), True, id="chat"),
     ],

@@ -71,7 +71,7 @@ TELLING = (suite.ragged_batch, suite.static_batch, suite.prompt_lookup)
 
 
 def operations(*chosen, slow=()):
-    """Those in `slow` run in `make test-all` alone."""
+    """Those in `slow` run in `make test-slow` alone."""
     return pytest.mark.parametrize(
         "operation",
         [*chosen, *(pytest.param(operation, marks=pytest.mark.slow) for operation in slow)],
