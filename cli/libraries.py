@@ -17,7 +17,7 @@ def quiet_libraries(*, quiet: bool = False, warnings: bool = True) -> None:
         warnings: show BPC's own warnings.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_OneLine("Warning: %(message)s"))
+    handler.setFormatter(_OneLine())
     handler.addFilter(_Once())
     ours = logging.getLogger("bpc_calib")
     ours.handlers = [handler]
@@ -32,10 +32,11 @@ def quiet_libraries(*, quiet: bool = False, warnings: bool = True) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Messages without line breaks and control characters."""
+    """Messages without line breaks and control characters; those that tell of progress warn of nothing."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        text = printable(super().format(record))
+        return text[:1].upper() + text[1:] if getattr(record, "progress", False) else f"Warning: {text}"
 
 
 class _Once(logging.Filter):

@@ -34,7 +34,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "seldom(**values): with these values of its parameters Triton's interpreter runs it in make test-slow"
+        "markers",
+        "seldom(**values): with these values, Triton's interpreter runs it in make test-slow alone",
     )
     if config.option.emulate:
         from ptx.emulation import emulate

@@ -30,6 +30,8 @@ __all__ = ["DECODING", "GROUPS", "begin", "make_ready"]
 
 logger = logging.getLogger(__name__)
 
+PROGRESS = {"progress": True}  # a message that a user who waits should see, and no fault
+
 
 CHILD = """
 import sys, torch
@@ -66,7 +68,11 @@ def make_ready(dtype: torch.dtype, *groups: str) -> None:
         return
     began, missing = time.perf_counter(), [each for each in groups if not _marker(folder, dtype, each).exists()]
     if missing:
-        logger.warning("compiling kernels for %s on the CPU, half a minute to two, once on this machine", _name(dtype))
+        logger.warning(
+            "compiling kernels for %s on the CPU, half a minute to two, once on this machine",
+            _name(dtype),
+            extra=PROGRESS,
+        )
         others = begin(dtype, *missing[1:])
         _compile(folder, dtype, missing[0])
         for other in others:
@@ -74,7 +80,7 @@ def make_ready(dtype: torch.dtype, *groups: str) -> None:
     for group in groups:  # loads them, and compiles what failed in a process
         _compile(folder, dtype, group)
     if missing:
-        logger.warning("compiled in %.1f s", time.perf_counter() - began)
+        logger.warning("compiled in %.1f s", time.perf_counter() - began, extra=PROGRESS)
 
 
 def _compile(folder: Path, dtype: torch.dtype, group: str) -> None:
