@@ -35,6 +35,8 @@ def demo(
     """
     quiet_libraries(quiet=quiet, warnings=not quiet)
     started = time.monotonic()
+    import torch
+
     from bpc_calib import calibrate, enable, make_plan
     from bpc_calib.backends.dispatch import begin_ready
     from bpc_calib.evaluation.comparison import HARD, Comparison
@@ -42,7 +44,8 @@ def demo(
 
     opened = open_model(DEMO, OneDeviceOptions(device=device))
     tokenizer, model = open_tokenizer(opened), open_weights(opened, quiet)
-    begin_ready(model.device, model.dtype)
+    if begin_ready(model.device, model.dtype):
+        torch.set_num_threads(1)  # several would wait for each other while others compile on their cores
     show = not as_json
     if show:
         count = sum(weight.numel() for weight in model.parameters())
