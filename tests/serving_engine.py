@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }  # fmt: skip
-pytest.importorskip("vllm")
+pytest.importorskip("vllm.entrypoints.llm")  # it silences what vLLM's modules say of torch
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
@@ -32,7 +33,9 @@ from bpc_calib.serving.plugin import register
 
 # Every engine replaces Triton's kernels by others, for which vLLM looks through all modules, and stumbles over one of
 # llvmlite. Once is enough, before numba brings llvmlite.
-current_platform.register_triton_kernel_overrides()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)  # it reads names that torch will drop
+    current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
 SETTINGS = {"budget": 0.02, "min_tokens": 8}

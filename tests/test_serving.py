@@ -30,6 +30,7 @@ from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from bpc_calib import BPCError, InputError
 from bpc_calib.demo import DEMO_MODEL
@@ -256,6 +257,7 @@ def test_the_benchmark_runs(artifact, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"disable_hybrid_kv_cache_manager": True}], ids=["managed", "unified"])
 def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(options, tmp_path, monkeypatch):
+    """vLLM frees the pages of layer 0 behind its window, for any layer to use, and puts page 0 in their place."""
     folder = tiny.save(tmp_path / "model", "gemma3_text", head_dim=64, sliding_window=256, max_position_embeddings=2048)
     engine = Engine(folder, made_artifact(folder, tmp_path / "gemma.safetensors", samples=6), **options)
     attention = [
@@ -265,6 +267,9 @@ def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(options, tmp_p
     ]
     assert len(attention) == 1  # layer 0 slides, layer 1 is dense by default
     assert attention[0].cache is None
+    groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+    frees = [isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups]
+    assert frees == ([False] if options else [True, False, False])  # "unified": all layers keep all of their pages
     with engine.checked(monkeypatch) as counted:
         first, _ = engine.generate(ids(900, vocabulary=250), ids(400, 1, vocabulary=250))
         second, cached = engine.generate(ids(900, vocabulary=250))

@@ -2,8 +2,10 @@
 
 A cache of its own is an ordinary cache layer to vLLM, as the index of DeepSeek's sparse attention is, in the block
 tables of the layer that it belongs to. That needs one kind of attention in all layers. Models with sliding-window
-layers keep the codes behind the keys and values of their pages, which are larger for it. Either way vLLM counts the
-memory, and a code is written, shared, copied and dropped with the key that it belongs to.
+layers keep the codes behind the keys and values of their pages, which are larger for it. vLLM frees the pages of a
+sliding layer behind its window, for any layer to use; but only a layer that attends to everything has codes, and its
+pages stay as long as the request. Either way vLLM counts the memory, and a code is written, shared, copied and dropped
+with the key that it belongs to.
 """
 
 import dataclasses
