@@ -22,7 +22,7 @@ SAMPLES = 12
 @command
 def demo(
     *,
-    prompts: Annotated[int, typer.Option(help="Number of questions.", min=1)] = 20,
+    prompts: Annotated[int, typer.Option(help="Number of questions.", min=1)] = 12,
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Random seed of the texts and the questions.", min=0)] = 0,
     as_json: AsJson = False,
@@ -44,8 +44,8 @@ def demo(
 
     opened = open_model(DEMO, OneDeviceOptions(device=device))
     tokenizer, model = open_tokenizer(opened), open_weights(opened, quiet)
-    if begin_ready(model.device, model.dtype):
-        torch.set_num_threads(1)  # several would wait for each other while others compile on their cores
+    torch.set_num_threads(1)  # a small model gains little from more, and they wait for each other where cores are busy
+    begin_ready(model.device, model.dtype)
     show = not as_json
     if show:
         count = sum(weight.numel() for weight in model.parameters())

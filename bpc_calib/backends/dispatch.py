@@ -115,16 +115,12 @@ def make_ready(device: torch.device, dtype: torch.dtype, *, fitting: bool) -> No
     ready.make_ready(dtype, *ready.DECODING, *(("fit",) if fitting else ()))
 
 
-def begin_ready(device: torch.device, dtype: torch.dtype) -> bool:
-    """Start compiling what the steps of one sequence call, in other processes; return whether there is anything to do.
+def begin_ready(device: torch.device, dtype: torch.dtype) -> None:
+    """Start compiling what the steps of one sequence call, in other processes; the first call of a kernel waits."""
+    if backend(device) == "numba" and dtype in DTYPES:
+        from bpc_calib.backends.cpu import ready
 
-    The first call of a kernel waits for it.
-    """
-    if backend(device) != "numba" or dtype not in DTYPES:
-        return False
-    from bpc_calib.backends.cpu import ready
-
-    return bool(ready.begin(dtype, "step", "hash", "attend"))
+        ready.begin(dtype, "step", "hash", "attend")
 
 
 def for_pages(query: Tensor, kv_heads: int) -> Backend:
