@@ -51,11 +51,12 @@ test: lint site
 
 # What only some changes can break, or what takes long for what it says.
 test-slow: .venv/ready
-	.venv/bin/pytest $(PYTEST_OPTIONS) -m slow
+	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'slow and not rare'
 	$(call emulated,.venv,$(A100))
 
 # Every test there is, on every environment.
 test-all: test test-slow test-floor test-vllm
+	.venv/bin/pytest $(PYTEST_OPTIONS) -m rare
 	$(call emulated,.venv,$(A100) $(H100),--emulate-all)
 	$(call emulated,.venv-floor,$(A100) $(H100),--emulate-all $(OLD_WARNINGS))
 

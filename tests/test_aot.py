@@ -36,12 +36,20 @@ USUAL = {
 }  # fmt: skip
 
 # A push compiles the widest attention, for a GPU with the least shared memory, and runs kernels from their PTX;
-# `make test-slow` compiles every setting for every GPU.
+# `make test-slow` compiles every setting for the H100; `make test-all` for every GPU, eight minutes for each.
 RUNS = [("86", "dense"), *((str(arch),) for arch in GPUS)]
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(words, marks=[pytest.mark.slow] * (len(words) == 1), id=" ".join(words)) for words in RUNS]
+    "words",
+    [
+        pytest.param(
+            words,
+            marks=([pytest.mark.slow] + [pytest.mark.rare] * (words != ("90",))) * (len(words) == 1),
+            id=" ".join(words),
+        )
+        for words in RUNS
+    ],
 )
 def test_what_the_compiler_makes(words, tmp_path):
     """In one test, so that tests run side by side do not compile twice; in a process that does not interpret."""
