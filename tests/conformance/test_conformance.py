@@ -237,6 +237,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex at
 @pytest.mark.parametrize(
     "attention", ["eager", "sdpa", pytest.param("flex_attention", marks=[needs_compiler, pytest.mark.slow])]
 )
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # of torch, which compiles flex attention
 def test_the_models_own_attention(attention):
     made = tiny.model()  # in float32, as the softmax of eager attention
     made.set_attn_implementation(attention)
