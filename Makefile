@@ -72,7 +72,7 @@ test-floor: .venv-floor/ready
 # BPC inside vLLM, in an environment of its own: vLLM pins torch. The CPU wheel asks for packages of torch that it does
 # not need there and that would bring CUDA.
 test-vllm: .venv-vllm/ready
-	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/test_serving.py tests/test_serving_gpu.py tests/test_paging.py
+	.venv-vllm/bin/pytest $(OLD_WARNINGS) tests/test_serving.py tests/test_serving_gpu.py tests/test_paging.py
 
 # Everything worth measuring on an NVIDIA GPU, in 8 minutes; without one nothing. TORCH= must be a torch with CUDA.
 # GPU_OPTIONS='--parts compile tests' selects parts and keeps the results of the others.
