@@ -70,6 +70,9 @@ class Engine:
 
     def __init__(self, model, artifact, *, backend=None, **arguments):
         self.model, self.artifact = model, artifact
+        from bpc_calib.backends.cpu import ready  # brings llvmlite
+
+        self.compiling = ready.begin(torch.float32, "choose")  # what `checked` calls, while the engine waits for others
         load_general_plugins()  # once in a process: so that no engine registers again what it finds
         register()
         if backend is not None:

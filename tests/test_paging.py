@@ -107,9 +107,9 @@ def test_chosen_tokens_of_rows_and_of_8_bits():
     torch.testing.assert_close(found[1], values * 3, rtol=2**-4, atol=2**-7)
 
 
-@pytest.mark.parametrize(*DTYPES)
 @pytest.mark.parametrize("kind", ["signs", "metric", "product"])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 8, 20])
+@pytest.mark.parametrize(*DTYPES)  # last: so all of one dtype come first, whose kernels other tests wait for
 def test_keys_are_hashed_into_their_slots(tokens, kind, dtype):
     """Compiled as one kernel for few keys: the codes of each key alone."""
     generator, dim, bits = torch.Generator().manual_seed(tokens), 20, 32
