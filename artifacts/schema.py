@@ -35,6 +35,11 @@ class LayerProjection:
     metric: Array | None = None  # [kv_heads, head_dim, head_dim], symmetric positive definite; None: identity
     mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.projection.shape[1]
+
 
 @dataclass(frozen=True, eq=False)
 class ProjectionArtifact:

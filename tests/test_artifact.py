@@ -213,9 +213,9 @@ def set_path(table, dotted, value):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("format_version", 3, "format_version is 3, but this bpc reads only up to 2: upgrade"),
-        ("format_version", 0, "metadata.format_version: expected 1 to 2, found 0"),
-        ("format_version", True, "metadata.format_version: expected 1 to 2, found True"),
+        ("format_version", 3, "format_version is 3, but this bpc reads only up to 1: upgrade"),
+        ("format_version", 0, "metadata.format_version: expected 1, found 0"),
+        ("format_version", True, "metadata.format_version: expected 1, found True"),
         ("format_version", KeyError, "metadata.format_version: missing"),
         ("bpc_version", 1, "metadata.bpc_version: expected str, found 1"),
         ("key_space", "pre_rope", "metadata.key_space: expected 'post_rope', found 'pre_rope'"),

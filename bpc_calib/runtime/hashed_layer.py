@@ -89,7 +89,7 @@ class BPCLayer(SparseLayer):
         super()._rebatch(change)
         if self.asked is not None:
             self.asked = Asked(change(self.asked.queries), self.asked.places)
-        if self.calibrated is None and isinstance(self.projection, Tensor) and self.encoder is not None:
+        if self.calibrated is None and self.projection is not None and self.encoder is not None:
             self.projection, self.encoder = change(self.projection), self.encoder.change(change)
 
     def prepare(self, mask: Tensor | None) -> None:
