@@ -17,7 +17,7 @@ from bpc_calib.backends import dispatch
 from bpc_calib.backends.triton import pipeline
 from bpc_calib.method.budget import attended
 from bpc_calib.method.encoding import make_encoder
-from bpc_calib.runtime.attention_call import AttentionCall
+from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.rules import Rules
 from bpc_calib.runtime.static_layer import Clock, StaticLayer

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from bpc_calib.models.tensor_parallel import tensor_parallel
     from bpc_calib.runtime.cache import BPCCache
     from bpc_calib.runtime.enabling import disable, enable
-    from bpc_calib.runtime.static_generate import static_generate
-    from bpc_calib.runtime.static_steps import static_steps
+    from bpc_calib.runtime.static_steps import static_generate, static_steps
 
 __all__ = [
     "BPCCache",
@@ -82,8 +81,7 @@ _MODULES = {
     "bpc_calib.models.tensor_parallel": ("tensor_parallel",),
     "bpc_calib.runtime.cache": ("BPCCache",),
     "bpc_calib.runtime.enabling": ("disable", "enable"),
-    "bpc_calib.runtime.static_generate": ("static_generate",),
-    "bpc_calib.runtime.static_steps": ("static_steps",),
+    "bpc_calib.runtime.static_steps": ("static_generate", "static_steps"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

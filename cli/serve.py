@@ -42,8 +42,7 @@ def serve(
     path = find_artifact(artifact)[0].absolute()
     from bpc_calib.demo import DEMO_MODEL
     from bpc_calib.models.loading import load_config
-    from bpc_calib.serving.options import Options, rules
-    from bpc_calib.serving.projections import checked_artifact
+    from bpc_calib.serving.options import Options, checked_artifact, rules
 
     # vLLM would say what is wrong after half a minute, in the middle of a long log.
     config, _ = load_config(model, trust_remote_code="--trust-remote-code" in context.args)

@@ -25,7 +25,7 @@ import torch
 import triton
 from ptx import driver, lints
 
-from bpc_calib.backends.triton import hashing, over_pages, pipeline
+from bpc_calib.backends.triton import hashing, pipeline
 from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
@@ -169,9 +169,7 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         hashing.hash_into(Fresh(shared, keys[:1], torch.arange(1)), paged.codes)
         forced = {"recent": 8, "sink": 4} if case.forced else {}
         choice = Choice(case.dim**-0.5, case.group, **forced)
-        return over_pages.attend_pages(
-            query, of_queries, paged, Rows(table, lengths, k, case.k), choice, gain=case.gain
-        )
+        return pipeline.attend_pages(query, of_queries, paged, Rows(table, lengths, k, case.k), choice, gain=case.gain)
 
     listed = torch.empty(*rows, case.k, dtype=torch.int64)
     calls = {

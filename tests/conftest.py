@@ -40,10 +40,9 @@ def pytest_configure(config):
     if config.option.emulate:
         from ptx.emulation import emulate
 
-        from bpc_calib.backends import dispatch
-        from bpc_calib.backends.triton import device
+        from bpc_calib.backends import dispatch, limits
 
-        dispatch.unfit = device.unfit = lambda device: None  # the CPU stands in for a GPU
+        dispatch.unfit = limits.unfit = lambda device: None  # the CPU stands in for a GPU
         config.emulation = emulate(config.option.emulate, config.option.emulate_order, config.option.emulate_seed)
 
 

@@ -18,10 +18,10 @@ import torch
 
 from bpc_calib import BPCCache, InputError, enable, quantize_query
 from bpc_calib.backends import cpu, dispatch
-from bpc_calib.backends.cpu import attend, folder, pipeline, score
+from bpc_calib.backends.cpu import attend, compiling, pipeline, score
 from bpc_calib.backends.cpu import backend as kernels
+from bpc_calib.backends.cpu.language import widen_row
 from bpc_calib.backends.cpu.layout import ELEMENTS
-from bpc_calib.backends.cpu.widening import widen_row
 from bpc_calib.compat import with_cache
 from bpc_calib.method import encoded
 from bpc_calib.method.appending import Slots
@@ -301,29 +301,29 @@ def test_every_instruction_set(tmp_path, lanes, features):
 def test_kernels_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch):
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = folder.kernel_folder()
+    found = compiling.kernel_folder()
     assert found.parent == tmp_path / "bpc" / "bpc-numba"
     assert stat.S_IMODE(found.stat().st_mode) == stat.S_IMODE(found.parent.stat().st_mode) == 0o700
     found.parent.chmod(0o770)
-    assert folder.kernel_folder() is None
+    assert compiling.kernel_folder() is None
     found.parent.chmod(0o700)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "bpc").mkdir()
     (tmp_path / "other" / "bpc" / "bpc-numba").symlink_to(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert folder.kernel_folder() is None
+    assert compiling.kernel_folder() is None
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "named"))
-    assert folder.kernel_folder().parent == tmp_path / "named" / "bpc-numba"
+    assert compiling.kernel_folder().parent == tmp_path / "named" / "bpc-numba"
 
 
 def test_a_constant_of_the_method_makes_kernels_stale(tmp_path, monkeypatch):
-    before, source = folder.stamp(), Path(encoded.__file__).read_text()
+    before, source = compiling.stamp(), Path(encoded.__file__).read_text()
     changed = tmp_path / "encoded.py"
     changed.write_text(source)
     monkeypatch.setattr(encoded, "__file__", str(changed))
-    assert folder.stamp() == before
+    assert compiling.stamp() == before
     changed.write_text(source.replace("GAIN_OFFSET = 32", "GAIN_OFFSET = 33"))
-    assert folder.stamp() != before
+    assert compiling.stamp() != before
 
 
 READY = """

@@ -7,8 +7,8 @@ from drawn import draw
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.compat import with_cache
-from bpc_calib.runtime.attention_call import AttentionCall, layer_of
-from bpc_calib.runtime.dense_layer import DenseLayer
+from bpc_calib.runtime.call import AttentionCall, layer_of
+from bpc_calib.runtime.layers import DenseLayer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU dense layers run the model's own attention")
 

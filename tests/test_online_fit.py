@@ -10,7 +10,7 @@ import bpc_calib
 from bpc_calib.compat import with_cache
 from bpc_calib.method.fitting import fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
-from bpc_calib.runtime import preparing
+from bpc_calib.runtime import hashed_layer
 from bpc_calib.runtime.online_fit import (
     ASKED,
     FITTED,
@@ -98,7 +98,7 @@ def test_without_queries_the_fit_is_centred_and_has_no_metric():
 @pytest.mark.parametrize("at_once", [1, 8, 64])
 def test_layers_are_fitted_together_as_they_are_alone(at_once, padded, monkeypatch):
     """The same bytes, with 3 layers of 4 heads: one layer at a time, two and one, all."""
-    monkeypatch.setattr(preparing, "HEADS_AT_ONCE", at_once)
+    monkeypatch.setattr(hashed_layer, "HEADS_AT_ONCE", at_once)
     model = tiny.model("llama")
     bpc_calib.enable(model)
     ids, mask = torch.randint(250, (2, 300), generator=torch.Generator().manual_seed(0)), torch.ones(2, 300)

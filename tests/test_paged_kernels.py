@@ -5,7 +5,7 @@ import torch
 from drawn import DEVICE, EXACT, draw
 
 from bpc_calib.backends import plain
-from bpc_calib.backends.triton import backend, over_pages
+from bpc_calib.backends.triton import backend, pipeline
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows, read_codes, read_tokens, write_codes
@@ -127,11 +127,11 @@ def test_sequences_in_groups(monkeypatch):
     rows = rows_of(lengths, k, size)
     paged = Paged(random_pages(rows.table.numel(), size, 1), draw(rows.table.numel(), KV_HEADS, size, 2 * dim, seed=4))
     query, projection = draw(5, KV_HEADS, 4, dim, seed=3), draw(KV_HEADS, 64, dim, seed=1)
-    each = over_pages.sequence_bytes((KV_HEADS, 4, 96), Choice(0.1), 64)
+    each = pipeline.sequence_bytes((KV_HEADS, 4, 96), Choice(0.1), 64)
     found = []
     for room in (5 * each, each, 2 * each + 1):
-        monkeypatch.setattr(over_pages, "WORKSPACE", room)
-        found_room = over_pages.workspace((KV_HEADS, 4, 90), Choice(0.1), 64, 9)
+        monkeypatch.setattr(pipeline, "WORKSPACE", room)
+        found_room = pipeline.workspace((KV_HEADS, 4, 90), Choice(0.1), 64, 9)
         assert found_room == room // each * each
         found.append(backend.attend_pages(query, projection, paged, rows, Choice(0.1)))
     for out, chosen in found[1:]:

@@ -10,9 +10,8 @@ import os
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.limits import DTYPES
+from bpc_calib.backends.limits import DTYPES, unfit
 from bpc_calib.backends.protocol import Backend, Request
-from bpc_calib.backends.triton.device import unfit
 from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
@@ -149,9 +148,9 @@ def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice,
     """
     if device.type != "cuda":
         return 0
-    from bpc_calib.backends.triton import over_pages
+    from bpc_calib.backends.triton import pipeline
 
-    return over_pages.workspace(sizes, choice, bits, sequences)
+    return pipeline.workspace(sizes, choice, bits, sequences)
 
 
 def choose(

@@ -1,13 +1,16 @@
-"""What compiled kernels serve."""
+"""What compiled kernels serve, and on which devices."""
+
+import os
 
 import torch
 
 from bpc_calib.backends.protocol import Request
 
-__all__ = ["DTYPES", "MOST_DIM", "MOST_HEADS", "MOST_ROWS", "MOST_TOKENS", "unserved"]
+__all__ = ["DTYPES", "MOST_DIM", "MOST_HEADS", "MOST_ROWS", "MOST_TOKENS", "capability", "unfit", "unserved"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_HEADS, MOST_DIM = 16, 256
+OLDEST = (8, 0)  # compute capability
 MOST_ROWS, MOST_TOKENS = 65535, 1 << 22  # on a GPU: KV heads of all sequences, and tokens
 
 
@@ -25,3 +28,21 @@ def unserved(request: Request, dtypes: tuple[torch.dtype, ...] = DTYPES) -> str 
     if not request.contiguous:
         return "a last dimension that is not contiguous"
     return None
+
+
+def unfit(device: torch.device) -> str | None:
+    """Why compiled kernels cannot run on a device; None: they can, or Triton interprets them."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if device.type != "cuda":
+        return f"needs a GPU, and the tensors are on {device.type}"
+    if (found := capability(device)) < OLDEST:
+        return f"the kernels need a GPU of compute capability 8.0, and this one has {'.'.join(map(str, found))}"
+    return None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """NVIDIA's compute capability; elsewhere one that is served."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return OLDEST
+    return torch.cuda.get_device_capability(device)

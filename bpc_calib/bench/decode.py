@@ -20,8 +20,8 @@ from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize
 from bpc_calib.compat import attention_name, with_cache
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.models.description import describe
-from bpc_calib.runtime.attention_call import layer_of
 from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.call import layer_of
 from bpc_calib.runtime.enabling import disable, enable
 from bpc_calib.runtime.layers import SparseLayer
 

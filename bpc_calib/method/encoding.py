@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bpc_artifacts import LayerProjection
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, pack_codes
 from bpc_calib.method.encoded import Encoded, gain_byte
 
-__all__ = ["Encoder", "encode", "encode_gram", "encode_with", "make_encoder"]
+__all__ = ["Encoder", "encode", "encode_gram", "encode_with", "make_encoder", "projection_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,3 +139,22 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
         error=squared_error.clamp(min=0).double().sqrt().float(),  # torch misrounds float32 roots on CPU
         gain=gain_byte(squared_norm, dot),
     )
+
+
+def projection_of(
+    layer: LayerProjection, heads: slice, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Encoder]:
+    """Return what projects queries and what hashes keys, for some KV heads of a layer.
+
+    Args:
+        layer: of an artifact.
+        heads: which KV heads.
+        dtype: of the keys and queries.
+        device: where they are.
+    """
+    projection, metric, mean = (
+        None if array is None else torch.from_numpy(array[heads].copy()).to(device)
+        for array in (layer.projection, layer.metric, layer.mean)
+    )
+    assert projection is not None
+    return projection.to(dtype), make_encoder(projection, dtype, metric=metric, mean=mean)

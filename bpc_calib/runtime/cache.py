@@ -14,12 +14,9 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import default_bits
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
-from bpc_calib.runtime.dense_layer import DenseLayer
-from bpc_calib.runtime.hashed_layer import BPCLayer
-from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
-from bpc_calib.runtime.preparing import prepare
+from bpc_calib.runtime.hashed_layer import BPCLayer, WholeStepLayer, prepare
+from bpc_calib.runtime.layers import DenseLayer, GrowingLayer, SparseLayer
 from bpc_calib.runtime.rules import Ranking, Rules, ranking_defaults
-from bpc_calib.runtime.whole_step import WholeStepLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

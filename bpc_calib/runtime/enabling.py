@@ -2,7 +2,7 @@
 
 transformers calls the registered function in every layer. The function finds the cache layer through an attribute of
 the keys that the layer's `update` returns, so models, caches and threads share no state. Every call that is not sparse
-goes to the model's own attention with its own masks, except one-token steps of dense layers on a CPU (`dense_layer`).
+goes to the model's own attention with its own masks, except one-token steps of dense layers on a CPU (`DenseLayer`).
 """
 
 import functools
@@ -17,7 +17,7 @@ from bpc_calib.compat import attention_name, eager_attention
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
-from bpc_calib.runtime.attention_call import AttentionCall, layer_of
+from bpc_calib.runtime.call import AttentionCall, layer_of
 
 __all__ = ["disable", "enable", "is_enabled"]
 

@@ -1,24 +1,29 @@
 """BPC's cache layer: it stores a code, a gain and an error for every key."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import choose, encode_with
+from bpc_calib.backends.dispatch import choose, encode_with, step
 from bpc_calib.errors import InputError, ModelError
+from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.method.encoding import Encoder, make_encoder, projection_of
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.selection import worst_first
+from bpc_calib.method.stepping import Hashed
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.heads import held_heads, rank_among
-from bpc_calib.runtime.calibrated import take
+from bpc_calib.runtime.growing import writable
 from bpc_calib.runtime.layers import SparseLayer
-from bpc_calib.runtime.online_fit import Asked, fit_online, join
+from bpc_calib.runtime.online_fit import Asked, fit_online, fitted_places, join
 from bpc_calib.runtime.rules import Rules
 
-__all__ = ["BPCLayer"]
+__all__ = ["BPCLayer", "WholeStepLayer", "prepare"]
 
 HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary memory per bit and key
 
@@ -156,4 +161,85 @@ class BPCLayer(SparseLayer):
                 f"config names {ranks} processes that share them out: make the cache from the config of the loaded "
                 "model (model.config)"
             )
-        self.projection, self.encoder = take(self.calibrated, heads, keys.dtype, keys.device)
+        self.projection, self.encoder = projection_of(self.calibrated, heads, keys.dtype, keys.device)
+
+
+class WholeStepLayer(BPCLayer):
+    """A layer that does the same as `BPCLayer`, with fewer calls; to choose otherwise, extend `BPCLayer` instead."""
+
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+        """Hash the new token, choose and attend at once, where no other token needs a code and none is padding."""
+        hashed = self.ready()
+        if hashed is None or visible is not None or isinstance(k, Tensor):
+            return super().attend(query, k, visible, scale)
+        self.scaling = self.scaling if scale is None else scale
+        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
+        out = step(grouped, hashed, k, self.choice())
+        self.hashed = hashed.length
+        return out.flatten(1, 2).unsqueeze(1)
+
+    def ready(self) -> Hashed | None:
+        """Return the buffers for a step that hashes the newest token alone; None if `hash` has more to do."""
+        length, buffers, encoder = self.get_seq_length(), self.buffers, self.encoder
+        if self.projection is None or encoder is None or self.hashed != length - 1:
+            return None
+        kept = [buffers.get(name) for name in ("codes", "gain", "error")]
+        if any(buffer is not None and (buffer.shape[2] < length or not writable(buffer)) for buffer in kept):
+            return None  # `append` makes room
+        slots = Slots(buffers["keys"], buffers["values"], *kept)
+        return Hashed(self.projection, encoder, slots, length, self.worst())
+
+
+# Heads of one fit: enough for every core of a CPU; with 1,024 keys of 128 numbers in float64 they take 67 MB.
+HEADS_AT_ONCE = 64
+
+
+def prepare(layers: Sequence[BPCLayer], mask: Tensor | None) -> None:
+    """Hash what is cached in these layers; the mask is `[batch, N]`, and None where no token is padding.
+
+    Raises:
+        InputError: the mask does not fit the cache.
+    """
+    waiting = [
+        layer
+        for layer in layers
+        if layer.unfitted() and (visible := layer.visible(mask)) is None and layer.will_choose(visible)
+    ]
+    for together in _alike(waiting):
+        for layer, fitted in zip(together, _fit(together), strict=True):
+            layer.take_fit(fitted)
+    for layer in layers:
+        layer.prepare(mask)
+
+
+def _alike(layers: Sequence[BPCLayer]) -> Iterator[list[BPCLayer]]:
+    """Yield groups of layers whose keys and queries have the same shapes."""
+
+    def shapes(layer: BPCLayer) -> tuple[Any, ...]:
+        asked = layer.asked
+        return layer.keys.shape, layer.keys.dtype, layer.keys.device, None if asked is None else asked.queries.shape
+
+    for _, found in groupby(layers, shapes):
+        group = list(found)
+        batch, kv_heads = group[0].keys.shape[:2]
+        count = max(1, HEADS_AT_ONCE // (batch * kv_heads))
+        for start in range(0, len(group), count):
+            yield group[start : start + count]
+
+
+def _fit(layers: Sequence[BPCLayer]) -> list[Fit]:
+    """Fit the projections of layers of the same shapes, as if each were a part of the batch."""
+    first, rules = layers[0], layers[0].rules
+    batch, places = first.keys.shape[0], fitted_places(first.keys.shape[2]).to(first.keys.device)
+    asked = None
+    if first.asked is not None:
+        queries = [layer.asked.queries for layer in layers if layer.asked is not None]
+        asked = Asked(torch.cat(queries), first.asked.places)
+    keys = torch.cat([layer.keys[:, :, places] for layer in layers])
+    fitted = fit_online(keys, asked, None, rules.bits, rules.seed)
+
+    def part(tensor: Tensor | None) -> Sequence[Any]:
+        return [None] * len(layers) if tensor is None else tensor.split(batch)
+
+    parts = (part(tensor) for tensor in (fitted.projection, fitted.residual_norms, fitted.metric, fitted.mean))
+    return [Fit(*each) for each in zip(*parts, strict=True)]

@@ -9,7 +9,7 @@ from bpc_calib.backends.dispatch import append, choose, dense_attention, sparse_
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached
-from bpc_calib.runtime.attention_call import AttentionCall, with_layer
+from bpc_calib.runtime.call import AttentionCall, with_layer
 from bpc_calib.runtime.growing import reserve
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer

@@ -17,8 +17,15 @@ from bpc_calib.models.description import describe
 from bpc_calib.models.heads import first_head
 from bpc_calib.runtime.rules import Rules
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
-from bpc_calib.serving.options import Options, read_options, rules
-from bpc_calib.serving.projections import LayerProjections, checked_artifact, layer_projections, open_artifact
+from bpc_calib.serving.options import (
+    LayerProjections,
+    Options,
+    checked_artifact,
+    layer_projections,
+    open_artifact,
+    read_options,
+    rules,
+)
 
 __all__ = ["Layer", "asked", "check", "is_hybrid", "settings", "sized"]
 

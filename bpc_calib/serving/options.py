@@ -1,17 +1,33 @@
-"""`additional_config["bpc"]` of a vLLM config: which projections, and how many tokens."""
+"""`additional_config["bpc"]` of a vLLM config: how many tokens, and the projections of each layer."""
 
-import dataclasses
+import functools
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from bpc_artifacts import ProjectionArtifact
+import torch
+from torch import Tensor
+
+from bpc_artifacts import ProjectionArtifact, check_model, load
 from bpc_calib.errors import InputError
+from bpc_calib.method.encoding import Encoder, projection_of
+from bpc_calib.models.description import describe
 from bpc_calib.runtime.rules import Rules, ranking_defaults
 
-__all__ = ["Options", "given_options", "read_options", "rules"]
+__all__ = [
+    "LayerProjections",
+    "Options",
+    "checked_artifact",
+    "given_options",
+    "layer_projections",
+    "open_artifact",
+    "read_options",
+    "rules",
+]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Options:
     """The options; names, meanings and defaults are those of `BPCCache`, but `artifact` is a file."""
 
@@ -40,7 +56,7 @@ def read_options(vllm_config: Any) -> Options | None:
     given = given_options(vllm_config)
     if given is None:
         return None
-    known = [field.name for field in dataclasses.fields(Options)]
+    known = [field.name for field in fields(Options)]
     if not isinstance(given, Mapping) or "artifact" not in given:
         raise InputError("additional_config.bpc needs an artifact: the file that bpc calibrate wrote")
     if unknown := sorted(set(given) - set(known)):
@@ -66,3 +82,68 @@ def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
         budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context,
         bits=artifact.metadata["algorithm"]["bits"], seed=0, **(chosen | {"safeguard": 0.0}),
     )  # fmt: skip
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerProjections:
+    """What hashes the keys and projects the queries of a layer."""
+
+    projection: Tensor  # [kv_heads, bits, head_dim], in the dtype of the keys
+    encoder: Encoder
+
+    @torch.inference_mode()
+    def refill(self, other: "LayerProjections") -> None:
+        """Copy the numbers of others of the same shapes."""
+        for old, new in zip(self._tensors(), other._tensors(), strict=True):
+            old.copy_(new)
+
+    def _tensors(self) -> list[Tensor]:
+        held = [getattr(self.encoder, field.name) for field in fields(self.encoder)]
+        return [self.projection, *(tensor for tensor in held if tensor is not None)]
+
+
+@functools.cache
+def open_artifact(path: str) -> ProjectionArtifact:
+    """Load an artifact, once per process.
+
+    Raises:
+        ArtifactError: the file is no artifact.
+    """
+    return load(path)
+
+
+def checked_artifact(path: str, config: Any) -> ProjectionArtifact:
+    """Load an artifact and check that it fits the model of a transformers config.
+
+    Raises:
+        ArtifactError: the file is no artifact, or belongs to another model.
+        ModelError: BPC cannot serve the model.
+    """
+    artifact = open_artifact(path)
+    for warning in check_model(artifact, describe(config).metadata()):
+        _warn_once(warning)
+    return artifact
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)  # vLLM asks for every layer
+
+
+def layer_projections(
+    artifact: ProjectionArtifact, index: int, heads: slice, dtype: torch.dtype, device: torch.device
+) -> LayerProjections | None:
+    """Return the projections of some KV heads of a layer, for keys of a dtype; None: the artifact has none.
+
+    Raises:
+        InputError: the layer has fewer KV heads than asked for.
+    """
+    if index not in artifact.layers:
+        return None
+    layer = artifact.layers[index]
+    if heads.stop > len(layer.projection):
+        raise InputError(f"layer {index} of the artifact has {len(layer.projection)} KV heads, not {heads.stop}")
+    return LayerProjections(*projection_of(layer, heads, dtype, device))

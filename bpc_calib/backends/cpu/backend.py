@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu import at_once, over_pages, pipeline
-from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.fitting import fit
+from bpc_calib.backends.cpu.kernels import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.paper import popcount_scores
 from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved

@@ -6,10 +6,10 @@ import numba
 import numpy as np
 
 from bpc_calib.backends.cpu.compiling import compiled, inlined
-from bpc_calib.backends.cpu.gain import error_of, gain_of
+from bpc_calib.backends.cpu.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
 from bpc_calib.backends.cpu.language import at, prefetch_row, widen
 
-__all__ = ["SIDE", "Hashing", "greedy_kernel", "hash_kernel", "hash_row"]
+__all__ = ["SIDE", "Hashing", "error_of", "gain_of", "greedy_kernel", "hash_kernel", "hash_row"]
 
 SIDE = 64  # keys at once
 F32, I64, U8 = np.empty(0, np.float32), np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -188,3 +188,20 @@ def hash_kernel(like, fields):
     call = Hashing(*fields)
     for index in numba.prange(call.rows):
         hash_row(np.int64(index), like, call)
+
+
+@inlined
+def error_of(left):
+    """The error, float32, of a squared error that rounding may have made negative."""
+    return np.float32(np.sqrt(np.float64(max(left, np.float32(0)))))
+
+
+@inlined
+def gain_of(norm, dot):
+    """`bpc_calib.method.encoded.gain_byte`."""
+    byte = np.float32(GAIN_MAX)
+    if norm <= 0:
+        byte = np.float32(GAIN_ONE)
+    elif dot > 0:
+        byte = np.rint(np.float32(GAIN_UNIT) * norm / dot - np.float32(GAIN_OFFSET))
+    return np.uint8(min(np.float32(GAIN_MAX), max(np.float32(0), byte)))

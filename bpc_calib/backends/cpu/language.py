@@ -8,17 +8,24 @@ bfloat16, int16 for float16.
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from bpc_calib.backends.cpu.compiling import inlined
+
 __all__ = [
+    "BFLOAT16",
+    "FLOAT16",
+    "FLOAT32",
     "WIDE",
     "add_four",
     "at",
     "at_least",
     "dot_four",
+    "element_size",
     "float_of",
     "lowest",
     "ones",
@@ -27,6 +34,7 @@ __all__ = [
     "splat",
     "vector_at",
     "widen",
+    "widen_row",
     "widened",
 ]
 
@@ -227,3 +235,40 @@ def lowest(context, bits):
         return builder.cttz(values[0], I1(0))
 
     return types.uint64(types.uint64), build
+
+
+BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2
+
+LIKE_F32, LIKE_U16, LIKE_I16 = (np.empty(0, kind) for kind in (np.float32, np.uint16, np.int16))
+
+
+@inlined
+def element_size(element):
+    """Bytes of an element."""
+    return 4 if element == FLOAT32 else 2
+
+
+@inlined
+def from_half(number):
+    """float32 of a float16 as int16, by its bits: LLVM's conversion needs a function where a CPU has no instruction."""
+    bits = np.int32(number)
+    wide = np.int32(bits & 0x7FFF) << np.int32(13)  # exponent and fraction in their places, the exponent 112 too small
+    positive = float_of(np.int32(wide)) * np.float32(2.0**112)
+    if wide >= 0x0F800000:  # infinity and NaN
+        positive = float_of(np.int32(wide | 0x7F800000))
+    return -positive if bits < 0 else positive
+
+
+@inlined
+def widen_row(address, element, out):
+    """Write the contiguous row at an address to the float32 `out`, which has its length."""
+    if element == FLOAT32:
+        out[:] = at(address, len(out), LIKE_F32)
+    elif element == BFLOAT16:
+        bfloat = at(address, len(out), LIKE_U16)
+        for i in range(len(out)):
+            out[i] = widen(bfloat[i])
+    else:
+        half = at(address, len(out), LIKE_I16)
+        for i in range(len(out)):
+            out[i] = from_half(half[i])

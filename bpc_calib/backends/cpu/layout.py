@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.cpu.widening import BFLOAT16, FLOAT16, FLOAT32
+from bpc_calib.backends.cpu.language import BFLOAT16, FLOAT16, FLOAT32
 from bpc_calib.method.encoding import Encoder
 
 __all__ = ["ELEMENTS", "EMPTY", "LIKE", "address", "encoder_fields", "like", "rows_of", "strides", "tight"]

@@ -10,9 +10,9 @@ import numba
 import numpy as np
 
 from bpc_calib.backends.cpu.attend import Attention, attend_listed, listed_of, put_together, work_size
-from bpc_calib.backends.cpu.choose import SELECT, choose_rows
 from bpc_calib.backends.cpu.compiling import compiled, inlined
 from bpc_calib.backends.cpu.encode import Hashing, hash_row
+from bpc_calib.backends.cpu.kernels import SELECT, choose_rows
 from bpc_calib.backends.cpu.language import at, prefetch, prefetch_row
 from bpc_calib.backends.cpu.score import PAD, sample_size
 from bpc_calib.backends.cpu.step import Step

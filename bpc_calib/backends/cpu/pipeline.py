@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.attend import Attention, attend_kernel, work_size
-from bpc_calib.backends.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.backends.cpu.encode import greedy_kernel, hash_kernel
+from bpc_calib.backends.cpu.kernels import PROJECT, SELECT, choose_kernel
 from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, rows_of, strides, tight
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size

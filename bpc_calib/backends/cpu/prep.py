@@ -5,8 +5,7 @@ import numpy as np
 from bpc_calib.backends.cpu.compiling import inlined
 from bpc_calib.backends.cpu.constants import LARGEST_QUERY
 from bpc_calib.backends.cpu.dots import LANES
-from bpc_calib.backends.cpu.language import at, prefetch
-from bpc_calib.backends.cpu.widening import element_size, widen_row
+from bpc_calib.backends.cpu.language import at, element_size, prefetch, widen_row
 
 __all__ = ["prep_row", "table_size"]
 

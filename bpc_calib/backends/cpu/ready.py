@@ -13,8 +13,8 @@ import torch
 from filelock import FileLock
 
 from bpc_calib.backends.cpu.at_once import step
+from bpc_calib.backends.cpu.compiling import kernel_folder
 from bpc_calib.backends.cpu.decompose import WORD, decompose_kernel
-from bpc_calib.backends.cpu.folder import kernel_folder
 from bpc_calib.backends.cpu.language import WIDE
 from bpc_calib.backends.cpu.layout import LIKE
 from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel

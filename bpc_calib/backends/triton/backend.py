@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.limits import DTYPES, MOST_ROWS, MOST_TOKENS, unserved
+from bpc_calib.backends.limits import DTYPES, MOST_ROWS, MOST_TOKENS, capability, unserved
 from bpc_calib.backends.protocol import Request, Stage
-from bpc_calib.backends.triton import hashing, ops, over_pages, pipeline
-from bpc_calib.backends.triton.device import capability
+from bpc_calib.backends.triton import hashing, ops, pipeline
 from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.backends.triton.pipeline import quantize_query
 from bpc_calib.method import appending, paging, stepping
@@ -122,11 +121,11 @@ def attend_pages(
     """`bpc_calib.method.paging.attend_pages`; plain torch attends where a server packs keys and values for a CPU."""
     if fresh is not None:
         hash_into(fresh, paged.codes)
-    if over_pages.unserved(paged) is not None:
+    if pipeline.pages_unserved(paged) is not None:
         return paging.attend_pages(query, projection, paged, rows, choice, gain=gain)
     paging.check(query, projection, paged, rows)
     with torch.cuda.device_of(query):
-        return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain)
+        return pipeline.attend_pages(query, projection, paged, rows, choice, gain=gain)
 
 
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:

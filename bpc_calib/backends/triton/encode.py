@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided
-from bpc_calib.backends.triton.constants import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT
-from bpc_calib.backends.triton.language import divide, dot, round_even
+from bpc_calib.backends.triton.language import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT, divide, dot, round_even
 
 __all__ = ["EncodeShape", "Hashing", "deliver", "encode_kernel", "finish", "greedy", "greedy_kernel", "only", "part_of"]
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.constants import FORCED, NEVER
+from bpc_calib.backends.triton.language import FORCED, NEVER
 from bpc_calib.backends.triton.plan import (
     PLAN_LENGTH,
     PLAN_LOW,

@@ -5,7 +5,33 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-__all__ = ["ASM", "INTERPRET", "ROUNDED_TWICE", "THREE_PASSES", "divide", "dot", "fetch", "round_even"]
+from bpc_calib.method import encoded, scoring
+
+__all__ = [
+    "ASM",
+    "COARSE",
+    "FINE",
+    "FINE_BITS",
+    "FORCED",
+    "GAIN_MAX",
+    "GAIN_OFFSET",
+    "GAIN_ONE",
+    "GAIN_UNIT",
+    "INT32_MAX",
+    "INT32_MIN",
+    "INTERPRET",
+    "LARGEST_FACTOR",
+    "LARGEST_LIMIT",
+    "LARGEST_QUERY",
+    "NEVER",
+    "RELATIVE_LIMIT",
+    "ROUNDED_TWICE",
+    "THREE_PASSES",
+    "divide",
+    "dot",
+    "fetch",
+    "round_even",
+]
 
 # Read once, when the kernels are defined, as Triton does.
 INTERPRET = tl.constexpr(bool(knobs.runtime.interpret))
@@ -58,3 +84,22 @@ def fetch(start, BYTES: tl.constexpr):
         tl.inline_asm_elementwise(
             "{ prefetch.global.L1 [$1]; mov.b32 $0, 0; }", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+GAIN_OFFSET = tl.constexpr(encoded.GAIN_OFFSET)
+GAIN_UNIT = tl.constexpr(float(encoded.GAIN_UNIT))
+GAIN_ONE = tl.constexpr(float(encoded.GAIN_ONE))
+GAIN_MAX = tl.constexpr(float(encoded.GAIN_MAX))
+LARGEST_FACTOR = tl.constexpr(encoded.GAIN_MAX + encoded.GAIN_OFFSET)  # the largest that a gain multiplies a score by
+LARGEST_QUERY = tl.constexpr(scoring.LARGEST_QUERY)
+RELATIVE_LIMIT = tl.constexpr(scoring.RELATIVE_LIMIT)
+LARGEST_LIMIT = tl.constexpr(float(scoring.LARGEST_LIMIT))
+
+INT32_MIN = tl.constexpr(-(1 << 31))
+INT32_MAX = tl.constexpr((1 << 31) - 1)
+FORCED = INT32_MAX  # in place of a score: attended whatever its rank
+NEVER = INT32_MIN  # in place of a score: padding
+
+COARSE = tl.constexpr(256)  # bins of the first histogram: a size to tune on a GPU, which changes no result
+FINE_BITS = tl.constexpr(8)  # the lowest bits of a score, which the last histogram counts
+FINE = tl.constexpr(1 << FINE_BITS.value)  # bins of the last histogram

@@ -1,4 +1,4 @@
-"""The kernels behind the signatures of the plain torch functions: here `choose`, launch by launch."""
+"""The kernels behind the signatures of the plain torch functions, launch by launch: `choose`, and a step over pages."""
 
 from dataclasses import dataclass
 
@@ -7,36 +7,39 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from bpc_calib.backends.triton import constants
+from bpc_calib.backends.triton import language
 from bpc_calib.backends.triton.arguments import Strided, in_pages, strided, tight
-from bpc_calib.backends.triton.attention import dense_attention, sparse_attention
-from bpc_calib.backends.triton.compact import CompactShape, compact_kernel
+from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention, dense_attention, sparse_attention
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with
 from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
 from bpc_calib.backends.triton.limits import Limits
-from bpc_calib.backends.triton.narrow import NarrowShape, fine_kernel, middle_kernel
+from bpc_calib.backends.triton.narrow import CompactShape, NarrowShape, compact_kernel, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
 from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
 from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
+from bpc_calib.method.paging import Paged, Rows
 from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 
 __all__ = [
     "Ranking",
     "append",
+    "attend_pages",
     "choose",
     "dense_attention",
     "encode_gram",
     "encode_with",
+    "pages_unserved",
     "quantize_query",
     "quantized",
     "rank",
     "score",
     "sparse_attention",
     "take",
+    "workspace",
 ]
 
 # Sizes to tune on a GPU; none changes a result.
@@ -47,7 +50,7 @@ RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
 
-COARSE, FINE = constants.COARSE.value, constants.FINE.value
+COARSE, FINE = language.COARSE.value, language.FINE.value
 
 
 @dataclass(frozen=True)
@@ -288,3 +291,62 @@ def choose(
     ranking = score(query, projection, cached, k, choice)
     rank(ranking, cached, choice)
     return take(ranking, width).unflatten(0, (batch, kv_heads))
+
+
+SMALLEST = 16  # tokens of a page are a multiple of so many: a program takes that many codes side by side
+WORKSPACE = 256 << 20  # bytes of scores at once: more sequences are served one group after the other
+
+
+def pages_unserved(paged: Paged) -> str | None:
+    """What about pages the kernels do not serve; None: nothing."""
+    size = paged.codes.codes.shape[2]
+    if size % SMALLEST:
+        return f"pages of {size} tokens, which is no multiple of {SMALLEST}"
+    return None if paged.packing is None else "keys and values that are packed"
+
+
+def workspace(sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
+    """The bytes that are in use at once for so many sequences; `sizes`: KV heads, heads of each, tokens."""
+    each = sequence_bytes(sizes, choice, bits)
+    return each * min(sequences, at_once(each))
+
+
+def sequence_bytes(sizes: tuple[int, int, int], choice: Choice, bits: int) -> int:
+    """The bytes of one sequence: the scores of each head, those to rank by, the histograms."""
+    kv_heads, heads, tokens = sizes
+    heads_up = triton.next_power_of_2(heads)
+    room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
+    largest = largest_score(bits)
+    counts = COARSE + middle_bins(choice.group, heads, largest, gain=True) + FINE
+    return kv_heads * (room * (2 * heads_up + 4) + 4 * counts)
+
+
+def at_once(each: int) -> int:
+    """How many sequences of so many bytes are served at once."""
+    return max(1, WORKSPACE // each)
+
+
+def attend_pages(
+    query: Tensor, projection: Tensor, paged: Paged, rows: Rows, choice: Choice, *, gain: bool
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.paging.attend_pages` for checked arguments, when all keys are hashed.
+
+    Nothing depends on a length on the host, so a CUDA graph may capture it. Sequences come in groups of `at_once`.
+    """
+    batch, kv_heads, heads, dim = query.shape
+    pages, size = paged.codes, paged.codes.codes.shape[2]
+    out = query.new_empty(batch, kv_heads, heads, dim)
+    chosen = pages.codes.new_empty(batch, kv_heads, rows.width)
+    step = at_once(sequence_bytes((kv_heads, heads, rows.table.shape[1] * size), choice, projection.shape[-2]))
+    scales = NO_SCALES if paged.scales is None else Scales(*paged.scales)
+    cache = paged.cache if paged.scales is None else paged.cache.view(dtype=pages.gain.dtype)
+    for first in range(0, batch, step):
+        some = slice(first, first + step)
+        table, own = rows.table[some], tight(query[some])
+        cached = Cached(pages.codes, pages.gain if gain else None, lengths=rows.lengths[some])
+        ranking = score(own, projection, cached, rows.k[some].unsqueeze(-1), choice, table=table)
+        rank(ranking, cached, choice, table=table)
+        chosen[some] = take(ranking, rows.width).unflatten(0, (-1, kv_heads))
+        source = Source(in_pages(cache, table), in_pages(cache[..., dim:], table), size, scales)
+        out[some] = attention(own, source, rows.width, choice.scaling, indices=chosen[some])
+    return out, chosen

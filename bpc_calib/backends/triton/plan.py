@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bpc_calib.backends.triton.constants import (
+from bpc_calib.backends.triton.language import (
     COARSE,
     FINE_BITS,
     GAIN_UNIT,

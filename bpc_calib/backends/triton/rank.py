@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
-from bpc_calib.backends.triton.constants import COARSE, FORCED, GAIN_OFFSET, NEVER
+from bpc_calib.backends.triton.language import COARSE, FORCED, GAIN_OFFSET, NEVER
 from bpc_calib.backends.triton.limits import Limits, counted
 from bpc_calib.backends.triton.plan import (
     PLAN_FIRST_TO,

@@ -1,5 +1,6 @@
-"""Read attention masks of every form as the set of cached tokens that the newest token may attend to."""
+"""Attach a cache layer to its keys, so that BPC's attention, which receives only the keys, can find the layer."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,7 +9,34 @@ from torch import Tensor
 from bpc_calib.compat import continued_cache_restarts
 from bpc_calib.errors import InputError, ModelError
 
-__all__ = ["check_continued", "visible_tokens"]
+__all__ = ["AttentionCall", "check_continued", "layer_of", "visible_tokens", "with_layer"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of one call that transformers makes to a model's attention."""
+
+    module: Any
+    query: Tensor  # [batch, query_heads, new, head_dim]
+    mask: Any  # in the form that the model's own attention uses
+    scale: float | None  # factor on the products q k; None: head_dim ** -0.5
+    window: int | None  # length of the sliding window; None: full attention
+    positions: Tensor | None  # [batch, new]
+
+
+def with_layer(keys: Tensor, layer: Any) -> Tensor:
+    """Return a view of the keys that carries the layer that cached them.
+
+    Setting the attribute on the stored tensor itself would create a reference cycle that keeps the cache alive.
+    """
+    view = keys[:]
+    view.bpc_layer = layer  # type: ignore[attr-defined]
+    return view
+
+
+def layer_of(keys: Tensor) -> Any:
+    """Return the layer, with a method `attention`, that `with_layer` attached; None for keys of any other cache."""
+    return getattr(keys, "bpc_layer", None)
 
 
 def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:

@@ -7,13 +7,15 @@ between the stages.
 import numba
 import numpy as np
 
+from bpc_calib.backends.cpu.attend import Attention, attend_part, put_together
 from bpc_calib.backends.cpu.compiling import compiled, inlined
+from bpc_calib.backends.cpu.encode import Hashing, hash_row
 from bpc_calib.backends.cpu.prep import prep_row
 from bpc_calib.backends.cpu.score import score_part
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.take import candidates_of_part, mark_row, take_row
 
-__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel", "choose_rows"]
+__all__ = ["PROJECT", "SCORE", "SELECT", "choose_kernel", "choose_rows", "step_kernel"]
 
 PROJECT, SCORE, SELECT = 1, 4, 5  # how many stages run: queries rounded; keys ranked; tokens chosen
 SCORING, GATHERING = 1, 3  # the stages that a row has in parts
@@ -69,3 +71,15 @@ def choose_kernel(fields):
         shares = step.slots if whole else step.rows * (step.parts if stage in (SCORING, GATHERING) else 1)
         for index in numba.prange(shares):
             share(np.int64(index), stage, step)
+
+
+@compiled
+def step_kernel(like, hashing, choosing, attending):
+    """`hash_kernel`, `choose_kernel` and `attend_kernel` in turn, on plain tuples, with one slot and one part."""
+    hashed, step, call = Hashing(*hashing), Step(*choosing), Attention(*attending)
+    for row in range(hashed.rows):
+        hash_row(np.int64(row), like, hashed)
+    choose_rows(np.int64(0), np.int64(step.rows), np.int64(0), step)
+    for row in range(call.rows):
+        attend_part(np.int64(row), like, call)
+        put_together(np.int64(row), call)
