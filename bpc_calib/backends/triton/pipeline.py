@@ -109,12 +109,12 @@ def projected_at_once(dim: int) -> int:
     return int(min(64, max(16, triton.next_power_of_2(dim))))
 
 
-def few_registers(heads: int, bits: int) -> dict[str, int]:
+def few_registers(heads: int, bits: int, padded: bool) -> dict[str, int]:
     """At most 168 per thread on compute capability 9.0: then three programs of four warps share a multiprocessor.
 
-    With more heads or bits a program needs more, and so it does on 10.0.
+    With more heads or bits, or with padding, a program needs more, and so it does on 10.0.
     """
-    if INTERPRET.value or heads > 8 or bits > 64:
+    if INTERPRET.value or heads > 8 or bits > 64 or padded:
         return {}
     target = driver.active.get_current_target()
     return {"maxnreg": 168} if (target.backend, target.arch) == ("cuda", 90) else {}
@@ -169,7 +169,7 @@ def score(
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
         tokens, each, choice.scaling, shape,
         num_warps=4 if heads <= 8 and bits <= 64 else 8, num_stages=1,
-        **few_registers(heads, bits), **ROUNDED_TWICE,
+        **few_registers(heads, bits, cached.valid is not None), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 
