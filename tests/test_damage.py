@@ -114,9 +114,10 @@ def test_damaged_artifacts(artifacts, tmp_path):
     check_artifacts(artifacts, tmp_path / "a.safetensors", 150)
 
 
-@pytest.mark.slow  # 3,000 files
-def test_many_damaged_artifacts(artifacts, tmp_path):
-    check_artifacts(artifacts, tmp_path / "a.safetensors", 3_000)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [3_000, pytest.param(10_000, marks=pytest.mark.rare)])
+def test_many_damaged_artifacts(artifacts, tmp_path, number):
+    check_artifacts(artifacts, tmp_path / "a.safetensors", number)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +155,7 @@ def test_damaged_corpora(corpora, tmp_path):
     check_corpora(corpora, tmp_path, 80)
 
 
-@pytest.mark.slow  # 800 files
-def test_many_damaged_corpora(corpora, tmp_path):
-    check_corpora(corpora, tmp_path, 800)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [800, pytest.param(2_000, marks=pytest.mark.rare)])
+def test_many_damaged_corpora(corpora, tmp_path, number):
+    check_corpora(corpora, tmp_path, number)
