@@ -23,7 +23,7 @@ from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
-    from bpc_calib.evaluation.harness_tasks import HarnessTask
+    from bpc_calib.evaluation.harness import HarnessTask
 
 HARNESS = "lm_eval:"
 
@@ -205,7 +205,7 @@ def _length(text: str) -> int:
 
 def _check_harness(tasks: list[str]) -> None:
     if tasks:
-        from bpc_calib.evaluation.harness_tasks import check
+        from bpc_calib.evaluation.harness import check
 
         check(tasks)
 
@@ -214,7 +214,7 @@ def _prepare_harness(wanted: _Comparison, tokenizer: Any, quiet: bool) -> "list[
     """The tasks of lm_eval with their data."""
     if not wanted.harness_tasks:
         return []
-    from bpc_calib.evaluation.harness_tasks import prepare
+    from bpc_calib.evaluation.harness import prepare
 
     with working("Loading the data of lm_eval's tasks", quiet):
         return prepare(wanted.harness_tasks, tokenizer, wanted.lengths, wanted.rules["seed"])

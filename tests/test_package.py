@@ -41,7 +41,6 @@ NAMES = {
     "bpc_calib.bench.settings",
     "bpc_calib.bench.shapes",
     "bpc_calib.calibration.projection_method",
-    "bpc_calib.evaluation.figures",
     "bpc_calib.evaluation.methods",
     "bpc_calib.evaluation.tasks",
     "bpc_calib.method.budget_words",
