@@ -126,7 +126,7 @@ def eval_(
     from bpc_calib.evaluation import pictures
     from bpc_calib.evaluation.comparison import Comparison, check
     from bpc_calib.evaluation.evaluate import evaluate
-    from bpc_calib.text.corpus_list import open_corpora
+    from bpc_calib.text.corpora import open_corpora
 
     _check_harness(wanted.harness_tasks)
     if plot is not None:

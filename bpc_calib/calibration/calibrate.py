@@ -22,7 +22,7 @@ from bpc_calib.calibration.work_folder import WorkFolder, join_work_folder, open
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.placement import input_device
-from bpc_calib.text.corpus_list import check_corpora, open_corpora
+from bpc_calib.text.corpora import check_corpora, open_corpora
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
 
 __all__ = ["calibrate", "calibrate_in", "help_calibrate"]
