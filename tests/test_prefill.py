@@ -8,8 +8,7 @@ from bpc_calib import ModelError, describe
 from bpc_calib.calibration import prefill
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.prefill import chunk_edges, pass_bytes
-from bpc_calib.models.observation import verify
-from bpc_calib.models.placement import input_device
+from bpc_calib.models.observation import input_device, verify
 
 SLIDING = ["sliding_attention", "full_attention"] * 2
 

@@ -14,8 +14,8 @@ from bpc_calib.calibration.ranks import samples_of
 from bpc_calib.calibration.stored_keys import wait_for_samples, write_sample
 from bpc_calib.calibration.stored_moments import read_sums, write_sums
 from bpc_calib.calibration.work_folder import WorkFolder, check_room
+from bpc_calib.models.loading import weights_identity
 from bpc_calib.models.observation import verify
-from bpc_calib.models.weights import weights_identity
 
 __all__ = ["collect"]
 

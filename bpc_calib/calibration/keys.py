@@ -11,8 +11,7 @@ from bpc_calib.compat import with_cache
 from bpc_calib.errors import ModelError
 from bpc_calib.method.metric import second_moment
 from bpc_calib.models.description import ModelDescription
-from bpc_calib.models.observation import observing
-from bpc_calib.models.placement import input_device
+from bpc_calib.models.observation import input_device, observing
 from bpc_calib.models.tensor_parallel import from_ranks
 
 __all__ = ["SampleKeys", "sample_keys"]

@@ -12,8 +12,7 @@ from bpc_calib.method.encoding import AnyEncoder, make_encoder
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.product import Projection
 from bpc_calib.method.selection import worst_first
-from bpc_calib.models.description import ModelDescription
-from bpc_calib.models.heads import held_heads, rank_among
+from bpc_calib.models.description import ModelDescription, held_heads, rank_among
 from bpc_calib.runtime.calibrated import take
 from bpc_calib.runtime.layers import SparseLayer
 from bpc_calib.runtime.online_fit import Asked, fit_online, join
