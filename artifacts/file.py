@@ -16,19 +16,19 @@ import safetensors.numpy
 
 from bpc_artifacts.errors import ArtifactError, why
 from bpc_artifacts.replacing import Kind, replacing, try_replacing
-from bpc_artifacts.schema import LayerProjection, ProjectionArtifact, check, codes_of, version_of
+from bpc_artifacts.schema import FORMAT_VERSION, LayerProjection, ProjectionArtifact, check, check_version
 
 __all__ = ["check_writable", "load", "save"]
 
 MAX_HEADER = 1 << 20  # bytes
 MAX_FILE = 4 << 30  # bytes; the artifact of the largest open model has about 0.1 GB
 
-_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean|centroids)")
+_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean)")
 _OURS = re.compile(rb'"__metadata__"\s*:\s*\{[^{}]*"bpc"\s*:')  # also in a header that is damaged elsewhere
 
 
 def load(path: str | os.PathLike[str]) -> ProjectionArtifact:
-    """Read and check an artifact of format version 1 or 2.
+    """Read and check an artifact of format version 1.
 
     Raises:
         ArtifactError: the file is missing, is damaged, has a newer format, or holds a value that the format does not
@@ -54,7 +54,7 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
             neither an artifact nor empty, or the file cannot be written.
     """
     metadata = dict(artifact.metadata) | {
-        "format_version": version_of(codes_of(artifact.metadata)),
+        "format_version": FORMAT_VERSION,
         "key_space": "post_rope",
         "layers": list(artifact.layers),
         "payload_sha256": "",
@@ -118,17 +118,17 @@ def _read(path: Path) -> bytes:
 def _parse(blob: bytes) -> ProjectionArtifact:
     length = struct.unpack("<Q", blob[:8])[0]
     header = _json("the safetensors header", blob[8 : 8 + length])
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    for name, entry in entries.items():
+    strings = header.pop("__metadata__", None)
+    if not isinstance(strings, dict) or not isinstance(strings.get("bpc"), str):
+        raise ArtifactError("not a BPC artifact: the metadata key 'bpc' is missing")
+    metadata = _json("metadata", strings["bpc"].encode("utf-8", "surrogatepass"))
+    check_version(metadata)
+    for name, entry in header.items():
         if not _TENSOR.fullmatch(name):
             raise ArtifactError(f"{name[:80]}: not a tensor of this format")
         if not isinstance(entry, dict) or entry.get("dtype") != "F32":
             found = entry.get("dtype") if isinstance(entry, dict) else entry
             raise ArtifactError(f"{name}: expected F32, found {str(found)[:40]}")
-    strings = header.get("__metadata__")
-    if not isinstance(strings, dict) or not isinstance(strings.get("bpc"), str):
-        raise ArtifactError("not a BPC artifact: the metadata key 'bpc' is missing")
-    metadata = _json("metadata", strings["bpc"].encode("utf-8", "surrogatepass"))
     try:
         tensors = safetensors.numpy.load(blob)
     except (safetensors.SafetensorError, ValueError, KeyError) as fault:

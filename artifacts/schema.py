@@ -1,4 +1,4 @@
-"""The contents of a projection artifact, and the check of every value before its use (format versions 1 and 2)."""
+"""The contents of a projection artifact, and the check of every value before its use (format version 1)."""
 
 import sys
 from collections.abc import Mapping
@@ -11,20 +11,17 @@ from numpy.typing import NDArray
 from bpc_artifacts.errors import ArtifactError
 
 __all__ = [
-    "CODES",
     "FORMAT_VERSION",
     "LayerProjection",
     "ProjectionArtifact",
     "check",
-    "codes_of",
+    "check_version",
     "unknown_keys",
-    "version_of",
 ]
 
-FORMAT_VERSION = 2  # the newest; codes of signs are written as version 1
+FORMAT_VERSION = 1
+PRODUCT_VERSION = 2
 BITS = (32, 64, 128)
-CODES = ("signs", "product")
-CENTROIDS = 256  # of each part of product codes, which has 8 bits
 
 Array = NDArray[np.float32]
 
@@ -33,16 +30,15 @@ Array = NDArray[np.float32]
 class LayerProjection:
     """One calibrated layer. All arrays are float32."""
 
-    projection: Array  # [kv_heads, bits, head_dim]; of product codes [kv_heads, head_dim, head_dim]
-    residual: Array  # [kv_heads, bits + 1]: |R|_F / |K|_F after 0..bits bits (product codes: parts), on the fitted keys
+    projection: Array  # [kv_heads, bits, head_dim]
+    residual: Array  # [kv_heads, bits + 1]: |R|_F / |K|_F after 0..bits bits, on the fitted keys
     metric: Array | None = None  # [kv_heads, head_dim, head_dim], symmetric positive definite; None: identity
     mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
-    centroids: Array | None = None  # [kv_heads, parts, 256, head_dim / parts] of product codes; None: signs
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return self.projection.shape[1] if self.centroids is None else 8 * self.centroids.shape[1]
+        return self.projection.shape[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,27 +120,27 @@ _HELD_OUT: dict[str, Any] = {  # optional
 }
 
 _OPTIONAL: dict[str, Any] = {
-    "metadata.algorithm": {"codes": str},
     "metadata.metrics": {"residual": float, "residual_by_layer": dict, "held_out": _HELD_OUT},
 }
+
+
+def check_version(metadata: Mapping[str, Any]) -> None:
+    """Raise `ArtifactError` if the metadata names a format version that this code does not read."""
+    version = metadata.get("format_version", FORMAT_VERSION)
+    if version == PRODUCT_VERSION:
+        raise ArtifactError("format_version is 2, of product codes, which bpc reads no longer: calibrate again")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise ArtifactError(
+            f"format_version is {version}, but this bpc reads only up to {FORMAT_VERSION}: upgrade bpc-calib"
+        )
+    _expect("metadata.format_version", version, f"{FORMAT_VERSION}", type(version) is int and version == FORMAT_VERSION)
 
 
 def check(artifact: ProjectionArtifact) -> None:
     """Raise `ArtifactError` at the first value that its format version does not allow."""
     metadata = artifact.metadata
-    version = metadata.get("format_version") if isinstance(metadata, dict) else None
-    if isinstance(version, int) and not isinstance(version, bool) and version > FORMAT_VERSION:
-        raise ArtifactError(
-            f"format_version is {version}, but this bpc reads only up to {FORMAT_VERSION}: upgrade bpc-calib"
-        )
-    if isinstance(metadata, dict) and "format_version" in metadata:
-        _expect("metadata.format_version", version, f"1 to {FORMAT_VERSION}", type(version) is int and version >= 1)
+    check_version(metadata)
     _check_value("metadata", metadata, _METADATA)
-    algorithm, codes = metadata["algorithm"], codes_of(metadata)
-    if "codes" in algorithm or version != 1:
-        named = algorithm.get("codes")
-        _expect("metadata.algorithm.codes", named, " or ".join(map(repr, CODES)), named in CODES)
-    _expect("metadata.format_version", version, f"{version_of(codes)} for {codes} codes", version == version_of(codes))
     if list(artifact.layers) != metadata["layers"]:
         raise ArtifactError(
             f"metadata.layers: expected the layers of the tensors {list(artifact.layers)}, found {metadata['layers']}"
@@ -152,20 +148,17 @@ def check(artifact: ProjectionArtifact) -> None:
     _check_numbers(metadata)
     _check_metrics(metadata)
     model = metadata["model"]
+    algorithm = metadata["algorithm"]
     kv_heads, head_dim, bits = model["kv_heads"], model["head_dim"], algorithm["bits"]
-    product, parts = codes == "product", bits // 8
-    if product:
-        _expect("metadata.model.head_dim", head_dim, f"a multiple of the {parts} parts", head_dim % parts == 0)
     for index, layer in artifact.layers.items():
         name = f"layers.{index}"
-        _check_array(f"{name}.projection", layer.projection, (kv_heads, head_dim if product else bits, head_dim))
-        _check_array(f"{name}.residual", layer.residual, (kv_heads, (parts if product else bits) + 1))
+        _check_array(f"{name}.projection", layer.projection, (kv_heads, bits, head_dim))
+        _check_array(f"{name}.residual", layer.residual, (kv_heads, bits + 1))
         if (layer.residual < 0).any():
             raise ArtifactError(f"{name}.residual: expected values of 0 or more, found a negative one")
         for kind, array, flag in (
-            ("metric", layer.metric, algorithm["metric"] and not product),
+            ("metric", layer.metric, algorithm["metric"]),
             ("mean", layer.mean, algorithm["centred"]),
-            ("centroids", layer.centroids, product),
         ):
             if (array is not None) != flag:
                 found = "absent" if array is None else "present"
@@ -175,24 +168,11 @@ def check(artifact: ProjectionArtifact) -> None:
             _check_metric(f"{name}.metric", layer.metric)
         if layer.mean is not None:
             _check_array(f"{name}.mean", layer.mean, (kv_heads, head_dim))
-        if layer.centroids is not None:
-            _check_array(f"{name}.centroids", layer.centroids, (kv_heads, parts, CENTROIDS, head_dim // parts))
-            _check_invertible(f"{name}.projection", layer.projection)
 
 
 def unknown_keys(metadata: Mapping[str, Any]) -> list[str]:
     """Return the keys of checked metadata that the format does not name, such as `metadata.note`."""
     return _unknown("metadata", metadata, _METADATA)
-
-
-def codes_of(metadata: Mapping[str, Any]) -> str:
-    """Return the kind of codes, one of `CODES` in a checked artifact; version 1 has only signs."""
-    return str(metadata["algorithm"].get("codes", CODES[0]))
-
-
-def version_of(codes: str) -> int:
-    """Return the format version that this kind of codes is written in."""
-    return 1 if codes == CODES[0] else 2
 
 
 def _unknown(where: str, found: Any, expected: Any) -> list[str]:
@@ -326,9 +306,3 @@ def _check_metric(name: str, metric: Array) -> None:
     lowest = float(np.linalg.eigvalsh(wide).min())
     if lowest <= 0:
         raise ArtifactError(f"{name}: expected positive definite matrices, found an eigenvalue of {lowest:.3g}")
-
-
-def _check_invertible(name: str, array: Array) -> None:
-    singular = np.linalg.svd(array.astype(np.float64), compute_uv=False)
-    if (singular[..., -1] <= 1e-6 * singular[..., 0]).any():
-        raise ArtifactError(f"{name}: expected matrices that can be inverted, found one that cannot")

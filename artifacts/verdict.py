@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bpc_artifacts.schema import BITS, CENTROIDS, ProjectionArtifact, codes_of
+from bpc_artifacts.schema import BITS, ProjectionArtifact
 
 __all__ = ["asks_for_action", "verdict"]
 
@@ -34,7 +34,7 @@ def asks_for_action(artifact: ProjectionArtifact) -> bool:
 
 def _new_text(artifact: ProjectionArtifact, held_out: dict[str, Any] | None) -> str:
     keys, bits = artifact.metadata["calibration"]["keys_per_head"], artifact.metadata["algorithm"]["bits"]
-    wanted = KEYS_PER_BIT * (CENTROIDS if codes_of(artifact.metadata) == "product" else bits)
+    wanted = KEYS_PER_BIT * bits
     more = f"{keys:,} keys per head are few for {bits} bits: raise --samples or --keys-per-head, to {wanted:,} keys"
     if held_out is None:
         few = f" {more}." if keys < wanted else ""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from bpc_calib.method.encoding import encode
     from bpc_calib.method.fitting import Fit, fit
     from bpc_calib.method.metric import query_metric, second_moment
-    from bpc_calib.method.product import Product
-    from bpc_calib.method.product_fitting import fit_product
     from bpc_calib.method.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
     from bpc_calib.method.selection import select
     from bpc_calib.models.description import ModelDescription, describe
@@ -42,7 +40,6 @@ __all__ = [
     "ModelDescription",
     "ModelError",
     "Plan",
-    "Product",
     "QuantizedQuery",
     "WorkError",
     "attended",
@@ -54,7 +51,6 @@ __all__ = [
     "enable",
     "encode",
     "fit",
-    "fit_product",
     "group_scores",
     "hash_scores",
     "make_plan",
@@ -80,8 +76,6 @@ _MODULES = {
     "bpc_calib.method.encoding": ("encode",),
     "bpc_calib.method.fitting": ("Fit", "fit"),
     "bpc_calib.method.metric": ("query_metric", "second_moment"),
-    "bpc_calib.method.product": ("Product",),
-    "bpc_calib.method.product_fitting": ("fit_product",),
     "bpc_calib.method.scoring": ("QuantizedQuery", "group_scores", "hash_scores", "quantize_query"),
     "bpc_calib.method.selection": ("select",),
     "bpc_calib.models.description": ("ModelDescription", "describe"),

@@ -28,15 +28,13 @@ def print_artifact(artifact: "ProjectionArtifact", file: str, commit: str | None
 
 def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
     """What an artifact is, for which model, and how it was made, in words by name."""
-    from bpc_artifacts.schema import codes_of
 
     metadata = artifact.metadata
     algorithm, model, calibration = metadata["algorithm"], metadata["model"], metadata["calibration"]
     extras = [name for name, on in (("query metric", algorithm["metric"]), ("centred", algorithm["centred"])) if on]
     if algorithm["least_squares"]:
         extras.append(f"{algorithm['least_squares']} least-squares rounds")
-    codes = codes_of(metadata)
-    steps = f"{algorithm['iterations']} {'steps per bit' if codes == 'signs' else 'rounds of k-means'}"
+    steps = f"{algorithm['iterations']} steps per bit"
     return {
         "format": f"version {metadata['format_version']}, written by bpc {metadata['bpc_version']}, checks passed",
         "model": f"{model['id']}{' at ' + model['revision'] if model['revision'] else ''} ({model['model_type']})",
@@ -44,7 +42,7 @@ def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
         "heads": heads_text(model["kv_heads"], model["query_heads"], model["head_dim"]),
         "RoPE": str(model["rope"] or "none"),
         "method": ", ".join([f"{algorithm['name']}, {steps}", *extras]),
-        "codes": f"{codes}, {algorithm['bits']} bits per key",
+        "codes": f"{algorithm['bits']} bits per key",
         "position shift": "on" if algorithm["position_shift"] else "off",
         "seed": str(algorithm["seed"]),
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens, "

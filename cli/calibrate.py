@@ -78,14 +78,6 @@ class PlanOptions:
             callback=_check_method,
         ),
     ] = DEFAULT_METHOD
-    codes: Annotated[
-        str,
-        typer.Option(
-            help="Kind of codes: signs, as in the paper, or product (every byte names one of 256 vectors), which lose "
-            "less at most budgets and take longer to rank.",
-            metavar="signs|product",
-        ),
-    ] = "signs"
     position_shift: Annotated[
         bool | None,
         typer.Option(

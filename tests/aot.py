@@ -31,7 +31,6 @@ from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.product import Product, Projection
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NO_FLOAT64 = 100  # from this capability on Triton's compiler fails at products of float64
@@ -60,7 +59,6 @@ class Case:
     k: int = 2621
     page: int = 16  # tokens of a page
     eight_bits: bool = False  # keys and values in pages are float8_e4m3fn
-    product: bool = False  # product codes
 
 
 # Those of a push: each kernel, and the settings that change its code most.
@@ -73,7 +71,6 @@ SOME = {
     "paper": Case("paper gram"),
     "long lists": Case("sparse", k=20000),
     "pages": Case("pages", batch=2),
-    "product": Case("choose encode append", product=True),
 }
 MORE = {
     **{f"head_dim {dim}": Case("choose sparse dense encode append", dim=dim) for dim in (8, 64, 80, 96, 256)},
@@ -108,31 +105,7 @@ MORE = {
     "pages of 8 bits, float16": Case("pages", eight_bits=True, dtype="float16", dim=256),
     "pages, largest": Case("pages", dim=256, heads=16, bits=128, group="sum"),
     "pages, one head of 32 bits": Case("pages", heads=1, bits=32, gain=False, group="max", page=32),
-    **{
-        f"product, {dtype}, head_dim {dim}, {heads} heads, {bits} bits": Case(
-            "choose encode append", dtype=dtype, dim=dim, heads=heads, bits=bits, group=group, product=True
-        )
-        for dtype, dim, heads, bits, group in (
-            ("bfloat16", 64, 1, 64, "max"), ("float16", 80, 5, 32, "sum"), ("bfloat16", 128, 8, 64, "relative"),
-            ("float32", 128, 4, 64, "relative"), ("float32", 256, 16, 128, "relative"),
-            ("bfloat16", 256, 2, 32, "relative"),
-            ("float64", 128, 4, 64, "relative"),
-        )
-    },
-    "product, largest": Case("choose encode append", dim=256, heads=16, bits=128, product=True),
-    "product, padding": Case("choose", heads=7, valid=True, forced=True, safeguard=True, strided=True, product=True),
-    "product, own projections": Case("choose encode append", batch=2, centred=False, product=True),
-    "product, pages": Case("pages", batch=2, product=True),
-    "product, pages, largest": Case("pages", dim=256, heads=16, bits=128, page=64, product=True),
 }  # fmt: skip
-
-
-def drawn(case: Case, *lead: int, dtype: torch.dtype) -> Projection:
-    """A random projection, in the dtype of the queries."""
-    if not case.product:
-        return torch.randn(*lead, case.bits, case.dim).to(dtype)
-    rows, parts = torch.eye(case.dim).expand(*lead, -1, -1), case.bits // 8
-    return Product(rows, torch.randn(*lead, parts, 256, case.dim // parts)).to(dtype)
 
 
 def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -144,7 +117,7 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     keys, values = (torch.empty(*rows, tokens if stored else 1, case.dim, dtype=dtype) for _ in range(2))
     lengths = torch.full((case.batch,), tokens)
     own = rows if case.batch > 1 else rows[1:]
-    projection = drawn(case, *own, dtype=dtype)
+    projection = torch.randn(*own, case.bits, case.dim).to(dtype)
     metric, mean = (
         (torch.eye(case.dim).expand(*own, -1, -1), torch.zeros(*own, case.dim)) if case.centred else (None,) * 2
     )
@@ -191,7 +164,7 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
             scales=(torch.ones(1), torch.ones(1)) if case.eight_bits else None,
         )  # fmt: skip
         table, k = torch.zeros(case.batch, count, dtype=torch.int32), torch.full((case.batch,), case.k)
-        of_queries = drawn(case, rows[1], dtype=dtype)
+        of_queries = torch.randn(rows[1], case.bits, case.dim).to(dtype)
         shared = make_encoder(of_queries, dtype, metric=torch.eye(case.dim).expand(rows[1], -1, -1))
         hashing.hash_into(Fresh(shared, keys[:1], torch.arange(1)), paged.codes)
         forced = {"recent": 8, "sink": 4} if case.forced else {}

@@ -3,7 +3,6 @@
 import torch
 
 from bpc_calib import encode
-from bpc_calib.method.product import Product, pack_bytes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -30,17 +29,3 @@ def integers(*shape, most, seed, dtype=torch.float32):
     """Small ones, whose products and sums are exact in every dtype and order; many are equal."""
     drawn = torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(DEVICE, dtype)
-
-
-def product_of_integers(kv_heads, dim, parts):
-    return Product(
-        integers(kv_heads, dim, dim, most=1, seed=1), integers(kv_heads, parts, 256, dim // parts, most=3, seed=2)
-    )
-
-
-def product_codes(*shape, parts):
-    """Random codes of keys, and their gains."""
-    generator = torch.Generator().manual_seed(3)
-    places = torch.randint(256, (*shape, parts), generator=generator)
-    gain = torch.randint(256, shape, generator=generator).to(torch.uint8)
-    return pack_bytes(places).to(DEVICE), gain.to(DEVICE)

@@ -41,16 +41,6 @@ def encode(keys: Tensor, projection: Tensor, in_metric: Tensor | None = None) ->
     return torch.stack(codes, dim=1), torch.stack(running, dim=1), residual
 
 
-def encode_parts(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest of the centroids `[m, 256, D / m]` to each part of keys `[N, D]`: `[N, m]`, and values."""
-    numbers, coded = [], []
-    for part, some in zip(keys.double().chunk(len(centroids), dim=1), centroids.double(), strict=True):
-        nearest = torch.stack([(number - some).square().sum(1).argmin() for number in part])
-        numbers.append(nearest)
-        coded.append(some[nearest])
-    return torch.stack(numbers, dim=1), torch.cat(coded, dim=1)
-
-
 def gain(key: Tensor, approximation: Tensor, in_metric: Tensor | None = None) -> int:
     """Return the gain byte of one key; `in_metric` is `k M`, for products in a metric."""
     in_metric = key if in_metric is None else in_metric

@@ -54,17 +54,6 @@ def made_artifact(model_folder, target, samples=4):
     return target
 
 
-def with_product_codes(artifact, target):
-    """The artifact with random product codes, which take long to fit."""
-    made = bpc_artifacts.load(artifact)
-    sizes = [made.metadata["model"][name] for name in ("kv_heads", "head_dim")]
-    layers = {index: tiny.product_layer(*sizes, 64, torch.Generator().manual_seed(index)) for index in made.layers}
-    algorithm = made.metadata["algorithm"] | {"codes": "product"}
-    metadata = made.metadata | {"algorithm": algorithm}
-    bpc_artifacts.save(bpc_artifacts.ProjectionArtifact(layers, metadata), target)
-    return target
-
-
 class Engine:
     """A vLLM engine in this process whose options can change between runs; `backend` in place of the CPU's own."""
 

@@ -48,8 +48,7 @@ def texts(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def artifact_of(config: Any, codes: str) -> Any:
     """Return projections of all heads, the same in every process; None: online."""
-    kinds = {"signs": {"metric": True, "centred": True}, "product": {"codes": "product", "centred": True, "bits": 32}}
-    return None if codes == "online" else tiny.artifact(config, **kinds[codes])
+    return None if codes == "online" else tiny.artifact(config, metric=True, centred=True)
 
 
 @torch.no_grad()

@@ -19,20 +19,13 @@ GPUS = {
 REGISTERS = {
     "append_kernel": 255, "score_kernel": 255, "rank_kernel": 168, "guard_kernel": 40, "middle_kernel": 128,
     "fine_kernel": 128, "compact_kernel": 128, "attend_kernel": 200, "reduce_kernel": 128, "encode_kernel": 255,
-    "greedy_kernel": 184, "products_kernel": 200, "tables_kernel": 64, "look_up_kernel": 128,
-    "encode_parts_kernel": 255, "encode_few_kernel": 184, "append_parts_kernel": 184,
+    "greedy_kernel": 184,
 }  # fmt: skip
 WIDE = ("float32", "float64")  # may take every register
-# In the usual step, and that with product codes: 4 heads, 64 bits, head_dim 128.
+# In the usual step: 4 heads, 64 bits, head_dim 128.
 USUAL = {
-    "usual": {
-        "append_kernel": 208, "score_kernel": 208, "rank_kernel": 96, "middle_kernel": 64, "fine_kernel": 80,
-        "compact_kernel": 104, "attend_kernel": 128, "encode_kernel": 248,
-    },
-    "product": {
-        "append_parts_kernel": 72, "products_kernel": 128, "tables_kernel": 32, "look_up_kernel": 64,
-        "encode_parts_kernel": 224, "encode_few_kernel": 72,
-    },
+    "append_kernel": 208, "score_kernel": 208, "rank_kernel": 96, "middle_kernel": 64, "fine_kernel": 80,
+    "compact_kernel": 104, "attend_kernel": 128, "encode_kernel": 248,
 }  # fmt: skip
 
 # A push compiles the widest attention, for a GPU with the least shared memory, and runs kernels from their PTX;
@@ -72,7 +65,7 @@ def faults_of(report):
         return [report["failed"]]
     name, registers = report["kernel"], report["registers"]
     most = 255 if report["dtype"] in WIDE else REGISTERS.get(name, 255)
-    most = min(most, USUAL.get(report["case"], {}).get(name, 255))
+    most = min(most, USUAL.get(name, 255)) if report["case"] == "usual" else most
     faults = [f"{registers} registers, more than {most}"] * (registers > most)
     if report["stack"] > spilled(report):
         faults.append(f"spills {report['stack']} bytes")

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,9 +213,9 @@ def set_path(table, dotted, value):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("format_version", 3, "format_version is 3, but this bpc reads only up to 2: upgrade"),
-        ("format_version", 0, "metadata.format_version: expected 1 to 2, found 0"),
-        ("format_version", True, "metadata.format_version: expected 1 to 2, found True"),
+        ("format_version", 3, "format_version is 3, but this bpc reads only up to 1: upgrade"),
+        ("format_version", 0, "metadata.format_version: expected 1, found 0"),
+        ("format_version", True, "metadata.format_version: expected 1, found True"),
         ("format_version", KeyError, "metadata.format_version: missing"),
         ("bpc_version", 1, "metadata.bpc_version: expected str, found 1"),
         ("key_space", "pre_rope", "metadata.key_space: expected 'post_rope', found 'pre_rope'"),
@@ -255,76 +254,16 @@ def test_metadata_is_checked(path, where, value, message):
         load(path)
 
 
-def product_artifact(**changes) -> ProjectionArtifact:
-    """Product codes of 32 bits: 4 parts."""
-    rng = np.random.default_rng(1)
+def test_a_file_of_product_codes_is_refused_with_what_to_do(path):
+    """Format version 2 had other tensors: the version is told before their names are."""
 
-    def array(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
+    def with_centroids(header, table, payload):
+        table["format_version"] = 2
+        header["layers.0.centroids"] = header.pop("layers.0.projection")
 
-    held = {
-        index: LayerProjection(
-            projection=array(KV_HEADS, HEAD_DIM, HEAD_DIM),
-            residual=np.abs(array(KV_HEADS, 5)),
-            mean=array(KV_HEADS, HEAD_DIM),
-            centroids=array(KV_HEADS, 4, 256, HEAD_DIM // 4),
-        )
-        for index in (0, 2)
-    }
-    table = metadata(**({"algorithm__centred": True, "algorithm__metric": True} | changes))
-    table["algorithm"]["codes"] = "product"
-    return ProjectionArtifact(held, table)
-
-
-def test_product_codes_are_version_2_and_signs_version_1(tmp_path):
-    save(product_artifact(), tmp_path / "a.safetensors")
-    found = load(tmp_path / "a.safetensors")
-    assert found.metadata["format_version"] == 2
-    for index, layer in product_artifact().layers.items():
-        assert np.array_equal(found.layers[index].centroids, layer.centroids)
-        assert np.array_equal(found.layers[index].projection, layer.projection)
-        assert found.layers[index].bits == 32
-    save(artifact(), tmp_path / "b.safetensors")
-    found = load(tmp_path / "b.safetensors")
-    assert found.metadata["format_version"] == 1
-    assert "codes" not in found.metadata["algorithm"]
-    assert found.layers[0].bits == 32
-
-
-@pytest.mark.parametrize(
-    ("where", "value", "message"),
-    [
-        ("format_version", 1, "metadata.format_version: expected 2 for product codes, found 1"),
-        ("algorithm.codes", "signs", "metadata.format_version: expected 1 for signs codes, found 2"),
-        ("algorithm.codes", "colours", "metadata.algorithm.codes: expected 'signs' or 'product', found 'colours'"),
-        ("algorithm.codes", KeyError, "metadata.algorithm.codes: expected 'signs' or 'product', found None"),
-        ("algorithm.bits", 64, r"expected shape \[2, 9\], found \[2, 5\]"),
-        ("algorithm.bits", 128, "metadata.model.head_dim: expected a multiple of the 16 parts, found 8"),
-    ],
-)
-def test_metadata_of_product_codes_is_checked(tmp_path, where, value, message):
-    path = tmp_path / "a.safetensors"
-    save(product_artifact(), path)
-    rewrite(path, lambda header, table, payload: set_path(table, where, value))
-    with pytest.raises(ArtifactError, match=message):
+    rewrite(path, with_centroids)
+    with pytest.raises(ArtifactError, match=r"format_version is 2, of product codes, .* calibrate again"):
         load(path)
-
-
-def test_tensors_of_product_codes_are_checked(tmp_path):
-    made = product_artifact()
-    layer = made.layers[2]
-    singular = layer.projection.copy()
-    singular[1, 3] = singular[1, 5]
-    for changes, message in (
-        ({"projection": singular}, "layers.2.projection: expected matrices that can be inverted"),
-        ({"centroids": None}, "layers.2.centroids: is absent, but metadata.algorithm says the opposite"),
-        ({"centroids": layer.centroids[:, :, :255]}, r"layers.2.centroids: expected shape \[2, 4, 256, 2\]"),
-        ({"metric": np.eye(8, dtype=np.float32)[None].repeat(2, 0)}, "layers.2.metric: is present"),
-    ):
-        changed = ProjectionArtifact({0: made.layers[0], 2: replace(layer, **changes)}, made.metadata)
-        with pytest.raises(ArtifactError, match=message):
-            save(changed, tmp_path / "b.safetensors")
-    assert not (tmp_path / "b.safetensors").exists()
 
 
 def swap_float(payload: bytearray, value: float) -> bytes:

@@ -208,25 +208,19 @@ def test_the_mean_is_that_of_early_positions(text_folder, monkeypatch):
         assert abs(keys.double().mean(1) - mean).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("codes", "dtype"), [("signs", torch.float32), ("signs", torch.bfloat16), ("product", torch.bfloat16)]
-)
-def test_the_same_seed_returns_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype, codes):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_seed_returns_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype):
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             model = tiny.model("qwen3", hidden_size=64).to(dtype)
-            artifact = tiny.calibrated(
-                model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64, codes=codes
-            )
+            artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64)
             save(artifact, tmp_path / f"{count}.safetensors")
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "2.safetensors").read_bytes()
-    other = tiny.calibrated(
-        model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64, codes=codes, seed=1
-    )
+    other = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64, seed=1)
     assert not np.array_equal(other.layers[0].projection, artifact.layers[0].projection)
 
 
@@ -320,10 +314,6 @@ def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):
         ({"samples": 2.5}, "samples must be at least 1, not 2.5"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"seed": 1 << 63}, "seed must be at least 0 and below 2"),
-        ({"codes": "product", "method": "paper"}, "the codes of the method paper are signs, not product codes"),
-        ({"codes": "product", "bits": 128}, "codes of 128 bits need a head_dim that is a multiple of 16, not 8"),
-        ({"codes": "product", "keys_per_head": 255}, "255 fitted keys per head are too few .* at least 256"),
-        ({"codes": "colours"}, "codes must be signs or product, not 'colours'"),
         ({"method": "magic"}, "unknown method 'magic': known are score-aware, paper"),
     ],
 )

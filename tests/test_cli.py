@@ -84,21 +84,6 @@ def test_calibrate_and_inspect(calibrate, bpc, model_folder, tmp_path):
     assert "\x1b" not in ran.out + shown.out
 
 
-def test_product_codes_from_calibration_to_text(calibrate, bpc, model_folder, tmp_path):
-    plan = json.loads(calibrate("--codes", "product", "--dry-run", "--json").out)
-    assert plan["output_bytes"] == 3 * 2 * (8 * 8 + 256 * 8 + 5 + 8) * 4  # projection, centroids, residual, mean
-    ran = calibrate("--codes", "product", "-o", "a.safetensors")
-    assert ran.code == 0, ran.err
-    shown = bpc("inspect", "a.safetensors", "--model", model_folder, "--plot", tmp_path / "a.png")
-    assert shown.code == 0, shown.err
-    for part in ("version 2", "product, 32 bits per key", "16 rounds of k-means", "query metric, centred", "Fits"):
-        assert part in shown.out
-    words = ("--model", model_folder, "-a", "a.safetensors", "--prompt", "the old stone " * 6, "--max-new-tokens", 4)
-    sparse = bpc("generate", *words, "--budget", "0.2", "--min-tokens", 4, "--dense-layers", "none", "--json", "-q")
-    assert sparse.code == 0, sparse.err
-    assert 0 < json.loads(sparse.out)["kv_bytes_share"] < 2  # codes take more bytes than the keys of a model this small
-
-
 def test_json_is_the_only_output(calibrate, bpc, model_folder):
     ran = calibrate("--json", "-o", "a.safetensors")
     result = json.loads(ran.out)

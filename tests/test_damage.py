@@ -64,11 +64,11 @@ def seal(metadata):
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory):
-    """Whole files: signs with everything that is optional, and product codes."""
+    """Whole files, without and with everything that is optional."""
     path = tmp_path_factory.mktemp("whole") / "a.safetensors"
     found = []
     whole = test_artifact.artifact(metric=True, mean=True, metrics__held_out=test_artifact.held_out())
-    for made in (test_artifact.artifact(), whole, test_artifact.product_artifact()):
+    for made in (test_artifact.artifact(), whole):
         save(made, path, overwrite=True)
         found.append(path.read_bytes())
     return found

@@ -94,9 +94,9 @@ def test_decoding_is_the_same_as_on_the_cpu(rules):
 @pytest.mark.parametrize(
     "rules", [SMALL, SMALL | {"dense_layers": (1,), "safeguard": 0.2, "recent": 1}, {"budget": 1.0}]
 )
-@pytest.mark.parametrize("codes", ["online", "product"])
+@pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_captured_steps_give_what_growing_ones_do(rules, codes, padded):
+def test_captured_steps_give_what_growing_ones_do(rules, calibrated, padded):
     """In float64; then the cache goes on, in buffers that grow."""
     ids = torch.randint(250, (2, 60), generator=torch.Generator().manual_seed(0)).cuda()
     mask = (torch.arange(60) >= torch.tensor([[0], [17 * padded]])).long().cuda()
@@ -104,8 +104,8 @@ def test_captured_steps_give_what_growing_ones_do(rules, codes, padded):
     enable(model)
     made = []
     for static in (False, True):
-        product = tiny.artifact(model.config, 32, codes="product", metric=True, centred=True)
-        cache = BPCCache(model.config, product if codes == "product" else None, **rules)
+        artifact = tiny.artifact(model.config, metric=True, centred=True) if calibrated else None
+        cache = BPCCache(model.config, artifact, **rules)
         settings = {"do_sample": False, "pad_token_id": 256, "output_logits": True, "return_dict_in_generate": True}
         if static:
             generate = functools.partial(static_generate, model, cache=cache, **settings)

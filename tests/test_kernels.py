@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from drawn import DEVICE, EXACT, FLOAT64, cache, draw, integers, product_codes, product_of_integers
+from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
 from bpc_calib import hash_scores, quantize_query, select
 from bpc_calib.backends.triton import backend, ops, pipeline
 from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
-from bpc_calib.method import appending, choosing
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice, choose_quantized
+from bpc_calib.method import choosing
+from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import GAIN_MAX
-from bpc_calib.method.encoding import encode_with, make_encoder
-from bpc_calib.method.product import Product, ProductEncoder
-from bpc_calib.method.scoring import LARGEST_SCORE
+from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
@@ -94,140 +91,6 @@ def test_scores_and_their_histogram():
         assert torch.equal(made.counts[row, 1 : pipeline.COARSE], expected[1:].int())
 
 
-PRODUCTS = {  # heads on a KV head, head_dim, parts, dtype, gain, rules
-    "usual": (4, 128, 8, torch.bfloat16, True, {"recent": 2, "sink": 1}),
-    "one head": (1, 64, 8, torch.float32, False, {}),
-    "three heads": (3, 64, 8, torch.float16, True, {"group": "max"}),
-    "eight heads, 16 parts": (8, 256, 16, torch.bfloat16, True, {}),
-    "five heads, 4 parts": (5, 80, 4, torch.float32, True, {"group": "sum"}),
-}
-
-
-@pytest.mark.emulated(case=["usual", "eight heads, 16 parts"])
-@pytest.mark.parametrize("case", PRODUCTS)
-def test_product_codes(case):
-    """Of integers: tables, scales, scores of heads, and so what is chosen, bit for bit."""
-    heads, dim, parts, dtype, gain, rules = PRODUCTS[case]
-    product, query = product_of_integers(2, dim, parts), integers(2, 2, heads, dim, most=2, seed=4, dtype=dtype)
-    query[1, 0] = 0
-    codes, gains = product_codes(2, 2, 300, parts=parts)
-    cached = Cached(codes, gains if gain else None, lengths=torch.tensor([300, 131], device=DEVICE))
-    choice = Choice(0.1, **rules)
-    made = pipeline.score(query, product, cached, 40, choice)
-    found, expected = pipeline.quantized(made, 2), quantize_query(query, product)
-    assert torch.equal(found.values, expected.values)
-    assert torch.equal(found.scale, expected.scale)
-    plain = hash_scores(expected, codes).mT.flatten(0, 1)
-    for row, length in enumerate((300, 300, 131, 131)):
-        assert torch.equal(made.heads[row, :length, :heads].int(), plain[row, :length])
-    pipeline.rank(made, cached, choice)
-    assert torch.equal(pipeline.take(made, 40).unflatten(0, (2, 2)), choose_quantized(expected, cached, 40, choice))
-
-
-@pytest.mark.emulated(group=["relative"])
-@pytest.mark.parametrize("group", ["relative", "max", "sum"])
-def test_the_largest_scores_there_can_be_of_product_codes(group):
-    centroids = torch.zeros(1, 16, 256, 4, device=DEVICE)
-    centroids[..., 1:3, :] = torch.tensor([[1.0], [-1.0]], device=DEVICE)
-    product = Product(torch.eye(64, device=DEVICE).unsqueeze(0), centroids)
-    codes = torch.zeros(1, 1, 50, 2, dtype=torch.int64, device=DEVICE)
-    codes[..., 20, :], codes[..., 30, :] = 0x0101010101010101, 0x0202020202020202
-    gain = torch.full((1, 1, 50), GAIN_MAX, dtype=torch.uint8, device=DEVICE)
-    query, cached, choice = torch.ones(1, 1, 16, 64, device=DEVICE), Cached(codes, gain), Choice(0.1, group)
-    made = pipeline.score(query, product, cached, 3, choice)
-    pipeline.rank(made, cached, choice)
-    rounded = pipeline.quantized(made, 1)
-    scores = hash_scores(rounded, codes, gain)
-    assert scores.amax() == -scores.amin() == LARGEST_SCORE * 287
-    ranked = choosing.rank(scores, rounded.scale, group=group, gain=True, scaling=0.1)
-    assert torch.equal(made.ranked[:, :50], ranked[0])
-    assert torch.equal(pipeline.take(made, 3), select(ranked, 3)[0])
-
-
-@pytest.mark.emulated
-@pytest.mark.parametrize("dtype", [*FLOAT64, torch.bfloat16])
-def test_tables_of_product_codes(dtype):
-    """Across products that round in their own order: few entries differ, by one."""
-    product = Product(draw(2, 64, 64, seed=1) / 8, draw(2, 8, 256, 8, seed=2))
-    query = draw(3, 2, 4, 64, seed=3, dtype=dtype)
-    found, expected = pipeline.quantize_query(query, product), quantize_query(query, product)
-    apart = (found.values.int() - expected.values.int()).abs()
-    assert apart.max() <= 1
-    assert apart.sum() <= 50  # of 49,152
-    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
-
-
-CODED = {  # dtype, head_dim, parts, tokens, whether all are integers
-    "more than a block": (torch.bfloat16, 64, 8, 70, False),
-    "one token": (torch.bfloat16, 128, 8, 1, False),
-    "16 parts": (torch.float16, 256, 16, 5, True),
-    "4 parts": (torch.float32, 80, 4, 65, True),
-    **({"float64": (torch.float64, 32, 4, 65, False)} if FLOAT64 else {}),
-}
-
-
-OWN = pytest.mark.parametrize("own", [False, True], ids=["shared", "each sequence's own"])
-
-
-def finder(dim, parts, *, whole, own, dtype=torch.float32):
-    """An encoder that rotates keys exactly, for two KV heads: of all sequences, or of each of two its own."""
-    lead = (2, 2) if own else (2,)
-    if whole:
-        matrix = integers(*lead, dim, dim, most=1, seed=1, dtype=dtype)
-        mean = integers(*lead, dim, most=2, seed=2, dtype=dtype)
-        centroids = integers(*lead, parts, 256, dim // parts, most=9, seed=3, dtype=dtype)
-    else:
-        matrix, mean = torch.eye(dim, dtype=dtype, device=DEVICE).expand(*lead, dim, dim), None
-        centroids = draw(*lead, parts, 256, dim // parts, seed=3, dtype=dtype)
-    return ProductEncoder(matrix, centroids, centroids.square().sum(-1) / 2, mean)
-
-
-@pytest.mark.emulated(case=["more than a block", "one token"])
-@pytest.mark.seldom(case=["4 parts"], own=[False])  # the form of the others
-@pytest.mark.seldom(case=["16 parts", "float64"], own=[True])
-@OWN
-@pytest.mark.parametrize("case", CODED)
-def test_product_codes_of_keys(case, own):
-    """Bit for bit, as the keys are rotated exactly; integers have many nearest centroids."""
-    dtype, dim, parts, tokens, whole = CODED[case]
-    keys = (
-        integers(2, 2, tokens, dim, most=2, seed=4, dtype=dtype)
-        if whole
-        else draw(2, 2, tokens, dim, seed=4, dtype=dtype)
-    )
-    keys[1, :, 0] = 0
-    encoder = finder(dim, parts, whole=whole, own=own, dtype=torch.promote_types(dtype, torch.float32))
-    found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
-    for name in ("codes", "error", "gain"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-
-
-@pytest.mark.emulated(case=["one token"])
-@OWN
-@pytest.mark.parametrize("case", ["one token", "16 parts", "4 parts"])
-def test_product_codes_of_appended_keys(case, own):
-    """What plain torch writes, and nothing else; 16 parts without gains and errors."""
-    dtype, dim, parts, _, whole = CODED[case]
-    encoder, filled = finder(dim, parts, whole=whole, own=own), []
-    key = integers(2, 2, 3, dim, most=2, seed=4, dtype=dtype) if whole else draw(2, 2, 3, dim, seed=4, dtype=dtype)
-    value = draw(2, 3, 2, 48, seed=5, dtype=dtype).transpose(1, 2)
-    for module in (appending, pipeline):
-        slots = Slots(
-            keys=torch.full((2, 2, 9, dim), 7, dtype=dtype, device=DEVICE)[:, :, :8],
-            values=torch.full((2, 8, 2, 48), 7, dtype=dtype, device=DEVICE).transpose(1, 2),
-            codes=torch.full((2, 2, 8, -(-parts // 8)), 7, device=DEVICE),
-            gain=None if parts == 16 else torch.full((2, 2, 8), 7, dtype=torch.uint8, device=DEVICE),
-            error=None if parts == 16 else torch.full((2, 2, 8), 7.0, device=DEVICE),
-        )
-        for step, place in enumerate((0, 5)):
-            one = slice(step, step + 1)
-            module.append(encoder, key[:, :, one], value[:, :, one], torch.tensor([place], device=DEVICE), slots)
-        filled.append(slots)
-    for name, expected in vars(filled[0]).items():
-        found = getattr(filled[1], name)
-        assert found is expected is None or torch.equal(found, expected), name
-
-
 @pytest.mark.emulated
 def test_attention_over_everything():
     query, keys, values = draw(2, 2, 4, 64), draw(2, 2, 150, 64, seed=1), draw(2, 2, 150, 64, seed=2)
@@ -305,18 +168,6 @@ def test_operators_tell_their_shapes():
     arguments = (encoder.matrix, encoder.gram, None, None, *new, *slots)
     torch.library.opcheck(ops.append, arguments, test_utils=checks)
     torch.library.opcheck(ops.encode, (encoder.matrix, encoder.gram, None, None, keys), test_utils=checks)
-
-
-def test_operators_of_product_codes_tell_their_shapes():
-    checks, keys, place = ("test_schema", "test_faketensor"), draw(1, 2, 2, 32), torch.tensor([1], device=DEVICE)
-    codes, gain = product_codes(1, 2, 2, parts=4)
-    encoder = finder(32, 4, whole=False, own=False)
-    found = (encoder.matrix, encoder.centroids, encoder.halves, None)
-    tail = (0.1, "relative", None, None, 0, 0, None, 0.0, 1, encoder.centroids)
-    torch.library.opcheck(ops.choose, (keys, encoder.matrix, codes, gain, 1, None, *tail), test_utils=checks)
-    torch.library.opcheck(ops.encode_product, (*found, keys), test_utils=checks)
-    one = (keys[:, :, :1], keys[:, :, 1:], place, keys.clone(), keys.clone(), codes, gain, None)
-    torch.library.opcheck(ops.append_product, (*found, *one), test_utils=checks)
 
 
 def test_dense_attention_beyond_the_buffer():

@@ -5,11 +5,10 @@ import torch
 from drawn import DEVICE, EXACT, draw
 
 from bpc_calib.backends import plain
-from bpc_calib.backends.triton import backend, over_pages, pipeline
+from bpc_calib.backends.triton import backend, over_pages
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows, read_codes, read_tokens, write_codes
-from bpc_calib.method.product import Product
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -46,29 +45,18 @@ STEPS = {  # lengths, k, heads on a KV head, head_dim, bits, tokens of a page, d
     "long": ((2600, 1), (60, 1), 2, 64, 64, 16, torch.float16, {}),
     "128 bits": ((90,), (11,), 16, 64, 128, 48, torch.bfloat16, {"group": "sum"}),
     "32 bits": ((257, 40), (5, 6), 5, 80, 32, 16, torch.bfloat16, {"group": "max", "recent": 1}),
-    "product codes": ((70, 96), (9, 11), 3, 64, 64, 32, torch.bfloat16, {"product": True, "recent": 1}),
-    "16 parts": ((600,), (40,), 8, 128, 128, 48, torch.float16, {"product": True}),
 }
 
 
-def projections(kv_heads, bits, dim, *, product):
-    """Random ones, of signs or of product codes."""
-    if product:
-        return Product(
-            draw(kv_heads, dim, dim, seed=1) / dim**0.5, draw(kv_heads, bits // 8, 256, 8 * dim // bits, seed=2)
-        )
-    return draw(kv_heads, bits, dim, seed=1)
-
-
-@pytest.mark.emulated(gain=[True], step=["usual", "32 bits", "product codes"])
-@pytest.mark.seldom(gain=[False], step=["float32", "long", "32 bits", "product codes"])  # as the other steps
+@pytest.mark.emulated(gain=[True], step=["usual", "32 bits"])
+@pytest.mark.seldom(gain=[False], step=["float32", "long", "32 bits"])  # as the other steps
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_over_pages_is_a_step_over_rows(step, gain):
     """The same tokens as the kernels choose from copied codes, and the same bits as they attend to copied rows."""
     lengths, k, heads, dim, bits, size, dtype, rules = STEPS[step]
-    rows, rules = rows_of(lengths, k, size), dict(rules)
-    projection = projections(KV_HEADS, bits, dim, product=rules.pop("product", False)).to(dtype)
+    rows = rows_of(lengths, k, size)
+    projection = draw(KV_HEADS, bits, dim, seed=1, dtype=dtype)
     pages = random_pages(rows.table.numel(), size, -(-bits // 64), behind=64)
     if bits == 32:
         pages.codes.bitwise_and_((1 << 32) - 1)
@@ -111,19 +99,15 @@ def test_keys_and_values_of_8_bits(dtype):
 
 
 @pytest.mark.emulated(tokens=[70], bits=[64])
-@pytest.mark.emulated(tokens=[5], bits=[64], product=[True])
 @pytest.mark.seldom(tokens=[70], bits=[128])  # other words of a code with fewer tokens, a second block with 64 bits
-@pytest.mark.seldom(tokens=[70], product=[True])
-@pytest.mark.seldom(tokens=[1], bits=[128], product=[False])
-@pytest.mark.parametrize("product", [False, True])
+@pytest.mark.seldom(tokens=[1], bits=[128])
 @pytest.mark.parametrize("bits", [64, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 70])
-def test_keys_are_hashed_into_their_slots(tokens, bits, product):
+def test_keys_are_hashed_into_their_slots(tokens, bits):
     """The codes of `encode_with`, where they belong; nothing else is written."""
     size, dim, dtype = 16, 64, torch.bfloat16
-    projection = projections(KV_HEADS, bits, dim, product=product)
     encoder = make_encoder(
-        projection if product else projection / 16, dtype,
+        draw(KV_HEADS, bits, dim, seed=1) / 16, dtype,
         metric=torch.eye(dim, device=DEVICE).expand(KV_HEADS, dim, dim) * 1.5, mean=draw(KV_HEADS, dim, seed=7),
     )  # fmt: skip
     keys = draw(1, max(1, tokens), KV_HEADS, dim, seed=2, dtype=dtype)[:, :tokens].transpose(1, 2)
@@ -137,33 +121,22 @@ def test_keys_are_hashed_into_their_slots(tokens, bits, product):
     assert torch.equal(found.gain, wanted.gain)
 
 
-@pytest.mark.seldom(product=[False])  # groups are made in the same way
-@pytest.mark.parametrize("product", [False, True])
-def test_sequences_in_groups(product, monkeypatch):
+def test_sequences_in_groups(monkeypatch):
     """As many at once as scores have room for: five one by one, two and all give the same."""
     lengths, k, size, dim = (90, 33, 70, 16, 48), (9, 3, 11, 16, 1), 16, 64
     rows = rows_of(lengths, k, size)
     paged = Paged(random_pages(rows.table.numel(), size, 1), draw(rows.table.numel(), KV_HEADS, size, 2 * dim, seed=4))
-    query, projection = draw(5, KV_HEADS, 4, dim, seed=3), projections(KV_HEADS, 64, dim, product=product)
-    each = over_pages.sequence_bytes((KV_HEADS, 4, 96), Choice(0.1), 64, product=product)
+    query, projection = draw(5, KV_HEADS, 4, dim, seed=3), draw(KV_HEADS, 64, dim, seed=1)
+    each = over_pages.sequence_bytes((KV_HEADS, 4, 96), Choice(0.1), 64)
     found = []
     for room in (5 * each, each, 2 * each + 1):
         monkeypatch.setattr(over_pages, "WORKSPACE", room)
-        found_room = over_pages.workspace((KV_HEADS, 4, 90), Choice(0.1), 64, 9, product=product)
+        found_room = over_pages.workspace((KV_HEADS, 4, 90), Choice(0.1), 64, 9)
         assert found_room == room // each * each
         found.append(backend.attend_pages(query, projection, paged, rows, Choice(0.1)))
     for out, chosen in found[1:]:
         assert torch.equal(chosen, found[0][1])
         torch.testing.assert_close(out, found[0][0], rtol=1e-5, atol=1e-5)
-
-
-def test_the_workspace_of_product_codes_has_room_for_their_tables():
-    projection, codes = projections(KV_HEADS, 128, 64, product=True), torch.zeros(1, KV_HEADS, 64, 2, device=DEVICE)
-    cached = Cached(codes.long(), codes[..., 0].to(torch.uint8))
-    made = pipeline.score(draw(1, KV_HEADS, 5, 64), projection, cached, 1, Choice(0.1))
-    exact = made.values[..., :1].expand(-1, -1, -1, 8).numel() * 4  # the products before they are rounded
-    held = sum(each.nbytes for each in (made.values, made.heads, made.ranked, made.counts)) + exact
-    assert over_pages.sequence_bytes((KV_HEADS, 5, 64), Choice(0.1), 128, product=True) == held
 
 
 def test_other_pages_are_left_to_plain_torch():

@@ -11,7 +11,6 @@ from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows, read_codes, read_tokens, write_codes
-from bpc_calib.method.product import Product
 
 numba = pytest.importorskip("bpc_calib.backends.cpu.backend")
 
@@ -36,12 +35,6 @@ def encoded(tokens: int, words: int) -> Encoded:
     codes = torch.randint(low, high, (1, HEADS, tokens, words), generator=generator)
     gain = torch.randint(256, (1, HEADS, tokens), generator=generator, dtype=torch.uint8)
     return Encoded(codes, torch.zeros(1, HEADS, tokens), gain)
-
-
-def product(bits: int, dim: int, generator: torch.Generator) -> Product:
-    parts = bits // 8
-    rows = torch.linalg.qr(torch.randn(HEADS, dim, dim, generator=generator)).Q
-    return Product(rows, torch.randn(HEADS, parts, 256, dim // parts, generator=generator))
 
 
 @pytest.mark.parametrize("behind", [0, 64])
@@ -107,17 +100,17 @@ def test_chosen_tokens_of_rows_and_of_8_bits():
     torch.testing.assert_close(found[1], values * 3, rtol=2**-4, atol=2**-7)
 
 
-@pytest.mark.parametrize("kind", ["signs", "metric", "product"])
+@pytest.mark.parametrize("metric", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 8, 20])
 @pytest.mark.parametrize(*DTYPES)  # last: so all of one dtype come first, whose kernels other tests wait for
-def test_keys_are_hashed_into_their_slots(tokens, kind, dtype):
+def test_keys_are_hashed_into_their_slots(tokens, metric, dtype):
     """Compiled as one kernel for few keys: the codes of each key alone."""
     generator, dim, bits = torch.Generator().manual_seed(tokens), 20, 32
     encoder = make_encoder(
-        product(bits, dim, generator) if kind == "product" else torch.randn(HEADS, bits, dim, generator=generator),
+        torch.randn(HEADS, bits, dim, generator=generator),
         dtype,
-        metric=torch.eye(dim).expand(HEADS, dim, dim) * 1.5 if kind == "metric" else None,
-        mean=None if kind == "signs" else torch.randn(HEADS, dim, generator=generator),
+        metric=torch.eye(dim).expand(HEADS, dim, dim) * 1.5 if metric else None,
+        mean=torch.randn(HEADS, dim, generator=generator) if metric else None,
     )
     keys = torch.randn(1, tokens, HEADS, dim, generator=generator).to(dtype).transpose(1, 2)
     slots = torch.randperm(PAGES * SIZE, generator=generator)[:tokens]
@@ -143,14 +136,10 @@ def test_keys_are_hashed_into_their_slots(tokens, kind, dtype):
     ],
     ids=["two", "three", "one", "seven"],
 )
-@pytest.mark.parametrize(
-    ("words", "gain", "kind"),
-    [(1, True, "signs"), (1, False, "signs"), (2, True, "signs"), (1, True, "product"), (2, False, "product")],
-)
-def test_a_step_over_pages_is_a_step_over_rows(lengths, k, heads, rules, words, gain, kind, dtype):
+@pytest.mark.parametrize(("words", "gain"), [(1, True), (1, False), (2, True)])
+def test_a_step_over_pages_is_a_step_over_rows(lengths, k, heads, rules, words, gain, dtype):
     """The tokens are those that the compiled `choose` takes from the same codes in rows, also on two threads."""
-    generator, batch, size = torch.Generator().manual_seed(len(lengths)), len(lengths), SIZE
-    dim = 32 if kind == "product" else 20
+    generator, batch, size, dim = torch.Generator().manual_seed(len(lengths)), len(lengths), SIZE, 20
     per_sequence = -(-max(lengths) // size)
     count = batch * per_sequence
     room = HEADS * size * (8 * words + 1) + 64
@@ -164,10 +153,7 @@ def test_a_step_over_pages_is_a_step_over_rows(lengths, k, heads, rules, words, 
     for row, length in zip(table, lengths, strict=True):
         row[-(-length // size) :] = 1 << 30  # a page that is not read
     query = torch.randn(batch, HEADS, heads, dim, generator=generator).to(dtype)
-    if kind == "product":
-        projection = product(64 * words, dim, generator).to(dtype)
-    else:
-        projection = torch.randn(HEADS, 64 * words, dim, generator=generator).to(dtype)
+    projection = torch.randn(HEADS, 64 * words, dim, generator=generator).to(dtype)
     choice, rows = Choice(0.3, **rules), Rows(table, torch.tensor(lengths), torch.tensor(k), max(k))
     copied, weights = read_codes(paged.codes, table, rows.lengths)
     cached = Cached(copied, weights if gain else None, lengths=rows.lengths)
@@ -186,13 +172,12 @@ def test_a_step_over_pages_is_a_step_over_rows(lengths, k, heads, rules, words, 
         torch.testing.assert_close(out, exact, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["signs", "product"])
 @pytest.mark.parametrize("new", [1, 5, 20])
 @pytest.mark.parametrize("backend", [plain, numba], ids=["torch", "numba"])
-def test_new_keys_are_hashed_before_the_choice(backend, new, kind):
+def test_new_keys_are_hashed_before_the_choice(backend, new):
     """In one call what two calls do; the keys that are new are among those that are ranked."""
     generator, dim = torch.Generator().manual_seed(new), 16
-    projection = product(64, dim, generator) if kind == "product" else torch.randn(HEADS, 64, dim, generator=generator)
+    projection = torch.randn(HEADS, 64, dim, generator=generator)
     encoder = make_encoder(projection, torch.float32)
     keys = torch.randn(1, HEADS, new, dim, generator=generator)
     fresh, where = Fresh(encoder, keys, torch.arange(new) + 2 * SIZE), torch.arange(2 * SIZE * dim).view(2, SIZE, dim)

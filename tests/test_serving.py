@@ -25,7 +25,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from serving_engine import DENSE, PAGE, SETTINGS, Engine, ids, made_artifact, with_product_codes
+from serving_engine import DENSE, PAGE, SETTINGS, Engine, ids, made_artifact
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -280,16 +280,6 @@ def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(options, tmp_p
     assert counted.rows == 3 * 11
     assert cached[0] > 0
     assert second[0] == first[0]
-
-
-def test_product_codes_choose_what_the_layer_chooses(artifact, tmp_path, monkeypatch):
-    engine = Engine(
-        DEMO_MODEL, with_product_codes(artifact, tmp_path / "product.safetensors"), num_gpu_blocks_override=40
-    )
-    with engine.checked(monkeypatch) as counted:
-        engine.generate(*(ids(length, seed=length) for length in (900, 140, 650)))
-    assert counted.together == 3
-    assert counted.rows == 3 * 11 * 2
 
 
 REAL = Path(__file__).parent.parent / "build" / "real"

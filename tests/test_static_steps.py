@@ -27,7 +27,7 @@ from bpc_calib.runtime.static_steps import _captured, warm_up
 
 ALL_SPARSE = {"budget": 0.15, "min_tokens": 1, "dense_layers": ()}
 PAPER = {"safeguard": 0.3, "recent": 1, "group": "max", "gain": False}
-SIGNS, PRODUCT = {"bits": 32, "metric": True}, {"bits": 32, "metric": True, "centred": True, "codes": "product"}
+PROJECTIONS = {"bits": 32, "metric": True}
 SERVED = [family for family in tiny.FAMILIES if family != "gemma3_text"]
 
 
@@ -108,30 +108,21 @@ def test_rules(rules, lengths, online):
     assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact)
 
 
-@pytest.mark.parametrize("lengths", [(41,), (40, 23, 31)], ids=["one", "ragged"])
-@pytest.mark.parametrize("rules", [{}, {"gain": False, "safeguard": 0.2}], ids=str)
-def test_product_codes(rules, lengths):
-    model = enabled()
-    assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=tiny.artifact(model.config, **PRODUCT))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
 @pytest.mark.parametrize(
-    ("rules", "codes", "lengths"),
+    ("rules", "lengths"),
     [
-        pytest.param({"dense_layers": (1,)}, SIGNS, (36, 23), id="a dense layer-ragged"),
-        pytest.param(PAPER, SIGNS, (41,), id="paper-one"),
-        pytest.param({"budget": 1.0}, SIGNS, (36, 23), id="everything-ragged"),
-        pytest.param({}, PRODUCT, (41,), id="product codes-one"),
+        pytest.param({"dense_layers": (1,)}, (36, 23), id="a dense layer-ragged"),
+        pytest.param(PAPER, (41,), id="paper-one"),
+        pytest.param({"budget": 1.0}, (36, 23), id="everything-ragged"),
         # What differs between rows is in the kernels, and tests of them show it.
-        pytest.param(PAPER, SIGNS, (36, 23), id="paper-ragged", marks=pytest.mark.slow),
-        pytest.param({}, PRODUCT, (36, 23), id="product codes-ragged", marks=pytest.mark.slow),
+        pytest.param(PAPER, (36, 23), id="paper-ragged", marks=pytest.mark.slow),
     ],
 )
-def test_the_kernels(rules, codes, lengths, monkeypatch):
+def test_the_kernels(rules, lengths, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "triton")
     model = enabled(num_hidden_layers=1 + ("dense_layers" in rules))
-    artifact = tiny.artifact(model.config, **codes)
+    artifact = tiny.artifact(model.config, **PROJECTIONS)
     assert_same(model, prompt(*lengths), ALL_SPARSE | rules, artifact=artifact, new=4)
 
 

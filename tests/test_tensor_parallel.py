@@ -77,7 +77,6 @@ def two_rank_cases(folder: Path) -> dict:
         "demo, online": {"model": "demo", "codes": "online"},
         "a head each, calibrated": {"model": grouped, "codes": "signs"},
         "a head each, online": {"model": grouped, "codes": "online"},
-        "a head each, product codes": {"model": grouped, "codes": "product"},
         "two heads each": {"model": saved(folder, 8, 4), "codes": "signs"},
         # A model of its own: torch 2.8 cannot look up tokens in two dtypes of one shape of embedding.
         "compiled kernels": {"model": saved(folder, 2, 2), "codes": "signs", "dtype": "float32"},
@@ -92,7 +91,7 @@ def two_rank_cases(folder: Path) -> dict:
 COPIED = ["one head copied, calibrated", "one head copied, online"]
 SHARED = [
     "demo, calibrated", "demo, online", "compiled kernels", "a head each, calibrated", "a head each, online",
-    "a head each, product codes", "two heads each", "all heads everywhere",
+    "two heads each", "all heads everywhere",
 ]  # fmt: skip
 
 

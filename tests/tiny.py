@@ -86,9 +86,6 @@ def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
     shape = (described.kv_heads, bits, described.head_dim)
     layers = {}
     for layer in described.full_layers:
-        if algorithm.get("codes") == "product":
-            layers[layer] = product_layer(described.kv_heads, described.head_dim, bits, generator)
-            continue
         # The rows shrink as in a decomposition.
         projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, bits).unsqueeze(-1) * 0.3
         root = torch.randn(described.kv_heads, 2 * described.head_dim, described.head_dim, generator=generator)
@@ -101,19 +98,6 @@ def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
         )
     made_by = {"name": "score-aware", "bits": bits, "metric": False, "centred": False} | algorithm
     return ProjectionArtifact(layers, {"model": described.metadata(), "algorithm": made_by})
-
-
-def product_layer(heads: int, dim: int, bits: int, generator: torch.Generator) -> Any:
-    """Return random product codes of a layer, with a mean."""
-    from bpc_artifacts import LayerProjection
-
-    parts = bits // 8
-    return LayerProjection(
-        torch.linalg.qr(torch.randn(heads, dim, dim, generator=generator)).Q.numpy(),
-        torch.zeros(heads, parts + 1).numpy(),
-        mean=torch.randn(heads, dim, generator=generator).numpy(),
-        centroids=torch.randn(heads, parts, 256, dim // parts, generator=generator).numpy(),
-    )
 
 
 def tokenizer(*, bos: bool = True) -> Any:

@@ -17,9 +17,8 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import Fit
-from bpc_calib.method.product import Projection
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "choose",
     "compiled",
     "dense_attention",
-    "encode_parts",
     "encode_with",
     "find",
     "fit",
@@ -139,15 +137,7 @@ def for_pages(query: Tensor, kv_heads: int) -> Backend:
     return found
 
 
-def workspace(
-    device: torch.device,
-    sizes: tuple[int, int, int],
-    choice: Choice,
-    bits: int,
-    sequences: int,
-    *,
-    product: bool = False,
-) -> int:
+def workspace(device: torch.device, sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
     """The bytes on a GPU that a step over pages takes beside its result; else 0.
 
     Args:
@@ -156,18 +146,17 @@ def workspace(
         choice: the rules.
         bits: of a code.
         sequences: the most in a step.
-        product: whether they are product codes.
     """
     if device.type != "cuda":
         return 0
     from bpc_calib.backends.triton import over_pages
 
-    return over_pages.workspace(sizes, choice, bits, sequences, product=product)
+    return over_pages.workspace(sizes, choice, bits, sequences)
 
 
 def choose(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -180,7 +169,7 @@ def choose(
     return _serving(request).choose(query, projection, cached, k, choice, width=width)
 
 
-def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     request = Request(keys, keys.shape[:3], contiguous=keys.stride(-1) == 1)
     return _serving(request).encode_with(encoder, keys)
@@ -211,13 +200,7 @@ def fit(
     )
 
 
-def encode_parts(rotated: Tensor, centroids: Tensor, halves: Tensor) -> Encoded:
-    """`bpc_calib.method.product.encode_parts`."""
-    one = rotated[(None,) * max(0, 4 - rotated.dim())]
-    return _serving(Request(one, one.shape[:3])).encode_parts(rotated, centroids, halves)
-
-
-def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     buffers = (slots.keys, slots.values) if slots.codes is None else (slots.keys, slots.values, slots.codes)
     request = Request(key, slots.keys.shape[:3], contiguous=all(buffer.stride(-1) == 1 for buffer in buffers))

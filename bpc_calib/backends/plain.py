@@ -10,14 +10,13 @@ from bpc_calib.method.dense_attention import dense_attention
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import attend_pages, hash_into
-from bpc_calib.method.product import Projection, encode_parts
 from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
 from bpc_calib.method.stepping import step
 
 __all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_parts", "encode_with", "fit", "hash_into",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into",
     "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
@@ -27,7 +26,7 @@ def serves(request: Request) -> str | None:
     return None
 
 
-def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
+def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
 
     def score(codes: Tensor, gain: Tensor | None) -> Tensor:

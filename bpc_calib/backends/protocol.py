@@ -10,10 +10,9 @@ from torch import Tensor
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.product import Projection
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
@@ -46,7 +45,7 @@ class Backend(Protocol):
     def choose(
         self,
         query: Tensor,
-        projection: Projection,
+        projection: Tensor,
         cached: Cached,
         k: int | Tensor,
         choice: Choice,
@@ -55,7 +54,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """`bpc_calib.method.choosing.choose`."""
 
-    def encode_with(self, encoder: AnyEncoder, keys: Tensor) -> Encoded:
+    def encode_with(self, encoder: Encoder, keys: Tensor) -> Encoded:
         """`bpc_calib.method.encoding.encode_with`."""
 
     def fit(
@@ -72,10 +71,7 @@ class Backend(Protocol):
     ) -> Fit:
         """`bpc_calib.method.fitting.fit`."""
 
-    def encode_parts(self, rotated: Tensor, centroids: Tensor, halves: Tensor) -> Encoded:
-        """`bpc_calib.method.product.encode_parts`."""
-
-    def append(self, encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+    def append(self, encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
         """`bpc_calib.method.appending.append`."""
 
     def sparse_attention(
@@ -104,7 +100,7 @@ class Backend(Protocol):
     def attend_pages(
         self,
         query: Tensor,
-        projection: Projection,
+        projection: Tensor,
         paged: Paged,
         rows: Rows,
         choice: Choice,
@@ -114,10 +110,10 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`bpc_calib.method.paging.attend_pages`."""
 
-    def stages(self, query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
+    def stages(self, query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
         """The stages `project`, `score` and `select` of `choose`, each with those before it: for benchmarks."""
 
-    def quantize_query(self, query: Tensor, projection: Projection) -> QuantizedQuery:
+    def quantize_query(self, query: Tensor, projection: Tensor) -> QuantizedQuery:
         """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
 
     def popcount_scores(self, values: Tensor, codes: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_artifacts.schema import version_of
+from bpc_artifacts.schema import FORMAT_VERSION
 from bpc_calib.calibration.held_out import held_out_metrics
 from bpc_calib.calibration.layer_fit import LayerFit
 from bpc_calib.calibration.plan import Plan
-from bpc_calib.method.product_fitting import ROUNDS
 
 __all__ = ["contents"]
 
@@ -36,17 +35,16 @@ def _metadata(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[
     if held_out:
         metrics["held_out"] = held_out_metrics(held_out, len(plan.held_out), plan.held_out_keys_per_head)
     return {
-        "format_version": version_of(plan.codes),
+        "format_version": FORMAT_VERSION,
         "bpc_version": version("bpc-calib"),
         "key_space": "post_rope",
         "layers": list(fits),
         "algorithm": {
             "name": method.name,
-            **({} if plan.codes == "signs" else {"codes": plan.codes}),
             "bits": plan.bits,
-            "iterations": method.iterations if plan.codes == "signs" else ROUNDS,
+            "iterations": method.iterations,
             "metric": method.metric,
-            "least_squares": method.rounds if plan.codes == "signs" else 0,
+            "least_squares": method.rounds,
             "centred": method.centred,
             "position_shift": plan.position_shift,
             "seed": plan.seed,

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import encode_parts, fit
+from bpc_calib.backends.dispatch import fit
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.method.fitting import Fit, mean_key, residual_norms
-from bpc_calib.method.metric import query_metric, score_metric
-from bpc_calib.method.product import Product
-from bpc_calib.method.product_fitting import fit_product, product_residual_norms
+from bpc_calib.method.metric import score_metric
 
 __all__ = ["LayerFit", "fit_layers", "layers_at_once"]
 
@@ -71,8 +69,7 @@ def fit_layers(
         heads = max(heads, torch.get_num_threads())  # each thread fits a head
     metric = None
     if moments is not None and method.metric:
-        flat = moments.flatten(0, 1)
-        metric = score_metric(flat, plan.codes) if method.power is None else query_metric(flat, method.power)
+        metric = score_metric(moments.flatten(0, 1))
     fits: list[Fit] = []
     measured: list[Tensor] = []
     for first in range(0, len(keys), heads):
@@ -82,7 +79,8 @@ def fit_layers(
         found = _fit(some, None if metric is None else metric[part].to(device), mean, plan)
         fits.append(found)
         if held_out is not None:
-            measured.append(_measure(held_out[part].to(device), found).cpu())
+            other = held_out[part].to(device)
+            measured.append(residual_norms(other, found.projection, metric=found.metric, mean=found.mean).cpu())
 
     def by_layer(parts: list[Tensor]) -> Tensor:
         return torch.cat([part.cpu() for part in parts]).unflatten(0, shape)
@@ -90,9 +88,9 @@ def fit_layers(
     projection = by_layer([found.projection for found in fits])
     residual = _relative(by_layer([found.residual_norms for found in fits])).float()
     measure = _relative(by_layer(measured))[..., -1] if measured else None
-    mean, metrics, centroids = (
+    mean, metrics = (
         by_layer(parts) if (parts := [part for found in fits if (part := getattr(found, name)) is not None]) else None
-        for name in ("mean", "metric", "centroids")
+        for name in ("mean", "metric")
     )
     return [
         LayerFit(
@@ -101,7 +99,6 @@ def fit_layers(
                 residual=residual[i].numpy(),
                 metric=None if metrics is None else metrics[i].numpy(),
                 mean=None if mean is None else mean[i].numpy(),
-                centroids=None if centroids is None else centroids[i].numpy(),
             ),
             None if measure is None else measure[i],
         )
@@ -116,8 +113,6 @@ def _mean(keys: Tensor, centring: Tensor | None) -> Tensor:
 
 def _fit(keys: Tensor, metric: Tensor | None, mean: Tensor | None, plan: Plan) -> Fit:
     method, generator = plan.method, torch.Generator().manual_seed(plan.seed)
-    if plan.codes == "product":
-        return fit_product(keys, plan.bits, metric=metric, mean=mean, generator=generator, encode=encode_parts)
     return fit(
         keys,
         plan.bits,
@@ -126,15 +121,6 @@ def _fit(keys: Tensor, metric: Tensor | None, mean: Tensor | None, plan: Plan) -
         metric=metric,
         mean=mean,
         generator=generator,
-    )
-
-
-def _measure(keys: Tensor, found: Fit) -> Tensor:
-    """The residual norms of a fit on other keys."""
-    if found.centroids is None:
-        return residual_norms(keys, found.projection, metric=found.metric, mean=found.mean)
-    return product_residual_norms(
-        keys, Product(found.projection, found.centroids), mean=found.mean, encode=encode_parts
     )
 
 

@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-from bpc_artifacts.schema import CODES
 from bpc_calib.calibration.held_out import held_out_samples
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, default_bits
-from bpc_calib.method.product import CENTROIDS
-from bpc_calib.method.product_fitting import check_parts
 from bpc_calib.models.description import ModelDescription
 
 __all__ = ["Plan", "make_plan"]
@@ -25,7 +22,6 @@ class Plan:
 
     model: ModelDescription
     method: ProjectionMethod
-    codes: str
     bits: int
     samples: int
     sequence_length: int
@@ -91,10 +87,7 @@ class Plan:
         """Bytes of the artifact's tensors; its header adds a few kilobytes."""
         model = self.model
         method, dim = self.method, model.head_dim
-        if self.codes == "product":
-            numbers = dim * dim + CENTROIDS * dim + self.bits // 8 + 1 + method.centred * dim
-        else:
-            numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
+        numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
         return len(model.full_layers) * model.kv_heads * numbers * 4
 
 
@@ -105,7 +98,6 @@ def make_plan(
     sequence_length: int | None = None,
     bits: int | None = None,
     method: str = DEFAULT_METHOD,
-    codes: str = "signs",
     position_shift: bool | None = None,
     keys_per_head: int = KEYS_PER_HEAD,
     seed: int = 0,
@@ -118,7 +110,6 @@ def make_plan(
         sequence_length: tokens per sample; None: 8,192, or the model's limit if that is lower.
         bits: code length: 32, 64 or 128; None: `default_bits` of the `head_dim`.
         method: a name of `PROJECTION_METHODS`.
-        codes: "signs" or "product".
         position_shift: start samples at random positions; None: as the method does, where the model allows it.
         keys_per_head: keys kept per KV head, at most one per token.
         seed: of text, positions and the decomposition.
@@ -141,16 +132,10 @@ def make_plan(
     if method not in PROJECTION_METHODS:
         raise InputError(f"unknown method {method!r}: known are {', '.join(PROJECTION_METHODS)}")
     chosen = PROJECTION_METHODS[method]
-    if codes not in CODES:
-        raise InputError(f"codes must be {' or '.join(CODES)}, not {codes!r}")
-    if codes == "product":
-        if not chosen.metric:
-            raise InputError(f"the codes of the method {method} are signs, not product codes")
-        check_parts(bits, model.head_dim)
     if position_shift and not model.can_shift:
         raise InputError(f"{model.id} does not allow a position shift: no RoPE, or one that depends on the length")
     kept = min(keys_per_head, (samples - len(held_out_samples(samples))) * length)
-    least = CENTROIDS if codes == "product" else LEAST_PER_BIT * bits
+    least = LEAST_PER_BIT * bits
     if kept < least:
         raise InputError(
             f"{kept} fitted keys per head are too few for {bits} bits, which need at least {least}: raise "
@@ -160,7 +145,6 @@ def make_plan(
     return Plan(
         model=model,
         method=chosen,
-        codes=codes,
         bits=bits,
         samples=samples,
         sequence_length=length,

@@ -14,7 +14,6 @@ class ProjectionMethod:
     iterations: int  # steps per bit
     rounds: int  # least-squares updates of the projection
     metric: bool  # whether errors are measured in the query metric
-    power: float | None  # exponent of the metric in all its directions; None: `score_metric`
     centred: bool  # subtract the mean key first
     shift: bool  # shift positions by default
 
@@ -29,7 +28,6 @@ PROJECTION_METHODS = {
             iterations=8,
             rounds=6,
             metric=True,
-            power=None,
             centred=True,
             shift=True,
         ),
@@ -39,7 +37,6 @@ PROJECTION_METHODS = {
             iterations=1,
             rounds=0,
             metric=False,
-            power=None,
             centred=False,
             shift=False,
         ),

@@ -8,7 +8,7 @@ from torch import Tensor
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_codes
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder, encode_with
+from bpc_calib.method.encoding import Encoder, encode_with
 
 __all__ = ["Slots", "append", "check", "write"]
 
@@ -24,7 +24,7 @@ class Slots:
     error: Tensor | None = None  # float32 [B, H_KV, N]; None: not kept
 
 
-def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """Write one token of each sequence, in place: key, value, and the code, gain and error of the key.
 
     Args:
@@ -51,7 +51,7 @@ def write(key: Tensor, value: Tensor, encoded: Encoded | None, place: Tensor, sl
             to.index_copy_(2, place, new)
 
 
-def check(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def check(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """Raise `InputError` unless `append` accepts the arguments. Reads no tensor values, not to wait for a device."""
     for name, new, buffer in (("key", key, slots.keys), ("value", value, slots.values)):
         if buffer.dim() != 4 or new.shape != (*buffer.shape[:2], 1, buffer.shape[3]) or new.dtype != buffer.dtype:

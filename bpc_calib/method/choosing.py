@@ -8,7 +8,6 @@ from torch import Tensor
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_codes
 from bpc_calib.method.encoded import GAIN_UNIT
-from bpc_calib.method.product import Product, Projection, code_bits
 from bpc_calib.method.scoring import (
     GROUPS,
     LARGEST_LIMIT,
@@ -48,7 +47,7 @@ class Cached:
 
 def choose(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -61,7 +60,7 @@ def choose(
 
     Args:
         query: `[B, H_KV, G, D]`.
-        projection: `[H_KV, H, D]`, or `[B, H_KV, H, D]`; or that of product codes, with the same leading dimensions.
+        projection: `[H_KV, H, D]`, or `[B, H_KV, H, D]`.
         cached: codes and gains of the cached keys.
         k: number of tokens, at most the number of valid tokens; or integers `[B, 1]` or `[B, H_KV]`.
         choice: how to rank, and which tokens to always attend to.
@@ -77,19 +76,15 @@ def choose(
     return choose_quantized(quantize_query(query, projection), cached, k, choice, width=width)
 
 
-def check(query: Tensor, projection: Projection, cached: Cached, k: int | Tensor, choice: Choice) -> None:
+def check(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> None:
     """Raise `InputError` unless `choose` accepts the arguments. Reads no tensor values, not to wait for a device."""
     codes = cached.codes
     if query.dim() != 4 or not query.dtype.is_floating_point:
         raise InputError(f"query must be floating [B, H_KV, G, D], not {query.dtype} {list(query.shape)}")
     batch, kv_heads, _, dim = query.shape
-    check_codes(codes, code_bits(projection))
-    rows = projection.rows if isinstance(projection, Product) else projection
-    lead = ((kv_heads,), (batch, kv_heads))
-    if rows.shape[:-2] not in lead or rows.shape[-1] != dim:
-        raise InputError(f"projection {list(rows.shape)} does not fit query {list(query.shape)}")
-    if isinstance(projection, Product) and projection.centroids.shape[:-3] not in lead:
-        raise InputError(f"centroids {list(projection.centroids.shape)} do not fit query {list(query.shape)}")
+    check_codes(codes, projection.shape[-2])
+    if projection.shape[:-2] not in ((kv_heads,), (batch, kv_heads)) or projection.shape[-1] != dim:
+        raise InputError(f"projection {list(projection.shape)} does not fit query {list(query.shape)}")
     if codes.dim() != 4 or codes.shape[:2] != query.shape[:2]:
         raise InputError(f"codes {list(codes.shape)} do not fit query {list(query.shape)}")
     tokens = codes.shape[2]

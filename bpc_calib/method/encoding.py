@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -10,16 +9,8 @@ from torch import Tensor
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, pack_codes
 from bpc_calib.method.encoded import Encoded, gain_byte
-from bpc_calib.method.product import Product, ProductEncoder, Projection, encode_product, make_product_encoder
 
-__all__ = [
-    "AnyEncoder",
-    "Encoder",
-    "encode",
-    "encode_gram",
-    "encode_with",
-    "make_encoder",
-]
+__all__ = ["Encoder", "encode", "encode_gram", "encode_with", "make_encoder"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,25 +49,10 @@ class Encoder:
         return Encoder(how(self.matrix.mT).mT, how(self.gram), metric, mean)  # transposed, as it lies in memory
 
 
-AnyEncoder = Encoder | ProductEncoder
-
-
-@overload
 def make_encoder(
     projection: Tensor, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
-) -> Encoder: ...
-
-
-@overload
-def make_encoder(
-    projection: Projection, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
-) -> AnyEncoder: ...
-
-
-def make_encoder(
-    projection: Projection, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
-) -> AnyEncoder:
-    """Prepare a projection, `[..., H, D]` or that of product codes, for keys of one dtype.
+) -> Encoder:
+    """Prepare a projection `[..., H, D]` for keys of one dtype.
 
     `P` and `P M` are rounded to that dtype once. Every product uses the rounded matrices, and so does the
     projected query, so that codes of 16-bit keys follow the greedy loop as exactly as in float64.
@@ -84,8 +60,6 @@ def make_encoder(
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    if isinstance(projection, Product):
-        return make_product_encoder(projection, dtype, mean=mean)
     check_bits(projection.shape[-2])
     dim = projection.shape[-1]
     if not dtype.is_floating_point:
@@ -106,10 +80,8 @@ def make_encoder(
         )
 
 
-def encode(
-    keys: Tensor, projection: Projection, *, metric: Tensor | None = None, mean: Tensor | None = None
-) -> Encoded:
-    """Hash keys `[..., N, D]` with a projection, `[..., H, D]` or a `Product`; leading dimensions broadcast.
+def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None) -> Encoded:
+    """Hash keys `[..., N, D]` with a projection `[..., H, D]`; leading dimensions broadcast.
 
     The greedy loop of Algorithm 2 (`u = sign(r v)`, `r -= u v` for each row `v` of `P`, from `r = k`)
     needs only the inner products `S = K P^T` and `T = P P^T` (docs/algorithm.md); with a metric, `S = K (P M)^T` and
@@ -119,25 +91,21 @@ def encode(
     Args:
         keys: any floating dtype.
         projection: is first rounded to the dtype of the keys.
-        metric: `[..., D, D]`, the metric of the calibration of the projection; None is the identity. A `Product`
-            contains its own.
+        metric: `[..., D, D]`, the metric of the calibration of the projection; None is the identity.
         mean: `[..., D]`, is first subtracted from the keys; None is 0.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    rows = projection.rows if isinstance(projection, Product) else projection
-    if keys.dim() < 2 or rows.dim() < 2 or keys.shape[-1] != rows.shape[-1]:
+    if keys.dim() < 2 or projection.dim() < 2 or keys.shape[-1] != projection.shape[-1]:
         raise InputError(
-            f"keys [..., N, D] and projection [..., H, D] do not fit: {list(keys.shape)} and {list(rows.shape)}"
+            f"keys [..., N, D] and projection [..., H, D] do not fit: {list(keys.shape)} and {list(projection.shape)}"
         )
     return encode_with(make_encoder(projection, keys.dtype, metric=metric, mean=mean), keys)
 
 
-def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
-    """Do the same as `encode` with a prepared encoder, for keys of its dtype; or find product codes."""
-    if isinstance(encoder, ProductEncoder):
-        return encode_product(encoder, keys)
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+    """Do the same as `encode` with a prepared encoder, for keys of its dtype."""
     with torch.autocast(keys.device.type, enabled=False):
         wide, in_metric = encoder.centre(keys)
         return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * in_metric).sum(-1))

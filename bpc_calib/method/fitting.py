@@ -25,7 +25,6 @@ class Fit:
     residual_norms: Tensor  # float64 [..., H + 1], |K - mean - U P|_F after 0..H bits, measured in the metric
     metric: Tensor | None  # float32 [..., D, D], the argument of `fit`
     mean: Tensor | None  # float32 [..., D], the argument of `fit`
-    centroids: Tensor | None = None  # float32 [..., m, 256, D / m], of product codes (`fit_product`); else signs
 
 
 def fit(

@@ -5,12 +5,11 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["DOMINANT_POWER", "POWER", "PRODUCT_POWER", "WIDE_POWER", "query_metric", "score_metric", "second_moment"]
+__all__ = ["DOMINANT_POWER", "POWER", "WIDE_POWER", "query_metric", "score_metric", "second_moment"]
 
 FLOOR = 1e-4  # share of the mean eigenvalue: a direction without queries still counts a little
 # How `score_metric` tempers (docs/projections.md): keys of up to 128 numbers, wider keys, and dominant directions.
 POWER, WIDE_POWER, DOMINANT_POWER = 0.25, 0.5, 0.75
-PRODUCT_POWER = 0.75  # for product codes, in all directions
 WIDE = 128
 DOMINANT = 16.0  # times the mean eigenvalue: above it a direction is in nearly every query
 
@@ -54,8 +53,6 @@ def query_metric(moment: Tensor, power: float, dominant_power: float | None = No
     return ((metric + metric.mT) / 2).float()
 
 
-def score_metric(moment: Tensor, codes: str = "signs") -> Tensor:
-    """Return `query_metric` of moments `[..., D, D]` with the powers that serve this kind of codes."""
-    if codes == "product":
-        return query_metric(moment, PRODUCT_POWER)
+def score_metric(moment: Tensor) -> Tensor:
+    """Return `query_metric` of moments `[..., D, D]` with the powers that serve codes best."""
     return query_metric(moment, POWER if moment.shape[-1] <= WIDE else WIDE_POWER, DOMINANT_POWER)

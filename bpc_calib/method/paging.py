@@ -12,8 +12,7 @@ from torch import Tensor
 from bpc_calib.errors import InputError
 from bpc_calib.method.choosing import Cached, Choice, choose
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder, encode_with
-from bpc_calib.method.product import Product, Projection
+from bpc_calib.method.encoding import Encoder, encode_with
 from bpc_calib.method.sparse_attention import sparse_attention
 
 __all__ = [
@@ -75,7 +74,7 @@ class Rows:
 class Fresh:
     """Keys that are not hashed yet, and their slots."""
 
-    encoder: AnyEncoder
+    encoder: Encoder
     keys: Tensor  # [1, H_KV, T, D]
     slots: Tensor  # integers [T]; a token with a negative slot is not written
 
@@ -87,7 +86,7 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
 
 def attend_pages(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     paged: Paged,
     rows: Rows,
     choice: Choice,
@@ -99,7 +98,7 @@ def attend_pages(
 
     Args:
         query: `[B, H_KV, G, D]`, one query per head and sequence.
-        projection: `[H_KV, H, D]`, or that of product codes, for queries, in their dtype.
+        projection: `[H_KV, H, D]`, for queries, in their dtype.
         paged: codes, keys and values.
         rows: the sequences.
         choice: the rules.
@@ -191,10 +190,9 @@ def read_tokens(paged: Paged, table: Tensor, indices: Tensor) -> tuple[Tensor, T
     return keys.masked_fill(none, 0), values.masked_fill(none, 0)
 
 
-def check(query: Tensor, projection: Projection, paged: Paged, rows: Rows) -> None:
+def check(query: Tensor, projection: Tensor, paged: Paged, rows: Rows) -> None:
     """Raise `InputError` unless the arguments of `attend_pages` fit each other."""
     (batch, kv_heads, _, dim), (_, heads, size, _) = query.shape, paged.codes.codes.shape
-    projected = projection.rows if isinstance(projection, Product) else projection
     check_table(rows.table, rows.lengths)
     packing, eight = paged.packing, torch.float8_e4m3fn
     lies = (
@@ -205,14 +203,14 @@ def check(query: Tensor, projection: Projection, paged: Paged, rows: Rows) -> No
     fits = (
         lies
         and heads == kv_heads == paged.cache.shape[1]
-        and projected.shape == (kv_heads, projected.shape[-2], dim)
+        and projection.shape == (kv_heads, projection.shape[-2], dim)
         and rows.k.shape == rows.lengths.shape == (batch,)
         and projection.dtype == query.dtype
         and paged.cache.dtype == (query.dtype if paged.scales is None else eight)
     )
     if not fits:
         raise InputError(
-            f"query {query.dtype} {list(query.shape)}, projection {projection.dtype} {list(projected.shape)} and k "
+            f"query {query.dtype} {list(query.shape)}, projection {projection.dtype} {list(projection.shape)} and k "
             f"{list(rows.k.shape)} do not fit a cache of pages {paged.cache.dtype} {list(paged.cache.shape)} and "
             f"{len(rows.table)} sequences"
         )

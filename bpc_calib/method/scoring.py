@@ -9,13 +9,11 @@ from torch import Tensor
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, check_codes
 from bpc_calib.method.encoded import GAIN_OFFSET
-from bpc_calib.method.product import CENTROIDS, Product, Projection
 
 __all__ = [
     "GROUPS",
     "LARGEST_LIMIT",
     "LARGEST_QUERY",
-    "LARGEST_SCORE",
     "RELATIVE_LIMIT",
     "QuantizedQuery",
     "check_group",
@@ -29,22 +27,18 @@ GROUPS = ("relative", "max", "sum")
 RELATIVE_LIMIT = 16.0  # logits: a key that far below the best key has e^-16 of its weight
 LARGEST_LIMIT = 1 << 24  # largest limit in the unit of scores, whose absolute values are below 2^23
 LARGEST_QUERY = 127  # largest absolute int8 value of a quantized query
-LARGEST_SCORE = 127 * 128  # largest absolute score by product codes without the gain, but for roundings of its parts
 
 
 @dataclass(frozen=True)
 class QuantizedQuery:
-    """The result of `quantize_query`: `q P^T ~ values * scale`; of product codes, products with every centroid."""
+    """The result of `quantize_query`: `q P^T ~ values * scale`."""
 
-    values: Tensor  # int8 [..., G, H], in [-127, 127]; of product codes int16 [..., G, 256 m]
+    values: Tensor  # int8 [..., G, H], in [-127, 127]
     scale: Tensor  # float32 [...]
 
 
-def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """Project the `G` queries of a KV head, `[..., G, D]`, with `[..., H, D]` and round to int8.
-
-    For product codes the values are what each centroid of each part adds to the score, int16, and their scale makes
-    the largest possible score `LARGEST_SCORE`.
 
     Rounding is symmetric and half to even. The whole group has one scale, so that its scores are comparable.
     As in `encode`, the projection is first rounded to the query's dtype. A zero query returns zeros and
@@ -53,58 +47,42 @@ def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    rows = projection.rows if isinstance(projection, Product) else projection
-    if query.dim() < 2 or rows.dim() < 2 or query.shape[-1] != rows.shape[-1]:
+    if query.dim() < 2 or projection.dim() < 2 or query.shape[-1] != projection.shape[-1]:
         raise InputError(
-            f"query [..., G, D] and projection [..., H, D] do not fit: {list(query.shape)} and {list(rows.shape)}"
+            f"query [..., G, D] and projection [..., H, D] do not fit: {list(query.shape)} and {list(projection.shape)}"
         )
     if not query.dtype.is_floating_point:
         raise InputError(f"query must be floating, not {query.dtype}")
-    _check_lead("query [..., G, D] and projection [..., H, D]", query, rows)
+    _check_lead("query [..., G, D] and projection [..., H, D]", query, projection)
     with torch.autocast(query.device.type, enabled=False):
         exact = torch.promote_types(query.dtype, torch.float32)
-        projected = query.to(exact) @ rows.to(query.dtype).to(exact).mT
-        if isinstance(projection, Product):
-            return _quantize_table(projected, projection.centroids.to(query.dtype).to(exact))
-    check_bits(rows.shape[-2])
+        projected = query.to(exact) @ projection.to(query.dtype).to(exact).mT
+    check_bits(projection.shape[-2])
     largest = projected.abs().amax((-2, -1))
     inverse = torch.where(largest > 0, LARGEST_QUERY / largest, 0)
     values = (projected * inverse[..., None, None]).round().clamp(-LARGEST_QUERY, LARGEST_QUERY)
     return QuantizedQuery(values.to(torch.int8), (largest / LARGEST_QUERY).float())
 
 
-def _quantize_table(projected: Tensor, centroids: Tensor) -> QuantizedQuery:
-    """Round the products of projected queries `[..., G, D]` with centroids `[..., m, 256, D / m]`."""
-    parts = projected.unflatten(-1, (centroids.shape[-3], -1)).transpose(-3, -2)  # [..., m, G, D / m]
-    table = (parts @ centroids.mT).transpose(-3, -2)  # [..., G, m, 256]
-    largest = table.abs().amax(-1).sum(-1).amax(-1)
-    inverse = torch.where(largest > 0, LARGEST_SCORE / largest, 0)
-    values = (table * inverse[..., None, None, None]).round().clamp(-LARGEST_SCORE, LARGEST_SCORE)
-    return QuantizedQuery(values.to(torch.int16).flatten(-2), (largest / LARGEST_SCORE).float())
-
-
 def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None) -> Tensor:
     """Score every key for every query: int32 `[..., G, N]`, `c = p . u`, or `c * (gain + 32)`.
 
-    The integers are exact: `|c| <= 127 * 128 + 16`, and with the gain `|score| < 2^23`. By product
-    codes, `c` is the sum of what the named centroids add. The paper's printed formula counts XOR as agreement and so
-    flips the sign of every score (docs/algorithm.md).
+    The integers are exact: `|c| <= 127 * 128 + 16`, and with the gain `|score| < 2^23`. The
+    paper's printed formula counts XOR as agreement and so flips the sign of every score (docs/algorithm.md).
 
     Args:
-        query: int8 values `[..., G, H]`, or those of product codes, int16 `[..., G, 256 m]`.
+        query: int8 values `[..., G, H]`.
         codes: int64 `[..., N, W]`.
         gain: uint8 `[..., N]`; None scores without the gain, as in the paper.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    product = query.values.dtype == torch.int16
-    check_codes(codes, 8 * query.values.shape[-1] // CENTROIDS if product else query.values.shape[-1])
+    check_codes(codes, query.values.shape[-1])
     if gain is not None and (gain.dtype != torch.uint8 or gain.shape != codes.shape[:-1]):
         raise InputError(f"gain must be uint8 {list(codes.shape[:-1])}, not {gain.dtype} {list(gain.shape)}")
     _check_lead("query [..., G, H] and codes [..., N, W]", query.values, codes)
-    table = query.values.unflatten(-1, (-1, CENTROIDS)).float() if product else _sums(query.values)
-    scores = _look_up(table, codes)
+    scores = _look_up(_sums(query.values), codes)
     if gain is None:
         return scores
     return scores * (gain.to(torch.int32) + GAIN_OFFSET).unsqueeze(-2)

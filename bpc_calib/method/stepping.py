@@ -9,8 +9,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, choose
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder, encode_with
-from bpc_calib.method.product import Product, Projection, code_bits
+from bpc_calib.method.encoding import Encoder, encode_with
 from bpc_calib.method.sparse_attention import sparse_attention
 
 __all__ = ["Hashed", "cached", "check", "in_use", "newest", "step", "store"]
@@ -20,8 +19,8 @@ __all__ = ["Hashed", "cached", "check", "in_use", "newest", "step", "store"]
 class Hashed:
     """What a layer holds when a step begins: all tokens but the newest have codes."""
 
-    projection: Projection  # [H_KV, H, D] or [B, H_KV, H, D], or that of product codes
-    encoder: AnyEncoder  # made from the projection, for keys of their dtype
+    projection: Tensor  # [H_KV, H, D] or [B, H_KV, H, D]
+    encoder: Encoder  # made from the projection, for keys of their dtype
     slots: Slots  # buffers with room for at least `length` tokens each; `codes` is not None
     length: int  # tokens in use; the newest has a key and a value, and no code yet
     worst: Tensor | None = None  # as in `Cached`
@@ -78,16 +77,16 @@ def check(query: Tensor, hashed: Hashed, k: int) -> None:
     """Raise `InputError` unless `step` accepts the arguments. Reads no tensor values, not to wait for a device."""
     slots, length = hashed.slots, hashed.length
     batch, kv_heads, _, dim = query.shape
-    rows = hashed.projection.rows if isinstance(hashed.projection, Product) else hashed.projection
+    projection = hashed.projection
     if slots.codes is None:
         raise InputError("a step needs codes")
-    if query.dtype != slots.keys.dtype or rows.shape[-3] != kv_heads or rows.shape[-1] != dim:
+    if query.dtype != slots.keys.dtype or projection.shape[-3] != kv_heads or projection.shape[-1] != dim:
         raise InputError(
             f"query {query.dtype} {list(query.shape)} does not fit keys {slots.keys.dtype} {list(slots.keys.shape)} "
-            f"and projection {list(rows.shape)}"
+            f"and projection {list(projection.shape)}"
         )
     hashed.encoder.check(query)
-    words = -(-code_bits(hashed.projection) // 64)
+    words = -(-projection.shape[-2] // 64)
     for name, tensor, last, dtype in (
         ("keys", slots.keys, (dim,), query.dtype),
         ("values", slots.values, (dim,), query.dtype),

@@ -1,17 +1,15 @@
 """The projections of an artifact as tensors for keys of one dtype and device."""
 
 import torch
+from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.method.encoding import AnyEncoder, make_encoder
-from bpc_calib.method.product import Product, Projection
+from bpc_calib.method.encoding import Encoder, make_encoder
 
 __all__ = ["take"]
 
 
-def take(
-    layer: LayerProjection, heads: slice, dtype: torch.dtype, device: torch.device
-) -> tuple[Projection, AnyEncoder]:
+def take(layer: LayerProjection, heads: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Encoder]:
     """Return what projects queries and what hashes keys, for some KV heads of a layer.
 
     Args:
@@ -20,10 +18,9 @@ def take(
         dtype: of the keys and queries.
         device: where they are.
     """
-    rows, metric, mean, centroids = (
+    projection, metric, mean = (
         None if array is None else torch.from_numpy(array[heads].copy()).to(device)
-        for array in (layer.projection, layer.metric, layer.mean, layer.centroids)
+        for array in (layer.projection, layer.metric, layer.mean)
     )
-    assert rows is not None
-    projection: Projection = rows if centroids is None else Product(rows, centroids)
+    assert projection is not None
     return projection.to(dtype), make_encoder(projection, dtype, metric=metric, mean=mean)

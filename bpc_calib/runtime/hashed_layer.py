@@ -8,9 +8,8 @@ from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import choose, encode_with
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import AnyEncoder, make_encoder
+from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.fitting import Fit
-from bpc_calib.method.product import Projection
 from bpc_calib.method.selection import worst_first
 from bpc_calib.models.description import ModelDescription, held_heads, rank_among
 from bpc_calib.runtime.calibrated import take
@@ -29,8 +28,8 @@ class BPCLayer(SparseLayer):
     def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
         super().__init__(index, rules, model, calibrated)
         # In the dtype of the keys: [kv_heads, bits, head_dim]; online: [batch, kv_heads, bits, head_dim].
-        self.projection: Projection | None = None
-        self.encoder: AnyEncoder | None = None  # made from the projection
+        self.projection: Tensor | None = None
+        self.encoder: Encoder | None = None  # made from the projection
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
@@ -89,7 +88,7 @@ class BPCLayer(SparseLayer):
         super()._rebatch(change)
         if self.asked is not None:
             self.asked = Asked(change(self.asked.queries), self.asked.places)
-        if self.calibrated is None and isinstance(self.projection, Tensor) and self.encoder is not None:
+        if self.calibrated is None and self.projection is not None and self.encoder is not None:
             self.projection, self.encoder = change(self.projection), self.encoder.change(change)
 
     def prepare(self, mask: Tensor | None) -> None:
@@ -125,7 +124,7 @@ class BPCLayer(SparseLayer):
         self.encoder = make_encoder(fitted.projection, dtype, metric=fitted.metric, mean=fitted.mean)
         self.projection, self.asked = fitted.projection.to(dtype), None
 
-    def hash(self, visible: Tensor | None) -> Projection:
+    def hash(self, visible: Tensor | None) -> Tensor:
         """Compute the codes, errors and gains of the tokens that have none yet; return the projection."""
         if self.unfitted():
             self.take_fit(fit_online(self.keys, self.asked, visible, self.rules.bits, self.rules.seed))

@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from bpc_calib.backends import dispatch
 from bpc_calib.errors import ModelError
 from bpc_calib.method.paging import Fresh, Paged, Rows
-from bpc_calib.method.product import Product
 from bpc_calib.serving.layer import Layer, asked, settings, sized
 from bpc_calib.serving.options import read_options
 
@@ -228,7 +227,5 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
         limit, requests = self.config.model_config.max_model_len, self.config.scheduler_config.max_num_seqs
         sizes = self.num_kv_heads, self.num_heads // self.num_kv_heads, limit
         listed = 8 * requests * self.num_kv_heads * self.settings.most(limit)
-        assert self.projections is not None
-        product = isinstance(self.projections.projection, Product)
-        scored = dispatch.workspace(device, sizes, self.choice, self.settings.bits, requests, product=product)
+        scored = dispatch.workspace(device, sizes, self.choice, self.settings.bits, requests)
         torch.empty(listed + scored, dtype=torch.uint8, device=device)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact, check_model, load
 from bpc_calib.errors import InputError
-from bpc_calib.method.encoding import AnyEncoder
-from bpc_calib.method.product import Product, Projection
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.calibrated import take
 
@@ -24,8 +23,8 @@ logger = logging.getLogger(__name__)
 class LayerProjections:
     """What hashes the keys and projects the queries of a layer."""
 
-    projection: Projection  # [kv_heads, bits, head_dim], or of product codes, in the dtype of the keys
-    encoder: AnyEncoder
+    projection: Tensor  # [kv_heads, bits, head_dim], in the dtype of the keys
+    encoder: Encoder
 
     @torch.inference_mode()
     def refill(self, other: "LayerProjections") -> None:
@@ -34,10 +33,8 @@ class LayerProjections:
             old.copy_(new)
 
     def _tensors(self) -> list[Tensor]:
-        holders = [self.projection, self.encoder] if isinstance(self.projection, Product) else [self.encoder]
-        own = [] if isinstance(self.projection, Product) else [self.projection]
-        held = [getattr(holder, field.name) for holder in holders for field in fields(holder)]
-        return [*own, *(tensor for tensor in held if tensor is not None)]
+        held = [getattr(self.encoder, field.name) for field in fields(self.encoder)]
+        return [self.projection, *(tensor for tensor in held if tensor is not None)]
 
 
 @functools.cache

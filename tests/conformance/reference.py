@@ -45,11 +45,11 @@ class ReferenceCache(DynamicCache):
         self.asked: dict[int, dict[int, Tensor]] = {layer: {} for layer in sparse_layers}
         self.guarded = dict.fromkeys(sparse_layers, 0)
 
-    def projection(self, layer: int, row: int, head: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def projection(self, layer: int, row: int, head: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if layer in self.calibrated:
             return of_head(self.calibrated[layer], head)
         projection, metric, mean = (tensor[row, head] for tensor in self.online[layer])
-        return projection, metric, mean, None
+        return projection, metric, mean
 
     def nudged(self, tensor: Tensor) -> Tensor:
         if self.nudge is None:
@@ -176,14 +176,14 @@ def _online(keys: Tensor, queries: Tensor, rules: dict[str, Any]) -> tuple[Tenso
     return found.projection, metric, found.mean
 
 
-def of_head(layer: Any, head: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return projection, metric, mean and centroids of one KV head of an artifact's layer."""
-    projection, metric, mean, centroids = (
+def of_head(layer: Any, head: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return projection, metric and mean of one KV head of an artifact's layer."""
+    projection, metric, mean = (
         None if array is None else torch.from_numpy(array[head])
-        for array in (layer.projection, layer.metric, layer.mean, layer.centroids)
+        for array in (layer.projection, layer.metric, layer.mean)
     )
     assert projection is not None
-    return projection, metric, mean, centroids
+    return projection, metric, mean
 
 
 def how_many(count: int, budget: float | int, min_tokens: int, min_context: int = 0) -> int:
@@ -200,7 +200,6 @@ def score(
     projection: Tensor,
     metric: Tensor | None,
     mean: Tensor | None,
-    centroids: Tensor | None,
     visible: list[int],
     rules: dict[str, Any],
     scale: float | None = None,
@@ -211,22 +210,10 @@ def score(
     towards = (rounded @ whole).to(keys.dtype).double()
     centred = keys.double() - (0 if mean is None else mean.double())
     projected = queries.double() @ rounded.T
-    if centroids is None:
-        codes, _, residual = literal.encode(centred, rounded, towards)
-        approximation, largest, unit = codes @ rounded, projected.abs().max(), 127
-        quantized = (projected * (unit / largest)).round() if largest else projected
-        ranked = quantized @ codes.T  # [G, N]
-    else:
-        centroids = centroids.to(keys.dtype).double()
-        turned, whole = centred @ rounded.inverse(), torch.eye(keys.shape[1], dtype=torch.float64)
-        numbers, coded = literal.encode_parts(turned, centroids)
-        # What every centroid of every part adds, [G, m, 256].
-        chunks = projected.chunk(len(centroids), 1)
-        table = torch.stack([part @ each.T for part, each in zip(chunks, centroids, strict=True)], 1)
-        largest, unit = table.abs().amax(2).sum(1).max(), 127 * 128
-        quantized = (table * (unit / largest)).round() if largest else table
-        ranked = torch.stack([quantized[:, j, numbers[:, j]] for j in range(len(centroids))]).sum(0)
-        approximation, residual, centred = coded, turned - coded, turned
+    codes, _, residual = literal.encode(centred, rounded, towards)
+    approximation, largest, unit = codes @ rounded, projected.abs().max(), 127
+    quantized = (projected * (unit / largest)).round() if largest else projected
+    ranked = quantized @ codes.T  # [G, N]
     if rules["gain"]:
         gains = [literal.gain(k, about, whole @ k) for k, about in zip(centred, approximation, strict=True)]
         ranked = ranked * (torch.tensor(gains) + 32)

@@ -29,8 +29,6 @@ SHAPES = {
 }
 RULES = {
     "paper": {"gain": False, "group": "max"},
-    "product codes": {"codes": "product", "centred": True},
-    "product codes, 32 bits, no gain": {"codes": "product", "bits": 32, "gain": False},
     "no gain": {"gain": False},
     "32 bits": {"bits": 32},
     "128 bits": {"bits": 128},
@@ -130,7 +128,7 @@ def test_shapes(shape, operation):
 
 # What is kept of a key and what is chosen by differs between these; a crop, a reordering or another turn meets it.
 KEPT = {
-    "product codes", "product codes, 32 bits, no gain", "metric, centred, 128 bits", "no gain", "safeguard alone",
+    "metric, centred, 128 bits", "no gain", "safeguard alone",
     "min_context among the prompts", "min_context among the prompts, online", "forced tokens above k", "a dense layer",
     "online, 128 bits", "online, paper", "min_tokens above the prompt",
 }  # fmt: skip

@@ -6,8 +6,8 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, work_size
 from bpc_calib.backends.cpu.choose import SELECT
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, queried, strides, tight
-from bpc_calib.backends.cpu.prep import table_size, values_size
+from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, tight
+from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.threads import one_at_a_time, scratch
@@ -40,19 +40,16 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
     (batch, kv_heads, heads, dim), (bits, words) = query.shape, (encoder.bits, codes.shape[3])
     rows, fours, room = batch * kv_heads, -(-heads // 4), codes.shape[2]
     query, lead = tight(query), codes.shape[:2]
-    projection, along = queried(hashed.projection, query.dtype)
-    projection = projection.expand(batch, kv_heads, -1, dim)
-    along = None if along is None else along.expand(batch, kv_heads, -1, -1, -1)
+    projection = tight(hashed.projection.to(query.dtype)).expand(batch, kv_heads, -1, dim)
     where, _tensors = encoder_fields(encoder, lead)  # the kernel reads them
     worst = None if hashed.worst is None or not choice.safeguard else hashed.worst.to(torch.int32).contiguous()
     numerator, denominator = (0, 1) if worst is None else as_fraction(choice.safeguard).as_integer_ratio()
     out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
-    stride, size = -(-length // PAD) * PAD + PAD, table_size(words, along is not None)
+    stride, size = -(-length // PAD) * PAD + PAD, table_size(words)
     query_b, query_h, query_g, _ = query.stride()
     keys_b, keys_h, keys_n, _ = keys.stride()
     values_b, values_h, values_n, _ = cached_values.stride()
     projection_b, projection_h, projection_n, _ = projection.stride()
-    centroids_b, centroids_h = strides(along, 2)
     place, keys_at = length - 1, keys.data_ptr()
     with one_at_a_time:
         (
@@ -61,7 +58,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
         ) = scratch(
             16 * rows * fours, 4 * rows * fours * size, 16 * rows * fours, 8 * fours * stride,
             sample_size(fours), stride // 8, 4 * rows, 8 * stride, 8 * rows,
-            rows * values_size(heads, bits, along is not None), 4 * rows, 8 * rows * k, 16 * rows * fours * dim,
+            rows * heads * bits, 4 * rows, 8 * rows * k, 16 * rows * fours * dim,
             8 * rows * heads, rows * work_size(heads, dim, k), 8 * rows, 16,
         )  # fmt: skip
         hashing = Hashing(
@@ -79,7 +76,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
             slots=1, parts=1, part_size=stride,
             query=query.data_ptr(), query_b=query_b, query_h=query_h, query_g=query_g,
             projection=projection.data_ptr(), projection_b=projection_b, projection_h=projection_h,
-            projection_n=projection_n, centroids=address(along), centroids_b=centroids_b, centroids_h=centroids_h,
+            projection_n=projection_n,
             codes=codes.data_ptr(), codes_b=kv_heads * words * room, codes_h=words * room, codes_slot=0,
             gain=address(gain), gain_b=0 if gain is None else kv_heads * gain.shape[2],
             gain_h=0 if gain is None else gain.shape[2], gain_slot=0, valid=0, valid_b=0,

@@ -7,7 +7,6 @@ from bpc_calib.backends.cpu import at_once, over_pages, pipeline
 from bpc_calib.backends.cpu.choose import PROJECT, SCORE, SELECT
 from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.paper import popcount_scores
-from bpc_calib.backends.cpu.product import encode_parts
 from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
@@ -17,14 +16,13 @@ from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.product import Projection
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_parts", "encode_with", "fit", "hash_into",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into",
     "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
@@ -36,7 +34,7 @@ def serves(request: Request) -> str | None:
 
 def choose(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -49,13 +47,13 @@ def choose(
     return pipeline.choose(query, projection, cached, k, choice, width=width)
 
 
-def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
     make_ready(keys.dtype, "hash")
     return pipeline.encode_with(encoder, keys)
 
 
-def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     appending.check(encoder, key, value, place, slots)
     appending.write(key, value, None if encoder is None else encode_with(encoder, key), place, slots)
@@ -107,7 +105,7 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
 
 def attend_pages(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     paged: Paged,
     rows: Rows,
     choice: Choice,
@@ -123,7 +121,7 @@ def attend_pages(
     return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
 
 
-def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
+def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
     make_ready(query.dtype, "choose")
 
@@ -133,7 +131,7 @@ def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dic
     return {"project": until(PROJECT), "score": until(SCORE), "select": until(SELECT)}
 
 
-def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
     make_ready(query.dtype, "choose")
     return pipeline.quantize_query(query, projection)

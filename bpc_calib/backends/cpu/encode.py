@@ -6,10 +6,8 @@ import numba
 import numpy as np
 
 from bpc_calib.backends.cpu.compiling import compiled, inlined
-from bpc_calib.backends.cpu.constants import CENTROIDS
 from bpc_calib.backends.cpu.gain import error_of, gain_of
 from bpc_calib.backends.cpu.language import at, prefetch_row, widen
-from bpc_calib.backends.cpu.nearest import find_parts
 
 __all__ = ["SIDE", "Hashing", "greedy_kernel", "hash_kernel", "hash_row"]
 
@@ -117,8 +115,7 @@ class Hashing(NamedTuple):
     """What `hash_kernel` works on: sizes, and addresses with strides in elements, as in `Step`; `_n` are tokens.
 
     `_stride` is over rows. `matrix`, `gram`, `metric` and `mean` are float32; their stride is 0 where all rows share
-    one, and `metric` and `mean` may be the address 0. With product codes `matrix` is `[D, D]`, there are neither `gram`
-    nor `metric`, and `along` and `halves` are float32, too.
+    one, and `metric` and `mean` may be the address 0.
     """
 
     keys: int
@@ -133,10 +130,6 @@ class Hashing(NamedTuple):
     metric_stride: int
     mean: int
     mean_stride: int
-    along: int  # centroids of product codes, by dimension; 0: codes are signs
-    along_stride: int
-    halves: int
-    halves_stride: int
 
     rows: int
     kv_heads: int
@@ -165,15 +158,6 @@ def centre_key(key, mean, wide):
 @inlined
 def hash_row(row, like, call):
     """All keys of a row."""
-    if call.along:
-        hash_parts_row(row, like, call)
-    else:
-        hash_signs_row(row, like, call)
-
-
-@inlined
-def hash_signs_row(row, like, call):
-    """All keys of a row, by signs."""
     size, tokens, dim, bits = like.itemsize, call.tokens, call.dim, call.bits
     words = (bits + 63) // 64
     matrix, gram = call.matrix + 4 * row * call.matrix_stride, call.gram + 4 * row * call.gram_stride
@@ -196,39 +180,6 @@ def hash_signs_row(row, like, call):
         at(call.errors + 4 * row * call.errors_stride, tokens, F32),
         at(call.gains + row * call.gains_stride, tokens, U8),
     )  # fmt: skip
-
-
-@inlined(fastmath={"reassoc", "contract"})
-def rotate(wide, matrix, out):
-    """Products `[D]` of a centred key with rows `[D, D]`."""
-    dim = len(wide)
-    for j in range(dim):
-        product = np.float32(0)
-        for d in range(dim):
-            product += wide[d] * matrix[j * dim + d]
-        out[j] = product
-
-
-@inlined
-def hash_parts_row(row, like, call):
-    """All keys of a row, by product codes."""
-    size, tokens, dim = like.itemsize, call.tokens, call.dim
-    matrix, along = call.matrix + 4 * row * call.matrix_stride, call.along + 4 * row * call.along_stride
-    prefetch_row(matrix, 4 * dim * dim)  # the cache holds another layer's
-    prefetch_row(along, 4 * dim * CENTROIDS)
-    directions = at(matrix, dim * dim, F32)
-    centre = at(call.mean + 4 * row * call.mean_stride, dim if call.mean else 0, F32)
-    rotated, wide = np.empty(tokens * dim, np.float32), np.empty(dim, np.float32)
-    keys = call.keys + size * (row // call.kv_heads * call.keys_b + row % call.kv_heads * call.keys_h)
-    for i in range(tokens):
-        centre_key(at(keys + size * i * call.keys_n, dim, like), centre, wide)
-        rotate(wide, directions, rotated[i * dim : (i + 1) * dim])
-    find_parts(
-        rotated.ctypes.data, tokens, dim, call.bits // 8, along, call.halves + 4 * row * call.halves_stride,
-        call.codes + 8 * row * call.codes_stride, call.errors + 4 * row * call.errors_stride,
-        call.gains + row * call.gains_stride,
-    )  # fmt: skip
-    rotated[0] = 0  # a use after the call, or numba frees the array before it
 
 
 @compiled(parallel=True)

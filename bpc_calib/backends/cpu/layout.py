@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.widening import BFLOAT16, FLOAT16, FLOAT32
-from bpc_calib.method.encoding import AnyEncoder
-from bpc_calib.method.product import Product, ProductEncoder, Projection
+from bpc_calib.method.encoding import Encoder
 
-__all__ = ["ELEMENTS", "EMPTY", "LIKE", "address", "encoder_fields", "like", "queried", "rows_of", "strides", "tight"]
+__all__ = ["ELEMENTS", "EMPTY", "LIKE", "address", "encoder_fields", "like", "rows_of", "strides", "tight"]
 
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 EMPTY = {dtype: np.empty(0, kind) for dtype, kind in LIKE.items()}
@@ -46,22 +45,9 @@ def rows_of(tensor: Tensor, lead: torch.Size, rank: int) -> Tensor:
     return rows if rows[:1].is_contiguous() else rows.contiguous()
 
 
-def queried(projection: Projection, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The rows that queries are multiplied with, and the centroids of product codes by dimension, in a dtype."""
-    if not isinstance(projection, Product):
-        return tight(projection.to(dtype)), None
-    rounded = projection.to(dtype)
-    return tight(rounded.rows), rounded.centroids.mT.contiguous()
-
-
-def encoder_fields(encoder: AnyEncoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
-    """The fields of a `Hashing` from `matrix` to `halves_stride`, and the tensors that lie there, by `rows_of`."""
-    gram = metric = along = halves = None
-    if isinstance(encoder, ProductEncoder):
-        along, halves = rows_of(encoder.centroids.mT, lead, 3), rows_of(encoder.halves, lead, 2)
-    else:
-        gram = rows_of(encoder.gram, lead, 2)
-        metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
+def encoder_fields(encoder: Encoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
+    """The fields of a `Hashing` from `matrix` to `mean_stride`, and the tensors that lie there, by `rows_of`."""
+    metric = None if encoder.metric is None else rows_of(encoder.metric, lead, 2)
     mean = None if encoder.mean is None else rows_of(encoder.mean, lead, 1)
-    tensors = (rows_of(encoder.matrix.mT, lead, 2), gram, metric, mean, along, halves)
+    tensors = (rows_of(encoder.matrix.mT, lead, 2), rows_of(encoder.gram, lead, 2), metric, mean)
     return tuple(number for each in tensors for number in (address(each), strides(each, 1)[0])), tensors

@@ -7,16 +7,15 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import ELEMENTS, EMPTY, address, encoder_fields, like, queried, strides, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, EMPTY, encoder_fields, like, tight
 from bpc_calib.backends.cpu.paging import Call, Written, hash_into_kernel, pages_kernel, room_size, write_kernel
 from bpc_calib.backends.cpu.pipeline import encode_with
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES
 from bpc_calib.backends.cpu.threads import one_at_a_time, run, scratch, set_threads
 from bpc_calib.method.choosing import Choice
-from bpc_calib.method.encoding import AnyEncoder
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.product import Projection, code_bits
 
 __all__ = ["attend_pages", "hash_into"]
 
@@ -25,7 +24,7 @@ NO_HASHING, NOTHING_WRITTEN = (0,) * len(Hashing._fields), (0,) * len(Written._f
 # Addresses that stay the same from step to step: to read them anew would take half of the 100 us of a layer.
 _pages: WeakKeyDictionary[CodePages, tuple[int, ...]] = WeakKeyDictionary()
 _caches: WeakKeyDictionary[Paged, tuple[int, ...]] = WeakKeyDictionary()
-_encoders: WeakKeyDictionary[AnyEncoder, tuple[tuple[int, ...], tuple[Tensor | None, ...]]] = WeakKeyDictionary()
+_encoders: WeakKeyDictionary[Encoder, tuple[tuple[int, ...], tuple[Tensor | None, ...]]] = WeakKeyDictionary()
 
 
 def hash_into(fresh: Fresh, pages: CodePages) -> None:
@@ -44,7 +43,7 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
 
 def attend_pages(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     paged: Paged,
     rows: Rows,
     choice: Choice,
@@ -57,13 +56,13 @@ def attend_pages(
         hash_into(fresh, paged.codes)
         fresh = None
     (batch, kv_heads, heads, dim), (_, _, size, words) = query.shape, paged.codes.codes.shape
-    query, bits, per_sequence = tight(query), code_bits(projection), rows.table.shape[1]
-    directions, along = queried(projection, query.dtype)
+    query, bits, per_sequence = tight(query), projection.shape[-2], rows.table.shape[1]
+    projection = tight(projection.to(query.dtype))
     slots = min(batch * kv_heads, torch.get_num_threads())
     indices = torch.empty(batch, kv_heads, rows.width, dtype=torch.int64)
     out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
     sizes = batch, kv_heads, heads, dim, bits, words
-    need = _room(query.dtype, sizes, size, per_sequence, rows.width, slots, along is not None)
+    need = _room(query.dtype, sizes, size, per_sequence, rows.width, slots)
     hashing, written = NO_HASHING, NOTHING_WRITTEN
     with one_at_a_time:
         if fresh is None:
@@ -74,10 +73,10 @@ def attend_pages(
             hashing, written = _few(fresh.encoder, keys, new, paged.codes, room + need)
         call = (
             ELEMENTS[query.dtype], query.data_ptr(), *query.stride()[:3],
-            directions.data_ptr(), *directions.stride()[:2], address(along), strides(along, 1)[0], *sizes,
+            projection.data_ptr(), *projection.stride()[:2], *sizes,
             *_cache(paged), rows.table.data_ptr(), per_sequence, rows.lengths.data_ptr(), rows.k.data_ptr(), rows.width,
             gain, GROUP_CODES[choice.group], choice.recent, choice.sink, float(choice.scaling),
-            slots, table_size(words, along is not None), room, indices.data_ptr(), out.data_ptr(),
+            slots, table_size(words), room, indices.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         set_threads(slots)
         pages_kernel(like(query), hashing, written, call)
@@ -85,23 +84,13 @@ def attend_pages(
 
 
 @functools.lru_cache(256)
-def _room(
-    dtype: torch.dtype, sizes: tuple[int, ...], size: int, pages: int, width: int, slots: int, product: bool
-) -> int:
+def _room(dtype: torch.dtype, sizes: tuple[int, ...], size: int, pages: int, width: int, slots: int) -> int:
     """The bytes of a `Call` of these sizes: `batch` to `words`, as they stand there."""
     names = ("batch", "kv_heads", "heads", "dim", "bits", "words")
     given = dict(zip(names, sizes, strict=True)) | {"size": size, "pages": pages, "width": width, "slots": slots}
     nowhere = Call(*[0] * len(Call._fields))
-    return int(
-        room_size(
-            EMPTY[dtype],
-            tuple(
-                nowhere._replace(
-                    gained=True, scaling=1.0, table_size=table_size(sizes[-1], product), centroids=int(product), **given
-                )
-            ),
-        )
-    )
+    call = nowhere._replace(gained=True, scaling=1.0, table_size=table_size(sizes[-1]), **given)
+    return int(room_size(EMPTY[dtype], tuple(call)))
 
 
 def _code_pages(pages: CodePages) -> tuple[int, ...]:
@@ -132,7 +121,7 @@ def _few_size(keys: Tensor, pages: CodePages) -> int:
 
 
 def _few(
-    encoder: AnyEncoder, keys: Tensor, slots: Tensor, pages: CodePages, room: int
+    encoder: Encoder, keys: Tensor, slots: Tensor, pages: CodePages, room: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The `Hashing` and the `Written` of a few keys."""
     encoder.check(keys)
@@ -145,7 +134,7 @@ def _few(
     return hashing, (*_code_pages(pages), tokens, slots.data_ptr(), room, gains)
 
 
-def _encoder(encoder: AnyEncoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
+def _encoder(encoder: Encoder, lead: torch.Size) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """`encoder_fields`, kept for the next step."""
     known = _encoders.get(encoder)
     if known is None:

@@ -91,8 +91,6 @@ class Call(NamedTuple):
     projection: int
     projection_h: int
     projection_n: int
-    centroids: int
-    centroids_h: int
     batch: int
     kv_heads: int
     heads: int
@@ -167,7 +165,7 @@ def laid_out(like, call):
     candidates = piece(least, 4 * rows)
     counts = piece(candidates, 8 * slots * stride)
     values = piece(counts, 8 * rows)
-    scale = piece(values, rows * call.heads * call.bits * (64 if call.centroids else 1))
+    scale = piece(values, rows * call.heads * call.bits)
     partial = piece(scale, 4 * rows)
     weights = piece(partial, 16 * rows * fours * dim)
     work = piece(weights, 8 * rows * call.heads)
@@ -179,7 +177,6 @@ def laid_out(like, call):
         slots=slots, parts=1, part_size=stride,
         query=call.query, query_b=call.query_b, query_h=call.query_h, query_g=call.query_g,
         projection=call.projection, projection_b=0, projection_h=call.projection_h, projection_n=call.projection_n,
-        centroids=call.centroids, centroids_b=0, centroids_h=call.centroids_h,
         codes=own_codes, codes_b=0, codes_h=0, codes_slot=stride * call.words,
         gain=gain, gain_b=0, gain_h=0, gain_slot=stride, valid=0, valid_b=0,
         lengths=call.lengths, worst=0, worst_count=0, ks=call.ks, ks_b=1, ks_h=0, k=0,

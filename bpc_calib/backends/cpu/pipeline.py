@@ -6,9 +6,8 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, attend_kernel, work_size
 from bpc_calib.backends.cpu.choose import PROJECT, SELECT, choose_kernel
 from bpc_calib.backends.cpu.encode import greedy_kernel, hash_kernel
-from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, queried, rows_of, strides, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, rows_of, strides, tight
 from bpc_calib.backends.cpu.prep import table_size
-from bpc_calib.backends.cpu.product import empty, encode_parts
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.threads import one_at_a_time, parts, run, scratch, set_threads
@@ -16,8 +15,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder
-from bpc_calib.method.product import Product, ProductEncoder, Projection, code_bits
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 
@@ -37,7 +35,7 @@ BLOCK = 2048  # tokens of a prompt hashed at once
 
 def choose(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -50,7 +48,7 @@ def choose(
 
 def run_stages(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -61,18 +59,15 @@ def run_stages(
     """The stages of `choose` up to `last`: the indices, which only `SELECT` writes, and the rounded queries."""
     codes, gain, valid, lengths, worst = cached.codes, cached.gain, cached.valid, cached.lengths, cached.worst
     (batch, kv_heads, heads, dim), (tokens, words) = query.shape, codes.shape[2:]
-    bits, rows, fours = code_bits(projection), batch * kv_heads, -(-heads // 4)
-    product = isinstance(projection, Product)
-    shape, kind = ((32 * bits,), torch.int16) if product else ((bits,), torch.int8)
+    bits, rows, fours = projection.shape[-2], batch * kv_heads, -(-heads // 4)
     if width is None:
         width = int(k.max()) if isinstance(k, Tensor) else k
     if not rows or not width:
-        nothing = torch.empty(batch, kv_heads, heads, *shape, dtype=kind)
+        nothing = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8)
         scale = torch.empty(batch, kv_heads, dtype=torch.float32)
         return codes.new_empty(batch, kv_heads, width), QuantizedQuery(nothing, scale)
-    query, (directions, along) = tight(query), queried(projection, query.dtype)
-    directions = directions.expand(batch, *directions.shape[-3:])
-    along = None if along is None else along.expand(batch, *along.shape[-4:])
+    query, projection = tight(query), tight(projection.to(query.dtype))
+    projection = projection.expand(batch, *projection.shape[-3:])
     if codes.stride(3) != 1 or codes.stride(2) != words:
         codes = codes.contiguous()
     gain, valid = (None if each is None else tight(each) for each in (gain, valid))
@@ -84,14 +79,13 @@ def run_stages(
     numerator, denominator = (0, 1) if worst is None else as_fraction(choice.safeguard).as_integer_ratio()
     split = parts(rows, tokens)
     slots = min(rows, torch.get_num_threads()) if split == 1 else rows
-    stride, size = -(-tokens // PAD) * PAD + PAD, table_size(words, product)
+    stride, size = -(-tokens // PAD) * PAD + PAD, table_size(words)
     part_size = stride if split == 1 else ((tokens + split - 1) // split + PAD - 1) // PAD * PAD
-    values = torch.empty(batch, kv_heads, heads, *shape, dtype=kind)
+    values = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8)
     scale = torch.empty(batch, kv_heads, dtype=torch.float32)
     indices = torch.empty(batch, kv_heads, width, dtype=torch.int64)
     query_b, query_h, query_g = strides(query, 3)
-    projection_b, projection_h, projection_n = strides(directions, 3)
-    centroids_b, centroids_h = strides(along, 2)
+    projection_b, projection_h, projection_n = strides(projection, 3)
     codes_b, codes_h = strides(codes, 2)
     gain_b, gain_h = strides(gain, 2)
     ks_b, ks_h = strides(ks, 2)
@@ -106,8 +100,8 @@ def run_stages(
             rows=rows, kv_heads=kv_heads, heads=heads, dim=dim, bits=bits, words=words, tokens=tokens,
             slots=slots, parts=split, part_size=part_size,
             query=query.data_ptr(), query_b=query_b, query_h=query_h, query_g=query_g,
-            projection=directions.data_ptr(), projection_b=projection_b, projection_h=projection_h,
-            projection_n=projection_n, centroids=address(along), centroids_b=centroids_b, centroids_h=centroids_h,
+            projection=projection.data_ptr(), projection_b=projection_b, projection_h=projection_h,
+            projection_n=projection_n,
             codes=codes.data_ptr(), codes_b=codes_b, codes_h=codes_h, codes_slot=0,
             gain=address(gain), gain_b=gain_b, gain_h=gain_h, gain_slot=0,
             valid=address(valid), valid_b=strides(valid, 1)[0],
@@ -123,9 +117,9 @@ def run_stages(
     return indices, QuantizedQuery(values, scale)
 
 
-def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """`bpc_calib.method.scoring.quantize_query` for `[B, H_KV, G, D]`, as the first stage rounds."""
-    cached = Cached(torch.empty(*query.shape[:2], 1, -(-code_bits(projection) // 64), dtype=torch.int64))
+    cached = Cached(torch.empty(*query.shape[:2], 1, -(-projection.shape[-2] // 64), dtype=torch.int64))
     return run_stages(query, projection, cached, 1, Choice(scaling=1.0), last=PROJECT)[1]
 
 
@@ -163,14 +157,14 @@ def sparse_attention(
     return out.to(query.dtype)
 
 
-def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`: few tokens in one kernel, many with torch's products."""
     encoder.check(keys)
     lead, (tokens, dim) = keys.shape[:-2], keys.shape[-2:]
     if tokens > FEW or not lead.numel():
         return _encode_many(encoder, keys)
     where, _tensors = encoder_fields(encoder, lead)  # the kernel reads them
-    encoded, keys = empty(lead, tokens, encoder.bits), tight(keys)
+    encoded, keys = _empty(lead, tokens, encoder.bits), tight(keys)
     keys_b, keys_h, keys_n = strides(keys, 3)
     hashing = (  # the fields of a `Hashing`
         keys.data_ptr(), keys_b, keys_h, keys_n, *where,
@@ -182,7 +176,7 @@ def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     return encoded
 
 
-def _encode_many(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+def _encode_many(encoder: Encoder, keys: Tensor) -> Encoded:
     """Hash a block of tokens after the other: the products of a block are still cached in the next operation."""
     with torch.autocast("cpu", enabled=False):
         blocks = [_encode_block(encoder, block) for block in keys.split(BLOCK, -2)]
@@ -195,9 +189,7 @@ def _encode_many(encoder: AnyEncoder, keys: Tensor) -> Encoded:
     )
 
 
-def _encode_block(encoder: AnyEncoder, keys: Tensor) -> Encoded:
-    if isinstance(encoder, ProductEncoder):
-        return encode_parts(encoder.rotate(keys), encoder.centroids, encoder.halves)
+def _encode_block(encoder: Encoder, keys: Tensor) -> Encoded:
     wide, along = encoder.centre(keys)
     return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
 
@@ -206,9 +198,18 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_gram` for float32 products `[B, H_KV, N, H]` or `[rows, N, H]`."""
     lead, (tokens, bits) = scores.shape[:-2], scores.shape[-2:]
     scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
-    gram, encoded = rows_of(gram, lead, 2), empty(lead, tokens, bits)
+    gram, encoded = rows_of(gram, lead, 2), _empty(lead, tokens, bits)
     run(
         greedy_kernel, scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), gram.stride(0), lead.numel(), tokens, bits,
         encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
     )  # fmt: skip
     return encoded
+
+
+def _empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
+    """Room for the codes of keys `[*lead, tokens, D]`."""
+    return Encoded(
+        codes=torch.empty(*lead, tokens, -(-bits // 64), dtype=torch.int64),
+        error=torch.empty(*lead, tokens, dtype=torch.float32),
+        gain=torch.empty(*lead, tokens, dtype=torch.uint8),
+    )

@@ -6,22 +6,16 @@ from bpc_calib.backends.cpu.compiling import inlined
 from bpc_calib.backends.cpu.constants import LARGEST_QUERY
 from bpc_calib.backends.cpu.dots import LANES
 from bpc_calib.backends.cpu.language import at, prefetch
-from bpc_calib.backends.cpu.prep_product import prep_product_row
 from bpc_calib.backends.cpu.widening import element_size, widen_row
 
-__all__ = ["prep_row", "table_size", "values_size"]
+__all__ = ["prep_row", "table_size"]
 
 F32, I8, I32, U64 = (np.empty(0, kind) for kind in (np.float32, np.int8, np.int32, np.uint64))
 
 
-def table_size(words: int, product: bool) -> int:
+def table_size(words: int) -> int:
     """int32 in the table of 4 heads."""
-    return words * 64 if LANES and not product else words * 8 * 256 * 2
-
-
-def values_size(heads: int, bits: int, product: bool) -> int:
-    """Bytes of the rounded queries of a row."""
-    return heads * bits * 32 * 2 if product else heads * bits
+    return words * 64 if LANES else words * 8 * 256 * 2
 
 
 @inlined
@@ -56,17 +50,8 @@ def fill_sums(values, heads, bits, words, table):
                 table[256 * part + (1 << i) + byte] = np.uint64(np.int64(table[256 * part + byte]) + steps[i])
 
 
-@inlined
-def prep_row(row, step):
-    """`quantize_query` of a row, and its tables."""
-    if step.centroids:
-        prep_product_row(row, step)
-    else:
-        prep_signs_row(row, step)
-
-
 @inlined(fastmath={"reassoc", "contract"})
-def prep_signs_row(row, step):
+def prep_row(row, step):
     """`quantize_query` of a row, the sums of its queries, and its tables."""
     b, h = row // step.kv_heads, row % step.kv_heads
     heads, bits, dim = step.heads, step.bits, step.dim

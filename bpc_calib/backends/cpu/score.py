@@ -10,7 +10,6 @@ from bpc_calib.backends.cpu.compiling import inlined
 from bpc_calib.backends.cpu.constants import GAIN_OFFSET, GAIN_UNIT, LARGEST_LIMIT, RELATIVE_LIMIT
 from bpc_calib.backends.cpu.dots import AT_ONCE, LANES, dots_1, dots_2
 from bpc_calib.backends.cpu.language import at, prefetch
-from bpc_calib.backends.cpu.prep_product import add_up
 
 __all__ = [
     "BLOCK",
@@ -269,10 +268,7 @@ def score_part(task, slot, step):
             out = step.products + 2 * ((slot * fours + four) * 4 * stride + begin)
             which = row * fours + four
             table, totals = step.tables + 4 * step.table_size * which, step.totals + 16 * which
-            if step.centroids:
-                add_up(codes + 8 * begin * words, words, step.bits // 8, count, table, totals, out, stride)
-            else:
-                products(codes + 8 * begin * words, words, count, table, step.table_size, totals, out, stride)
+            products(codes + 8 * begin * words, words, count, table, step.table_size, totals, out, stride)
             best_of = best[4 * four : 4 * four + 4]
             if step.gain:
                 largest(out, stride, gains, True, valid, step.valid != 0, count, best_of)

@@ -14,7 +14,7 @@ class Step(NamedTuple):
     """
 
     stages: int  # how many run: `PROJECT`, `SCORE` or `SELECT`
-    element: int  # of query, projection and centroids, as in `widen_row`: the kernel is the same for all of them
+    element: int  # of query and projection, as in `widen_row`: the kernel is the same for all of them
 
     rows: int
     kv_heads: int
@@ -37,9 +37,6 @@ class Step(NamedTuple):
     projection_b: int
     projection_h: int
     projection_n: int
-    centroids: int  # [256 by dimension] of product codes, see `Product`; 0: codes are signs
-    centroids_b: int
-    centroids_h: int
     codes: int  # contiguous from the tokens on
     codes_b: int
     codes_h: int
@@ -80,7 +77,7 @@ class Step(NamedTuple):
     counts: int  # int64 [rows, parts], candidates
 
     # The results.
-    values: int  # int8 [rows, heads, bits], the rounded queries; int16 [rows, heads, 32 bits] of product codes
+    values: int  # int8 [rows, heads, bits], the rounded queries
     scale: int  # float32 [rows]
     indices: int  # int64 [rows, width]
     width: int

@@ -15,14 +15,13 @@ from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice, check
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.product import Product, ProductEncoder, Projection, encode_parts
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_parts", "encode_with", "fit", "hash_into",
+    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into",
     "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
@@ -42,7 +41,7 @@ def serves(request: Request) -> str | None:
 
 def choose(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
@@ -54,28 +53,20 @@ def choose(
     one, ks = (0, k) if isinstance(k, Tensor) else (int(k), None)
     if width is None:
         width = one if ks is None else int(ks.max())
-    rows, centroids = (projection.rows, projection.centroids) if isinstance(projection, Product) else (projection, None)
     return ops.choose(
-        query, rows, cached.codes, cached.gain, one, ks, choice.scaling, choice.group, cached.valid, cached.lengths,
-        choice.recent, choice.sink, cached.worst, choice.safeguard, width, centroids,
+        query, projection, cached.codes, cached.gain, one, ks, choice.scaling, choice.group, cached.valid,
+        cached.lengths, choice.recent, choice.sink, cached.worst, choice.safeguard, width,
     )  # fmt: skip
 
 
-def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
-    if isinstance(encoder, ProductEncoder):
-        return Encoded(*ops.encode_product(encoder.matrix, encoder.centroids, encoder.halves, encoder.mean, keys))
     return Encoded(*ops.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
 
 
-def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
     appending.check(encoder, key, value, place, slots)
-    if isinstance(encoder, ProductEncoder):
-        assert slots.codes is not None
-        found = (encoder.matrix, encoder.centroids, encoder.halves, encoder.mean)
-        ops.append_product(*found, key, value, place, slots.keys, slots.values, slots.codes, slots.gain, slots.error)
-        return
     parts = (None,) * 4 if encoder is None else (encoder.matrix, encoder.gram, encoder.metric, encoder.mean)
     ops.append(*parts, key, value, place, slots.keys, slots.values, slots.codes, slots.gain, slots.error)
 
@@ -120,7 +111,7 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
 
 def attend_pages(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     paged: Paged,
     rows: Rows,
     choice: Choice,
@@ -138,7 +129,7 @@ def attend_pages(
         return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain)
 
 
-def stages(query: Tensor, projection: Projection, k: int, choice: Choice) -> dict[str, Stage]:
+def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
 
     def score(codes: Tensor, gain: Tensor | None) -> None:

@@ -2,11 +2,11 @@
 
 import triton.language as tl
 
-from bpc_calib.method import encoded, product, scoring
+from bpc_calib.method import encoded, scoring
 
 __all__ = [
-    "CENTROIDS", "COARSE", "FINE", "FINE_BITS", "FORCED", "GAIN_MAX", "GAIN_OFFSET", "GAIN_ONE", "GAIN_UNIT",
-    "INT32_MAX", "INT32_MIN", "LARGEST_FACTOR", "LARGEST_LIMIT", "LARGEST_QUERY", "LARGEST_SCORE", "NEVER",
+    "COARSE", "FINE", "FINE_BITS", "FORCED", "GAIN_MAX", "GAIN_OFFSET", "GAIN_ONE", "GAIN_UNIT",
+    "INT32_MAX", "INT32_MIN", "LARGEST_FACTOR", "LARGEST_LIMIT", "LARGEST_QUERY", "NEVER",
     "RELATIVE_LIMIT",
 ]  # fmt: skip
 
@@ -16,8 +16,6 @@ GAIN_ONE = tl.constexpr(float(encoded.GAIN_ONE))
 GAIN_MAX = tl.constexpr(float(encoded.GAIN_MAX))
 LARGEST_FACTOR = tl.constexpr(encoded.GAIN_MAX + encoded.GAIN_OFFSET)  # the largest that a gain multiplies a score by
 LARGEST_QUERY = tl.constexpr(scoring.LARGEST_QUERY)
-LARGEST_SCORE = tl.constexpr(scoring.LARGEST_SCORE)
-CENTROIDS = tl.constexpr(product.CENTROIDS)
 RELATIVE_LIMIT = tl.constexpr(scoring.RELATIVE_LIMIT)
 LARGEST_LIMIT = tl.constexpr(float(scoring.LARGEST_LIMIT))
 

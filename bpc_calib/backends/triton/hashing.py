@@ -8,25 +8,15 @@ from bpc_calib.backends.triton.append import AppendShape, append_kernel
 from bpc_calib.backends.triton.arguments import strided, tight
 from bpc_calib.backends.triton.encode import EncodeShape, Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
-from bpc_calib.backends.triton.nearest import (
-    EncodePartsShape,
-    Finding,
-    OneShape,
-    append_parts_kernel,
-    encode_few_kernel,
-    encode_parts_kernel,
-)
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import AnyEncoder, Encoder
+from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh
-from bpc_calib.method.product import ProductEncoder
 
 __all__ = ["append", "encode_gram", "encode_with", "hash_into"]
 
 # Sizes to tune on a GPU; none changes a result.
 HASHED = 64  # keys that one program hashes
-FEW = 64  # keys of a row that programs hash to product codes one by one
 PART = 32  # dimensions of these keys at a time
 APPENDED = 8192  # entries of a matrix that `append` reads at once
 
@@ -36,15 +26,8 @@ def hash_warps(bits: int, size: int) -> int:
     return 4 if bits <= 64 and size == 2 else 8
 
 
-def one_warps(dim: int) -> int:
-    """Warps that find the product code of one key: as many as have registers for it."""
-    return 4 if dim <= 128 else 8
-
-
-def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
+def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
     """`bpc_calib.method.appending.append`."""
-    if isinstance(encoder, ProductEncoder):
-        return _append_parts(encoder, key, value, place, slots)
     (batch, kv_heads, _, dim), width = key.shape, value.shape[-1]
     bits, hashing, codes = 32, Hashing(None, None, None, None, 0), None
     if encoder is not None and slots.codes is not None:
@@ -62,31 +45,7 @@ def append(encoder: AnyEncoder | None, key: Tensor, value: Tensor, place: Tensor
     )  # fmt: skip
 
 
-def _append_parts(encoder: ProductEncoder, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
-    """Do the same with product codes."""
-    (batch, kv_heads, _, _), width = key.shape, value.shape[-1]
-    shape = _one(encoder, kv_heads)._replace(V=width, V_UP=max(16, triton.next_power_of_2(width)))
-    append_parts_kernel[(batch * kv_heads,)](
-        *map(strided, (tight(key), tight(value))), place, _finding(encoder, batch, kv_heads),
-        *map(strided, (slots.keys, slots.values, slots.codes, slots.gain, slots.error)),
-        _scratch(encoder, batch * kv_heads), shape, num_warps=one_warps(shape.D_UP), num_stages=1, **ROUNDED_TWICE,
-    )  # fmt: skip
-
-
-def _one(encoder: ProductEncoder, kv_heads: int) -> OneShape:
-    """How one key at a time is hashed."""
-    dim, parts = encoder.matrix.shape[-1], encoder.bits // 8
-    dim_up = max(16, triton.next_power_of_2(dim))
-    rows = min(dim_up, APPENDED // dim_up)
-    return OneShape(H_KV=kv_heads, H=encoder.bits, D=dim, D_UP=dim_up, M=parts, WIDTH=dim // parts, ROWS=rows)
-
-
-def _scratch(encoder: ProductEncoder, keys: int) -> Tensor:
-    """Room for numbers of so many keys that are hashed one at a time."""
-    return encoder.halves.new_empty(keys, encoder.matrix.shape[-1] + encoder.bits // 4)
-
-
-def encode_with(encoder: AnyEncoder, keys: Tensor) -> Encoded:
+def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with` for keys `[B, H_KV, N, D]`."""
     encoded = _empty(keys.shape[:3], encoder.bits, keys.device)
     _encode(encoder, keys, CodePages(encoded.codes, encoded.gain), error=encoded.error, slots=None)
@@ -98,33 +57,13 @@ def hash_into(fresh: Fresh, pages: CodePages) -> None:
     _encode(fresh.encoder, tight(fresh.keys), pages, error=None, slots=fresh.slots.contiguous())
 
 
-def _encode(encoder: AnyEncoder, keys: Tensor, to: CodePages, *, error: Tensor | None, slots: Tensor | None) -> None:
+def _encode(encoder: Encoder, keys: Tensor, to: CodePages, *, error: Tensor | None, slots: Tensor | None) -> None:
     """Write the codes and gains of keys to their slots, or without slots in order."""
     encoder.check(keys)
     batch, kv_heads, tokens, dim = keys.shape
     if not tokens:
         return
     bits, page = encoder.bits, 0 if slots is None else to.codes.shape[2]
-    if isinstance(encoder, ProductEncoder):
-        common = (
-            strided(keys), _finding(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens
-        )  # fmt: skip
-        if tokens <= FEW:
-            one = _one(encoder, kv_heads)._replace(PAGE=page)
-            encode_few_kernel[(tokens, batch * kv_heads)](
-                *common, _scratch(encoder, batch * kv_heads * tokens), one,
-                num_warps=one_warps(one.D_UP), num_stages=1, **ROUNDED_TWICE,
-            )  # fmt: skip
-            return
-        width = dim * 8 // bits
-        shape = EncodePartsShape(
-            H_KV=kv_heads, H=bits, D=dim, M=bits // 8, WIDTH=width, WIDTH_UP=max(16, triton.next_power_of_2(width)),
-            PART=PART, BLOCK=HASHED, PAGE=page,
-        )  # fmt: skip
-        encode_parts_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
-            *common, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE
-        )
-        return
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
         strided(keys), _hashing(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens,
         EncodeShape(H_KV=kv_heads, H=bits, D=dim, PART=PART, BLOCK=HASHED, PAGE=page),
@@ -133,38 +72,13 @@ def _encode(encoder: AnyEncoder, keys: Tensor, to: CodePages, *, error: Tensor |
 
 
 def _hashing(encoder: Encoder, batch: int, kv_heads: int) -> Hashing:
-    """What a kernel needs of an encoder."""
-    own = _own(encoder.matrix)
-    matrix, gram, metric, mean = _each(
-        ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1)),
-        batch if own else 1,
-        kv_heads,
+    """What a kernel needs of an encoder: tensors that are contiguous and have all leading dimensions."""
+    own = encoder.matrix.dim() == 4 and encoder.matrix.shape[0] > 1  # each sequence has projections of its own
+    matrix, gram, metric, mean = (
+        None if each is None else each.expand(batch if own else 1, kv_heads, *each.shape[-rank:]).contiguous()
+        for each, rank in ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1))
     )
     return Hashing(matrix, gram, metric, mean, kv_heads if own else 0)
-
-
-def _finding(encoder: ProductEncoder, batch: int, kv_heads: int) -> Finding:
-    """What a kernel needs of an encoder of product codes."""
-    own = _own(encoder.matrix)
-    matrix, centroids, halves, mean = _each(
-        ((encoder.matrix, 2), (encoder.centroids.mT, 3), (encoder.halves, 2), (encoder.mean, 1)),
-        batch if own else 1,
-        kv_heads,
-    )
-    return Finding(matrix, centroids, halves, mean, kv_heads if own else 0)
-
-
-def _own(matrix: Tensor) -> bool:
-    """Whether each sequence has projections of its own."""
-    return matrix.dim() == 4 and matrix.shape[0] > 1
-
-
-def _each(tensors: tuple[tuple[Tensor | None, int], ...], batch: int, kv_heads: int) -> tuple[Tensor | None, ...]:
-    """Tensors, of so many dimensions of each KV head, contiguous and with all leading dimensions."""
-    return tuple(
-        None if each is None else each.expand(batch, kv_heads, *each.shape[-rank:]).contiguous()
-        for each, rank in tensors
-    )
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:

@@ -1,6 +1,6 @@
 """The kernels as operators of torch, `torch.ops.bpc`: `torch.compile` sees only the shapes that they return.
 
-Operators take no dataclasses: here alone, `Cached`, `Choice`, `Slots`, `Product` and encoders are spelled out.
+Operators take no dataclasses: here alone, `Cached`, `Choice`, `Slots` and encoders are spelled out.
 """
 
 import torch
@@ -10,11 +10,8 @@ from bpc_calib.backends.triton import pipeline
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder
-from bpc_calib.method.product import Product, ProductEncoder
 
-__all__ = [
-    "append", "append_product", "choose", "dense_attention", "encode", "encode_product", "sparse_attention",
-]  # fmt: skip
+__all__ = ["append", "choose", "dense_attention", "encode", "sparse_attention"]
 
 
 @torch.library.custom_op("bpc::choose", mutates_args=())
@@ -34,21 +31,16 @@ def choose(
     worst: Tensor | None,
     safeguard: float,
     width: int,
-    centroids: Tensor | None = None,
 ) -> Tensor:
-    """`bpc_calib.method.choosing.choose`; `ks`, if given, replaces `k`. With centroids, the projection is W."""
+    """`bpc_calib.method.choosing.choose`; `ks`, if given, replaces `k`."""
     with torch.cuda.device_of(query):
-        asked = projection if centroids is None else Product(projection, centroids)
         cached = Cached(codes, gain, valid=valid, lengths=lengths, worst=worst)
         choice = Choice(scaling, group, recent=recent, sink=sink, safeguard=safeguard)
-        return pipeline.choose(query, asked, cached, k if ks is None else ks, choice, width=width)
+        return pipeline.choose(query, projection, cached, k if ks is None else ks, choice, width=width)
 
 
 @choose.register_fake
-def _(
-    query, projection, codes, gain, k, ks, scaling, group, valid, lengths, recent, sink, worst, safeguard, width,
-    centroids=None,
-):  # fmt: skip
+def _(query, projection, codes, gain, k, ks, scaling, group, valid, lengths, recent, sink, worst, safeguard, width):
     return codes.new_empty(*codes.shape[:2], width)
 
 
@@ -88,29 +80,9 @@ def encode(
 
 @encode.register_fake
 def _(matrix, gram, metric, mean, keys):
-    return _encoded(keys, matrix.shape[-1])
-
-
-@torch.library.custom_op("bpc::encode_product", mutates_args=())
-def encode_product(
-    matrix: Tensor, centroids: Tensor, halves: Tensor, mean: Tensor | None, keys: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`bpc_calib.method.encoding.encode_with` with product codes: codes, error and gain."""
-    with torch.cuda.device_of(keys):
-        encoded = pipeline.encode_with(ProductEncoder(matrix, centroids, halves, mean), keys)
-    return encoded.codes, encoded.error, encoded.gain
-
-
-@encode_product.register_fake
-def _(matrix, centroids, halves, mean, keys):
-    return _encoded(keys, 8 * centroids.shape[-3])
-
-
-def _encoded(keys: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes of what hashing returns."""
     lead = keys.shape[:-1]
     return (
-        keys.new_empty(*lead, -(-bits // 64), dtype=torch.int64),
+        keys.new_empty(*lead, -(-matrix.shape[-1] // 64), dtype=torch.int64),
         keys.new_empty(lead, dtype=torch.float32),
         keys.new_empty(lead, dtype=torch.uint8),
     )
@@ -139,30 +111,4 @@ def append(
 
 @append.register_fake
 def _(matrix, gram, metric, mean, key, value, place, keys, values, codes, gain, error):
-    return None
-
-
-@torch.library.custom_op("bpc::append_product", mutates_args=("keys", "values", "codes", "gain", "error"))
-def append_product(
-    matrix: Tensor,
-    centroids: Tensor,
-    halves: Tensor,
-    mean: Tensor | None,
-    key: Tensor,
-    value: Tensor,
-    place: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    codes: Tensor,
-    gain: Tensor | None,
-    error: Tensor | None,
-) -> None:
-    """`bpc_calib.method.appending.append` with product codes."""
-    encoder = ProductEncoder(matrix, centroids, halves, mean)
-    with torch.cuda.device_of(key):
-        pipeline.append(encoder, key, value, place, Slots(keys, values, codes, gain, error))
-
-
-@append_product.register_fake
-def _(matrix, centroids, halves, mean, key, value, place, keys, values, codes, gain, error):
     return None

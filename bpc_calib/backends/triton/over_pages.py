@@ -8,10 +8,8 @@ from bpc_calib.backends.triton.arguments import in_pages, tight
 from bpc_calib.backends.triton.attend import Scales
 from bpc_calib.backends.triton.attention import NO_SCALES, Source, attention
 from bpc_calib.backends.triton.plan import SIDE_BY_SIDE
-from bpc_calib.backends.triton.tables import words
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.paging import Paged, Rows
-from bpc_calib.method.product import CENTROIDS, Product, Projection, code_bits
 
 __all__ = ["attend_pages", "unserved", "workspace"]
 
@@ -27,21 +25,20 @@ def unserved(paged: Paged) -> str | None:
     return None if paged.packing is None else "keys and values that are packed"
 
 
-def workspace(sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int, *, product: bool = False) -> int:
+def workspace(sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
     """The bytes that are in use at once for so many sequences; `sizes`: KV heads, heads of each, tokens."""
-    each = sequence_bytes(sizes, choice, bits, product=product)
+    each = sequence_bytes(sizes, choice, bits)
     return each * min(sequences, at_once(each))
 
 
-def sequence_bytes(sizes: tuple[int, int, int], choice: Choice, bits: int, *, product: bool = False) -> int:
-    """The bytes of one sequence: the scores of each head, those to rank by, the histograms, tables of product codes."""
+def sequence_bytes(sizes: tuple[int, int, int], choice: Choice, bits: int) -> int:
+    """The bytes of one sequence: the scores of each head, those to rank by, the histograms."""
     kv_heads, heads, tokens = sizes
     heads_up = triton.next_power_of_2(heads)
     room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
-    largest = pipeline.largest_score(bits, product=product)
+    largest = pipeline.largest_score(bits)
     counts = pipeline.COARSE + pipeline.middle_bins(choice.group, heads, largest, gain=True) + pipeline.FINE
-    tables = bits // 8 * CENTROIDS * (4 * heads_up + 8 * words(heads)) if product else 0
-    return kv_heads * (room * (2 * heads_up + 4) + 4 * counts + tables)
+    return kv_heads * (room * (2 * heads_up + 4) + 4 * counts)
 
 
 def at_once(each: int) -> int:
@@ -50,7 +47,7 @@ def at_once(each: int) -> int:
 
 
 def attend_pages(
-    query: Tensor, projection: Projection, paged: Paged, rows: Rows, choice: Choice, *, gain: bool
+    query: Tensor, projection: Tensor, paged: Paged, rows: Rows, choice: Choice, *, gain: bool
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.paging.attend_pages` for checked arguments, when all keys are hashed.
 
@@ -60,8 +57,7 @@ def attend_pages(
     pages, size = paged.codes, paged.codes.codes.shape[2]
     out = query.new_empty(batch, kv_heads, heads, dim)
     chosen = pages.codes.new_empty(batch, kv_heads, rows.width)
-    bits, product = code_bits(projection), isinstance(projection, Product)
-    step = at_once(sequence_bytes((kv_heads, heads, rows.table.shape[1] * size), choice, bits, product=product))
+    step = at_once(sequence_bytes((kv_heads, heads, rows.table.shape[1] * size), choice, projection.shape[-2]))
     scales = NO_SCALES if paged.scales is None else Scales(*paged.scales)
     cache = paged.cache if paged.scales is None else paged.cache.view(dtype=pages.gain.dtype)
     for first in range(0, batch, step):

@@ -15,16 +15,13 @@ from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with
 from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
 from bpc_calib.backends.triton.limits import Limits
-from bpc_calib.backends.triton.look_up import LookUpShape, look_up_kernel
 from bpc_calib.backends.triton.narrow import NarrowShape, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
 from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
-from bpc_calib.backends.triton.tables import Tables, TableShape, apart, products_kernel, tables_kernel, words
 from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
-from bpc_calib.method.product import CENTROIDS, Product, Projection, code_bits
-from bpc_calib.method.scoring import LARGEST_QUERY, LARGEST_SCORE, QuantizedQuery
+from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 
 __all__ = [
@@ -46,7 +43,6 @@ __all__ = [
 PROGRAMS = 512  # programs of one kernel, at most
 SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `few_registers`
 SCORED = 1024  # keys that a program scores at once, see `scored`
-LOOKED_UP = 512  # the same by tables
 RANKED = 1024  # keys that a program ranks at once, see `scored`
 COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
@@ -59,7 +55,7 @@ class Ranking:
     """What the kernels of one `choose` pass on; a row is a KV head of a sequence; `room` is N rounded up."""
 
     queries: int  # G, on a KV head
-    values: Tensor  # int8 [rows, G, H]; of product codes int64 [rows, m, 256, words], see `tables`
+    values: Tensor  # int8 [rows, G, H]
     scale: Tensor  # float32 [rows]
     plan: Tensor  # int32 [rows, PLAN_SIZE], see `plan`
     heads: Tensor  # int16 [rows, room, G_UP], scores of the heads without the gain
@@ -74,9 +70,9 @@ class Ranking:
         return self.counts.shape[1] - COARSE - FINE
 
 
-def largest_score(bits: int, *, product: bool) -> int:
+def largest_score(bits: int) -> int:
     """What no absolute score without the gain is above."""
-    return LARGEST_SCORE + bits // 8 if product else LARGEST_QUERY * bits
+    return LARGEST_QUERY * bits
 
 
 def middle_bins(group: str, heads: int, largest: int, gain: bool) -> int:
@@ -123,24 +119,23 @@ def few_registers(heads: int, bits: int) -> dict[str, int]:
 
 def score(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,
     *,
     table: Tensor | None = None,
 ) -> Ranking:
-    """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`, or those of product codes.
+    """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`.
 
     With a table, int32 `[B, P]`, here and in `rank`, codes and gains are those of pages `[pages, H_KV, size, ...]`.
     """
-    batch, kv_heads, heads, _ = query.shape
-    bits, rows, device = code_bits(projection), batch * kv_heads, query.device
-    product = isinstance(projection, Product)
+    batch, kv_heads, heads, dim = query.shape
+    bits, rows, device = projection.shape[-2], batch * kv_heads, query.device
     tokens, has_gain, heads_up = _tokens(cached, table), cached.gain is not None, triton.next_power_of_2(heads)
-    counts = COARSE + middle_bins(choice.group, heads, largest_score(bits, product=product), has_gain) + FINE
+    counts = COARSE + middle_bins(choice.group, heads, largest_score(bits), has_gain) + FINE
     parts, room = (
-        programs(rows, tokens, LOOKED_UP if product else scored(heads), SCORING),
+        programs(rows, tokens, scored(heads), SCORING),
         triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value,
     )
 
@@ -149,11 +144,7 @@ def score(
 
     made = Ranking(
         queries=heads,
-        values=(
-            empty(bits // 8, CENTROIDS, words(heads), dtype=torch.int64)
-            if product
-            else empty(heads, bits, dtype=torch.int8)
-        ),
+        values=empty(heads, bits, dtype=torch.int8),
         scale=empty(dtype=torch.float32),
         plan=empty(PLAN_SIZE.value),
         heads=empty(room, heads_up, dtype=torch.int16),
@@ -163,73 +154,21 @@ def score(
         limits=_limits(cached, k, choice, batch, kv_heads),
     )
     each = 0 if isinstance(k, Tensor) else k
-    if isinstance(projection, Product):
-        _make_tables(made, query, projection, (tokens, each), choice, has_gain)
-        _look_up(made, cached, choice, table)
-    else:
-        _score_signs(made, query, projection, cached, each, choice, table)
-    return made
-
-
-def _score_signs(
-    made: Ranking, query: Tensor, projection: Tensor, cached: Cached, k: int, choice: Choice, table: Tensor | None
-) -> None:
-    """Rounds the queries and scores all keys."""
-    batch, kv_heads, heads, dim = query.shape
-    (rows, parts, heads_up), bits = made.best.shape, projection.shape[-2]
     query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
     codes = cached.codes.view(torch.int8)
     shape = ScoreShape(
         H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=choice.group,
-        GAIN=cached.gain is not None, TIGHT=codes.stride(2) == bits // 8, PAGE=_page(cached, table),
+        GAIN=has_gain, TIGHT=codes.stride(2) == bits // 8, PAGE=_page(cached, table),
         PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=made.counts.shape[1],
     )  # fmt: skip
     score_kernel[(parts, rows)](
         strided(query), strided(projection), _placed(codes, table), _placed(cached.gain, table),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
-        _tokens(cached, table), k, choice.scaling, shape,
+        tokens, each, choice.scaling, shape,
         num_warps=4 if heads <= 8 and bits <= 64 else 8, num_stages=1,
         **few_registers(heads, bits), **ROUNDED_TWICE,
     )  # fmt: skip
-
-
-def _make_tables(
-    made: Ranking, query: Tensor, product: Product, sizes: tuple[int, int], choice: Choice, gain: bool
-) -> None:
-    """Rounds the products of queries with centroids; `sizes`: tokens, and `k` where all choose alike."""
-    batch, kv_heads, heads, dim = query.shape
-    (rows, _, heads_up), parts, product = made.best.shape, made.values.shape[1], product.to(query.dtype)
-    query, projected = tight(query), tight(product.rows).expand(batch, kv_heads, dim, dim)
-    centroids = product.centroids.mT.contiguous().expand(batch, kv_heads, parts, dim // parts, CENTROIDS)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    exact = torch.empty(rows, parts, CENTROIDS, heads_up, dtype=wide, device=query.device)
-    largest = torch.empty(rows, parts, heads_up, dtype=wide, device=query.device)
-    shape = TableShape(
-        H_KV=kv_heads, G=heads, G_UP=heads_up, M=parts, D=dim, WIDTH=dim // parts,
-        WIDTH_UP=max(16, triton.next_power_of_2(dim // parts)), PART=projected_at_once(dim),
-        GROUP=choice.group, GAIN=gain, COUNTS=made.counts.shape[1],
-    )  # fmt: skip
-    products_kernel[(parts, rows)](
-        strided(query), strided(projected), strided(centroids), exact, largest, shape,
-        num_warps=4 if shape.WIDTH_UP <= 32 else 8, num_stages=1, **ROUNDED_TWICE,
-    )  # fmt: skip
-    tables_kernel[(parts, rows)](
-        exact, largest, Tables(made.values, made.scale, made.plan, made.counts), made.limits, *sizes, choice.scaling,
-        shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
-    )  # fmt: skip
-
-
-def _look_up(made: Ranking, cached: Cached, choice: Choice, table: Tensor | None) -> None:
-    """Scores all keys by tables."""
-    rows, parts, heads_up = made.best.shape
-    shape = LookUpShape(
-        H_KV=cached.codes.shape[1], G_UP=heads_up, M=made.values.shape[1], GROUP=choice.group,
-        GAIN=cached.gain is not None, PAGE=_page(cached, table), BLOCK=LOOKED_UP,
-    )  # fmt: skip
-    look_up_kernel[(parts, rows)](
-        made.values, _placed(cached.codes, table), _placed(cached.gain, table), made.heads, made.best, made.limits,
-        _tokens(cached, table), shape, num_warps=8, num_stages=1, **ROUNDED_TWICE,
-    )  # fmt: skip
+    return made
 
 
 def _tokens(cached: Cached, table: Tensor | None) -> int:
@@ -275,16 +214,15 @@ def _bounds(valid: Tensor, lengths: Tensor | None, k: int | Tensor, choice: Choi
     return torch.stack([count.expand_as(first), newest_from, first_to], dim=-1).to(torch.int32)
 
 
-def quantize_query(query: Tensor, projection: Projection) -> QuantizedQuery:
+def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """`bpc_calib.quantize_query` for `[B, H_KV, G, D]`, as step 1 rounds."""
-    nothing = Cached(query.new_empty(*query.shape[:2], 0, -(-code_bits(projection) // 64), dtype=torch.int64))
+    nothing = Cached(query.new_empty(*query.shape[:2], 0, -(-projection.shape[-2] // 64), dtype=torch.int64))
     return quantized(score(query, projection, nothing, 0, Choice(1.0, group="max")), len(query))
 
 
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
     """The queries as step 1 rounded them."""
-    found = ranking.values if ranking.values.dtype == torch.int8 else apart(ranking.values, ranking.queries)
-    return QuantizedQuery(found.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
+    return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
 
 
 def rank(ranking: Ranking, cached: Cached, choice: Choice, *, table: Tensor | None = None) -> None:
@@ -334,7 +272,7 @@ def take(ranking: Ranking, width: int) -> Tensor:
 
 def choose(
     query: Tensor,
-    projection: Projection,
+    projection: Tensor,
     cached: Cached,
     k: int | Tensor,
     choice: Choice,

@@ -7,7 +7,7 @@ from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.constants import LARGEST_QUERY
 from bpc_calib.backends.triton.language import divide, dot, round_even
 
-__all__ = ["HEADS", "bit_operand", "quantized", "rounded"]
+__all__ = ["bit_operand", "quantized"]
 
 HEADS = tl.constexpr(16)  # the least height of a matrix product, and the most heads there are
 
