@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from bpc_artifacts import ProjectionArtifact, verdict
-from bpc_artifacts.schema import codes_of
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import FIGURES, METHODS
 from bpc_calib.evaluation.saved_result import read_result
@@ -116,7 +115,7 @@ def _calibration(metadata: Mapping[str, Any]) -> str:
         + (f", {held_out['samples']:,} of them kept aside" if held_out else ""),
         "tokens": f"{calibration['tokens']:,}",
         "keys per KV head": f"{calibration['keys_per_head']:,}",
-        "codes": f"{codes_of(metadata)}, {algorithm['bits']} bits per key",
+        "codes": f"{algorithm['bits']} bits per key",
         "method": code(algorithm["name"]),
         "layers": f"{len(metadata['layers'])} of {model['num_layers']}",
         "heads": f"{model['kv_heads']} KV heads of {model['head_dim']} numbers, {model['query_heads']} query heads",
