@@ -75,7 +75,7 @@ def open_work(
     """Lock the output file and its work folder; say what earlier runs have finished."""
     import torch
 
-    from bpc_calib.calibration.locking import locked
+    from bpc_calib.calibration.durable import locked
     from bpc_calib.calibration.work_folder import open_work_folder
 
     folder, real = options.folder(target), Path(os.path.realpath(target))

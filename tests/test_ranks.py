@@ -17,12 +17,11 @@ import torch
 
 from bpc_artifacts import load
 from bpc_calib import BPCError, InputError, WorkError, describe, make_plan
-from bpc_calib.calibration.layer_fit import fit_layers
 from bpc_calib.calibration.positions import early_keys
+from bpc_calib.calibration.projecting import fit_layers
 from bpc_calib.calibration.ranks import Ranks, layers_of, samples_of
 from bpc_calib.calibration.store import PatientStore
-from bpc_calib.calibration.stored_keys import read_layer
-from bpc_calib.calibration.stored_moments import total_moments
+from bpc_calib.calibration.stored import read_layer, total_moments
 from bpc_calib.calibration.watching import patience
 from bpc_calib.models.loading import load_config
 from bpc_cli.opening import LoadOptions, open_model

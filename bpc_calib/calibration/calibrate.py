@@ -17,7 +17,7 @@ from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projecting import project
 from bpc_calib.calibration.ranks import Ranks
 from bpc_calib.calibration.run_text import Text, read_text, stored_text
-from bpc_calib.calibration.stored_layers import read_layers, wait_for_layers
+from bpc_calib.calibration.stored import read_layers, wait_for_layers
 from bpc_calib.calibration.work_folder import WorkFolder, join_work_folder, open_work_folder, share_work
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe

@@ -6,14 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from bpc_calib.calibration.journal import check_same
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.positions import first_positions, key_positions
 from bpc_calib.calibration.ranks import samples_of
-from bpc_calib.calibration.stored_keys import wait_for_samples, write_sample
-from bpc_calib.calibration.stored_moments import read_sums, write_sums
-from bpc_calib.calibration.work_folder import WorkFolder, check_room
+from bpc_calib.calibration.stored import read_sums, wait_for_samples, write_sample, write_sums
+from bpc_calib.calibration.work_folder import WorkFolder, check_room, check_same
 from bpc_calib.models.loading import weights_identity
 from bpc_calib.models.observation import verify
 
