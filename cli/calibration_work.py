@@ -57,7 +57,7 @@ def finished(target: Path, options: WorkOptions, ranks: "Ranks") -> "ProjectionA
 
     if not was_finished(target, options):
         return None
-    ranks.tell("work", None)
+    ranks.broadcast("work", None)
     return load(target)
 
 

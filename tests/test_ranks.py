@@ -329,7 +329,7 @@ def test_a_store_that_does_not_answer_is_gone(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", "0")
         assert Ranks(1, 2, store).claim()  # who else could say it on this machine
         with pytest.raises(WorkError, match="torchrun's store is gone, so its machine or its process has ended: run"):
-            Ranks(1, 2, store).meet("keys")
+            Ranks(1, 2, store).barrier("keys")
     finally:
         holder.kill()
 

@@ -69,7 +69,7 @@ def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None
         for layer, fitted in zip(group, found, strict=True):
             write_layer(work.path, layer, fitted)
             done = show(1)
-    ranks.meet("layers", show)
+    ranks.barrier("layers", show)
 
 
 def _keys(work: WorkFolder, layers: list[int], samples: list[int]) -> Tensor:

@@ -129,7 +129,7 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
     Raises:
         WorkError: this rank does not see that folder, or has another plan, processor or version than rank 0.
     """
-    seen = ranks.hear("folder")
+    seen = ranks.receive("folder")
     until = time.monotonic() + SEEN_WITHIN
     while not (path / seen["sign"]).exists():
         if time.monotonic() > until:
@@ -139,9 +139,9 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
             )
         time.sleep(0.1)
     check_same(path, seen["settings"], _new_journal(plan, device).settings)
-    ranks.meet("folder")
+    ranks.barrier("folder")
     ranks.advice = _advice(path, plan)
-    left = ranks.hear("work")
+    left = ranks.receive("work")
     if left is None:
         return None
     journal = Journal(seen["settings"], left["sources"], left["weights"])
@@ -150,8 +150,8 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
 
 
 def share_work(work: WorkFolder) -> None:
-    """Tell the other ranks what is finished, so that all know who does what; the text is in the folder."""
-    work.ranks.tell(
+    """Broadcast what is finished, so that all ranks know who does what; the text is in the folder."""
+    work.ranks.broadcast(
         "work",
         {
             "samples": sorted(work.samples),
@@ -203,9 +203,9 @@ def _show(work: WorkFolder) -> None:
     if work.ranks.count > 1:
         sign = work.path / f".{secrets.token_hex(8)}.tmp"
         write_file(sign, b"")
-        told = {"sign": sign.name, "folder": str(work.path.absolute()), "settings": work.journal.settings}
-        work.ranks.tell("folder", told)
-        work.ranks.meet("folder")
+        table = {"sign": sign.name, "folder": str(work.path.absolute()), "settings": work.journal.settings}
+        work.ranks.broadcast("folder", table)
+        work.ranks.barrier("folder")
         sign.unlink()
 
 
