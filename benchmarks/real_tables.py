@@ -6,8 +6,7 @@ from typing import Any
 
 from markdown_table import Results, filled, link, percent, table
 
-from bpc_calib.evaluation.figures import FIGURES
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import FIGURES, METHODS
 from bpc_calib.evaluation.statistics import mean
 from bpc_calib.method.budget_words import budget_text
 

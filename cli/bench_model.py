@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_calib.bench.shapes import SHAPES
+from bpc_calib.bench.settings import SHAPES
 from bpc_cli.console import fail
 from bpc_cli.opening import Dtype, OneDeviceOptions, OpenedModel, open_model, open_weights, pick_device
 from bpc_cli.options import MODEL_HELP, PROJECTIONS

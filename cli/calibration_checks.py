@@ -14,7 +14,7 @@ FIELD_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")  # of files that have fi
 
 def open_text(specs: list[str], text_field: str | None, samples: int) -> "list[Corpus]":
     """Open the corpora: each text once, each with a sample; those of the Hub stay unopened."""
-    from bpc_calib.text.corpus_list import check_corpora, open_corpora
+    from bpc_calib.text.corpora import check_corpora, open_corpora
 
     corpora = open_corpora(specs, text_field=text_field or "text", hub=False)
     check_corpora(corpora, samples)

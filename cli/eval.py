@@ -23,7 +23,7 @@ from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
-    from bpc_calib.evaluation.harness_tasks import HarnessTask
+    from bpc_calib.evaluation.harness import HarnessTask
 
 HARNESS = "lm_eval:"
 
@@ -126,7 +126,7 @@ def eval_(
     from bpc_calib.evaluation import pictures
     from bpc_calib.evaluation.comparison import Comparison, check
     from bpc_calib.evaluation.evaluate import evaluate
-    from bpc_calib.text.corpus_list import open_corpora
+    from bpc_calib.text.corpora import open_corpora
 
     _check_harness(wanted.harness_tasks)
     if plot is not None:
@@ -205,7 +205,7 @@ def _length(text: str) -> int:
 
 def _check_harness(tasks: list[str]) -> None:
     if tasks:
-        from bpc_calib.evaluation.harness_tasks import check
+        from bpc_calib.evaluation.harness import check
 
         check(tasks)
 
@@ -214,7 +214,7 @@ def _prepare_harness(wanted: _Comparison, tokenizer: Any, quiet: bool) -> "list[
     """The tasks of lm_eval with their data."""
     if not wanted.harness_tasks:
         return []
-    from bpc_calib.evaluation.harness_tasks import prepare
+    from bpc_calib.evaluation.harness import prepare
 
     with working("Loading the data of lm_eval's tasks", quiet):
         return prepare(wanted.harness_tasks, tokenizer, wanted.lengths, wanted.rules["seed"])

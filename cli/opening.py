@@ -94,9 +94,8 @@ def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) ->
     """
     from bpc_calib.errors import InputError
     from bpc_calib.models.description import describe
-    from bpc_calib.models.loading import load_config
+    from bpc_calib.models.loading import check_packages, load_config
     from bpc_calib.models.tensor_parallel import tensor_parallel
-    from bpc_calib.models.weight_placement import check_packages
 
     device_map = options.device_map if isinstance(options, LoadOptions) else None
     if device_map is not None and options.device != "auto":

@@ -47,8 +47,8 @@ def push(
 
     from bpc_artifacts import ArtifactError, load
     from bpc_artifacts.publishing import publishable
+    from bpc_calib.sharing.card import publishable_result
     from bpc_calib.sharing.publishing import look_up, publish
-    from bpc_calib.sharing.quality import publishable_result
 
     found = load(file)
     measured = None if evaluation is None else publishable_result(evaluation, found)

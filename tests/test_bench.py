@@ -14,17 +14,16 @@ from bpc_calib import BPCError, InputError, hash_scores, quantize_query
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.dispatch import backend
 from bpc_calib.bench import dense as dense_forms
-from bpc_calib.bench import floors, inputs, timing
+from bpc_calib.bench import inputs, timing
 from bpc_calib.bench import paper as paper_forms
 from bpc_calib.bench.crossover import compared, find_crossover
-from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes
+from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes_read
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms, set_of
 from bpc_calib.bench.machine import cache_bytes, machine
 from bpc_calib.bench.measure import check, run
 from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
-from bpc_calib.bench.settings import Settings
-from bpc_calib.bench.shapes import SHAPES
+from bpc_calib.bench.settings import SHAPES, Settings
 from bpc_calib.method import choosing
 from bpc_calib.runtime.cache import BPCCache
 from bpc_cli.bench_tables import print_benchmark
@@ -64,14 +63,14 @@ def layer_result():
 
 def test_floors_are_the_bytes_of_the_definition():
     # 8 KV heads, 1,024 tokens, D=128, keys and values, 2 bytes per number: 8 * 1024 * 128 * 2 * 2.
-    assert floors.dense_bytes(8, 1024, 128, 2) == 4_194_304
-    assert floors.code_bytes(8, 1024) == 8 * 1024 * 9
-    assert floors.code_bytes(8, 1024, gain=False) == 8 * 1024 * 8
-    assert floors.code_bytes(1, 10, bits=128) == 10 * 17
-    assert floors.code_bytes(1, 10, bits=32) == 10 * 9
-    assert floors.stage_bytes(8, 1024, 20, 128, 2) == {"score": 73_728, "attend": 81_920, "step": 155_648}
-    assert floors.decode_bytes(1000, 3, 50) == 1150
-    assert floors.least_microseconds(2_000_000, 1e9) == pytest.approx(2000)
+    assert inputs.dense_bytes(8, 1024, 128, 2) == 4_194_304
+    assert inputs.code_bytes(8, 1024) == 8 * 1024 * 9
+    assert inputs.code_bytes(8, 1024, gain=False) == 8 * 1024 * 8
+    assert inputs.code_bytes(1, 10, bits=128) == 10 * 17
+    assert inputs.code_bytes(1, 10, bits=32) == 10 * 9
+    assert inputs.stage_bytes(8, 1024, 20, 128, 2) == {"score": 73_728, "attend": 81_920, "step": 155_648}
+    assert inputs.decode_bytes(1000, 3, 50) == 1150
+    assert inputs.least_microseconds(2_000_000, 1e9) == pytest.approx(2000)
 
 
 def test_rows_have_the_floors_of_their_shape(layer_result):
@@ -304,7 +303,7 @@ def test_weights_that_a_step_reads():
     for tied in (True, False):
         model = tiny.model(tie_word_embeddings=tied)
         everything = sum(each.numel() for each in model.parameters()) * 4
-        assert weight_bytes(model) == everything - (0 if tied else 260 * 32 * 4)
+        assert weight_bytes_read(model) == everything - (0 if tied else 260 * 32 * 4)
 
 
 def test_random_models_have_the_dtype_and_memory_is_checked_first():
@@ -368,7 +367,7 @@ def test_decoding_rows_are_consistent(result):
             )
             assert row[side]["peak_bytes"] > 1e6
         token = 2 * 2 * 8 * 4  # bytes per layer
-        weights = weight_bytes(model)
+        weights = weight_bytes_read(model)
         for side, cached in (
             ("full", 3 * length * token),
             ("free", 0),

@@ -488,8 +488,7 @@ def test_options_default_to_what_the_library_does():
 
 
 def test_help_lists_every_name(bpc):
-    from bpc_calib.bench.settings import PARTS
-    from bpc_calib.bench.shapes import SHAPES
+    from bpc_calib.bench.settings import PARTS, SHAPES
     from bpc_calib.calibration.projection_method import PROJECTION_METHODS
     from bpc_calib.evaluation.methods import METHODS
     from bpc_calib.evaluation.tasks import TASKS

@@ -10,8 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bpc_calib import BPCCache, InputError, enable
-from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.comparison import HARD
+from bpc_calib.evaluation.comparison import HARD, make_cache
 
 pytest.importorskip("lm_eval")
 
@@ -21,8 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from bpc_calib.evaluation import harness
-from bpc_calib.evaluation.harness_model import harness_model
-from bpc_calib.evaluation.harness_tasks import prepare
+from bpc_calib.evaluation.harness import harness_model, prepare
 
 CONTEXT = "the old stone bridge over the river saw a small lantern and the garden"
 ANSWER = " carried the coin"

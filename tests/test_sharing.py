@@ -18,8 +18,7 @@ from bpc_artifacts import ArtifactError, load, save
 from bpc_artifacts.publishing import publishable
 from bpc_calib.errors import InputError
 from bpc_calib.models.loading import load_model, load_tokenizer
-from bpc_calib.sharing.card import BUDGETS, RESIDUALS, model_card
-from bpc_calib.sharing.quality import publishable_result
+from bpc_calib.sharing.card import BUDGETS, RESIDUALS, model_card, publishable_result
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SOURCE = test_artifact.metadata()["calibration"]["sources"][0]

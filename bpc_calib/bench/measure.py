@@ -16,8 +16,7 @@ from bpc_calib.bench.inputs import LayerShape, working_sets
 from bpc_calib.bench.layer import compile_seconds, layer_rows
 from bpc_calib.bench.machine import machine
 from bpc_calib.bench.random_models import random_artifact
-from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, Settings
-from bpc_calib.bench.shapes import SHAPES
+from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, SHAPES, Settings
 from bpc_calib.bench.timing import bandwidth, reason
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.method.budget import attended
@@ -289,7 +288,7 @@ def _model_facts(
         "mlp_narrower": _narrower(text),
         "vocabulary": description.vocab_size,
         "experts": decode.has_experts(model.config),
-        "weight_bytes_read": decode.weight_bytes(model),
+        "weight_bytes_read": decode.weight_bytes_read(model),
         "projections": "random" if artifact is None else artifact.metadata["algorithm"]["name"],
         "positions_beyond_limit": limit is not None and max(lengths) >= limit,
         "peak_memory": "allocated on the GPU" if on_gpu else "resident set of the process, libraries included",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
-from bpc_calib.bench.shapes import SHAPES
+from bpc_calib.bench.settings import SHAPES
 from bpc_calib.errors import InputError
 from bpc_calib.models.description import describe
 
