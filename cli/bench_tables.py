@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import print_table, printable
 
 __all__ = ["print_benchmark"]

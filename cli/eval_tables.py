@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bpc_calib.evaluation.methods import FIGURES, METHODS
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import print_table, printable
 from bpc_cli.text_table import TextTable
 

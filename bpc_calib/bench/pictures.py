@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from bpc_artifacts.replacing import PICTURE, replacing
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 
 __all__ = ["draw"]
 

@@ -9,7 +9,7 @@ from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.method.budget import attended
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 
 __all__ = ["check", "draw"]
 
