@@ -1,22 +1,192 @@
 """`bpc bench`: the speed of BPC on this machine, beside dense attention, the paper's pipeline and the byte floors."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.bench_model import BenchModelOptions, check_model_options, make_model, open_bench_model
-from bpc_cli.bench_settings import MeasureOptions
+from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, Settings
+from bpc_calib.bench.shapes import SHAPES
 from bpc_cli.bench_tables import print_benchmark
 from bpc_cli.command import command
-from bpc_cli.console import fail, print_json, printable
-from bpc_cli.find_artifact import load_artifact
-from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import OneDeviceOptions
-from bpc_cli.options import AsJson, Force, Output, Quiet
+from bpc_cli.console import fail, print_json, printable, quiet_libraries
+from bpc_cli.opening import Dtype, OneDeviceOptions, OpenedModel, load_artifact, open_model, open_weights, pick_device
+from bpc_cli.options import (
+    BUDGET_HELP,
+    MODEL_HELP,
+    PROJECTIONS,
+    AsJson,
+    Force,
+    Output,
+    Quiet,
+    parse_budgets,
+    parse_counts,
+    parse_layers,
+    split,
+)
 from bpc_cli.progress import progress_bar
 from bpc_cli.result_file import open_result_file
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ",".join(map(str, numbers))
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured; None leaves it to the model or the machine."""
+
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Parts to measure: {', '.join(PARTS)}. Default: all.", metavar="PART,...", show_default=False
+        ),
+    ] = None
+    crossover: Annotated[
+        bool,
+        typer.Option(
+            "--crossover", help="Instead of the parts, find the context length from which BPC is faster than dense."
+        ),
+    ] = False
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Tokens cached. Default: {_listed(LENGTHS)} for the layer, {_listed(DECODE_LENGTHS['cpu'])} for "
+            f"decoding (on a GPU {_listed(DECODE_LENGTHS['cuda'])}). --crossover doubles the length up to the longest.",
+            metavar="TOKENS,...",
+            show_default=False,
+        ),
+    ] = None
+    batch_sizes: Annotated[str, typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...")] = "1"
+    budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%"
+    group_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Query heads per KV head in the layer part. Default: the model's.",
+            metavar="NUMBER,...",
+            show_default=False,
+        ),
+    ] = None
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads in the layer part. Default: the model's.", show_default=False)
+    ] = None
+    head_dim: Annotated[
+        int | None,
+        typer.Option(help="Head dimension in the layer part. Default: the model's.", show_default=False),
+    ] = None
+    dense_layers: Annotated[
+        str,
+        typer.Option(
+            help="Layers that attend to all tokens, such as 0,1 (the default of BPCCache); or none.", metavar="LAYERS"
+        ),
+    ] = "none"
+    prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Tokens of the prefill. Default: {PREFILL_TOKENS['cpu']}, on a GPU {PREFILL_TOKENS['cuda']}.",
+            show_default=False,
+        ),
+    ] = None
+    repeats: Annotated[int, typer.Option(help="Number of measurements; the tables show their medians.")] = 7
+
+    def settings(self) -> Settings:
+        """The same options, parsed."""
+        return Settings(
+            parts=PARTS if self.parts is None else tuple(split(self.parts)),
+            crossover=self.crossover,
+            lengths=None if self.lengths is None else parse_counts(self.lengths, "--lengths"),
+            batch_sizes=parse_counts(self.batch_sizes, "--batch-sizes"),
+            budgets=parse_budgets(self.budgets),
+            group_sizes=None if self.group_sizes is None else parse_counts(self.group_sizes, "--group-sizes"),
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dense_layers=parse_layers(self.dense_layers),
+            prefill_tokens=self.prefill_tokens,
+            repeats=self.repeats,
+        )
+
+
+SHAPE = "llama-3.1-8b"
+CPU_LAYERS = 4  # of the default shape on a CPU
+
+
+@dataclass(frozen=True)
+class BenchModelOptions:
+    """Which model is measured."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help=f"{MODEL_HELP} Default: random weights, see --shape.")
+    ] = None
+    artifact: Annotated[
+        str | None,
+        typer.Option(
+            "--artifact", "-a", help=f"{PROJECTIONS} Default: random projections, with which steps take the same time."
+        ),
+    ] = None
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Shape of a model with random weights: {', '.join(SHAPES)}. Default: {SHAPE}, on a CPU with "
+            f"{CPU_LAYERS} of its layers.",
+            show_default=False,
+        ),
+    ] = None
+    layers: Annotated[
+        int | None, typer.Option(help="Number of the shape's layers to keep, so that it fits this machine.")
+    ] = None
+    mlp: Annotated[int | None, typer.Option(help="Width of the shape's MLP; gains are larger with a narrower MLP.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model whose config is known; its weights are not loaded or made yet."""
+
+    config: Any
+    dtype: "torch.dtype"
+    device: "torch.device"
+    opened: OpenedModel | None  # None: random weights
+
+
+def check_model_options(options: BenchModelOptions) -> None:
+    """Refuse options of random weights together with a model."""
+    if options.model is not None and (options.shape, options.layers, options.mlp) != (None, None, None):
+        fail("--shape, --layers and --mlp are for random weights: leave out --model")
+
+
+def open_bench_model(options: BenchModelOptions, load: OneDeviceOptions) -> BenchModel:
+    """Read the config of the model, or make that of the shape."""
+    import torch
+
+    own, opened = None, None
+    if options.model is not None:
+        opened = open_model(options.model, load)
+        device, config = opened.device, opened.config
+        own = getattr(config.get_text_config(decoder=True), "dtype", None)
+    else:
+        from bpc_calib.bench.random_models import shape_config
+
+        device, layers = pick_device(load.device), options.layers
+        if layers is None and options.shape is None and device == "cpu":
+            layers = CPU_LAYERS
+        config = shape_config(options.shape or SHAPE, layers, options.mlp)
+    dtype = getattr(torch, load.dtype.value) if load.dtype is not Dtype.auto else own or torch.bfloat16
+    return BenchModel(config, dtype, torch.device(device), opened)
+
+
+def make_model(model: BenchModel, quiet: bool) -> Any:
+    """Load the weights, or make them at random."""
+    if model.opened is not None:
+        return open_weights(model.opened, quiet, dtype=str(model.dtype).removeprefix("torch."))
+    from bpc_calib.bench.random_models import random_model
+
+    return random_model(model.config, model.dtype, model.device)
 
 
 @command

@@ -8,8 +8,7 @@ import typer
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.calibration_report import STAGES
 from bpc_cli.command import command
-from bpc_cli.console import print_json, print_table, printable
-from bpc_cli.libraries import quiet_libraries
+from bpc_cli.console import print_json, print_table, printable, quiet_libraries
 from bpc_cli.opening import Device, OneDeviceOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Quiet
 from bpc_cli.progress import stage_bars

@@ -11,13 +11,21 @@ from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER, TASKS, TEXT
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import command
-from bpc_cli.console import fail, note, print_json
+from bpc_cli.console import fail, note, print_json, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
-from bpc_cli.find_artifact import load_artifact
-from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
-from bpc_cli.options import BUDGET_HELP, PROJECTIONS, AsJson, Force, Model, Output, Quiet
-from bpc_cli.parsing import parse_budgets, parse_layers, split
+from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
+from bpc_cli.options import (
+    BUDGET_HELP,
+    PROJECTIONS,
+    AsJson,
+    Force,
+    Model,
+    Output,
+    Quiet,
+    parse_budgets,
+    parse_layers,
+    split,
+)
 from bpc_cli.progress import progress_bar, working
 from bpc_cli.result_file import open_result_file
 

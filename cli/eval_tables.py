@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from bpc_calib.evaluation.figures import FIGURES
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.method.budget_words import budget_text
-from bpc_cli.console import print_table, printable
-from bpc_cli.text_table import TextTable
+from bpc_cli.console import TextTable, print_table, printable
 
 __all__ = ["evaluation_tables", "print_evaluation"]
 

@@ -5,14 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.artifact_comparison import compare_artifacts, print_comparison
-from bpc_cli.artifact_tables import print_artifact
+from bpc_cli.artifact_tables import Inspected, compare_artifacts, print_artifact, print_comparison
 from bpc_cli.command import command
-from bpc_cli.console import fail, note, print_json, printable
+from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
-from bpc_cli.find_artifact import find_artifact
-from bpc_cli.inspected import Inspected
-from bpc_cli.libraries import quiet_libraries
+from bpc_cli.opening import find_artifact
 from bpc_cli.residual_plot import draw_residuals
 
 if TYPE_CHECKING:

@@ -494,7 +494,7 @@ def test_a_group_of_options_is_its_fields():
 def test_options_default_to_what_the_library_does():
     from bpc_calib import make_plan
     from bpc_calib.bench.settings import Settings
-    from bpc_cli.bench_settings import MeasureOptions
+    from bpc_cli.bench import MeasureOptions
     from bpc_cli.calibrate import PlanOptions
 
     defaults = {name: each.default for name, each in inspect.signature(make_plan).parameters.items() if name != "model"}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from bpc_cli.artifact_tables import artifact_facts, residual_rows
+from bpc_cli.artifact_tables import artifact_facts, fitted_residuals, new_text_residuals, residual_rows, residual_title
 from bpc_cli.report.charts import Curves, Dots, curve_chart, heat_map, layer_chart
 from bpc_cli.report.markup import Html, element
 from bpc_cli.report.parts import (
@@ -21,11 +21,10 @@ from bpc_cli.report.parts import (
     text_section,
     verdict_box,
 )
-from bpc_cli.residual import fitted_residuals, new_text_residuals, residual_title
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
-    from bpc_cli.inspected import Inspected
+    from bpc_cli.artifact_tables import Inspected
 
 __all__ = ["artifact_page", "by_head", "curves_of", "ranges_of"]
 

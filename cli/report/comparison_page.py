@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from bpc_cli.artifact_comparison import Comparison, compare_artifacts, difference_table, residual_table
+from bpc_cli.artifact_tables import Comparison, compare_artifacts, difference_table, residual_table
 from bpc_cli.report.artifact_page import by_head, curves_of, ranges_of
 from bpc_cli.report.charts import Dots, change_map, curve_chart, heat_map, layer_chart
 from bpc_cli.report.markup import Html, element, join
@@ -22,7 +22,7 @@ from bpc_cli.report.parts import (
 )
 
 if TYPE_CHECKING:
-    from bpc_cli.inspected import Inspected
+    from bpc_cli.artifact_tables import Inspected
 
 __all__ = ["comparison_page"]
 

@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bpc_calib.evaluation.methods import METHODS
+from bpc_cli.console import TextTable, size_text
 from bpc_cli.eval_tables import evaluation_tables
-from bpc_cli.quantities import size_text
 from bpc_cli.report.markup import Html, element, join
 from bpc_cli.report.style import STEPS, STYLE
-from bpc_cli.text_table import TextTable
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
-    from bpc_cli.inspected import Inspected
+    from bpc_cli.artifact_tables import Inspected
 
 __all__ = [
     "document",
