@@ -220,7 +220,7 @@ def bench(
     projections = None if subject.artifact is None else load_artifact(subject.artifact)
     write = open_result_file(output, force, frozenset({"settings", "machine"}))
     if plot is not None:
-        from bpc_artifacts.picture_file import check_picture
+        from bpc_artifacts.replacing import check_picture
 
         check_picture(plot, force)
     from bpc_calib.bench.machine import without_folder

@@ -82,7 +82,7 @@ def inspect(
 
 def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
     """Fail before anything is read if one of the files cannot be written: else the other would be left behind."""
-    from bpc_artifacts.picture_file import check_picture
+    from bpc_artifacts.replacing import check_picture
     from bpc_cli.report.page_file import check_page
 
     if plot is not None and html is not None and plot.resolve() == html.resolve():
