@@ -189,7 +189,7 @@ def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, An
 PROJECT = "bpc-calib"
 EXTRAS = {
     "cpu": "fast kernels on a CPU",
-    "plots": "pictures: --plot",
+    "plots": "pictures: --plot, --html",
     "accelerate": "quantised models, --device-map",
     "gguf": "GGUF files as models",
     "eval": "tasks of lm_eval",

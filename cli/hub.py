@@ -15,7 +15,7 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries, size_text
 from bpc_cli.opening import split_revision
 from bpc_cli.options import AsJson
-from bpc_cli.residual_plot import draw_residuals
+from bpc_cli.report import draw_residuals
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact

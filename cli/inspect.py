@@ -10,7 +10,7 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.opening import find_artifact
-from bpc_cli.residual_plot import draw_residuals
+from bpc_cli.report import check_page, draw_residuals, write_page
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -32,7 +32,8 @@ def inspect(
         typer.Option("--model", "-m", help="Check that the artifact fits this model: a folder, a Hub id or demo."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="File for a page with charts, for any browser; it loads nothing.")
+        Path | None,
+        typer.Option(help="File for a page with pictures, for any browser; it loads nothing (needs matplotlib)."),
     ] = None,
     evaluation: Annotated[
         list[Path] | None,
@@ -67,7 +68,7 @@ def inspect(
     if plot is not None:
         draw_residuals(found[0].artifact, plot, force)
     if html is not None:
-        _write_page(found, html, force)
+        write_page(found, html, force)
     if as_json:
         tables = [_facts(each, fit) for each, fit in zip(found, fits, strict=True)]
         print_json(tables[0] if len(found) == 1 else {"artifacts": tables, "comparison": _comparison(found)})
@@ -83,7 +84,6 @@ def inspect(
 def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
     """Fail before anything is read if one of the files cannot be written: else the other would be left behind."""
     from bpc_artifacts.replacing import check_picture
-    from bpc_cli.report.page_file import check_page
 
     if plot is not None and html is not None and plot.resolve() == html.resolve():
         fail(f"{html}: is given for --html and for --plot: give two files")
@@ -118,14 +118,6 @@ def _fit(artifact: "ProjectionArtifact", model: str, trust_remote_code: bool) ->
     for doubt in doubts:
         note(f"Warning: {doubt}")
     return {"model": model, "fits": True, "warnings": doubts}
-
-
-def _write_page(found: list[Inspected], path: Path, force: bool) -> None:
-    from bpc_cli.report.artifact_page import artifact_page
-    from bpc_cli.report.comparison_page import comparison_page
-    from bpc_cli.report.page_file import write_page
-
-    write_page(path, artifact_page(found[0]) if len(found) == 1 else comparison_page(found[0], found[1]), force)
 
 
 def _print(found: list[Inspected]) -> None:

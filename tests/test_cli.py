@@ -372,9 +372,9 @@ def test_plot(bpc, made, tmp_path):
 
 def test_without_matplotlib_one_line_says_what_to_install(bpc, made, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # import raises ImportError
-    assert_one_error(
-        bpc("inspect", made, "--plot", tmp_path / "a.png"), "--plot needs matplotlib: pip install matplotlib"
-    )
+    for option in ("--plot", "--html"):
+        refused = bpc("inspect", made, option, tmp_path / "a.png")
+        assert_one_error(refused, f"{option} needs matplotlib: pip install matplotlib")
     assert list(tmp_path.iterdir()) == []
 
 
