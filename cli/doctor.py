@@ -20,7 +20,7 @@ from bpc_cli.console import (
     size_text,
 )
 from bpc_cli.opening import OneDeviceOptions, OpenedModel, model_without_weights, open_model, pick_device, weight_bytes
-from bpc_cli.options import MODEL_HELP, AsJson
+from bpc_cli.options import DENSE_LAYERS, MODEL_HELP, AsJson, parse_layers
 
 __all__ = ["doctor", "print_doctor"]
 
@@ -90,7 +90,6 @@ def _hub() -> dict[str, Any]:
 
 
 LENGTHS = (8_192, 32_768, 131_072)
-DENSE = (0, 1)  # of bpc generate
 
 
 def model_facts(opened: OpenedModel) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
     model = opened.description
     weights = model_without_weights(opened)
     looked_at = _look_at_layers(weights, opened)
-    dense = [layer for layer in DENSE if layer < model.num_layers]
+    dense = [layer for layer in parse_layers(DENSE_LAYERS) if layer < model.num_layers]
     if set(model.full_layers) <= set(dense):  # the defaults would leave no layer to choose in
         dense = []
     reads = []

@@ -127,7 +127,7 @@ def _print(found: list[Inspected]) -> None:
         print_comparison(found[0], found[1])
     for each in found:
         if each.evaluation is not None:
-            print_evaluation(each.evaluation["rows"], each.evaluation["model"])
+            print_evaluation(each.evaluation)
 
 
 def _comparison(found: list[Inspected]) -> dict[str, Any]:

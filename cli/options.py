@@ -12,13 +12,17 @@ from bpc_cli.console import fail
 
 __all__ = [
     "BUDGET_HELP",
+    "DENSE_LAYERS",
+    "MIN_TOKENS",
     "MODEL_HELP",
     "ONLINE",
     "PROJECTIONS",
     "Artifact",
     "AsJson",
     "CacheOptions",
+    "DenseLayers",
     "Force",
+    "MinTokens",
     "Model",
     "Output",
     "Quiet",
@@ -42,6 +46,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, neither bars nor lines.")]
 ONLINE = "online"
 
+MIN_TOKENS, DENSE_LAYERS = 128, "0,1"  # as in `bpc_calib.BPCCache`
+MinTokens = Annotated[int, typer.Option(help="Attend to at least this many tokens.")]
+DenseLayers = Annotated[
+    str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
+]
 Artifact = Annotated[
     str, typer.Option("--artifact", "-a", help=f"{PROJECTIONS} {ONLINE} finds projections in the prompt instead.")
 ]
@@ -55,16 +64,14 @@ class CacheOptions:
     """Which tokens each step attends to: the settings of `bpc_calib.BPCCache`."""
 
     budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS")] = "2%"
-    min_tokens: Annotated[int, typer.Option(help="Attend to at least this many tokens.")] = 128
+    min_tokens: MinTokens = MIN_TOKENS
     min_context: Annotated[
         int,
         typer.Option(
             help="Attend to all tokens while the context is shorter than this; bpc bench --crossover finds the value."
         ),
     ] = 0
-    dense_layers: Annotated[
-        str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
-    ] = "0,1"
+    dense_layers: DenseLayers = DENSE_LAYERS
 
     def rules(self) -> dict[str, Any]:
         """The arguments of `BPCCache`."""

@@ -399,7 +399,7 @@ def test_a_plot_of_many_layers_and_heads(bpc, tmp_path):
     [
         (["calibrate"], "Missing option '--model' / '-m' (bpc calibrate --help"),
         (["nonsense"], "No such command 'nonsense' (bpc --help"),
-        (["eval", "-m", "demo", "--forced", "1"], "Invalid value for '--forced': "),
+        (["eval", "-m", "demo", "--batch-size", "0"], "Invalid value for '--batch-size': "),
     ],
 )
 def test_wrong_usage_is_one_line(bpc_process, words, said):
