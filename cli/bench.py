@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,9 +14,11 @@ from bpc_cli.console import fail, print_json, printable, quiet_libraries
 from bpc_cli.opening import Dtype, OneDeviceOptions, OpenedModel, load_artifact, open_model, open_weights, pick_device
 from bpc_cli.options import (
     BUDGET_HELP,
+    DENSE_LAYERS,
     MODEL_HELP,
     PROJECTIONS,
     AsJson,
+    DenseLayers,
     Force,
     Output,
     Quiet,
@@ -31,6 +32,8 @@ from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
     import torch
+
+SHAPE, CPU_LAYERS = "llama-3.1-8b", 4
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
@@ -64,27 +67,7 @@ class MeasureOptions:
     ] = None
     batch_sizes: Annotated[str, typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...")] = "1"
     budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%"
-    group_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="Query heads per KV head in the layer part. Default: the model's.",
-            metavar="NUMBER,...",
-            show_default=False,
-        ),
-    ] = None
-    kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads in the layer part. Default: the model's.", show_default=False)
-    ] = None
-    head_dim: Annotated[
-        int | None,
-        typer.Option(help="Head dimension in the layer part. Default: the model's.", show_default=False),
-    ] = None
-    dense_layers: Annotated[
-        str,
-        typer.Option(
-            help="Layers that attend to all tokens, such as 0,1 (the default of BPCCache); or none.", metavar="LAYERS"
-        ),
-    ] = "none"
+    dense_layers: DenseLayers = DENSE_LAYERS
     prefill_tokens: Annotated[
         int | None,
         typer.Option(
@@ -102,17 +85,10 @@ class MeasureOptions:
             lengths=None if self.lengths is None else parse_counts(self.lengths, "--lengths"),
             batch_sizes=parse_counts(self.batch_sizes, "--batch-sizes"),
             budgets=parse_budgets(self.budgets),
-            group_sizes=None if self.group_sizes is None else parse_counts(self.group_sizes, "--group-sizes"),
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
             dense_layers=parse_layers(self.dense_layers),
             prefill_tokens=self.prefill_tokens,
             repeats=self.repeats,
         )
-
-
-SHAPE = "llama-3.1-8b"
-CPU_LAYERS = 4  # of the default shape on a CPU
 
 
 @dataclass(frozen=True)
@@ -131,17 +107,12 @@ class BenchModelOptions:
     shape: Annotated[
         str | None,
         typer.Option(
-            help=f"Shape of a model with random weights: {', '.join(SHAPES)}. Default: {SHAPE}, on a CPU with "
-            f"{CPU_LAYERS} of its layers.",
+            help=f"Shape of a model with random weights: {', '.join(SHAPES)}; or such as 8x128x4 (KV heads, head "
+            f"dimension, query heads per KV head). Default: {SHAPE}. On a CPU it has {CPU_LAYERS} layers.",
+            metavar="NAME|HEADSxDIMxGROUP",
             show_default=False,
         ),
     ] = None
-    layers: Annotated[
-        int | None, typer.Option(help="Number of the shape's layers to keep, so that it fits this machine.")
-    ] = None
-    mlp: Annotated[int | None, typer.Option(help="Width of the shape's MLP; gains are larger with a narrower MLP.")] = (
-        None
-    )
 
 
 @dataclass(frozen=True)
@@ -152,12 +123,6 @@ class BenchModel:
     dtype: "torch.dtype"
     device: "torch.device"
     opened: OpenedModel | None  # None: random weights
-
-
-def check_model_options(options: BenchModelOptions) -> None:
-    """Refuse options of random weights together with a model."""
-    if options.model is not None and (options.shape, options.layers, options.mlp) != (None, None, None):
-        fail("--shape, --layers and --mlp are for random weights: leave out --model")
 
 
 def open_bench_model(options: BenchModelOptions, load: OneDeviceOptions) -> BenchModel:
@@ -172,10 +137,8 @@ def open_bench_model(options: BenchModelOptions, load: OneDeviceOptions) -> Benc
     else:
         from bpc_calib.bench.random_models import shape_config
 
-        device, layers = pick_device(load.device), options.layers
-        if layers is None and options.shape is None and device == "cpu":
-            layers = CPU_LAYERS
-        config = shape_config(options.shape or SHAPE, layers, options.mlp)
+        device = pick_device(load.device)
+        config = shape_config(options.shape or SHAPE, CPU_LAYERS if device == "cpu" else None)
     dtype = getattr(torch, load.dtype.value) if load.dtype is not Dtype.auto else own or torch.bfloat16
     return BenchModel(config, dtype, torch.device(device), opened)
 
@@ -195,10 +158,6 @@ def bench(
     measured: MeasureOptions,
     subject: BenchModelOptions,
     output: Output = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="File for a picture of the result: .png, .svg or .pdf (needs matplotlib)."),
-    ] = None,
     force: Force = False,
     load: OneDeviceOptions,
     as_json: AsJson = False,
@@ -208,21 +167,16 @@ def bench(
 
     Everything is compared in the same run, with the same random keys. Where BPC loses, the table shows it.
 
-    Example: bpc bench --parts layer --lengths 8192,131072 --budgets 2%,1% -o bench.json --plot bench.png
+    Example: bpc bench --parts layer --lengths 8192,131072 --budgets 2%,1% -o bench.json
     """
     settings = measured.settings()
-    check_model_options(subject)
+    if subject.model is not None and subject.shape is not None:
+        fail("--shape is for random weights: leave out --model")
     if measured.crossover and measured.parts is not None:
         fail("--crossover takes the place of the parts: leave out --parts")
-    if output is not None and plot is not None and output.resolve() == plot.resolve():
-        fail(f"{output}: is given for --output and for --plot: give two files")
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if subject.artifact is None else load_artifact(subject.artifact)
     write = open_result_file(output, force, frozenset({"settings", "machine"}))
-    if plot is not None:
-        from bpc_artifacts.replacing import check_picture
-
-        check_picture(plot, force)
     from bpc_calib.bench.machine import without_folder
     from bpc_calib.bench.measure import check, run
 
@@ -244,14 +198,9 @@ def bench(
             progress,
             keep,
         )
-    if plot is not None:
-        from bpc_calib.bench import pictures
-
-        pictures.draw(result, plot, overwrite=force)
     if as_json:
         print_json(typed | result)
         return
     print_benchmark(result)
-    for path in (output, plot):
-        if path is not None:
-            print(f"Wrote {printable(path)}")
+    if output is not None:
+        print(f"Wrote {printable(output)}")
