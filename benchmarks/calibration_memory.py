@@ -19,7 +19,7 @@ from bpc_calib import describe
 from bpc_calib.calibration import keys
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.models.loading import load_model
-from bpc_cli.memory_use import peak_memory
+from bpc_cli.calibration_report import peak_memory
 name, length, chunks = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "chunks"
 model = load_model(name)
 description = describe(model.config)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bpc_artifacts.picture_file import check_matplotlib
-from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
+from bpc_artifacts.replacing import PICTURE, check_matplotlib, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.method.budget import attended
