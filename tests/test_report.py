@@ -79,7 +79,7 @@ def test_a_page_has_what_the_artifact_holds_and_the_same_bytes_twice(page, bpc, 
             assert f"|{layer}|{'|'.join(f'{value:.3f}' for value in values)}|" in text
     (source,) = artifact.metadata["calibration"]["sources"]
     sentences = json.loads(bpc("inspect", pair[0], "--json").out)["verdict"]
-    for part in (source["name"], source["sha256"], artifact.metadata["payload_sha256"], "signs, 32 bits", *sentences):
+    for part in (source["name"], source["sha256"], artifact.metadata["payload_sha256"], "32 bits per key", *sentences):
         assert part in text
 
 
