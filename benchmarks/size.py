@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGES = {"bpc_artifacts": "artifacts", "bpc_calib": "bpc_calib", "bpc_cli": "cli"}
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SURFACE = """
 import bpc_artifacts, bpc_calib, typer
 from bpc_cli.main import app
@@ -36,7 +35,7 @@ def main() -> None:
     print("lines of Python outside tests:", sum(lines(path) for path in code if path not in tests))
     for folder, count in sorted(Counter(path.relative_to(root).parts[0] for path in code).items()):
         print(f"  {folder}: {sum(lines(path) for path in code if root / folder in path.parents)} lines, {count} files")
-    pages = (root / "docs").glob("*.md"), (root / page for page in PAGES)
+    pages = (root / "docs").glob("*.md"), [root / f"{page}.md" for page in ("README", "CONTRIBUTING", "CHANGELOG")]
     print("lines of tests:", sum(map(lines, tests)))
     docs, other = (sum(len(path.read_text().split()) for path in each) for each in pages)
     print(f"words of documents: {docs + other} ({docs} in docs)")
@@ -83,8 +82,8 @@ def surface(root: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:  # with the packages under the names by which they are imported
         for package, source in PACKAGES.items():
             Path(folder, package).symlink_to(root / source)
-        given = {"env": os.environ | {"PYTHONPATH": folder}, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.run([sys.executable, "-c", SURFACE], check=True, **given).stdout
+        given = os.environ | {"PYTHONPATH": folder}
+        return subprocess.check_output([sys.executable, "-c", SURFACE], env=given, text=True)
 
 
 if __name__ == "__main__":
