@@ -39,6 +39,7 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/mypy benchmarks training docs/links.py
 
 # The documents as a site, in build/site. Every link must lead somewhere.
 site: .venv/ready
