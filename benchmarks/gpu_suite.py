@@ -27,24 +27,18 @@ from report import ROOT
 
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
 
-# The parts and their shares of the time; the later parts get the time that an earlier one leaves.
-PARTS = {"compile": 4, "tests": 6, "exactness": 5, "kernels": 7, "encode": 2, "decode": 5, "serving": 3, "calibrate": 1}
-TITLES = {
-    "compile": "Compiling for the other parts, on all cores",
-    "tests": "The tests that need a GPU",
-    "exactness": "Exactness at full size",
-    "kernels": "A decoding step of a layer: 8 KV heads, 4 query heads each, D=128, bf16, 2 %, batch 1",
-    "encode": "Hashing a prompt, and the prefill of the layer",
-    "decode": "Decoding through transformers: random weights of Llama 3.1 8B's shape, batch 1",
-    "serving": "A server's decoding step of a layer, over pages of 16 tokens; and vLLM, where it is installed",
-    "calibrate": "Calibration",
+# Of each part: its share of the time (later parts get what an earlier one leaves), the module and the function of its
+# steps (imported by its part alone), and its title.
+PARTS = {
+    "compile": (4, "gpu_tests.compile_steps", "Compiling for the other parts, on all cores"),
+    "tests": (6, "gpu_tests.steps", "The tests that need a GPU"),
+    "exactness": (5, "gpu_exactness.steps", "Exactness at full size"),
+    "kernels": (7, "gpu_times.kernels", "A step of a layer: 8 KV heads, 4 query heads each, D=128, 2 %, batch 1"),
+    "encode": (2, "gpu_times.encode", "Hashing a prompt, and the prefill"),
+    "decode": (5, "gpu_times.decode", "Decoding through transformers: random Llama 3.1 8B, batch 1"),
+    "serving": (3, "gpu_serving.steps", "A server's step of a layer, over pages of 16 tokens; vLLM where it is"),
+    "calibrate": (1, "gpu_times.calibrate", "Calibration"),
 }
-# Where the steps of a part come from: a module is imported by its part alone.
-STEPS = {
-    "compile": "gpu_tests.compile_steps", "tests": "gpu_tests.steps", "exactness": "gpu_exactness.steps",
-    "kernels": "gpu_times.kernels", "encode": "gpu_times.encode", "decode": "gpu_times.decode",
-    "serving": "gpu_serving.steps", "calibrate": "gpu_times.calibrate",
-}  # fmt: skip
 COLUMNS = (
     "tokens what exact differing of unit median spread eager floor times_floor tokens_per_second passed failed errors "
     "skipped note"
@@ -92,7 +86,7 @@ def main() -> None:
 
 def steps(name: str, limits: Limits, portion: str | None) -> list[Step]:
     """The steps of a part; with `portion`, as 3/16, such a share of what the other parts compile."""
-    module, _, function = STEPS[name].partition(".")
+    module, _, function = PARTS[name][1].partition(".")
     made = importlib.import_module(module)
     if portion:
         first, step = map(int, portion.split("/"))
@@ -119,10 +113,10 @@ def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:
     parts = result["parts"]
     left = [name for name in PARTS if name in selected]
     while left and not received:
-        name, shares = left[0], sum(PARTS[each] for each in left)
-        seconds = max(5.0, (ends - time.monotonic()) * PARTS[name] / shares)
+        name, shares = left[0], sum(PARTS[each][0] for each in left)
+        seconds = max(5.0, (ends - time.monotonic()) * PARTS[name][0] / shares)
         part(name, seconds, arguments.tiny, logs, functools.partial(keep, output, result, name))
-        show(TITLES[name], parts[name])
+        show(PARTS[name][2], parts[name])
         report.keep(output, result)
         left.pop(0)
     return int(any(parts[name]["status"] == "failed" for name in selected))
@@ -157,7 +151,7 @@ def driver() -> str | None:
 def part(name: str, seconds: float, tiny: bool, logs: Path, keep: Callable[[dict[str, Any]], None]) -> None:
     """Run a part in its own processes; keep what it has measured, also while it runs and when a signal ends it."""
     words = [sys.executable, __file__, "--part", name, *(["--tiny"] if tiny else [])]
-    print(f"{TITLES[name]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(f"{PARTS[name][2]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
     began = written = time.monotonic()
     seen, changed = Watched(), False
 

@@ -136,19 +136,19 @@ def step(shape: Shape) -> dict[str, Any]:
     launches = [each for each in recorder.events if not isinstance(each, str)]
     operations = [each for each in recorder.events if isinstance(each, str)]
     costs = [cost(each, shape.tokens, shape.kv_heads, *reached(each, recorder)) for each in launches]
-    kernels = sum(each.microseconds for each in costs)
+    kernels = sum(each["microseconds"] for each in costs)
     torchs = 1e6 * FIXED * len(operations)
     dense = 2 * shape.tokens * shape.kv_heads * shape.dim * 2
     return {
         "tokens": shape.tokens,
         "budget": shape.budget,
-        "launches": [each.as_row() for each in costs],
+        "launches": costs,
         "torch_operations": dict(Counter(operations)),
         "launched": len(launches) + len(operations),
         "kernel_microseconds": round(kernels, 2),
         "torch_microseconds": round(torchs, 2),
         "microseconds": round(kernels + torchs, 2),
-        "least_microseconds": round(sum(each.least_microseconds for each in costs) + torchs, 2),
+        "least_microseconds": round(sum(each["least_microseconds"] for each in costs) + torchs, 2),
         "dense_microseconds_by_bytes": round(1e6 * dense / HBM, 2),
     }
 

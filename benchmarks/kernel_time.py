@@ -16,12 +16,12 @@ are done. So only the latencies of `Latencies` are assumed, and the rest is in t
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kernel_code import RULES, Code, Instruction, Loop, Span, code, loops, ptx_loops, usage
 
-__all__ = ["CONSTANTS", "FIXED", "HBM", "L2_KEEPS", "Cost", "cost"]
+__all__ = ["CONSTANTS", "FIXED", "HBM", "L2_KEEPS", "cost"]
 
 CLOCK = 1.755e9  # Hz; assumed under load (data sheets: boost 1.755 of the PCIe card, 1.98 of SXM)
 MULTIPROCESSORS = 132  # H100 SXM, NVIDIA's data sheet
@@ -41,37 +41,12 @@ CONSTANTS = {
 }  # fmt: skip
 
 
-@dataclass
-class Cost:
-    """One launch: what it is, what it executes and its parts of the model, in microseconds."""
+def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> dict[str, Any]:
+    """Of a `ptx.driver.Launch` that can read `cold` bytes of tensors from memory, and `warm` bytes from L2.
 
-    kernel: str
-    grid: tuple[int, int, int]
-    warps: int
-    registers: int
-    shared: int
-    stack: int
-    instructions: float  # that a warp executes
-    per_key: float  # instructions of all threads, per cached key and KV head
-    loops: list[dict[str, float]]  # trips and, per trip, instructions, barriers and shuffles
-    barriers: float  # executed
-    shuffles: float
-    waves: int
-    latency: float
-    latency_without_loads: float  # if every load were there at once
-    issue: float
-    bytes: int
-    memory: float
-    microseconds: float
-    least_microseconds: float  # with `latency_without_loads`
-    notes: list[str]
-
-    def as_row(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> Cost:
-    """Of a `ptx.driver.Launch` that can read `cold` bytes of tensors from memory, and `warm` bytes from L2."""
+    Instructions, barriers and shuffles are those that a warp executes, `per_key` those of all threads per key and KV
+    head; times are in microseconds, `least_microseconds` as if every load were there at once.
+    """
     metadata, assembly = launch.kernel.metadata, launch.kernel.asm
     made = code(assembly["cubin"])
     registers, stack = usage(assembly["cubin"])
@@ -96,15 +71,16 @@ def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> Cost:
     from_memory = min(cold, named)
     from_l2 = min(warm, named - from_memory)
     memory = from_memory / HBM + from_l2 / L2
-    return Cost(
-        kernel=metadata.name, grid=launch.grid, warps=warps, registers=registers, shared=metadata.shared, stack=stack,
-        instructions=round(counts["all"]), per_key=round(counts["all"] * 32 * warps * blocks / (tokens * rows), 2),
-        loops=_shown(made, made.whole), barriers=round(counts["barrier"]), shuffles=round(counts["shuffle"]),
-        waves=waves, latency=_us(latency),
-        latency_without_loads=_us(without), issue=_us(issue), bytes=from_memory + from_l2, memory=_us(memory),
-        microseconds=_us(FIXED + max(waves * latency, issue, memory)),
-        least_microseconds=_us(FIXED + max(waves * without, issue, memory)), notes=notes,
-    )  # fmt: skip
+    return {
+        "kernel": metadata.name, "grid": launch.grid, "warps": warps, "registers": registers, "shared": metadata.shared,
+        "stack": stack, "instructions": round(counts["all"]),
+        "per_key": round(counts["all"] * 32 * warps * blocks / (tokens * rows), 2), "loops": _shown(made, made.whole),
+        "barriers": round(counts["barrier"]), "shuffles": round(counts["shuffle"]), "waves": waves,
+        "latency": _us(latency), "latency_without_loads": _us(without), "issue": _us(issue),
+        "bytes": from_memory + from_l2, "memory": _us(memory),
+        "microseconds": _us(FIXED + max(waves * latency, issue, memory)),
+        "least_microseconds": _us(FIXED + max(waves * without, issue, memory)), "notes": notes,
+    }  # fmt: skip
 
 
 def _shown(made: Code, span: Span) -> list[dict[str, float]]:

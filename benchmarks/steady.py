@@ -42,10 +42,9 @@ def main() -> None:
     if arguments.artifact:
         artifact = load(arguments.artifact)
     else:
-        sizes: dict[str, Any] = (
-            {"samples": 3, "sequence_length": 128} if arguments.tiny else {"samples": 60, "sequence_length": 2048}
-        )
-        artifact = calibrate(model, tokenizer, ["demo"], make_plan(describe(model.config), **sizes))
+        samples, length = (3, 128) if arguments.tiny else (60, 2048)
+        plan = make_plan(describe(model.config), samples=samples, sequence_length=length)
+        artifact = calibrate(model, tokenizer, ["demo"], plan)
     enable(model)
     settings = report.settings(arguments, ("prompt", "new", "block", "repeats", "minutes"))
     result: dict[str, Any] = {"settings": settings, "rows": answers(model, artifact, arguments)}
