@@ -16,14 +16,14 @@ import report
 ONE_PASS = """
 import json, sys, time, torch
 from bpc_calib import describe
-from bpc_calib.calibration import prefill
+from bpc_calib.calibration import keys
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.models.loading import load_model
-from bpc_cli.memory_use import peak_memory
+from bpc_cli.calibration_report import peak_memory
 name, length, chunks = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "chunks"
 model = load_model(name)
 description = describe(model.config)
-prefill.pass_bytes = lambda *arguments: (2, 1) if chunks else (1, 1)  # the choice
+keys.pass_bytes = lambda *arguments: (2, 1) if chunks else (1, 1)  # the choice
 for weight in model.parameters():
     weight.sum()  # is in memory, not only mapped
 tokens = torch.randint(description.vocab_size, (length,), generator=torch.Generator().manual_seed(0))

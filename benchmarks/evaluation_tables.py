@@ -4,8 +4,7 @@ from typing import Any
 
 from markdown_table import Results, filled, link, percent, table
 
-from bpc_calib.evaluation.figures import FIGURES
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import FIGURES, METHODS
 
 __all__ = ["evaluation", "evaluation_files", "evaluation_rows"]
 

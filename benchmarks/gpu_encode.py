@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.bench.shapes import SHAPES
+from bpc_calib.bench.settings import SHAPES
 from bpc_calib.method import encoding
 from bpc_calib.method.encoding import Encoder, make_encoder
 

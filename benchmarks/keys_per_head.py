@@ -19,8 +19,7 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib import calibrate, describe, enable, make_plan
-from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.comparison import HARD
+from bpc_calib.evaluation.comparison import HARD, make_cache
 from bpc_calib.evaluation.forcing import force, fork, prefill
 from bpc_calib.models.loading import load_model, load_tokenizer
 from bpc_calib.runtime.cache import BPCCache

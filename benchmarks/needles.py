@@ -15,8 +15,8 @@ import report
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.comparison import HARD
 from bpc_calib.evaluation.evaluate import ask, hide_all
-from bpc_calib.evaluation.fact_tasks import needle
 from bpc_calib.evaluation.statistics import share
+from bpc_calib.evaluation.tasks import needle
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 TINY = {"tokens": 512, "prompts": 2, "budgets": [0.02]}

@@ -15,7 +15,7 @@ from needles import TINY, make_parser, run
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.comparison import HARD
-from bpc_calib.evaluation.fact_tasks import single
+from bpc_calib.evaluation.tasks import single
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 

@@ -24,13 +24,12 @@ import torch
 from bpc_calib import describe, disable, enable
 from bpc_calib.calibration.collecting import collect
 from bpc_calib.calibration.contents import contents
-from bpc_calib.calibration.layer_fit import fit_layers
 from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.positions import early_keys
+from bpc_calib.calibration.projecting import fit_layers
 from bpc_calib.calibration.projection_method import PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.calibration.run_text import read_text
-from bpc_calib.calibration.stored_keys import read_layer
-from bpc_calib.calibration.stored_moments import total_moments
+from bpc_calib.calibration.stored import read_layer, total_moments
 from bpc_calib.calibration.work_folder import open_work_folder
 from bpc_calib.evaluation.baselines import OracleLayer, RandomLayer
 from bpc_calib.evaluation.comparison import FORCED, HARD

@@ -6,10 +6,9 @@ from typing import Any
 
 from markdown_table import Results, filled, link, percent, table
 
-from bpc_calib.evaluation.figures import FIGURES
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import FIGURES, METHODS
 from bpc_calib.evaluation.statistics import mean
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 
 __all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text", "spread"]
 

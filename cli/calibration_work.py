@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bpc_cli.command import Terminated
 from bpc_cli.console import note
-from bpc_cli.interrupts import Terminated
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -57,7 +57,7 @@ def finished(target: Path, options: WorkOptions, ranks: "Ranks") -> "ProjectionA
 
     if not was_finished(target, options):
         return None
-    ranks.tell("work", None)
+    ranks.broadcast("work", None)
     return load(target)
 
 
@@ -75,7 +75,7 @@ def open_work(
     """Lock the output file and its work folder; say what earlier runs have finished."""
     import torch
 
-    from bpc_calib.calibration.locking import locked
+    from bpc_calib.calibration.durable import locked
     from bpc_calib.calibration.work_folder import open_work_folder
 
     folder, real = options.folder(target), Path(os.path.realpath(target))

@@ -18,8 +18,7 @@ import bpc_calib
 from bpc_calib import BPCCache, describe
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.compat import with_cache
-from bpc_calib.models.loading import load_config, load_model
-from bpc_calib.models.weights import weights_identity
+from bpc_calib.models.loading import load_config, load_model, weights_identity
 from bpc_calib.runtime.hashed_layer import BPCLayer
 
 PROMPT, STEPS = 100, 5

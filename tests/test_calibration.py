@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, decompose, describe, make_plan
-from bpc_calib.calibration.held_out import held_out_samples
-from bpc_calib.calibration.layer_fit import fit_layers
+from bpc_calib.calibration.plan import held_out_samples
 from bpc_calib.calibration.positions import early_keys, first_positions, key_positions, shift_offsets, spread_keys
+from bpc_calib.calibration.projecting import fit_layers
 from bpc_calib.method.fitting import fit, mean_key, residual_norms
 from bpc_calib.method.metric import query_metric
 from bpc_calib.models.observation import observing
@@ -232,7 +232,7 @@ def test_the_papers_method_has_one_iteration_and_no_shift(text_folder):
 
 
 def test_heads_are_fitted_in_groups_if_memory_is_short(made, text_folder, monkeypatch):
-    monkeypatch.setattr("bpc_calib.calibration.layer_fit.FITTED_AT_ONCE", 1)
+    monkeypatch.setattr("bpc_calib.calibration.projecting.FITTED_AT_ONCE", 1)
     again = tiny.calibrated(
         tiny.model(), tiny.tokenizer(), corpora=[f"notes={text_folder}"], samples=5, bits=32, keys_per_head=200
     )

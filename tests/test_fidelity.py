@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from bpc_calib import BPCCache, enable
-from bpc_calib.evaluation.compared_cache import make_cache
+from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import METRICS, measure, probe
 from bpc_calib.evaluation.forcing import force, fork, prefill
 from bpc_calib.evaluation.methods import METHODS

@@ -7,7 +7,7 @@ import torch
 from bpc_calib import BPCCache, enable
 from bpc_calib.compat import with_cache
 from bpc_calib.evaluation.baselines import SnapKVLayer
-from bpc_calib.evaluation.compared_cache import make_cache
+from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.forcing import compare, complete, force, fork, keep, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.runtime.layers import RankingLayer

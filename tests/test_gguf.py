@@ -124,7 +124,7 @@ def test_a_file_on_the_hub(bpc_process, file, tmp_path):
 
 def test_without_the_packages_one_line_says_how_to_get_them(bpc, file, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr("bpc_calib.models.packages.find_spec", lambda name: None if name == "gguf" else find(name))
+    monkeypatch.setattr("bpc_calib.models.gguf.find_spec", lambda name: None if name == "gguf" else find(name))
     assert_one_error(bpc("calibrate", "-m", file, "--dry-run"), "needs gguf: pip install 'bpc-calib[gguf]'")
 
 

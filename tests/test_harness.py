@@ -10,8 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bpc_calib import BPCCache, InputError, enable
-from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.comparison import HARD
+from bpc_calib.evaluation.comparison import HARD, make_cache
 
 pytest.importorskip("lm_eval")
 
@@ -21,8 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from bpc_calib.evaluation import harness
-from bpc_calib.evaluation.harness_model import harness_model
-from bpc_calib.evaluation.harness_tasks import prepare
+from bpc_calib.evaluation.harness import harness_model, prepare
 
 CONTEXT = "the old stone bridge over the river saw a small lantern and the garden"
 ANSWER = " carried the coin"
@@ -144,7 +142,7 @@ def tasks(tmp_path):
 
 def test_the_command_runs_tasks_of_lm_eval(quick, bpc, model_folder, tasks):
     names = ",".join(f"lm_eval:{path}" for path in tasks)
-    words = ("eval", "-m", model_folder, "--methods", "full,bpc-online", "--budgets", "10", "--prompts", "3")
+    words = ("eval", "-m", model_folder, "--hard", "--methods", "full,bpc-online", "--budgets", "10", "--prompts", "3")
     ran = bpc(*words, "--tasks", names, "--json")
     assert ran.code == 0, ran.err
     rows = json.loads(ran.out)["rows"]

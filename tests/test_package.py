@@ -39,12 +39,10 @@ OPEN_BACKENDS = {"dispatch", "limits", "pages"}
 # Tables of names that the help of the commands shows; they import none of the large libraries.
 NAMES = {
     "bpc_calib.bench.settings",
-    "bpc_calib.bench.shapes",
     "bpc_calib.calibration.projection_method",
-    "bpc_calib.evaluation.figures",
     "bpc_calib.evaluation.methods",
     "bpc_calib.evaluation.tasks",
-    "bpc_calib.method.budget_words",
+    "bpc_calib.method.defaults",
     "bpc_calib.text.known_corpora",
 }
 MOST_PARAMETERS = 12

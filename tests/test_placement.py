@@ -81,9 +81,7 @@ def test_the_command_line_spreads_a_model(bpc, model_folder, text_folder, tmp_pa
 
 def test_without_accelerate_one_line_says_how_to_get_it(bpc, model_folder, fp8_folder, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "bpc_calib.models.packages.find_spec", lambda name: None if name == "accelerate" else find(name)
-    )
+    monkeypatch.setattr("bpc_calib.models.gguf.find_spec", lambda name: None if name == "accelerate" else find(name))
     for words in (("-m", model_folder, "--device-map", "auto"), ("-m", fp8_folder)):
         ran = bpc("calibrate", *words, "--corpus", "demo", "--dry-run")
         assert_one_error(ran, "needs accelerate: pip install 'bpc-calib[accelerate]'")

@@ -5,11 +5,8 @@ import tiny
 import torch
 
 from bpc_calib import ModelError, describe
-from bpc_calib.calibration import prefill
-from bpc_calib.calibration.keys import sample_keys
-from bpc_calib.calibration.prefill import chunk_edges, pass_bytes
-from bpc_calib.models.observation import verify
-from bpc_calib.models.placement import input_device
+from bpc_calib.calibration.keys import chunk_edges, pass_bytes, sample_keys
+from bpc_calib.models.observation import input_device, verify
 
 SLIDING = ["sliding_attention", "full_attention"] * 2
 
@@ -29,8 +26,8 @@ def test_chunks_have_the_keys_and_moments_of_a_whole_pass(monkeypatch, dtype, mu
     tokens = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     arguments = (model, description, tokens, [0, 1, 15, 16, 31, 32, 33, 90, 119])
     whole = sample_keys(*arguments, offset=5, moments=True)
-    monkeypatch.setattr(prefill, "CHUNK", 32)
-    monkeypatch.setattr(prefill, "pass_bytes", lambda *_: (2, 1))
+    monkeypatch.setattr("bpc_calib.calibration.keys.CHUNK", 32)
+    monkeypatch.setattr("bpc_calib.calibration.keys.pass_bytes", lambda *_: (2, 1))
     assert chunk_edges(model, description, 120) == [(0, 32), (32, 64), (64, 96), (96, 120)]
     chunked = sample_keys(*arguments, offset=5, moments=True)
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 0.05}
@@ -41,7 +38,7 @@ def test_chunks_have_the_keys_and_moments_of_a_whole_pass(monkeypatch, dtype, mu
 
 
 def test_chunks_are_the_same_with_one_and_two_threads(monkeypatch):
-    monkeypatch.setattr(prefill, "CHUNK", 512)
+    monkeypatch.setattr("bpc_calib.calibration.keys.CHUNK", 512)
     model = sliding(hidden_size=64)
     description = describe(model.config)
     assert len(chunk_edges(model, description, 2000)) == 4

@@ -17,12 +17,11 @@ import torch
 
 from bpc_artifacts import load
 from bpc_calib import BPCError, InputError, WorkError, describe, make_plan
-from bpc_calib.calibration.layer_fit import fit_layers
 from bpc_calib.calibration.positions import early_keys
+from bpc_calib.calibration.projecting import fit_layers
 from bpc_calib.calibration.ranks import Ranks, layers_of, samples_of
 from bpc_calib.calibration.store import PatientStore
-from bpc_calib.calibration.stored_keys import read_layer
-from bpc_calib.calibration.stored_moments import total_moments
+from bpc_calib.calibration.stored import read_layer, total_moments
 from bpc_calib.calibration.watching import patience
 from bpc_calib.models.loading import load_config
 from bpc_cli.opening import LoadOptions, open_model
@@ -330,7 +329,7 @@ def test_a_store_that_does_not_answer_is_gone(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", "0")
         assert Ranks(1, 2, store).claim()  # who else could say it on this machine
         with pytest.raises(WorkError, match="torchrun's store is gone, so its machine or its process has ended: run"):
-            Ranks(1, 2, store).meet("keys")
+            Ranks(1, 2, store).barrier("keys")
     finally:
         holder.kill()
 

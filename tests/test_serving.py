@@ -34,8 +34,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from bpc_calib import BPCError, InputError
 from bpc_calib.demo import DEMO_MODEL
-from bpc_calib.models.description import describe
-from bpc_calib.models.heads import first_head
+from bpc_calib.models.description import describe, first_head
 from bpc_calib.serving import cpu_backend, layer
 from bpc_calib.serving.options import Options, read_options
 from bpc_calib.serving.plugin import supported

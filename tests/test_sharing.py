@@ -18,8 +18,7 @@ from bpc_artifacts import ArtifactError, load, save
 from bpc_artifacts.publishing import publishable
 from bpc_calib.errors import InputError
 from bpc_calib.models.loading import load_model, load_tokenizer
-from bpc_calib.sharing.card import BUDGETS, RESIDUALS, model_card
-from bpc_calib.sharing.quality import publishable_result
+from bpc_calib.sharing.card import BUDGETS, RESIDUALS, model_card, publishable_result
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SOURCE = test_artifact.metadata()["calibration"]["sources"][0]
@@ -155,7 +154,7 @@ def test_a_local_model_is_no_base_model_and_names_cannot_leave_their_place(tmp_p
 
 
 def test_without_matplotlib_the_card_has_no_pictures(tmp_path, monkeypatch):
-    from bpc_cli.push import _files
+    from bpc_cli.hub import _files
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # the import fails
     files = _files(stored(from_hub(), tmp_path), "name.safetensors", "alice/name", None)

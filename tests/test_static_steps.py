@@ -21,7 +21,7 @@ from transformers import (
 
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable, static_generate, static_steps
 from bpc_calib.compat import with_cache
-from bpc_calib.evaluation.compared_cache import make_cache
+from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.runtime.static_layer import StaticLayer
 from bpc_calib.runtime.static_steps import _captured, warm_up
 

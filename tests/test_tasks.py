@@ -9,11 +9,8 @@ import tiny
 
 from bpc_calib import InputError
 from bpc_calib.evaluation.evaluate import draw_prompts
-from bpc_calib.evaluation.fact_tasks import needle
-from bpc_calib.evaluation.frame import make_frame
-from bpc_calib.evaluation.problem import score
-from bpc_calib.evaluation.prompts import OPENING, hide, largest
-from bpc_calib.evaluation.tasks import GROWING, RULER, TASKS
+from bpc_calib.evaluation.prompts import OPENING, hide, largest, make_frame
+from bpc_calib.evaluation.tasks import GROWING, RULER, TASKS, needle, score
 from bpc_calib.text import made_text
 
 

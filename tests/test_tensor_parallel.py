@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib import ModelError, calibrate, describe, tensor_parallel
-from bpc_calib.models.heads import first_head, held_heads, share
+from bpc_calib.models.description import first_head, heads_per_rank, held_heads
 from bpc_calib.models.loading import load_model
 
 ROUNDING = {"float64": 1e-10, "float32": 1e-4}
@@ -333,7 +333,7 @@ def test_every_command_says_in_how_many_processes_it_runs(bpc, monkeypatch):
     [(8, 1, [0], 8), (8, 2, [0, 4], 4), (4, 4, [0, 1, 2, 3], 1), (2, 4, [0, 0, 1, 1], 1), (1, 2, [0, 0], 1)],
 )
 def test_the_heads_of_a_rank(total, ranks, first, held):
-    assert share(total, ranks) == held
+    assert heads_per_rank(total, ranks) == held
     assert [first_head(total, rank, ranks) for rank in range(ranks)] == first
     assert [held_heads(total, held, rank, ranks) for rank in range(ranks)] == [slice(n, n + held) for n in first]
     assert held_heads(total, total, ranks - 1, ranks) == slice(0, total)  # a model that keeps all heads everywhere
@@ -347,8 +347,8 @@ def test_calibration_needs_all_heads_in_one_process():
 
 
 def test_what_is_no_share_of_a_rank():
-    assert share(3, 2) is None
-    assert share(2, 3) is None
+    assert heads_per_rank(3, 2) is None
+    assert heads_per_rank(2, 3) is None
     assert held_heads(4, 1, 0, 2) is None
     assert held_heads(4, 2, 0, 1) is None
 

@@ -20,7 +20,7 @@ import torch
 from bpc_artifacts import save
 from bpc_calib import WorkError, describe, make_plan
 from bpc_calib.calibration.calibrate import calibrate
-from bpc_calib.calibration.stored_tensors import DamagedError, read_tensors, write_tensors
+from bpc_calib.calibration.stored import DamagedError, read_tensors, write_tensors
 from bpc_calib.text.known_corpora import HUB_CORPORA
 
 SETTINGS = {"samples": 5, "bits": 32, "keys_per_head": 200}
@@ -107,7 +107,7 @@ def test_other_settings_model_text_and_versions_are_refused(run, tmp_path, text_
     finally:
         torch.set_num_threads(threads)
     with monkeypatch.context() as patch:
-        patch.setattr("bpc_calib.calibration.journal.version", lambda name: "99")
+        patch.setattr("bpc_calib.calibration.work_folder.version", lambda name: "99")
         with pytest.raises(WorkError, match=r"versions\.torch: .* in the work folder, 99 now"):
             run()
     made, steps = run()

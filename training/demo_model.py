@@ -20,8 +20,7 @@ from small_llama import make_model
 from tokenizer import make_tokenizer
 from torch import Tensor
 
-from bpc_calib.evaluation.problem import Problem
-from bpc_calib.evaluation.tasks import TASKS
+from bpc_calib.evaluation.tasks import TASKS, Problem
 from bpc_calib.text.made_text import (
     ATTRIBUTES,
     FIRST,

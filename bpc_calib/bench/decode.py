@@ -2,8 +2,10 @@
 
 import functools
 import math
+import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +14,8 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.bench import dense
-from bpc_calib.bench.floors import decode_bytes, least_microseconds
-from bpc_calib.bench.inputs import repeated, room
+from bpc_calib.bench.inputs import decode_bytes, least_microseconds, repeated, room
 from bpc_calib.bench.machine import available_memory
-from bpc_calib.bench.memory import peak, reset_peak
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
 from bpc_calib.compat import attention_name, with_cache
 from bpc_calib.errors import BPCError, InputError
@@ -25,9 +25,7 @@ from bpc_calib.runtime.call import layer_of
 from bpc_calib.runtime.enabling import disable, enable
 from bpc_calib.runtime.layers import SparseLayer
 
-__all__ = [
-    "baseline", "check_memory", "decode_rows", "fill", "has_experts", "step", "total_bytes", "weight_bytes",
-]  # fmt: skip
+__all__ = ["baseline", "check_memory", "decode_rows", "fill", "has_experts", "step", "total_bytes", "weight_bytes_read"]
 
 NAME = "bench_dense"  # name under which transformers knows the dense attention
 SPARE = 512 << 20  # bytes that must stay free
@@ -79,7 +77,7 @@ def decode_rows(
         variants |= {"free": functools.partial(use, 1.0, True)}
         variants |= {str(budget): functools.partial(use, budget) for budget in budgets}
         taken, peaks = _timed_variants(model, ids, cache, tokens, variants, repeats)
-        weights = weight_bytes(model)
+        weights = weight_bytes_read(model)
         counted = not has_experts(model.config)
         for budget in budgets:
             use(budget)
@@ -129,10 +127,10 @@ def _timed_variants(
         try:
             step(model, ids, cache)  # hashes all keys before the timing
             cache.rewind(tokens)
-            reset_peak(device)
+            _reset_peak(device)
             runs[name] = prepared(model, ids, cache)
             taken[name] = []
-            peaks[name] = peak(device)
+            peaks[name] = _peak(device)
         except Exception as error:
             notes[name] = reason(error)
             cache.rewind(tokens)
@@ -294,7 +292,7 @@ def fastest(
     return min(medians, key=lambda name: medians[name]), {name: correct[name] for name in medians}, faults
 
 
-def weight_bytes(model: Any) -> int:
+def weight_bytes_read(model: Any) -> int:
     """Return the bytes of the weights that a step reads, counting all experts.
 
     An embedding that is not tied to the output is left out, because a step reads only one row of it.
@@ -331,5 +329,25 @@ def check_memory(config: Any, weights: int, batch: int, tokens: int, dtype: torc
         raise InputError(
             f"decoding {batch} x {tokens:,} tokens with {model.id} needs about {needed / 1e9:.1f} GB, but only "
             f"{available_memory(device) / 1e9:.1f} GB are free on {device.type}: use shorter --lengths or a smaller "
-            "--shape, --layers or --mlp"
+            "--shape"
         )
+
+
+def _reset_peak(device: torch.device) -> None:
+    """Start the peak again at the current use, if the system supports that."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def _peak(device: torch.device) -> int:
+    """Return the peak in bytes since `_reset_peak`, or since the start of the process if the system cannot reset it."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError), open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)

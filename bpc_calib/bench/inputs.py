@@ -1,4 +1,7 @@
-"""Random queries, codes, keys and values of an attention layer, in working sets larger than the processor's caches."""
+"""Random inputs of an attention layer, in working sets larger than the processor's caches, and byte floors.
+
+A byte floor is the bytes that a step must move, or their time at the memory's bandwidth.
+"""
 
 from dataclasses import dataclass
 
@@ -6,13 +9,26 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.pages import in_huge_pages
-from bpc_calib.bench.floors import code_bytes, dense_bytes
 from bpc_calib.bench.machine import available_memory, cache_bytes
 from bpc_calib.errors import InputError
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.runtime.growing import LEAST_ROOM
 
-__all__ = ["ONE", "LayerInputs", "LayerShape", "Sets", "make", "repeated", "room", "working_sets"]
+__all__ = [
+    "ONE",
+    "LayerInputs",
+    "LayerShape",
+    "Sets",
+    "code_bytes",
+    "decode_bytes",
+    "dense_bytes",
+    "least_microseconds",
+    "make",
+    "repeated",
+    "room",
+    "stage_bytes",
+    "working_sets",
+]
 
 BITS = 64
 MOST_BYTES = {"cpu": 4 << 30, "cuda": 16 << 30}  # limit for all working sets together
@@ -146,3 +162,29 @@ def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     for part in flat.split(len(drawn)):
         part.copy_(drawn[: len(part)])
     return whole
+
+
+def dense_bytes(rows: int, tokens: int, dim: int, itemsize: int) -> int:
+    """Return the bytes of keys and values: `tokens` in each of `rows` (KV heads of all sequences)."""
+    return rows * tokens * dim * 2 * itemsize
+
+
+def code_bytes(rows: int, tokens: int, *, bits: int = 64, gain: bool = True) -> int:
+    """Return the bytes of codes, plus one byte per code for the gain."""
+    return rows * tokens * (8 * -(-bits // 64) + gain)
+
+
+def stage_bytes(rows: int, tokens: int, k: int, dim: int, itemsize: int) -> dict[str, int]:
+    """Return the byte floors of scoring, of attention and of the whole step; scores need not leave the processor."""
+    codes, kept = code_bytes(rows, tokens), dense_bytes(rows, k, dim, itemsize)
+    return {"score": codes, "attend": kept, "step": codes + kept}
+
+
+def decode_bytes(weights: int, batch: int, cache: int) -> int:
+    """Return the byte floor of a model's step: `weights` once, and `cache` bytes per sequence."""
+    return weights + batch * cache
+
+
+def least_microseconds(size: int, bytes_per_second: float) -> float:
+    """Return the microseconds that moving `size` bytes takes at this bandwidth."""
+    return 1e6 * size / bytes_per_second

@@ -10,15 +10,27 @@ from torch import Tensor
 
 from bpc_calib.backends import dispatch
 from bpc_calib.bench import dense, paper
-from bpc_calib.bench.floors import code_bytes, dense_bytes, least_microseconds, stage_bytes
-from bpc_calib.bench.inputs import ONE, LayerInputs, LayerShape, Sets, make, working_sets
-from bpc_calib.bench.stages import STAGES, choice, choose, step
+from bpc_calib.bench.inputs import (
+    ONE,
+    LayerInputs,
+    LayerShape,
+    Sets,
+    code_bytes,
+    dense_bytes,
+    least_microseconds,
+    make,
+    stage_bytes,
+    working_sets,
+)
 from bpc_calib.bench.timing import reason, summary, synchronize, timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
+from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.encoding import Encoder
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 
+STAGES = ("encode", "project", "score", "select", "attend", "step")
 NOTABLE = 0.5  # seconds; shorter compilation is not reported
 
 Form = Callable[..., Tensor]
@@ -125,12 +137,12 @@ def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _stage_calls(prefix: str, inputs: LayerInputs, k: int, sets: Sets, device: torch.device) -> Calls:
     calls: Calls = {}
-    stages = dispatch.find(device).stages(inputs.query, inputs.projection, k, choice(inputs.query))
+    stages = dispatch.find(device).stages(inputs.query, inputs.projection, k, _choice(inputs.query))
     for stage, function in stages.items():
         calls[f"{prefix}up to {stage}"] = [
             functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets.codes)
         ]
-    lists = [choose(inputs.query, inputs.projection, *set_of(inputs, i)[:2], k) for i in range(sets.keys)]
+    lists = [_choose(inputs.query, inputs.projection, *set_of(inputs, i)[:2], k) for i in range(sets.keys)]
     calls[f"{prefix}attend"] = [
         functools.partial(dispatch.sparse_attention, inputs.query, inputs.keys[i], inputs.values[i], lists[i])
         for i in range(sets.keys)
@@ -225,3 +237,29 @@ def _ratios(ours: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float
         ]
         ratios[f"times_{method}"] = round(best[0] / ours["median"], 3) if best else None
     return ratios
+
+
+def _choice(query: Tensor) -> Choice:
+    """Return the default `Choice` of a cache, for queries `[B, H_KV, G, D]`."""
+    return Choice(scaling=query.shape[-1] ** -0.5)
+
+
+def _choose(query: Tensor, projection: Tensor, codes: Tensor, gain: Tensor | None, k: int) -> Tensor:
+    """Choose the attended tokens as a cache does."""
+    return dispatch.choose(query, projection, Cached(codes, gain), k, _choice(query))
+
+
+def step(
+    encoder: Encoder,
+    new: Tensor,
+    query: Tensor,
+    projection: Tensor,
+    k: int,
+    codes: Tensor,
+    gain: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Run a whole step as a cache does: encode the new key, choose tokens, compute attention over them."""
+    dispatch.encode_with(encoder, new)
+    return dispatch.sparse_attention(query, keys, values, _choose(query, projection, codes, gain, k))

@@ -1,13 +1,44 @@
-"""What one run of the benchmark measures. Importing this file is cheap, so the command line shows it in its help."""
+"""What one run of the benchmark measures, and the shapes of known models.
+
+Importing this file is cheap, so the command line shows both in its help.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["DECODE_LENGTHS", "LENGTHS", "PARTS", "PREFILL_TOKENS", "Settings"]
+__all__ = ["DECODE_LENGTHS", "LENGTHS", "PARTS", "PREFILL_TOKENS", "SHAPES", "Settings"]
 
 PARTS = ("layer", "decode", "prefill")
 LENGTHS = (2048, 8192, 32768, 131072)  # of the layer part; the crossover walks to the last
 DECODE_LENGTHS = {"cpu": (32768,), "cuda": (32768, 131072)}
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
+# The configs of known models.
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128,
+    "tie_word_embeddings": False, "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _LLAMA | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "llama-3.2-3b": _LLAMA | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": _LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    },
+    "llama-3.1-70b": _LLAMA | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    },
+    "qwen3-8b": _LLAMA | {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 36, "num_attention_heads": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -19,9 +50,6 @@ class Settings:
     lengths: tuple[int, ...] | None = None
     batch_sizes: tuple[int, ...] = (1,)
     budgets: tuple[float | int, ...] = (0.02,)
-    group_sizes: tuple[int, ...] | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] = (0, 1)  # as in `BPCCache`
     prefill_tokens: int | None = None
     repeats: int = 7

@@ -17,12 +17,12 @@ from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projecting import project
 from bpc_calib.calibration.ranks import Ranks
 from bpc_calib.calibration.run_text import Text, read_text, stored_text
-from bpc_calib.calibration.stored_layers import read_layers, wait_for_layers
+from bpc_calib.calibration.stored import read_layers, wait_for_layers
 from bpc_calib.calibration.work_folder import WorkFolder, join_work_folder, open_work_folder, share_work
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
-from bpc_calib.models.placement import input_device
-from bpc_calib.text.corpus_list import check_corpora, open_corpora
+from bpc_calib.models.observation import input_device
+from bpc_calib.text.corpora import check_corpora, open_corpora
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
 
 __all__ = ["calibrate", "calibrate_in", "help_calibrate"]

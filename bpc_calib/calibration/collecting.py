@@ -6,16 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from bpc_calib.calibration.journal import check_same
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.positions import first_positions, key_positions
 from bpc_calib.calibration.ranks import samples_of
-from bpc_calib.calibration.stored_keys import wait_for_samples, write_sample
-from bpc_calib.calibration.stored_moments import read_sums, write_sums
-from bpc_calib.calibration.work_folder import WorkFolder, check_room
+from bpc_calib.calibration.stored import read_sums, wait_for_samples, write_sample, write_sums
+from bpc_calib.calibration.work_folder import WorkFolder, check_room, check_same
+from bpc_calib.models.loading import weights_identity
 from bpc_calib.models.observation import verify
-from bpc_calib.models.weights import weights_identity
 
 __all__ = ["collect"]
 
@@ -25,14 +23,14 @@ def collect(
 ) -> None:
     """Run this rank's share of the samples that the work folder lacks; return when every rank is done.
 
-    Their keys and the sums of their queries' moments (see `SampleKeys`) are written into the work folder. Ranks that
-    share out the model run every sample together, and rank 0 writes.
+    Their keys and the sums of their queries' moments (see `SampleKeys`) are written into the work folder. Ranks
+    with a shard of the model each run every sample together, and rank 0 writes.
 
     Args:
         load: returns the model; it is not called where this rank has no samples.
         tokens: int `[samples, T]`.
         work: the open work folder.
-        progress: see `calibrate`; it hears the samples of all ranks.
+        progress: see `calibrate`; it counts the samples of all ranks.
 
     Raises:
         ModelError: the model is not supported, or a key is not finite.
@@ -73,7 +71,7 @@ def collect(
                 moments = {layer: moments[layer] + each if moments else each for layer, each in found.moments.items()}
                 write_sums(work.path, group, sample, moments)
         done = show(int(writes))
-    ranks.meet("keys", show)
+    ranks.barrier("keys", show)
     if ranks.count > 1:
         wait_for_samples(work.path, plan)
 
@@ -90,9 +88,9 @@ def _agree_on_weights(model: Any, work: WorkFolder) -> None:
             check_same(work.path, {"weights": noted}, {"weights": found})
         work.note(replace(work.journal, weights=found or noted))
         check_room(work, model.dtype.itemsize)
-        work.ranks.tell("weights", found)
+        work.ranks.broadcast("weights", found)
         return
-    noted = work.ranks.hear("weights")
+    noted = work.ranks.receive("weights")
     if found is not None:
         check_same(work.path, {"weights": noted}, {"weights": found})
     work.journal = replace(work.journal, weights=noted)

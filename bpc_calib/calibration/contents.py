@@ -4,12 +4,12 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_artifacts.schema import FORMAT_VERSION
-from bpc_calib.calibration.held_out import held_out_metrics
-from bpc_calib.calibration.layer_fit import LayerFit
 from bpc_calib.calibration.plan import Plan
+from bpc_calib.calibration.stored import LayerFit
 
 __all__ = ["contents"]
 
@@ -33,7 +33,7 @@ def _metadata(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[
     metrics: dict[str, Any] = {"residual": sum(final.values()) / len(final), "residual_by_layer": final}
     held_out = {layer: found.held_out for layer, found in fits.items() if found.held_out is not None}
     if held_out:
-        metrics["held_out"] = held_out_metrics(held_out, len(plan.held_out), plan.held_out_keys_per_head)
+        metrics["held_out"] = _held_out(held_out, len(plan.held_out), plan.held_out_keys_per_head)
     return {
         "format_version": FORMAT_VERSION,
         "bpc_version": version("bpc-calib"),
@@ -59,4 +59,22 @@ def _metadata(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[
             "dtype": dtype,
         },
         "metrics": metrics,
+    }
+
+
+def _held_out(residuals: dict[int, Tensor], samples: int, keys_per_head: int) -> dict[str, Any]:
+    """Return the table `metrics.held_out` of the artifact.
+
+    Args:
+        residuals: float64 `[kv_heads]` by layer: the residual on the held-out keys after all bits.
+        samples: the number of held-out samples.
+        keys_per_head: the number of held-out keys per KV head.
+    """
+    by_layer = {str(layer): float(each.mean()) for layer, each in residuals.items()}
+    return {
+        "samples": samples,
+        "keys_per_head": keys_per_head,
+        "residual": sum(by_layer.values()) / len(by_layer),
+        "residual_by_layer": by_layer,
+        "residual_by_head": {str(layer): each.tolist() for layer, each in residuals.items()},
     }

@@ -1,15 +1,18 @@
-"""Files that are whole or absent, whenever the process or the machine stops."""
+"""Files that are whole or absent, whenever the process or the machine stops, and a lock that dies with its process."""
 
 import os
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from bpc_artifacts.errors import why
 from bpc_calib.errors import WorkError
 
-__all__ = ["make_folder", "sync_folder", "wait_for", "write_file"]
+__all__ = ["locked", "make_folder", "sync_folder", "wait_for", "write_file"]
 
 SEEN_WITHIN = 120.0  # seconds: a shared file system may show old names for a minute
 
@@ -71,3 +74,25 @@ def sync_folder(path: Path) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+@contextmanager
+def locked(path: Path, taken: str) -> Iterator[None]:
+    """Hold the lock file `path`, and remove it at the end: a lock of the system, which a killed process does not keep.
+
+    Raises:
+        WorkError: another process holds it, with the message `taken`; or the file cannot be made.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise WorkError(taken) from None
+    except OSError as fault:
+        raise WorkError(f"{path}: cannot be written: {why(fault)}") from fault
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()  # while it is held: a process that waits for the removed file notices that
+        lock.release()

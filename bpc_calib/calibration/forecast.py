@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from bpc_calib.calibration.keys import sample_keys
-from bpc_calib.calibration.layer_fit import fit_layers, layers_at_once
+from bpc_calib.calibration.keys import chunk_edges, pass_bytes, sample_keys
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.positions import key_positions
-from bpc_calib.calibration.prefill import chunk_edges, pass_bytes
+from bpc_calib.calibration.projecting import fit_layers, layers_at_once
 from bpc_calib.errors import first_line
 from bpc_calib.models.description import ModelDescription
 

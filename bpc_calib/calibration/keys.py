@@ -1,21 +1,22 @@
 """The keys of one sample, and second moments of its queries, at some of its positions."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpc_calib.calibration.prefill import chunk_edges
 from bpc_calib.compat import with_cache
 from bpc_calib.errors import ModelError
 from bpc_calib.method.metric import second_moment
 from bpc_calib.models.description import ModelDescription
-from bpc_calib.models.observation import observing
-from bpc_calib.models.placement import input_device
+from bpc_calib.models.observation import input_device, observing
 from bpc_calib.models.tensor_parallel import from_ranks
 
-__all__ = ["SampleKeys", "sample_keys"]
+__all__ = ["CHUNK", "SampleKeys", "chunk_edges", "pass_bytes", "sample_keys"]
+
+CHUNK = 2048  # tokens; the size decides the rounding, so it is part of the method
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def sample_keys(
 ) -> SampleKeys:
     """Run one sample through the model and keep its keys at some positions.
 
-    A pass has one sample, because the batch size changes the bits of the keys. Processes that share out the model call
-    this together, and each returns the keys and moments of all heads.
+    A pass has one sample, because the batch size changes the bits of the keys. Processes with a shard of the model
+    each call this together, and each returns the keys and moments of all heads.
 
     Args:
         tokens: `[T]`, any integer dtype, without padding.
@@ -90,10 +91,46 @@ def sample_keys(
             f"expected {len(passes)} times each"
         )
     joined = {layer: torch.cat(parts, dim=1) for layer, parts in keys.items()}
-    if query_heads < description.query_heads:  # each process saw its share
+    if query_heads < description.query_heads:  # each process saw its shard
         joined = {layer: copies[0] for layer, copies in from_ranks(joined, description, device).items()}
         summed = {layer: copies.sum(0) for layer, copies in from_ranks(summed, description, device).items()}
     for layer, each in joined.items():
         if not each.isfinite().all():
             raise ModelError(f"{description.id}: layer {layer}: keys hold NaN or infinity; try another dtype")
     return SampleKeys(joined, summed)
+
+
+def chunk_edges(model: Any, description: ModelDescription, length: int) -> list[tuple[int, int]]:
+    """Return the first and last + 1 token of each pass over a sample of `length` tokens.
+
+    It goes through the model at once, or in chunks with a cache, whichever needs clearly less memory. The choice is by
+    count, not by the free memory: chunks change the last bits of the keys.
+    """
+    whole, chunked = pass_bytes(model.config.get_text_config(decoder=True), description, length, model.dtype.itemsize)
+    if chunked > whole / 2:
+        return [(0, length)]
+    return list(pairwise([*range(0, length, CHUNK), length]))
+
+
+def pass_bytes(text: Any, description: ModelDescription, length: int, itemsize: int) -> tuple[int, int]:
+    """Return the memory of a pass over a sample at once, and in chunks, without the weights.
+
+    At once, it is that of one layer's activations, and for sliding windows a mask of `length` by `length`: a byte per
+    pair, and its copy in the dtype of the scores. In chunks, the full-attention layers need a cache and every layer a
+    mask of `CHUNK` by `length`.
+    """
+    hidden, inner = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    activations = (6 * hidden + 3 * inner) * itemsize
+    window = getattr(text, "sliding_window", None) or 0
+    slides = "sliding_attention" in description.layer_types and window < length
+    mask = length * (1 + itemsize)
+    whole = length * activations + (length * mask if slides else 0)
+    if length <= CHUNK or set(description.layer_types) - {"full_attention", "sliding_attention"}:
+        return whole, whole  # other kinds of layers have caches of their own
+    # A sliding layer keeps the pass before, too: its window is a view.
+    cached = length * len(description.full_layers) + (window + CHUNK) * description.layer_types.count(
+        "sliding_attention"
+    )
+    pair = 2 * description.head_dim * itemsize  # a key and a value
+    chunked = CHUNK * (activations + mask) + pair * (description.kv_heads * cached + description.query_heads * length)
+    return whole, chunked

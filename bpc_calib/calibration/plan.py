@@ -2,18 +2,27 @@
 
 from dataclasses import dataclass
 
-from bpc_calib.calibration.held_out import held_out_samples
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, default_bits
 from bpc_calib.models.description import ModelDescription
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "held_out_samples", "make_plan"]
 
 KEYS_PER_HEAD = 65_536
 LEAST_PER_BIT = 2  # fitted keys: with one per bit, other keys have 3 times their residual; with two, 1.8 times
 SEQUENCE_LENGTH = 8192
+HELD_OUT = 16  # one sample in so many is held out
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
+
+
+def held_out_samples(samples: int) -> list[int]:
+    """Return the indices of the held-out samples: about 1 in 16, at least one, spread evenly; none of one sample.
+
+    Their keys are kept aside, and measure the projections on text that these were not fitted to.
+    """
+    count = max(1, samples // HELD_OUT) if samples > 1 else 0
+    return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
 @dataclass(frozen=True)

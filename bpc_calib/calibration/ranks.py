@@ -1,7 +1,8 @@
 """The ranks of a calibration: the processes that torchrun starts, who does what, and how they wait for each other.
 
 They share the work folder, where each writes the keys of its own samples and the projections of its own layers. Through
-torchrun's store go only a few words: what is ready, how many steps are done, heartbeats, and who says why a run ends.
+torchrun's store go only small values: what is ready, how many steps are done, heartbeats, and who reports why a run
+ends. Rank 0 is the leader: it opens the work folder and makes the artifact.
 """
 
 import json
@@ -38,17 +39,17 @@ class Ranks:
     began: float | None = None  # when the step in progress began; None between steps
     slowest: dict[str, float] = field(default_factory=dict)  # seconds of this rank's slowest step by stage
     stage: str = ""
-    spoke: bool = False  # this process has the word about the end
+    reports: bool = False  # this process reports why the run ends
     _done: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def tell(self, name: str, value: Any) -> None:
-        """Tell the others something that JSON can hold."""
+    def broadcast(self, name: str, value: Any) -> None:
+        """Send the others a value that JSON can hold."""
         if self.store is not None:
             self._ask(lambda: self.store.set(name, json.dumps(value)))
 
-    def hear(self, name: str) -> Any:
-        """Wait until another rank tells this, and return it. Raises `WorkError` if the store is gone."""
+    def receive(self, name: str) -> Any:
+        """Wait until another rank broadcasts this value, and return it. Raises `WorkError` if the store is gone."""
         while not self._ask(lambda: self.store.check([name])):
             time.sleep(POLL)
         return json.loads(self._ask(lambda: self.store.get(name)))
@@ -60,13 +61,13 @@ class Ranks:
             return self._done[name]
         return int(self._ask(lambda: self.store.add(f"done/{name}", steps)))
 
-    def meet(self, name: str, show: Callable[[], Any] = lambda: None) -> None:
+    def barrier(self, name: str, show: Callable[[], Any] = lambda: None) -> None:
         """Wait until every rank is here; `show` is called now and then. Raises `WorkError` if the store is gone."""
         if self.store is not None:
-            arrived = self.add(f"met/{name}", 1)
+            arrived = self.add(f"barrier/{name}", 1)
             while arrived < self.count:
                 time.sleep(POLL)
-                arrived = self.add(f"met/{name}")
+                arrived = self.add(f"barrier/{name}")
                 show()
 
     @contextmanager
@@ -78,15 +79,15 @@ class Ranks:
         self.began = None
 
     def claim(self, store: Any = None) -> bool:
-        """Ask for the word about the end of the run: True for one process of all, the first to ask."""
+        """Claim the report of why the run ends: True for one process of all, the first to ask."""
         with self._lock:
-            if self.spoke or self.store is None:
-                return not self.spoke
+            if self.reports or self.store is None:
+                return not self.reports
             try:
-                self.spoke = (store or self.store).add("said", 1) == 1
+                self.reports = (store or self.store).add("reported", 1) == 1
             except RuntimeError:  # the store is gone, and with it the other machines
-                self.spoke = os.environ.get("LOCAL_RANK", "0") == "0"
-            return self.spoke
+                self.reports = os.environ.get("LOCAL_RANK", "0") == "0"
+            return self.reports
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
@@ -115,7 +116,7 @@ def join() -> Ranks:
 def samples_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[int]:
     """Return the samples that a rank runs, ascending: those left in every `ranks`-th group that has some left.
 
-    Ranks that share out the model run every sample together.
+    Ranks with a shard of the model each run every sample together.
     """
     if plan.model.ranks > 1:
         rank, ranks = 0, 1

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpc_calib.calibration.journal import check_same
-from bpc_calib.calibration.stored_tensors import DamagedError, is_intact, keep_intact, read_tensors, write_tensors
-from bpc_calib.calibration.work_folder import WorkFolder
+from bpc_calib.calibration.stored import DamagedError, is_intact, keep_intact, read_tensors, write_tensors
+from bpc_calib.calibration.work_folder import WorkFolder, check_same
 from bpc_calib.errors import WorkError
 from bpc_calib.text.corpora import pin
 from bpc_calib.text.known_corpora import Corpus

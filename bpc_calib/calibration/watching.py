@@ -1,6 +1,6 @@
 """Each rank watches the others: a dead, stopped or stuck rank ends the run in bounded time, with one line.
 
-A thread of each rank sends heartbeats through torchrun's store and listens for those of the others. It ends the process
+A thread of each rank sends heartbeats through torchrun's store and reads those of the others. It ends the process
 itself, because the main thread may be deep in a computation.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["patience", "watching"]
 
 BEAT = 1.0  # seconds between two heartbeats
 STALE = 15.0  # seconds without a heartbeat after which a rank counts as gone
-LINGER = 3 * BEAT  # who has spoken stays so long: the others see that, and say nothing
+LINGER = 3 * BEAT  # the process that reports stays so long: the others see that, and report nothing
 FIRST_STEP, STEP = 3600.0, 600.0  # seconds that a step may take: the first one of a stage, and at least each later one
 TIMES_SLOWER = 10  # than the slowest step so far
 LEFT = b"left"
@@ -64,13 +64,13 @@ def watching(ranks: Ranks, say: Callable[[str], None]) -> Iterator[None]:
     ending.set()
     waker.send(b"\0")
     thread.join()
-    with suppress(RuntimeError):  # nobody is left to hear
+    with suppress(RuntimeError):  # the store is gone, and nobody is left to read it
         ranks.store.set(_beat(ranks.rank), LEFT)
 
 
 def _watch(ranks: Ranks, store: Any, wake: socket.socket, ending: threading.Event, say: Callable[[str], None]) -> None:
-    """Beat and listen until the block ends, or end the process."""
-    heard: dict[int, bytes] = {}
+    """Send heartbeats and read them until the block ends, or end the process."""
+    last: dict[int, bytes] = {}
     silent = {rank: 0.0 for rank in range(ranks.count) if rank != ranks.rank}
     step, busy = ranks.began, 0.0  # when the step of this rank began, and its seconds
     beats, turned = 0, time.monotonic()
@@ -83,33 +83,33 @@ def _watch(ranks: Ranks, store: Any, wake: socket.socket, ending: threading.Even
         busy = busy + passed if began is not None and began == step else 0.0
         step = began
         try:
-            if store.check(["said"]) and not ranks.spoke:
+            if store.check(["reported"]) and not ranks.reports:
                 os._exit(1)
             store.set(_beat(ranks.rank), str(beats))
-            _listen(store, heard, silent, passed)
-            reason = _reason(ranks, stage, heard, silent, busy)
+            _update(store, last, silent, passed)
+            reason = _reason(ranks, stage, last, silent, busy)
         except RuntimeError:
             reason = STORE_GONE
         reason = next((SIGNALS[each] for each in SIGNALS if each in signals), reason)
         if reason:
             _end(ranks, store, reason, say)
-    if ranks.spoke:
+    if ranks.reports:
         time.sleep(LINGER)
 
 
-def _listen(store: Any, heard: dict[int, bytes], silent: dict[int, float], passed: float) -> None:
-    """Update the last beat of each rank, and the seconds without a new one."""
+def _update(store: Any, last: dict[int, bytes], silent: dict[int, float], passed: float) -> None:
+    """Update the last heartbeat of each rank, and the seconds without a new one."""
     for rank in silent:
         beat = store.get(_beat(rank)) if store.check([_beat(rank)]) else None
-        silent[rank] = 0.0 if beat == LEFT or beat != heard.get(rank) else silent[rank] + passed
+        silent[rank] = 0.0 if beat == LEFT or beat != last.get(rank) else silent[rank] + passed
         if beat is not None:
-            heard[rank] = beat
+            last[rank] = beat
 
 
-def _reason(ranks: Ranks, stage: str, heard: dict[int, bytes], silent: dict[int, float], busy: float) -> str | None:
+def _reason(ranks: Ranks, stage: str, last: dict[int, bytes], silent: dict[int, float], busy: float) -> str | None:
     """Why the run must end; None if all is well."""
     for rank, seconds in silent.items():
-        if rank in heard and seconds > STALE:
+        if rank in last and seconds > STALE:
             return f"rank {rank} has not answered for {STALE:.0f} s, so it is dead or stopped"
         if seconds > JOIN:
             return f"rank {rank} has not come for {JOIN:.0f} s"
@@ -123,7 +123,7 @@ def _end(ranks: Ranks, store: Any, reason: str, say: Callable[[str], None]) -> N
     if ranks.claim(store):
         say(f"{reason}: {ranks.advice}")
         time.sleep(LINGER)
-    elif ranks.spoke:  # the main thread is about to end with an error of its own
+    elif ranks.reports:  # the main thread is about to end with an error of its own
         return
     os._exit(1)
 

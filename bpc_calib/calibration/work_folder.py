@@ -10,40 +10,48 @@
 Every file is written in one step and has checksums.
 """
 
+import hashlib
+import json
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from bpc_artifacts.errors import why
-from bpc_calib.calibration.durable import make_folder, write_file
-from bpc_calib.calibration.journal import (
-    Journal,
-    check_same,
-    new_journal,
-    only_fitted_otherwise,
-    read_journal,
-    write_journal,
-)
-from bpc_calib.calibration.locking import locked
+from bpc_calib.calibration.durable import locked, make_folder, write_file
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.ranks import Ranks
-from bpc_calib.calibration.stored_keys import intact_samples
-from bpc_calib.calibration.stored_layers import intact_layers
-from bpc_calib.calibration.stored_moments import summed_samples
+from bpc_calib.calibration.stored import LAYERS, MOMENTS, SAMPLES, intact_layers, intact_samples, summed_samples
 from bpc_calib.errors import WorkError
 
-__all__ = ["WorkFolder", "check_room", "join_work_folder", "open_work_folder", "remove_work", "share_work"]
+__all__ = [
+    "Journal", "WorkFolder", "check_room", "check_same", "join_work_folder", "open_work_folder", "remove_work",
+    "share_work",
+]  # fmt: skip
 
 LOCK, JOURNAL, ARTIFACT = ".lock", "journal.json", "artifact.safetensors"  # no corpus holds a hidden file
-FOLDERS = ("samples", "moments", "layers", "text")
+FOLDERS = (SAMPLES, MOMENTS, LAYERS, "text")
 LEAST_ITEMSIZE = 2  # bytes per number of a key, before the model's dtype is known
 SEEN_WITHIN = 10.0  # seconds for a new file to be seen on other machines
+FORMAT = 5  # of the whole folder
+FIT = {"method", "bits"}  # settings of layers alone; what `method` says of positions is in `position_shift`
+SHOWN = 3  # differences in a message
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What decides the bytes of the artifact."""
+
+    settings: dict[str, Any]  # the plan with the model's description, the device, the versions
+    sources: list[dict[str, Any]]  # the corpora whose text was read, with the hash of their tokens
+    weights: dict[str, str]  # the `weights_identity` of the model; empty before it was loaded
 
 
 @dataclass
@@ -69,7 +77,7 @@ class WorkFolder:
 
     def note(self, journal: Journal) -> None:
         """Replace the journal. Raises `WorkError`."""
-        write_journal(self.path / JOURNAL, journal)
+        _write_journal(self.path / JOURNAL, journal)
         self.journal = journal
 
 
@@ -91,13 +99,13 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
         path / LOCK, f"{path}: another run is using this work folder: wait for it, or choose another --work-dir"
     ):
         try:
-            fresh = new_journal(plan, device)
-            journal = read_journal(path / JOURNAL) if _has_work(path) else None
+            fresh = _new_journal(plan, device)
+            journal = _read_journal(path / JOURNAL) if _has_work(path) else None
             if journal is None:
                 _remove(path, [*FOLDERS, ARTIFACT])  # left by a run that was removing it
                 journal = fresh
-            elif only_fitted_otherwise(journal, fresh):
-                _remove(path, ["layers", ARTIFACT])
+            elif _only_fitted_otherwise(journal, fresh):
+                _remove(path, [LAYERS, ARTIFACT])
                 journal = replace(journal, settings=fresh.settings)
             check_same(path, journal.settings, fresh.settings)
             for name in FOLDERS:
@@ -121,7 +129,7 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
     Raises:
         WorkError: this rank does not see that folder, or has another plan, processor or version than rank 0.
     """
-    seen = ranks.hear("folder")
+    seen = ranks.receive("folder")
     until = time.monotonic() + SEEN_WITHIN
     while not (path / seen["sign"]).exists():
         if time.monotonic() > until:
@@ -130,10 +138,10 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
                 "give a --work-dir that all machines share"
             )
         time.sleep(0.1)
-    check_same(path, seen["settings"], new_journal(plan, device).settings)
-    ranks.meet("folder")
+    check_same(path, seen["settings"], _new_journal(plan, device).settings)
+    ranks.barrier("folder")
     ranks.advice = _advice(path, plan)
-    left = ranks.hear("work")
+    left = ranks.receive("work")
     if left is None:
         return None
     journal = Journal(seen["settings"], left["sources"], left["weights"])
@@ -142,8 +150,8 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
 
 
 def share_work(work: WorkFolder) -> None:
-    """Tell the other ranks what is finished, so that all know who does what; the text is in the folder."""
-    work.ranks.tell(
+    """Broadcast what is finished, so that all ranks know who does what; the text is in the folder."""
+    work.ranks.broadcast(
         "work",
         {
             "samples": sorted(work.samples),
@@ -167,6 +175,21 @@ def check_room(work: WorkFolder, itemsize: int) -> None:
         )
 
 
+def check_same(folder: Path, before: Any, now: Any) -> None:
+    """Raise `WorkError` if two tables are not equal; the message has the entries that differ."""
+    old, new = dict(_entries(before)), dict(_entries(now))
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if names:
+        shown = "; ".join(
+            f"{name}: {_short(old, name)} in the work folder, {_short(new, name)} now" for name in names[:SHOWN]
+        )
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise WorkError(
+            f"{folder} has the work of another calibration ({shown}{more}): "
+            "use the settings of that one, choose another --work-dir, or delete the folder"
+        )
+
+
 def remove_work(path: Path) -> None:
     """Remove the files of a work folder, and the folder if nothing else is in it; the caller holds its lock."""
     # The journal and the artifact stay until the rest is gone: they tell the same command that it is done.
@@ -180,9 +203,9 @@ def _show(work: WorkFolder) -> None:
     if work.ranks.count > 1:
         sign = work.path / f".{secrets.token_hex(8)}.tmp"
         write_file(sign, b"")
-        told = {"sign": sign.name, "folder": str(work.path.absolute()), "settings": work.journal.settings}
-        work.ranks.tell("folder", told)
-        work.ranks.meet("folder")
+        table = {"sign": sign.name, "folder": str(work.path.absolute()), "settings": work.journal.settings}
+        work.ranks.broadcast("folder", table)
+        work.ranks.barrier("folder")
         sign.unlink()
 
 
@@ -219,3 +242,66 @@ def _check_ours(path: Path) -> None:
     others = sorted(name for name in names - ours if not name.endswith(".tmp"))
     if JOURNAL not in names and others:
         raise WorkError(f"{path}: holds other files ({others[0]}): give a new or an empty folder as --work-dir")
+
+
+def _new_journal(plan: Plan, device: torch.device) -> Journal:
+    """Return the journal of a run that has done nothing."""
+    # Kernels of another processor sum in another order, and those of torch on a CPU with other threads, in some models.
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+    else:
+        processor = f"{torch.backends.cpu.get_cpu_capability()}, threads: {torch.get_num_threads()}"
+    settings = asdict(plan) | {
+        "device": f"{device.type} ({processor})",
+        "versions": {name: version(name) for name in ("bpc-calib", "torch", "transformers")} | {"work folder": FORMAT},
+    }
+    del settings["method"]["summary"]  # only words
+    return Journal(json.loads(json.dumps(settings)), [], {})
+
+
+def _read_journal(path: Path) -> Journal | None:
+    """Read a journal; None if there is none.
+
+    Raises:
+        WorkError: it is damaged.
+    """
+    try:
+        table = json.loads(path.read_bytes())
+        found = Journal(table["settings"], table["sources"], table["weights"])
+        if table["sha256"] != _sha256(found):
+            raise ValueError
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise WorkError(f"{path}: damaged, so its work cannot be used: delete {path.parent} to begin anew") from fault
+    return found
+
+
+def _write_journal(path: Path, journal: Journal) -> None:
+    """Write a journal in one step. Raises `WorkError`."""
+    write_file(path, json.dumps(asdict(journal) | {"sha256": _sha256(journal)}, indent=1).encode())
+
+
+def _only_fitted_otherwise(before: Journal, now: Journal) -> bool:
+    """Return True if the settings differ, but the kept keys and the sums of moments are the same."""
+    names = {
+        name for name in {**before.settings, **now.settings} if before.settings.get(name) != now.settings.get(name)
+    }
+    return bool(names) and names <= FIT
+
+
+def _entries(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _entries(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _short(table: dict[str, Any], name: str) -> str:
+    shown = str(table.get(name, "nothing"))
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+
+
+def _sha256(journal: Journal) -> str:
+    return hashlib.sha256(json.dumps(asdict(journal), sort_keys=True).encode()).hexdigest()

@@ -1,25 +1,54 @@
-"""What `evaluate` compares, checked before any work."""
+"""What `evaluate` compares, checked before any work, and the cache of each method."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import BPC_LAYER, METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
+from bpc_calib.method.defaults import MIN_TOKENS
 from bpc_calib.models.description import describe
+from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.rules import ranking_defaults
 from bpc_calib.text.known_corpora import Corpus
 
-__all__ = ["FORCED", "HARD", "Comparison", "check"]
+__all__ = ["FORCED", "HARD", "Comparison", "check", "make_cache"]
 
 FORCED = 64  # last tokens of each text, decoded one at a time, unless a comparison says otherwise
 
 # No dense layer and no minimum, so that every layer must choose: this setting shows differences between methods best.
 HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
+
+
+def make_cache(
+    name: str, config: Any, artifact: ProjectionArtifact | None, budget: float | int | None, **rules: Any
+) -> BPCCache:
+    """An empty cache that attends as this method does; `rules` are those of `BPCCache`, a budget None is its default.
+
+    The safeguard is BPC's; the other methods choose by their ranking alone. What is forced, and how the scores of a
+    group become one, are the same for all: the artifact's method says, where `rules` do not.
+
+    Raises:
+        InputError: rules out of range, or a `min_context`: below it there would be nothing to compare.
+    """
+    if rules.get("min_context"):
+        raise InputError("min_context makes short contexts full attention, so methods are not compared with it")
+    if name == "full":
+        return BPCCache(config, budget=1.0, dense_layers=())
+    method, defaults = METHODS[name], ranking_defaults(artifact)
+    rules = {"group": defaults["group"], "recent": defaults["recent"]} | rules
+    if method.layer != BPC_LAYER:
+        rules = rules | {"safeguard": 0.0}
+    module, _, layer = method.layer.rpartition(".")
+    layer_class = getattr(import_module(module), layer)
+    kind: type[BPCCache] = type("ComparedCache", (BPCCache,), {"layer_class": layer_class})
+    if budget is not None:
+        rules = rules | {"budget": budget}
+    return kind(config, artifact if method.calibrated else None, **rules)
 
 
 @dataclass(frozen=True)
@@ -74,7 +103,7 @@ def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparis
             least = 2 * comparison.forced
             raise InputError(f"task {TEXT!r} needs at least {least} tokens, twice those that are forced, not {length}")
         for budget in budgets:
-            k = attended(length, budget, rules.get("min_tokens", 128))
+            k = attended(length, budget, rules.get("min_tokens", MIN_TOKENS))
             for name in chosen:
                 forced = max(METHODS[name].forced, recent)
                 if METHODS[name].takes_budget and k <= forced:

@@ -12,16 +12,13 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.compared_cache import make_cache
-from bpc_calib.evaluation.comparison import Comparison, check
+from bpc_calib.evaluation.comparison import Comparison, check, make_cache
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import compare, complete, fork, keep, prefill
-from bpc_calib.evaluation.frame import Frame, make_frame
 from bpc_calib.evaluation.methods import METHODS, variants
-from bpc_calib.evaluation.problem import Problem, score
-from bpc_calib.evaluation.prompts import Prompt, count_answer, hide, largest
+from bpc_calib.evaluation.prompts import Frame, Prompt, count_answer, hide, largest, make_frame
 from bpc_calib.evaluation.statistics import mean, share
-from bpc_calib.evaluation.tasks import GROWING, TASKS, TEXT
+from bpc_calib.evaluation.tasks import GROWING, TASKS, TEXT, Problem, score
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.text.samples import beginning, draw_samples

@@ -1,9 +1,9 @@
-"""The methods that are compared, by name. Importing this file is cheap, so the command line lists them in its help."""
+"""The methods that are compared and their figures, by name. Importing this file is cheap: the help lists them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BPC_LAYER", "METHODS", "ComparedMethod", "variants"]
+__all__ = ["BPC_LAYER", "FIGURES", "METHODS", "ComparedMethod", "variants"]
 
 BPC_LAYER = "bpc_calib.runtime.hashed_layer.BPCLayer"
 _BASELINES = "bpc_calib.evaluation.baselines"
@@ -34,6 +34,13 @@ METHODS = {
     "window": ComparedMethod("window + sinks", f"{_BASELINES}.WindowLayer", forced=5),
     "random": ComparedMethod("random keys", f"{_BASELINES}.RandomLayer"),
 }
+
+
+# What is compared with full attention on plain text, and its short names in tables.
+FIGURES = {
+    "loss_difference": "loss", "kl": "KL", "recall": "recall", "mass": "mass", "best_kept": "best kept",
+    "cosine": "cosine",
+}  # fmt: skip
 
 
 def variants(methods: Iterable[str], budgets: Iterable[float | int]) -> list[tuple[str, float | int | None]]:

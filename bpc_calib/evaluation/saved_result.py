@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 from bpc_artifacts import ProjectionArtifact
 from bpc_artifacts.errors import why
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.figures import FIGURES
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import FIGURES, METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 
 __all__ = ["MOST_BYTES", "read_result"]

@@ -1,4 +1,4 @@
-"""Describe a model (`describe`) and refuse models that BPC does not support."""
+"""Describe a model (`describe`), say which KV heads a rank holds, and refuse models that BPC does not support."""
 
 import hashlib
 import json
@@ -9,9 +9,8 @@ from typing import Any
 
 from bpc_calib.compat import can_set_attention
 from bpc_calib.errors import InputError, ModelError, first_line
-from bpc_calib.models.heads import tensor_ranks
 
-__all__ = ["ModelDescription", "describe"]
+__all__ = ["ModelDescription", "describe", "first_head", "heads_per_rank", "held_heads", "rank_among", "tensor_ranks"]
 
 # Their frequencies depend on the length of the context, so a shift of the positions changes the model's function.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -46,7 +45,7 @@ class ModelDescription:
     context_limit: int | None  # max_position_embeddings
     vocab_size: int
     scales_by_position: bool  # the attention depends on absolute positions in addition to RoPE
-    ranks: int = 1  # processes that share out the heads (tensor parallelism); the counts above are those of all
+    ranks: int = 1  # processes with a shard of the heads each (tensor parallelism); the counts above are those of all
 
     @property
     def full_layers(self) -> list[int]:
@@ -199,3 +198,43 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def first_head(total: int, rank: int, ranks: int) -> int:
+    """Return the first KV head of a rank: in order, or each head on several ranks where these are more."""
+    return rank * (total // ranks) if total >= ranks else rank * total // ranks
+
+
+def heads_per_rank(total: int, ranks: int) -> int | None:
+    """Return how many KV heads a rank holds, 1 where each head is on several ranks; None: the shards are not equal."""
+    if total >= ranks:
+        return None if total % ranks else total // ranks
+    return None if ranks % total else 1
+
+
+def held_heads(total: int, held: int, rank: int, ranks: int) -> slice | None:
+    """Return which of the `total` KV heads of a layer a rank holds that has `held`; None: `held` is no rank's shard.
+
+    Some models keep all heads on every rank, because they normalise over heads or split a fused projection.
+    """
+    if held == total:
+        return slice(0, total)
+    if held != heads_per_rank(total, ranks):
+        return None
+    first = first_head(total, rank, ranks)
+    return slice(first, first + held)
+
+
+def tensor_ranks(config: Any) -> int:
+    """Return over how many processes transformers shards the heads of a model with this config; 1: not at all."""
+    distributed = getattr(config, "distributed_config", None)
+    ranks = distributed.get("tp_size") if isinstance(distributed, dict) else getattr(distributed, "tp_size", None)
+    return ranks or 1
+
+
+def rank_among(ranks: int) -> int:
+    """Return the number of this process among the `ranks` of one model; transformers gives them in a row."""
+    import torch
+
+    started = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() % ranks if started else 0

@@ -1,6 +1,8 @@
 """GGUF files: a model and its tokenizer in one file, mostly quantised, which transformers unpacks."""
 
 import os
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,8 @@ import numpy as np
 from bpc_calib.compat import gguf_tokenizer_is_wrong, read_gguf
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.hub import explain, fetch
-from bpc_calib.models.packages import require
 
-__all__ = ["find_gguf", "gguf_config", "is_gguf", "unpacking"]
+__all__ = ["find_gguf", "gguf_config", "is_gguf", "require", "unpacking"]
 
 # `general.file_type` of the files whose weights are not quantised. All others hold a few bits per weight, and
 # bfloat16 loses nothing of these that matters.
@@ -97,3 +98,9 @@ def _scaled(rope: dict[str, Any]) -> bool:
     """Return True if some table of a config's RoPE parameters is not the plain one."""
     tables = [table for table in rope.values() if isinstance(table, dict)] or [rope]
     return any(table.get("rope_type", "default") != "default" for table in tables)
+
+
+def require(what: str, extra: str, packages: Iterable[str]) -> None:
+    """Raise `ModelError` unless these packages are installed; it names the extra that brings them."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ModelError(f"{what} needs {' and '.join(missing)}: pip install 'bpc-calib[{extra}]'")

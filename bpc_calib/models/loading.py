@@ -1,19 +1,25 @@
 """Load a model's config, tokenizer and weights from a folder, a GGUF file or the Hub."""
 
+import hashlib
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.hub import explain, fetch, online
-from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, unpacking
-from bpc_calib.models.heads import tensor_ranks
-from bpc_calib.models.weight_placement import DeviceMap, placement, settle
+from bpc_calib.models.description import tensor_ranks
+from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, require, unpacking
 
-__all__ = ["load_config", "load_model", "load_tokenizer"]
+__all__ = ["check_packages", "load_config", "load_model", "load_tokenizer", "weights_identity"]
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+LOOKED_AT = 4096  # bytes per tensor: training or quantising changes nearly all bytes of a tensor
+
+# "auto", or a device, "cpu" or "disk" by the name of a module, as in transformers.
+DeviceMap = str | dict[str, Any]
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # kept until the process ends, and removed then
 
 
 def load_config(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, str | None]:
@@ -106,7 +112,7 @@ def load_model(
     if shared := tensor_ranks(config) > 1:
         arguments["distributed_config"] = config.distributed_config
     else:
-        arguments |= placement(model, config, device, device_map)
+        arguments |= _placement(model, config, device, device_map)
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
             **arguments,
@@ -129,7 +135,7 @@ def load_model(
             raise ModelError(f"the weights of {model} lack tensors of the model: {lacking[0]}{others}")
         loaded.config.name_or_path = config.name_or_path
         loaded = loaded.eval() if shared or "device_map" in arguments else loaded.eval().to(device)
-        settle(model, config, loaded)
+        _settle(model, config, loaded)
         if loaded.device.type == "cpu" and slow_products(loaded.dtype):
             widen_long_passes(loaded)
         return loaded
@@ -178,3 +184,71 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
     if _folder(model) is not None or is_gguf(model):
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))
+
+
+def check_packages(name: str, config: Any, device_map: DeviceMap | None) -> None:
+    """Raise `ModelError` if the package is missing that places the weights."""
+    if device_map is not None or _is_quantised(config):
+        what = "--device-map" if device_map is not None else f"{name}: a quantised model"
+        require(what, "accelerate", ["accelerate"])
+
+
+def _placement(name: str, config: Any, device: str, device_map: DeviceMap | None) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that place the weights; none where `.to(device)` is to move them.
+
+    Quantised weights go to the device as they are read, because many formats cannot be moved later.
+
+    Raises:
+        ModelError: the package accelerate is missing.
+    """
+    check_packages(name, config, device_map)
+    if device_map is not None:
+        # transformers reads most weights from the model's own files again; some, like merged experts, it writes here.
+        folder = tempfile.TemporaryDirectory(prefix="bpc-weights-")
+        _folders.append(folder)
+        return {"device_map": device_map, "offload_folder": folder.name}
+    if _is_quantised(config):
+        return {"device_map": {"": device}}
+    return {}
+
+
+def _settle(name: str, config: Any, model: Any) -> None:
+    """Finish what loading left for the first forward pass.
+
+    Raises:
+        ModelError: the first weights are not on a device: the tokens of a forward pass go where these are.
+    """
+    import torch
+
+    if model.device.type == "meta":
+        raise ModelError(f"model {name} does not fit: not even its first layer found room in memory")
+    if _is_quantised(config):  # compressed-tensors unpack in the first pass, but only in one of the whole model
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+
+
+def _is_quantised(config: Any) -> bool:
+    text = config.get_text_config(decoder=True)
+    return any(getattr(each, "quantization_config", None) is not None for each in (config, text))
+
+
+def weights_identity(model: Any) -> dict[str, str]:
+    """Return the dtype of a model and a hash of its tensors: their names, shapes, dtypes, and some of their bytes.
+
+    Of tensors that are not in memory (offloaded to a disk) or not plain (packed by a quantiser), it covers the names,
+    shapes and dtypes only. Processes that hold a model's shards call this together, and get what one process gets.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if hasattr(tensor, "full_tensor"):  # a shard of it
+            tensor = tensor.full_tensor()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        if not tensor.is_meta and type(tensor) is torch.Tensor:
+            numbers = tensor.detach().flatten()
+            step = max(1, numbers.numel() * numbers.element_size() // LOOKED_AT)
+            digest.update(numbers[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return {"dtype": str(model.dtype).removeprefix("torch."), "sha256": digest.hexdigest()}

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from bpc_calib.compat import attention_name
 from bpc_calib.errors import ModelError
-from bpc_calib.models.description import ModelDescription
-from bpc_calib.models.heads import share
-from bpc_calib.models.placement import has_no_weights, input_device
-from bpc_calib.models.tensor_parallel import check_shares
+from bpc_calib.models.description import ModelDescription, heads_per_rank
+from bpc_calib.models.tensor_parallel import check_shards
 
-__all__ = ["observing", "verify"]
+__all__ = ["input_device", "observing", "verify"]
 
 NAME = "bpc_observe"
 
@@ -86,7 +84,7 @@ def verify(model: Any, description: ModelDescription) -> None:
     """
     seen: list[int] = []
     expected = _expected(description)
-    check_shares(model, description)
+    check_shards(model, description)
 
     def check(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
@@ -112,7 +110,7 @@ def verify(model: Any, description: ModelDescription) -> None:
             raise ModelError(f"{description.id} ({description.model_type}): layer {layer} {fault}")
         seen.append(layer)
 
-    weightless = has_no_weights(model)
+    weightless = _has_no_weights(model)
     device = torch.device("meta") if weightless else input_device(model)
     ids = torch.arange(4, device=device).unsqueeze(0) % description.vocab_size
     # Without a mask, transformers looks at the values of the positions, which "meta" does not have.
@@ -129,9 +127,26 @@ def verify(model: Any, description: ModelDescription) -> None:
 
 
 def _expected(description: ModelDescription) -> list[tuple[int, int, int]]:
-    """Return the query heads, KV heads and head_dim that a layer may have: all heads, or a process's share."""
+    """Return the query heads, KV heads and head_dim that a layer may have: all heads, or a process's shard."""
     query_heads, kv_heads, ranks = description.query_heads, description.kv_heads, description.ranks
     expected = [(query_heads, kv_heads, description.head_dim)]
-    if ranks > 1 and (held := share(kv_heads, ranks)) is not None:
+    if ranks > 1 and (held := heads_per_rank(kv_heads, ranks)) is not None:
         expected.append((query_heads // ranks, held, description.head_dim))
     return expected
+
+
+def input_device(model: Any) -> torch.device:
+    """Return the device for the token ids: where the embedding computes, even if its weights are offloaded."""
+    embedding = model.get_input_embeddings()
+    hook = getattr(embedding, "_hf_hook", None)  # accelerate's, with `device_map`
+    for each in (hook, *getattr(hook, "hooks", ())):
+        if (device := getattr(each, "execution_device", None)) is not None:
+            return torch.device(device)
+    device = embedding.weight.device
+    return device if device.type != "meta" else torch.device("cpu")
+
+
+def _has_no_weights(model: Any) -> bool:
+    """Return True for a model on the device "meta", where accelerate's hooks will not load offloaded weights either."""
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not hooked and all(weight.is_meta for weight in model.parameters())

@@ -1,4 +1,4 @@
-"""Tensor parallelism of transformers: how the heads of a model are shared out over the processes of torchrun."""
+"""Tensor parallelism of transformers: how the heads of a model are sharded over the processes of torchrun."""
 
 from typing import Any
 
@@ -7,17 +7,16 @@ from torch import Tensor
 
 from bpc_calib.compat import WHOLE, copied_heads
 from bpc_calib.errors import ModelError
-from bpc_calib.models.description import ModelDescription, describe
-from bpc_calib.models.heads import share
+from bpc_calib.models.description import ModelDescription, describe, heads_per_rank
 
-__all__ = ["check_shares", "from_ranks", "tensor_parallel"]
+__all__ = ["check_shards", "from_ranks", "tensor_parallel"]
 
-SHARED_OUT = "colwise"
+SHARDED = "colwise"
 KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections that compute keys, as transformers names them
 
 
 def tensor_parallel(config: Any, ranks: int) -> Any:
-    """Return the `distributed_config` that shares out a model over `ranks` processes, for `from_pretrained`.
+    """Return the `distributed_config` that shards a model over `ranks` processes, for `from_pretrained`.
 
     It is `DistributedConfig(tp_plan="auto")`, which gives each process an equal part of the heads, unless the model has
     fewer KV heads than that. Then each KV head is on several processes, with equal parts of its query heads.
@@ -35,7 +34,7 @@ def tensor_parallel(config: Any, ranks: int) -> Any:
     if ranks == 1 or not description.kv_heads % ranks:
         return DistributedConfig(tp_size=ranks, tp_plan="auto")
     plan = _plan(config)
-    if not _shares_out_keys(plan):
+    if not _shards_keys(plan):
         return DistributedConfig(tp_size=ranks, tp_plan="auto")
     attentions = [name.removesuffix(".k_proj") for name in plan if name.endswith(".k_proj")]
     if not attentions or not _has_parts(description, ranks):
@@ -45,10 +44,10 @@ def tensor_parallel(config: Any, ranks: int) -> Any:
     return DistributedConfig(tp_size=ranks, tp_plan=plan)
 
 
-def check_shares(model: Any, description: ModelDescription) -> None:
+def check_shards(model: Any, description: ModelDescription) -> None:
     """Raise `ModelError` if a loaded model's KV heads were cut in pieces: transformers would fail with a shape."""
     ranks, kv_heads = description.ranks, description.kv_heads
-    if not kv_heads % ranks or not _shares_out_keys(getattr(model, "tp_plan", None) or {}):
+    if not kv_heads % ranks or not _shards_keys(getattr(model, "tp_plan", None) or {}):
         return
     if not _has_parts(description, ranks):
         raise ModelError(_no_parts(description, ranks))
@@ -59,7 +58,7 @@ def check_shares(model: Any, description: ModelDescription) -> None:
 
 
 def from_ranks(mine: dict[int, Tensor], description: ModelDescription, device: torch.device) -> dict[int, Tensor]:
-    """Return what every process that shares out a model has for its KV heads; all of them call this together.
+    """Return what every process with a shard of a model has for its KV heads; all of them call this together.
 
     Args:
         mine: CPU tensors `[held, ...]` by layer, all of one shape and dtype.
@@ -88,12 +87,12 @@ def _plan(config: Any) -> dict[str, str]:
         return dict(AutoModelForCausalLM.from_config(config).tp_plan or {})
 
 
-def _shares_out_keys(plan: dict[str, str]) -> bool:
-    return any(style == SHARED_OUT and name.rpartition(".")[2] in KEYS for name, style in plan.items())
+def _shards_keys(plan: dict[str, str]) -> bool:
+    return any(style == SHARDED and name.rpartition(".")[2] in KEYS for name, style in plan.items())
 
 
 def _has_parts(description: ModelDescription, ranks: int) -> bool:
-    return share(description.kv_heads, ranks) is not None and not description.query_heads % ranks
+    return heads_per_rank(description.kv_heads, ranks) is not None and not description.query_heads % ranks
 
 
 def _no_parts(description: ModelDescription, ranks: int) -> str:

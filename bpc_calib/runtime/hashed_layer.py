@@ -16,8 +16,7 @@ from bpc_calib.method.encoding import Encoder, make_encoder, projection_of
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.stepping import Hashed
-from bpc_calib.models.description import ModelDescription
-from bpc_calib.models.heads import held_heads, rank_among
+from bpc_calib.models.description import ModelDescription, held_heads, rank_among
 from bpc_calib.runtime.growing import writable
 from bpc_calib.runtime.layers import SparseLayer
 from bpc_calib.runtime.online_fit import Asked, fit_online, fitted_places, join

@@ -13,8 +13,7 @@ from bpc_calib.backends import dispatch
 from bpc_calib.errors import ModelError
 from bpc_calib.method.choosing import Choice
 from bpc_calib.method.paging import CodePages
-from bpc_calib.models.description import describe
-from bpc_calib.models.heads import first_head
+from bpc_calib.models.description import describe, first_head
 from bpc_calib.runtime.rules import Rules
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
 from bpc_calib.serving.options import (

@@ -1,20 +1,27 @@
 """The model card of an artifact: what it is, how it was made, how well it fits, and how to use it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bpc_artifacts import ProjectionArtifact, verdict
-from bpc_artifacts.schema import codes_of
-from bpc_calib.sharing.markdown import code, table
-from bpc_calib.sharing.quality import quality
+from bpc_calib.errors import InputError
+from bpc_calib.evaluation.methods import FIGURES, METHODS
+from bpc_calib.evaluation.saved_result import read_result
+from bpc_calib.evaluation.tasks import TASKS, TEXT
+from bpc_calib.method.defaults import budget_text
 
-__all__ = ["BUDGETS", "LIBRARY", "RESIDUALS", "model_card"]
+__all__ = ["BUDGETS", "LIBRARY", "RESIDUALS", "model_card", "publishable_result"]
 
 LIBRARY = "bpc"
 RESIDUALS, BUDGETS = "residuals.png", "budgets.png"  # pictures beside the card
 TAGS = [LIBRARY, "sparse-attention", "kv-cache"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_TASK = re.compile(r"[\w.:-]+")  # a name, and never a path
+_METRIC = re.compile(r"[\w.-]+,[\w.-]+")  # lm_eval's: the metric and its filter
+# The figures of plain text on a card, by the names of its columns.
+_SHOWN = {"loss_difference": "loss above full attention's, nats"} | {n: FIGURES[n] for n in ("kl", "recall", "mass")}
 
 
 def model_card(
@@ -29,7 +36,7 @@ def model_card(
     Args:
         artifact: see `bpc_artifacts.publishing.publishable`.
         reference: `ORG/NAME` on the Hub, or `ORG/NAME@BRANCH` for another branch than main.
-        evaluation: see `quality.publishable_result`.
+        evaluation: see `publishable_result`.
         pictures: which of `RESIDUALS` and `BUDGETS` are beside the card.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -108,7 +115,7 @@ def _calibration(metadata: Mapping[str, Any]) -> str:
         + (f", {held_out['samples']:,} of them kept aside" if held_out else ""),
         "tokens": f"{calibration['tokens']:,}",
         "keys per KV head": f"{calibration['keys_per_head']:,}",
-        "codes": f"{codes_of(metadata)}, {algorithm['bits']} bits per key",
+        "codes": f"{algorithm['bits']} bits per key",
         "method": code(algorithm["name"]),
         "layers": f"{len(metadata['layers'])} of {model['num_layers']}",
         "heads": f"{model['kv_heads']} KV heads of {model['head_dim']} numbers, {model['query_heads']} query heads",
@@ -148,3 +155,95 @@ def _residuals(artifact: ProjectionArtifact, pictures: Sequence[str]) -> str:
             table(head, rows),
         ]
     )
+
+
+def publishable_result(path: Path, artifact: ProjectionArtifact) -> dict[str, Any]:
+    """Read the file that `bpc eval --output` wrote, for a card.
+
+    Raises:
+        InputError: it is no such file, measured another model or other projections, or names a task by its path.
+    """
+    found = read_result(path, artifact)
+    for row in found["rows"]:
+        if not _TASK.fullmatch(row["task"]):
+            raise InputError(f"{path}: {row['task'][:80]} is a local path: run bpc eval without this task")
+    return found
+
+
+def quality(evaluation: Mapping[str, Any]) -> str:
+    """Return the tables of a checked evaluation: right answers, plain text, and tasks of lm_eval."""
+    rows, settings = evaluation["rows"], evaluation["settings"]
+    dense = ", ".join(map(str, settings["dense_layers"])) or "none"
+    parts = [
+        f"Measured by `bpc eval`: {settings['prompts']} prompts per task and length, dense layers {dense}, "
+        f"tokens attended at least {settings['min_tokens']:,}{', no chat template' if settings['raw'] else ''}. "
+        "In brackets: the 95 % interval."
+    ]
+    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
+    answers = [row for row in rows if row["task"] in tasks]
+    if answers:
+        parts += ["Right answers:", _grid(answers, {task: task for task in tasks}, _answer)]
+    texts = [row for row in rows if row["task"] == TEXT]
+    if texts:
+        parts += ["Plain text, compared with full attention:", _grid(texts, _SHOWN, _figure)]
+    harness = [
+        [code(row["task"]), _tokens(row), _budget(row), METHODS[row["method"]].label, code(name), f"{value:.4g}"]
+        for row in rows
+        if "metrics" in row
+        for name, value in row["metrics"].items()
+        if _METRIC.fullmatch(name)
+    ]
+    if harness:
+        parts += ["Tasks of lm_eval:", table(["task", "tokens", "attended", "method", "metric", "value"], harness)]
+    return "\n\n".join(parts)
+
+
+def _grid(rows: list[dict[str, Any]], columns: Mapping[str, str], cell: Any) -> str:
+    """Return one line per length, budget and method, with one column per task or figure."""
+    groups = dict.fromkeys((row["tokens"], row["budget"], row["method"]) for row in rows)
+    order = sorted(groups, key=lambda key: (key[0], _attended(*key[:2]), list(METHODS).index(key[2])))
+    lines = []
+    for key in order:
+        own = [row for row in rows if (row["tokens"], row["budget"], row["method"]) == key]
+        read = next((f"{100 * row['read']:.1f} %" for row in own if row.get("read") is not None), "")
+        cells = [next((text for row in own if (text := cell(row, name))), "") for name in columns]
+        lines.append([_tokens(own[0]), _budget(own[0]), METHODS[key[2]].label, read, *cells])
+    return table(["tokens", "attended", "method", "KV bytes read", *columns.values()], lines)
+
+
+def _attended(tokens: int, budget: float | int | None) -> float:
+    """Return a number to sort by: full attention, which has no budget, comes first."""
+    return -1 if budget is None else budget if isinstance(budget, int) else budget * tokens
+
+
+def _tokens(row: Mapping[str, Any]) -> str:
+    return "" if row["tokens"] is None else f"{row['tokens']:,}"
+
+
+def _budget(row: Mapping[str, Any]) -> str:
+    return "" if row["budget"] is None else budget_text(row["budget"])
+
+
+def _answer(row: Mapping[str, Any], task: str) -> str:
+    if row["task"] != task:
+        return ""
+    value, low, high = (100 * row["score"][side] for side in ("value", "low", "high"))
+    return f"{value:.0f} % ({low:.0f} to {high:.0f})"
+
+
+def _figure(row: Mapping[str, Any], name: str) -> str:
+    if name not in row:
+        return ""
+    return f"{row[name]['value']:.3f} ({row[name]['low']:.3f} to {row[name]['high']:.3f})"
+
+
+def code(text: object) -> str:
+    """Return text as a code span on one line, also inside a table."""
+    safe = "".join(c if c.isprintable() and c not in "`|" else " " for c in str(text)).strip()
+    return f"`{safe or ' '}`"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table; its cells are trusted."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

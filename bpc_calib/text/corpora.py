@@ -6,18 +6,18 @@ import logging
 import os
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bpc_artifacts.errors import why
-from bpc_calib.errors import CorpusError, first_line
+from bpc_calib.errors import CorpusError, InputError, first_line
 from bpc_calib.hub import explain, online
 from bpc_calib.text import made_text
-from bpc_calib.text.known_corpora import DEMO, DEMO_CORPORA, HUB_CORPORA, Corpus
+from bpc_calib.text.known_corpora import DEMO, DEMO_CORPORA, HUB_CORPORA, Corpus, expand
 
-__all__ = ["documents", "open_corpus", "pin"]
+__all__ = ["check_corpora", "documents", "open_corpora", "open_corpus", "pin"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,51 @@ def open_corpus(spec: str, *, text_field: str = "text") -> Corpus:
     files = _find_files(path)
     base = path.resolve().name
     return Corpus(name or base, base, text_field, files=tuple(files))
+
+
+def open_corpora(
+    specs: Sequence[str | os.PathLike[str] | Corpus], *, text_field: str = "text", hub: bool = True
+) -> list[Corpus]:
+    """Open corpora, each as `open_corpus` does; `demo` is short for several.
+
+    Without `hub`, corpora of the Hub stay without a commit until `pin`, and no network is needed.
+
+    Raises:
+        CorpusError: a corpus cannot be opened.
+        InputError: there is none, or two have the same name or share a file.
+    """
+    if not specs or isinstance(specs, str):
+        raise InputError(f"corpora must be a list of at least one corpus, not {specs!r}")
+    opened = [
+        spec if isinstance(spec, Corpus) else open_corpus(os.fspath(spec), text_field=text_field)
+        for spec in (expand(specs) if hub else [HUB_CORPORA.get(spec, spec) for spec in expand(specs)])
+    ]
+    check_corpora(opened)
+    return opened
+
+
+def check_corpora(corpora: Sequence[Corpus], samples: int | None = None) -> None:
+    """Raise `InputError` if two corpora have the same name or share a file, or one gets none of the `samples`.
+
+    A text that is read twice would count twice, and a corpus without samples would be left out without a word.
+    """
+    names: set[str] = set()
+    readers: dict[Path, str] = {}
+    for corpus in corpora:
+        if corpus.name in names:
+            raise InputError(f"corpus {corpus.name} is given twice: leave one out, or name another text with NAME=PATH")
+        names.add(corpus.name)
+        for file in {file.resolve() for file in corpus.files}:
+            if file in readers:
+                raise InputError(
+                    f"corpora {readers[file]} and {corpus.name} both read {file.name}: give each text once"
+                )
+            readers[file] = corpus.name
+    if samples is not None and samples < len(corpora):
+        raise InputError(
+            f"{len(corpora)} corpora ({', '.join(c.name for c in corpora)}) need at least {len(corpora)} samples, not "
+            f"{samples}: raise the samples, or name fewer corpora"
+        )
 
 
 def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:

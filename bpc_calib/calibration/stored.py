@@ -1,0 +1,239 @@
+"""The finished work in a work folder, in safetensors files with checksums: keys, sums of moments, and layers.
+
+A changed byte is noticed, and one tensor is read without the others.
+
+The order of a sum decides its last bits. So a group of samples is summed sample by sample, and the total group by
+group, whoever ran the samples. The file of a group is its running sum: where it is damaged, the group is run again.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from bpc_artifacts import LayerProjection
+from bpc_calib.calibration.durable import wait_for, write_file
+from bpc_calib.calibration.plan import Plan
+from bpc_calib.errors import WorkError
+
+__all__ = [
+    "DamagedError", "LayerFit", "intact_layers", "intact_samples", "is_intact", "keep_intact", "read_layer",
+    "read_layers", "read_sums", "read_tensors", "summed_samples", "total_moments", "wait_for_layers",
+    "wait_for_samples", "write_layer", "write_sample", "write_sums", "write_tensors",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+SAMPLES, MOMENTS, LAYERS = "samples", "moments", "layers"  # folders; a file per sample, group of samples, and layer
+LAST = "last"  # the last sample of a running sum
+HELD_OUT = "held_out"
+
+
+class DamagedError(Exception):
+    """A file is missing, or is not what was written."""
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """The fit of one layer."""
+
+    layer: LayerProjection
+    held_out: Tensor | None  # float64 [kv_heads]: the residual after all bits on the held-out keys
+
+
+def write_sample(folder: Path, sample: int, keys: dict[int, Tensor]) -> None:
+    """Write the keys `[kv_heads, n, head_dim]` of one sample by layer. Raises `WorkError`."""
+    write_tensors(_file(folder, SAMPLES, sample), {str(layer): each for layer, each in keys.items()})
+
+
+def read_layer(folder: Path, layer: int, samples: list[int]) -> Tensor:
+    """Read the keys of one layer: `[kv_heads, N, head_dim]`, of all these samples in order.
+
+    Raises:
+        WorkError: a file is damaged.
+    """
+    found = []
+    for sample in samples:
+        try:
+            found.append(read_tensors(_file(folder, SAMPLES, sample), [str(layer)])[str(layer)])
+        except DamagedError:
+            raise _damaged(_file(folder, SAMPLES, sample)) from None
+    return torch.cat(found, dim=1)
+
+
+def intact_samples(folder: Path, plan: Plan) -> set[int]:
+    """Return the samples with an intact file; remove damaged files, with one warning."""
+    names = {str(layer) for layer in plan.model.full_layers}
+    return keep_intact({i: _file(folder, SAMPLES, i) for i in range(plan.samples)}, lambda path: is_intact(path, names))
+
+
+def wait_for_samples(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all samples, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, SAMPLES, sample) for sample in range(plan.samples)])
+
+
+def write_sums(folder: Path, group: int, sample: int, sums: dict[int, Tensor]) -> None:
+    """Write the sums of a group up to a sample, float64 `[kv_heads, dim, dim]` by layer. Raises `WorkError`."""
+    tensors = {str(layer): each for layer, each in sums.items()}
+    write_tensors(_file(folder, MOMENTS, group), {LAST: torch.tensor(sample), **tensors})
+
+
+def summed_samples(folder: Path, plan: Plan) -> dict[int, int]:
+    """Return the last sample in the sums of each group that has some; remove damaged files, with one warning."""
+    names = {LAST, *map(str, plan.model.full_layers)}
+    last: dict[int, int] = {}
+
+    def read(path: Path) -> bool:
+        try:
+            tensors = read_tensors(path)
+        except DamagedError:
+            return False
+        last[int(path.stem)] = int(tensors.get(LAST, -1))
+        return set(tensors) == names
+
+    intact = keep_intact({group: _file(folder, MOMENTS, group) for group in range(len(plan.groups))}, read)
+    return {group: last[group] for group in intact}
+
+
+def read_sums(folder: Path, group: int, sample: int, layers: list[int]) -> dict[int, Tensor]:
+    """Read the sums of a group up to this sample, of some layers. Raises `WorkError` if they are damaged."""
+    path = _file(folder, MOMENTS, group)
+    try:
+        found = read_tensors(path, [LAST, *map(str, layers)])
+        if int(found[LAST]) != sample:
+            raise DamagedError(path)
+    except DamagedError:
+        raise _damaged(path) from None
+    return {layer: found[str(layer)].clone() for layer in layers}
+
+
+def total_moments(folder: Path, plan: Plan, layers: list[int]) -> Tensor:
+    """Return the sums over all fitted samples, float64 `[layers, kv_heads, head_dim, head_dim]`.
+
+    Raises:
+        WorkError: a file is damaged.
+    """
+    total: list[Tensor] = []
+    for group, samples in enumerate(plan.groups):
+        summed = [sample for sample in plan.summed if sample in samples]
+        if summed:
+            found = read_sums(folder, group, summed[-1], layers)
+            total = [total[i] + found[layer] if total else found[layer] for i, layer in enumerate(layers)]
+    return torch.stack(total)
+
+
+def write_layer(folder: Path, layer: int, found: LayerFit) -> None:
+    """Write one finished layer. Raises `WorkError`."""
+    arrays = {field.name: getattr(found.layer, field.name) for field in fields(found.layer)}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+    if found.held_out is not None:
+        tensors[HELD_OUT] = found.held_out
+    write_tensors(_file(folder, LAYERS, layer), tensors)
+
+
+def intact_layers(folder: Path, plan: Plan) -> set[int]:
+    """Return the finished layers; remove damaged files, with one warning."""
+
+    def intact(path: Path) -> bool:
+        try:
+            _read_fit(path)
+        except DamagedError:
+            return False
+        return True
+
+    return keep_intact({layer: _file(folder, LAYERS, layer) for layer in plan.model.full_layers}, intact)
+
+
+def read_layers(folder: Path, plan: Plan) -> dict[int, LayerFit]:
+    """Read every layer. Raises `WorkError` if one is missing or damaged."""
+    found = {}
+    for layer in plan.model.full_layers:
+        path = _file(folder, LAYERS, layer)
+        try:
+            found[layer] = _read_fit(path)
+        except DamagedError:
+            raise _damaged(path) from None
+    return found
+
+
+def wait_for_layers(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all layers, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, LAYERS, layer) for layer in plan.model.full_layers])
+
+
+def _read_fit(path: Path) -> LayerFit:
+    tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in read_tensors(path).items()}
+    held_out = tensors.pop(HELD_OUT, None)
+    try:
+        return LayerFit(LayerProjection(**{name: tensor.numpy() for name, tensor in tensors.items()}), held_out)
+    except TypeError as fault:  # other names
+        raise DamagedError(path) from fault
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write CPU tensors in one step. Raises `WorkError`."""
+    # `contiguous` keeps the strides of dimensions of size 1, which views as bytes do not allow.
+    whole = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    table = json.dumps({name: _digest(tensor) for name, tensor in whole.items()}, sort_keys=True)
+    write_file(path, safetensors.torch.save(whole, {"tensors": table, "sha256": _sha256(table.encode())}))
+
+
+def read_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Read tensors by name, or all, and check them. Raises `DamagedError`."""
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            strings = file.metadata()
+            if _sha256(strings["tensors"].encode()) != strings["sha256"]:
+                raise DamagedError(path)
+            digests = json.loads(strings["tensors"])
+            if sorted(digests) != sorted(file.keys()):
+                raise DamagedError(path)
+            tensors = {name: file.get_tensor(name) for name in (digests if names is None else names)}
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as fault:
+        raise DamagedError(path) from fault
+    if any(_digest(tensor) != digests[name] for name, tensor in tensors.items()):
+        raise DamagedError(path)
+    return tensors
+
+
+def is_intact(path: Path, names: set[str]) -> bool:
+    """Return True if the file has exactly these tensors, unchanged."""
+    try:
+        return set(read_tensors(path)) == names
+    except DamagedError:
+        return False
+
+
+def keep_intact(files: dict[int, Path], intact: Callable[[Path], bool]) -> set[int]:
+    """Return the numbers of the files that exist and are intact; remove the damaged ones, with one warning."""
+    present = {number: path for number, path in files.items() if path.exists()}
+    damaged = [path for path in present.values() if not intact(path)]
+    for path in damaged:
+        path.unlink()
+    if damaged:
+        log.warning("%s: %d damaged and made again; the first: %s", damaged[0].parent, len(damaged), damaged[0].name)
+    return {number for number, path in present.items() if path not in damaged}
+
+
+def _digest(tensor: Tensor) -> str:
+    kind = f"{tensor.dtype} {list(tensor.shape)} ".encode()
+    return _sha256(kind + tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else kind)
+
+
+def _sha256(blob: bytes) -> str:
+    return hashlib.sha256(blob).hexdigest()
+
+
+def _file(folder: Path, kind: str, number: int) -> Path:
+    return folder / kind / f"{number:06}.safetensors"
+
+
+def _damaged(path: Path) -> WorkError:
+    return WorkError(f"{path}: damaged since it was written: run the same command, which makes it again")
