@@ -55,8 +55,8 @@ class SampledMixin:
 
     sure = 0.0  # share of the tokens that are the best without any chance
 
-    def attend(self: Any, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-        self.scaling = self.scaling if scale is None else scale
+    def attend(self: Any, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
+        self.scaling = self.scaling if scaling is None else scaling
         asked = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))  # [B, H_KV, G, D]
         heads = asked.shape[2]
         scores = self.estimates(asked, visible) * self.scaling

@@ -229,9 +229,9 @@ def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
         if switch.free and isinstance(layer_of(key), SparseLayer):
             return query.new_zeros(query.shape).transpose(1, 2), None
         grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
-        scale, usual = arguments.get("scaling"), query.shape[-1] ** -0.5
-        if scale is not None and not math.isclose(scale, usual):  # the forms use the usual scale
-            grouped = grouped * (scale / usual)
+        scaling, usual = arguments.get("scaling"), query.shape[-1] ** -0.5
+        if scaling is not None and not math.isclose(scaling, usual):  # the forms use the usual scaling
+            grouped = grouped * (scaling / usual)
         return switch.attention(grouped, key, value).flatten(1, 2).unsqueeze(1), None
 
     before = attention_name(model.config)

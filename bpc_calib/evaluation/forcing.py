@@ -34,10 +34,10 @@ class PrefixLayer(FullLayer):
     """A layer that attends to everything and keeps queries of a step with several tokens, for methods that use them."""
 
     asked: Asked | None = None
-    scale: float | None = None
+    scaling: float | None = None
 
-    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
-        self.asked, self.scale = join(None, query, places), scale
+    def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
+        self.asked, self.scaling = join(None, query, places), scaling
 
 
 class PrefixCache(BPCCache):
@@ -63,7 +63,7 @@ def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
         if isinstance(layer, SparseLayer) and isinstance(source, PrefixLayer):
             layer.skip_attention()
             if source.asked is not None:
-                layer.observe(source.asked.queries, source.scale, source.asked.places)
+                layer.observe(source.asked.queries, source.scaling, source.asked.places)
         if isinstance(layer, BPCLayer) and layer.calibrated is not None:
             layer.prepare(None)  # so that the first step is like the others
     return cache

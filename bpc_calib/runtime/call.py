@@ -19,7 +19,7 @@ class AttentionCall:
     module: Any
     query: Tensor  # [batch, query_heads, new, head_dim]
     mask: Any  # in the form that the model's own attention uses
-    scale: float | None  # factor on the products q k; None: head_dim ** -0.5
+    scaling: float | None  # factor on the products q k; None: head_dim ** -0.5
     window: int | None  # length of the sliding window; None: full attention
     positions: Tensor | None  # [batch, new]
 

@@ -38,7 +38,7 @@ class BPCLayer(SparseLayer):
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
-    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
+    def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         """Keep some queries for the metric of online projections."""
         if self.calibrated is None and self.projection is None:
             self.asked = join(self.asked, query, places)
@@ -166,12 +166,12 @@ class BPCLayer(SparseLayer):
 class WholeStepLayer(BPCLayer):
     """A layer that does the same as `BPCLayer`, with fewer calls; to choose otherwise, extend `BPCLayer` instead."""
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
         """Hash the new token, choose and attend at once, where no other token needs a code and none is padding."""
         hashed = self.ready()
         if hashed is None or visible is not None or isinstance(k, Tensor):
-            return super().attend(query, k, visible, scale)
-        self.scaling = self.scaling if scale is None else scale
+            return super().attend(query, k, visible, scaling)
+        self.scaling = self.scaling if scaling is None else scaling
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         out = step(grouped, hashed, k, self.choice())
         self.hashed = hashed.length

@@ -96,9 +96,9 @@ class StaticLayer(GrowingLayer):
             cached = Cached(self.buffers["codes"], self.buffers.get("gain"), valid, lengths, self.worst)
             k, width = self.clock.k, self.clock.width
             indices = choose(grouped, self.layer.projection, cached, k, self.choice, width=width)
-            out = sparse_attention(grouped, self.keys, self.values, indices, call.scale)
+            out = sparse_attention(grouped, self.keys, self.values, indices, call.scaling)
         else:
-            out = dense_attention(grouped, self.keys, self.values, lengths, call.scale, valid=valid)
+            out = dense_attention(grouped, self.keys, self.values, lengths, call.scaling, valid=valid)
         return out.flatten(1, 2).unsqueeze(1)
 
     def thaw(self) -> GrowingLayer:

@@ -36,7 +36,7 @@ class Attention(NamedTuple):
     values_n: int
     indices: int  # int64 [rows, count]
     count: int
-    scale: float
+    scaling: float
 
     rows: int
     kv_heads: int
@@ -201,7 +201,7 @@ def attend_listed(task, like, call, keys, values, tokens):
     for g in range(heads):
         query = at(call.query + size * (b * call.query_b + h * call.query_h + g * call.query_g), dim, like)
         for d in range(dim):
-            wide[g * dim + d] = widen(query[d]) * np.float32(call.scale)
+            wide[g * dim + d] = widen(query[d]) * np.float32(call.scaling)
     most = at(call.weights + 8 * task * heads, heads, F32)
     total = at(call.weights + 8 * task * heads + 4 * heads, heads, F32)
     most[:] = -np.inf
