@@ -135,7 +135,7 @@ def tried(results: Results) -> str:
         kept = measured(results, DEMO, f"ranks: {variant}", 0.02, "best_kept")
         return f"{kept:.3f}", percent(measured(results, DEMO, f"ranks: {variant}", 0.0025), 0)
 
-    def share(variant: str, metric: str = "needle") -> str:
+    def found(variant: str, metric: str = "needle") -> str:
         value = measured(results, "demo_2048_shares", variant, 0.005, metric)
         return percent(value, 0) if metric == "needle" else f"{percent(value)} %"
 
@@ -166,14 +166,14 @@ def tried(results: Results) -> str:
             ],
             [
                 "a budget per layer, from the mass that the exact best 2 % leave on calibration text",
-                f"answers at 0.5 % fall from {share(same)} to {share(layers)} %: the layer that looks up has sharp "
+                f"answers at 0.5 % fall from {found(same)} to {found(layers)} %: the layer that looks up has sharp "
                 "attention and so gets the least",
             ],
             [
                 "top-p of the estimated softmax instead of top-k",
-                f"p = 0.8 answers {share('top-p: top-p 0.8')} % and p = 0.6 {share('top-p: top-p 0.6')} %, reading "
-                f"{share('top-p: top-p 0.8', 'read')} and {share('top-p: top-p 0.6', 'read')} of the bytes; top-k at "
-                f"0.5 % answers {share(same)} % and reads {share(same, 'read')}",
+                f"p = 0.8 answers {found('top-p: top-p 0.8')} % and p = 0.6 {found('top-p: top-p 0.6')} %, reading "
+                f"{found('top-p: top-p 0.8', 'read')} and {found('top-p: top-p 0.6', 'read')} of the bytes; top-k at "
+                f"0.5 % answers {found(same)} % and reads {found(same, 'read')}",
             ],
             ["group by sum, by largest, by softmax", "see above"],
             ["forcing the newest tokens, or those with the largest errors", "see above"],

@@ -15,7 +15,7 @@ import report
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.comparison import HARD
 from bpc_calib.evaluation.evaluate import ask, hide_all
-from bpc_calib.evaluation.statistics import share
+from bpc_calib.evaluation.statistics import proportion
 from bpc_calib.evaluation.tasks import needle
 from bpc_calib.models.loading import load_model, load_tokenizer
 
@@ -74,7 +74,7 @@ def run(
     asked = hide_all(problems, tokenizer, arguments.tokens, drawn, [None] * len(problems), style)
     rows = []
     for (name, budget), found in ask(model, tokenizer, asked, makers, batch=20).items():
-        figure = share(sum(found.scores), len(problems))
+        figure = proportion(sum(found.scores), len(problems))
         print(f"{name:<40} {budget:>6.1%} {figure['value']:.3f} ({figure['low']:.3f} to {figure['high']:.3f})")
         rows.append({"method": name, "budget": budget, "right": sum(found.scores), "of": len(problems), **figure})
     return rows

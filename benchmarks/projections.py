@@ -36,7 +36,7 @@ from bpc_calib.evaluation.comparison import FORCED, HARD
 from bpc_calib.evaluation.evaluate import OTHER_TEXT, ask, draw_prompts
 from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import fork, log_likelihoods, prefill
-from bpc_calib.evaluation.statistics import mean, share
+from bpc_calib.evaluation.statistics import mean, proportion
 from bpc_calib.models.loading import load_model, load_tokenizer
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.hashed_layer import BPCLayer
@@ -318,8 +318,8 @@ class Calibrations:
         assert variant.linear is not None
         return {layer: rankings.linear(variant.linear, keys, variant.bits) for layer, keys in collected.keys.items()}
 
-    def shares(self) -> dict[int, float]:
-        """A share of the budget for every layer, of mean 1: the attention mass that the exact best 2 % miss on text."""
+    def budget_factors(self) -> dict[int, float]:
+        """A factor on the budget of every layer, of mean 1: the attention mass that the exact best 2 % miss on text."""
         model, arguments = self.model, self.arguments
         corpora = [open_corpus(spec) for spec in expand([arguments.corpus])]
         texts, _ = draw_samples(
@@ -349,7 +349,7 @@ def maker(variant: Variant, calibrate: Calibrations) -> Callable[..., BPCCache]:
         settings = {"use_gain": rules.pop("gain", False), "in_products": variant.linear != "lsh"}
         layer = rankings.subclass(rankings.LinearLayer, linear=found, **settings)
     elif layer is rankings.LayerShareLayer:
-        layer, artifact = rankings.subclass(layer, shares=calibrate.shares()), calibrate.artifact(variant)
+        layer, artifact = rankings.subclass(layer, factors=calibrate.budget_factors()), calibrate.artifact(variant)
     elif variant.method is not None:
         artifact = calibrate.artifact(variant)
     rules = ranking_defaults(None) | {"bits": variant.bits} | rules
@@ -366,7 +366,7 @@ def needles(model: Any, tokenizer: Any, arguments: argparse.Namespace, makers: A
     show = lambda part: print(f"\rneedles {part:6.1%}", end="", file=sys.stderr, flush=True)  # noqa: E731
     found = ask(model, tokenizer, asked, makers, max(1, (1 << 16) // length), show)
     for key, answers in found.items():
-        rows[key]["needle"] = share(sum(answers.scores), count)
+        rows[key]["needle"] = proportion(sum(answers.scores), count)
         rows[key]["read"] = round(answers.read, 6)
 
 

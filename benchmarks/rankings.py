@@ -188,10 +188,10 @@ class SoftmaxLayer(ErrorBoundLayer):
 class LayerShareLayer(BPCLayer):
     """A different budget in every layer, with the same mean."""
 
-    shares: dict[int, float]
+    factors: dict[int, float]
 
     def count(self, length: int) -> int:
-        return max(1, min(length, round(super().count(length) * self.shares[self.index])))
+        return max(1, min(length, round(super().count(length) * self.factors[self.index])))
 
 
 class TopPLayer(SoftmaxLayer):

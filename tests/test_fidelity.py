@@ -12,7 +12,7 @@ from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import METRICS, measure, probe
 from bpc_calib.evaluation.forcing import force, fork, prefill
 from bpc_calib.evaluation.methods import METHODS
-from bpc_calib.evaluation.statistics import mean, share
+from bpc_calib.evaluation.statistics import mean, proportion
 
 
 def by_hand(query, keys, values, chosen, scaling):
@@ -116,7 +116,7 @@ def test_a_probe_of_every_third_step_is_the_mean_over_those_steps():
 def test_wilsons_interval():
     # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
     for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
-        found = share(right, count)
+        found = proportion(right, count)
         assert (found["low"], found["high"]) == pytest.approx((low, high), abs=1e-4)
         assert found["value"] == pytest.approx(right / count, abs=1e-6)
 

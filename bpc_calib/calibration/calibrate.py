@@ -18,7 +18,7 @@ from bpc_calib.calibration.projecting import project
 from bpc_calib.calibration.ranks import Ranks
 from bpc_calib.calibration.run_text import Text, read_text, stored_text
 from bpc_calib.calibration.stored import read_layers, wait_for_layers
-from bpc_calib.calibration.work_folder import WorkFolder, join_work_folder, open_work_folder, share_work
+from bpc_calib.calibration.work_folder import WorkFolder, broadcast_work, join_work_folder, open_work_folder
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import input_device
@@ -83,7 +83,7 @@ def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress
 
     `load` returns the model; it is called only if a sample is left.
     """
-    share_work(work)
+    broadcast_work(work)
     _finish(load, text.tokens, work, progress)
     if work.ranks.count > 1:
         wait_for_layers(work.path, work.plan)

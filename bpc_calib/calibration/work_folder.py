@@ -32,8 +32,8 @@ from bpc_calib.calibration.stored import LAYERS, MOMENTS, SAMPLES, intact_layers
 from bpc_calib.errors import WorkError
 
 __all__ = [
-    "Journal", "WorkFolder", "check_room", "check_same", "join_work_folder", "open_work_folder", "remove_work",
-    "share_work",
+    "Journal", "WorkFolder", "broadcast_work", "check_room", "check_same", "join_work_folder", "open_work_folder",
+    "remove_work",
 ]  # fmt: skip
 
 LOCK, JOURNAL, ARTIFACT = ".lock", "journal.json", "artifact.safetensors"  # no corpus holds a hidden file
@@ -149,7 +149,7 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
     return WorkFolder(path, plan, device, journal, set(left["samples"]), summed, set(left["layers"]), ranks)
 
 
-def share_work(work: WorkFolder) -> None:
+def broadcast_work(work: WorkFolder) -> None:
     """Broadcast what is finished, so that all ranks know who does what; the text is in the folder."""
     work.ranks.broadcast(
         "work",

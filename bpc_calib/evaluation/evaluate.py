@@ -17,7 +17,7 @@ from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import compare, complete, fork, keep, prefill
 from bpc_calib.evaluation.methods import METHODS, variants
 from bpc_calib.evaluation.prompts import Frame, Prompt, count_answer, hide, largest, make_frame
-from bpc_calib.evaluation.statistics import mean, share
+from bpc_calib.evaluation.statistics import mean, proportion
 from bpc_calib.evaluation.tasks import GROWING, TASKS, TEXT, Problem, score
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
@@ -153,7 +153,7 @@ def _task(
     answers = ask(setting.model, setting.tokenizer, prompts, setting.caches(), batch, report)
     rows = []
     for (name, budget), answer in answers.items():
-        figure = share(sum(answer.scores), count) if all_or_nothing else mean(answer.scores, least=0.0, most=1.0)
+        figure = proportion(sum(answer.scores), count) if all_or_nothing else mean(answer.scores, least=0.0, most=1.0)
         row = _row(task, length, name, budget, count) | {"score": figure, "read": round(answer.read, 6)}
         row["example"] = {
             "fact": problem.statements[0],
@@ -162,7 +162,7 @@ def _task(
         }
         if task == "needle":
             by_depth = [answer.scores[place::DEPTHS] for place in range(min(DEPTHS, count))]
-            row["depths"] = [share(sum(scores), len(scores)) for scores in by_depth]
+            row["depths"] = [proportion(sum(scores), len(scores)) for scores in by_depth]
         rows.append(row)
     return rows
 

@@ -13,7 +13,9 @@ from bpc_calib.errors import CorpusError, ModelError
 from bpc_calib.text.corpora import documents
 from bpc_calib.text.known_corpora import Corpus
 
-__all__ = ["beginning", "check_vocabulary", "draw_corpus", "draw_samples", "pack", "pieces", "shares", "source"]
+__all__ = [
+    "beginning", "check_vocabulary", "draw_corpus", "draw_samples", "pack", "pieces", "samples_by_corpus", "source",
+]  # fmt: skip
 
 CHARACTERS_PER_TOKEN = 6  # higher than in real text, so that most pieces fill a sample
 SPARE_CHARACTERS = 64 << 20  # limit of the second and later pieces of documents that are kept in memory
@@ -43,7 +45,7 @@ def draw_samples(
     """
     drawn: list[Tensor] = []
     sources = []
-    for corpus, wanted in zip(corpora, shares(samples, len(corpora)), strict=True):
+    for corpus, wanted in zip(corpora, samples_by_corpus(samples, len(corpora)), strict=True):
         if wanted:
             before = sum(map(len, drawn))
             tokens = draw_corpus(
@@ -60,7 +62,7 @@ def draw_samples(
     return torch.cat(drawn).to(torch.int64), sources
 
 
-def shares(samples: int, corpora: int) -> list[int]:
+def samples_by_corpus(samples: int, corpora: int) -> list[int]:
     """Return the number of samples of each corpus: equal, or one more for the first ones."""
     return [samples // corpora + (place < samples % corpora) for place in range(corpora)]
 

@@ -157,10 +157,10 @@ def reduce_kernel(
         parts = tl.load(part + at[:, None] * D + d[None, :], mask=mask, other=0)
         next_top = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)
-        share = tl.exp(tops - base)
+        part_fade = tl.exp(tops - base)
         fade = tl.exp(top - base)
-        total = total * fade + tl.sum(share * weights, 0)
-        sums = sums * fade + tl.sum(share[:, None] * parts, 0)
+        total = total * fade + tl.sum(part_fade * weights, 0)
+        sums = sums * fade + tl.sum(part_fade[:, None] * parts, 0)
         top = next_top
     out += (row.to(tl.int64) * tl.num_programs(0) + head) * D
     mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # without any token: 0
