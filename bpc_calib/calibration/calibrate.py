@@ -63,7 +63,7 @@ def calibrate(
     description = describe(model.config)
     if description.ranks > 1:
         raise ModelError(
-            f"{description.id}: {description.ranks} processes share it out, and only `bpc calibrate --tensor-parallel` "
+            f"{description.id}: {description.ranks} processes shard it, and only `bpc calibrate --tensor-parallel` "
             "calibrates so: run that with torchrun, or load the model with device_map='auto'"
         )
     plan = plan or make_plan(description)

@@ -72,7 +72,7 @@ class Ranks:
 
     @contextmanager
     def step(self, stage: str) -> Iterator[None]:
-        """One step of work, whose time tells when a later step of the stage takes too long."""
+        """One step of work; its time bounds the later steps of the stage: `watching.patience`."""
         self.stage, self.began = stage, time.monotonic()
         yield
         self.slowest[stage] = max(self.slowest.get(stage, 0.0), time.monotonic() - self.began)
@@ -108,7 +108,7 @@ def join() -> Ranks:
     try:
         store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=JOIN)))
     except (RuntimeError, ValueError) as fault:
-        raise WorkError(f"the ranks cannot meet ({first_line(fault)}): start them with torchrun") from fault
+        raise WorkError(f"the ranks cannot rendezvous ({first_line(fault)}): start them with torchrun") from fault
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Ranks(rank, count, PatientStore(PrefixStore(f"bpc/{attempt}", store)))
 

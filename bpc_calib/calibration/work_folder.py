@@ -192,7 +192,7 @@ def check_same(folder: Path, before: Any, now: Any) -> None:
 
 def remove_work(path: Path) -> None:
     """Remove the files of a work folder, and the folder if nothing else is in it; the caller holds its lock."""
-    # The journal and the artifact stay until the rest is gone: they tell the same command that it is done.
+    # The journal and the artifact stay until the rest is gone: by them the same command knows that it is done.
     _remove(path, [*(file.name for file in path.glob(".*.tmp")), *FOLDERS, ARTIFACT, JOURNAL, LOCK])
     with suppress(OSError):
         path.rmdir()

@@ -172,7 +172,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     def _count_drafts(self, tokens: int) -> None:
         """Warn once if step after step verifies drafts, as with an assistant model.
 
-        transformers does not tell a cache who drafts. With prompt lookup, a step without a match has one token.
+        transformers does not pass on to a cache who drafts. With prompt lookup, a step without a match has one token.
         """
         if self._verified is None:
             return

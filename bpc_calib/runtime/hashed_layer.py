@@ -157,7 +157,7 @@ class BPCLayer(SparseLayer):
         if heads is None:
             raise ModelError(
                 f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {total}, and the cache's "
-                f"config names {ranks} processes that share them out: make the cache from the config of the loaded "
+                f"config names {ranks} processes that shard them: make the cache from the config of the loaded "
                 "model (model.config)"
             )
         self.projection, self.encoder = projection_of(self.calibrated, heads, keys.dtype, keys.device)

@@ -81,7 +81,7 @@ def check_static(model: Any, cache: Any) -> None:
     if description.rope_follows_length:
         raise ModelError(f"{name}: its RoPE changes with the length, which static steps do not serve")
     if description.ranks > 1 and model.device.type == "cuda":
-        raise ModelError(f"{name}: {description.ranks} processes share it out, which CUDA graphs do not serve")
+        raise ModelError(f"{name}: {description.ranks} processes shard it, which CUDA graphs do not serve")
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StaticLayer):
             raise InputError("the cache is already in a `static_steps` block")
