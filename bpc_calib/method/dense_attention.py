@@ -40,7 +40,11 @@ def dense_attention(
 
 
 def check(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, valid: Tensor | None) -> None:
-    """Raise `InputError` unless `dense_attention` accepts the arguments."""
+    """Raise `InputError` unless `dense_attention` accepts the arguments.
+
+    Args:
+        query, keys, values, lengths, valid: as in `dense_attention`.
+    """
     alike = keys.shape == values.shape and query.dtype == keys.dtype == values.dtype
     fit = query.dim() == keys.dim() == 4 and alike
     if not fit or query.shape[:2] != keys.shape[:2] or query.shape[-1] != keys.shape[-1]:

@@ -36,7 +36,11 @@ def sparse_attention(
 
 
 def check(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
-    """Raise `InputError` unless `sparse_attention` accepts the arguments."""
+    """Raise `InputError` unless `sparse_attention` accepts the arguments.
+
+    Args:
+        query, keys, values, indices: as in `sparse_attention`.
+    """
     alike = keys.shape == values.shape and query.dtype == keys.dtype == values.dtype
     fit = alike and query.shape[-1:] == keys.shape[-1:]
     if not fit or not query.shape[:-2] == keys.shape[:-2] == indices.shape[:-1]:

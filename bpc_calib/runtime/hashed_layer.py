@@ -39,7 +39,7 @@ class BPCLayer(SparseLayer):
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
-        """Keep some queries for the metric of online projections."""
+        """Keep some queries `[batch, query_heads, n, head_dim]` for the metric of online projections."""
         if self.calibrated is None and self.projection is None:
             self.asked = join(self.asked, query, places)
 
@@ -103,7 +103,14 @@ class BPCLayer(SparseLayer):
             self.hash(visible)
 
     def visible(self, mask: Tensor | None) -> Tensor | None:
-        """Return a mask of the cached tokens as bool on their device; None: none is padding."""
+        """Return a mask of the cached tokens as bool on their device; None: none is padding.
+
+        Args:
+            mask: bool or integers `[batch, N]`, 0 for padding; None: no padding.
+
+        Raises:
+            InputError: the mask does not fit the cache.
+        """
         length = self.get_seq_length()
         if not length or mask is None:
             return None
@@ -114,7 +121,7 @@ class BPCLayer(SparseLayer):
         return None if mask.all() else mask.to(self.keys.device).bool()
 
     def will_choose(self, visible: Tensor | None) -> bool:
-        """Return whether the next step with one token chooses among the cached tokens."""
+        """Return whether the next one-token step chooses among the cached tokens; `visible` is bool `[batch, N]`."""
         length = self.get_seq_length()
         longest = length if visible is None else int(visible.sum(-1).max())
         return bool(longest) and self.count(longest + 1) <= longest
@@ -130,7 +137,17 @@ class BPCLayer(SparseLayer):
         self.projection, self.asked = fitted.projection.to(dtype), None
 
     def hash(self, visible: Tensor | None) -> Tensor:
-        """Compute the codes, errors and gains of the tokens that have none yet; return the projection."""
+        """Compute the codes, errors and gains of the tokens that have none yet; return the projection.
+
+        Args:
+            visible: bool `[batch, N]`, False for padding, which no online projection is fitted to; None: no padding.
+
+        Returns:
+            `[kv_heads, bits, head_dim]`, or online `[batch, kv_heads, bits, head_dim]`, in the dtype of the keys.
+
+        Raises:
+            ModelError: the artifact's projections do not fit the KV heads of this process.
+        """
         if self.unfitted():
             self.take_fit(fit_online(self.keys, self.asked, visible, self.rules.bits, self.rules.seed))
         elif self.projection is None:

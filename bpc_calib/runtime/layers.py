@@ -77,7 +77,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._rebatch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences with these indices."""
+        """Keep only the sequences with these indices: integers or bool, `[sequences]`."""
         self._rebatch(lambda tensor: tensor[indices, ...])
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -230,7 +230,7 @@ def _plan(real: list[int], steps: int, count: Callable[[int], int]) -> tuple[lis
 
 
 def warm_up(run: Callable[[], Tensor], state: list[Tensor]) -> None:
-    """Run a step a few times, and restore `state` after each run.
+    """Run a step a few times, and restore `state`, tensors of any shape, after each run.
 
     The cache needs no restoring: every run writes the same numbers to the same slot.
     """

@@ -31,16 +31,25 @@ def draw_samples(
     vocab_size: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, list[dict[str, Any]]]:
-    """Draw `samples` token sequences, evenly from each corpus, and the `sources` of the artifact's metadata.
+    """Draw token sequences, evenly from each corpus, and the `sources` of the artifact's metadata.
 
     Every sample is full: there is no padding. The same seed returns the same tokens.
+
+    Args:
+        corpora: where the text is read.
+        tokenizer: the tokenizer of the model.
+        samples: sequences in total.
+        sequence_length: tokens of each sequence.
+        seed: of the draw.
+        vocab_size: tokens that the model knows.
+        progress: called with the number of samples so far.
 
     Returns:
         int64 `[samples, sequence_length]`, and one table per corpus; its `sha256` is the hash of the token ids in
         order, as little-endian int32.
 
     Raises:
-        CorpusError: a corpus has too little text for its share; the message has the number of its samples.
+        CorpusError: a corpus has too little text for its samples; the message has their number.
         ModelError: the tokenizer does not belong to the model.
     """
     drawn: list[Tensor] = []
@@ -78,6 +87,14 @@ def draw_corpus(
 ) -> Tensor:
     """Draw the samples of one corpus: int32 `[samples, sequence_length]`.
 
+    Args:
+        corpus: where the text is read.
+        tokenizer: the tokenizer of the model.
+        samples: sequences.
+        sequence_length: tokens of each sequence.
+        seed: of the draw, which also depends on the name of the corpus.
+        progress: called with the number of samples so far.
+
     Raises:
         CorpusError: the corpus has too little text; the message has the number of its samples.
     """
@@ -110,7 +127,7 @@ def source(corpus: Corpus, tokens: Tensor) -> dict[str, Any]:
 
 
 def check_vocabulary(tokens: Tensor, vocab_size: int) -> None:
-    """Raise `ModelError` if the tokenizer does not belong to the model."""
+    """Raise `ModelError` if a tokenizer that returned `tokens [samples, length]` does not belong to the model."""
     if (last := int(tokens.max())) >= vocab_size:
         raise ModelError(
             f"the tokenizer returns token {last}, but the model has only {vocab_size} tokens: "
@@ -119,9 +136,15 @@ def check_vocabulary(tokens: Tensor, vocab_size: int) -> None:
 
 
 def pieces(texts: Iterable[str], length: int, rng: random.Random, *, mix: int) -> Iterator[str]:
-    """Yield one piece of at most `length` characters from each text, mixed in a buffer of `mix`, then all others.
+    """Yield one piece of each text, mixed in a buffer, then all other pieces.
 
     So even a few samples come from many documents, and a small corpus is still used completely.
+
+    Args:
+        texts: documents.
+        length: characters of a piece, at most.
+        rng: draws the piece of each text, and the order.
+        mix: pieces in the buffer.
     """
     waiting: list[str] = []
     spare: list[str] = []
