@@ -69,6 +69,14 @@ def compared(
 ) -> dict[str, Any]:
     """Return the microseconds of a whole BPC step and of the fastest dense form at one length.
 
+    Args:
+        shape: the layer; its number of tokens does not count.
+        tokens: cached tokens.
+        budget: share of the tokens in (0, 1], or a number of tokens.
+        rate: memory bandwidth for the floors, in bytes per second.
+        repeats: timings of each form.
+        device: where to measure.
+
     Raises:
         BPCError: BPC's step or every dense form cannot be timed.
     """

@@ -81,7 +81,15 @@ def calibrate(
 def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress: Progress) -> ProjectionArtifact:
     """Do what is left of a calibration, with the other ranks if there are some.
 
-    `load` returns the model; it is called only if a sample is left.
+    Args:
+        work: the work folder of the calibration.
+        text: its samples.
+        load: returns the model; called only if a sample is left.
+        progress: as in `calibrate`.
+
+    Raises:
+        ModelError: the model is not supported, a key is not finite, or the keys of a layer cannot be fitted.
+        WorkError: the work folder is damaged or cannot be written, or another rank is gone.
     """
     broadcast_work(work)
     _finish(load, text.tokens, work, progress)
@@ -92,7 +100,14 @@ def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress
 
 
 def help_calibrate(path: Path, plan: Plan, device: torch.device, load: Callable[[], Any], ranks: Ranks) -> None:
-    """Do the share of another rank than rank 0, which runs `calibrate_in` in the work folder `path`.
+    """Do the part of another rank than rank 0, which runs `calibrate_in` in the work folder `path`.
+
+    Args:
+        path: the work folder, as this rank sees it.
+        plan: the settings, the same on all ranks.
+        device: where this rank computes.
+        load: returns the model; called only if a sample is left.
+        ranks: this process among the ranks.
 
     Raises:
         ModelError: the model is not supported, a key is not finite, or the keys of a layer cannot be fitted.

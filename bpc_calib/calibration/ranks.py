@@ -117,6 +117,12 @@ def samples_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[
     """Return the samples that a rank runs, ascending: those left in every `ranks`-th group that has some left.
 
     Ranks with a shard of the model each run every sample together.
+
+    Args:
+        plan: the settings; `plan.groups` are the groups.
+        finished: samples that are done.
+        rank: this process, from 0.
+        ranks: number of processes.
     """
     if plan.model.ranks > 1:
         rank, ranks = 0, 1
@@ -125,5 +131,12 @@ def samples_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[
 
 
 def layers_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[int]:
-    """Return the layers that a rank fits, ascending: every `ranks`-th of those that are left."""
+    """Return the layers that a rank fits, ascending: every `ranks`-th of those that are left.
+
+    Args:
+        plan: the settings.
+        finished: layers that are done.
+        rank: this process, from 0.
+        ranks: number of processes.
+    """
     return [layer for layer in plan.model.full_layers if layer not in finished][rank::ranks]

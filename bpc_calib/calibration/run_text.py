@@ -33,6 +33,12 @@ def read_text(
 
     Text of the Hub that the work folder has is at the same commit as before, and needs no network.
 
+    Args:
+        corpora: where the text is read.
+        tokenizer: the tokenizer of the model.
+        work: the work folder, whose plan says how many samples of how many tokens.
+        progress: as in `calibrate`, with the stage "text".
+
     Raises:
         CorpusError: a text cannot be read, or is too short.
         ModelError: the tokenizer does not belong to the model.

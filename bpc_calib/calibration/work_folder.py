@@ -88,6 +88,12 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
     Of a calibration that differs only in how keys are fitted, the keys are used and the layers are removed.
     Of several ranks, rank 0 opens it, and returns when the others have joined.
 
+    Args:
+        path: the folder.
+        plan: the settings.
+        device: where keys are computed and fitted.
+        ranks: this process among the ranks; None: it is alone.
+
     Raises:
         WorkError: another run uses the folder, it belongs to another calibration, its journal is damaged, it holds
             files of others, or it cannot be written.
@@ -125,6 +131,12 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
 
 def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks) -> WorkFolder | None:
     """Join the work folder that rank 0 has opened; None if there is nothing left to do.
+
+    Args:
+        path: the folder, as this rank sees it.
+        plan: the settings of this rank.
+        device: where this rank computes.
+        ranks: this process among the ranks.
 
     Raises:
         WorkError: this rank does not see that folder, or has another plan, processor or version than rank 0.

@@ -34,7 +34,14 @@ HASHED_AT_ONCE = 1 << 12  # tokens: 1,500 signs need kilobytes of temporary memo
 
 
 def ranked(layer: SparseLayer, scores: Tensor, visible: Tensor | None, *, in_products: bool = True) -> Tensor:
-    """Return the ranks for scores `[batch, kv_heads, G, N]`; `in_products` says whether their unit is that of `q k`."""
+    """Return the ranks, int32 `[batch, kv_heads, N]`, of scores.
+
+    Args:
+        layer: whose scaling and group rule count.
+        scores: floats `[batch, kv_heads, G, N]`.
+        visible: bool `[batch, N]`, False for padding; None: no padding.
+        in_products: whether the unit of the scores is that of the products q k.
+    """
     valid = None if visible is None else visible.unsqueeze(1)
     limit = RELATIVE_LIMIT / layer.scaling if in_products else None
     return sortable(group_scores(scores, layer.rules.group, valid=valid, limit=limit))

@@ -113,6 +113,14 @@ def draw_prompts(
 ) -> list[Prompt]:
     """Return prompts of a task, the same for the same seed; needles are at the `DEPTHS` in turn.
 
+    Args:
+        task: one of `TASKS`.
+        tokenizer: the tokenizer of the model.
+        length: tokens of a prompt with the longest answer.
+        prompts: number of prompts.
+        seed: of the draws.
+        frame: what stands around text and question; None: the tokenizer's BOS alone.
+
     Raises:
         InputError: the prompts need more tokens.
     """
@@ -176,7 +184,19 @@ def hide_all(
     style: str | None = None,
     frame: Frame | None = None,
 ) -> list[Prompt]:
-    """Return prompts that all leave room for the longest answer within `length` tokens."""
+    """Return prompts that all leave room for the longest answer within `length` tokens.
+
+    Args:
+        problems: what is asked.
+        tokenizer: the tokenizer of the model.
+        length: tokens of a prompt with the longest answer.
+        drawn: a source of draws for each problem.
+        depths: where the first statement of each problem stands, from 0 to 1; None: anywhere.
+        style, frame: as in `hide`.
+
+    Raises:
+        InputError: a problem needs more tokens.
+    """
     new = max(count_answer(problem, tokenizer) for problem in problems)
     return [
         hide(problem, tokenizer, length - new, rng, depth, style=style, frame=frame)
