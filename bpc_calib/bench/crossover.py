@@ -34,6 +34,9 @@ def find_crossover(
     Returns:
         `rows`, sorted by length, and `min_context`: the shortest measured length from which sparse always won; 0 if it
         won at every length, None if at no length.
+
+    Raises:
+        InputError: `longest` is below `shortest`.
     """
     if longest < shortest:
         raise InputError(f"the longest of --lengths is {longest:,}, but the crossover starts at {shortest:,}")

@@ -75,7 +75,13 @@ class Comparison:
 
 
 def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparison) -> tuple[str, ...]:
-    """Return the methods that `evaluate` compares; raise its errors before any work."""
+    """Return the methods that `evaluate` compares; raise its errors before any work.
+
+    Raises:
+        InputError: as in `evaluate`; the message names the argument.
+        ArtifactError: the artifact belongs to another model.
+        ModelError: BPC cannot serve the model.
+    """
     tasks, lengths, budgets, rules = comparison.tasks, comparison.lengths, comparison.budgets, comparison.rules
     possible = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
     chosen = possible if comparison.methods is None else tuple(dict.fromkeys(comparison.methods))

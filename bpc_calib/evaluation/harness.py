@@ -138,6 +138,9 @@ def harness_model(model: Any, tokenizer: Any, empty: Callable[[], BPCCache]) -> 
 
     The context without its last token is prefilled densely. The last token and every token of the answer are decoding
     steps, both for generated answers and for answers whose likelihood is measured.
+
+    Raises:
+        InputError: from the model returned, where a task samples its answers.
     """
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -254,7 +257,7 @@ def run(
         rules: other arguments of `BPCCache`.
 
     Raises:
-        InputError: rules out of range, or the task asks for what forced decoding cannot do.
+        InputError: rules out of range, or the task samples its answers.
     """
     from lm_eval import simple_evaluate
 

@@ -27,7 +27,7 @@ __all__ = ["Cached", "Choice", "check", "choose", "choose_quantized", "rank", "w
 class Choice:
     """How a decoding step ranks tokens, and which tokens it attends to whatever their rank."""
 
-    scaling: float  # attention's factor for the dot product of query and key: it defines the size of one logit
+    scaling: float  # attention's factor on the products q k: it defines the size of one logit
     group: str = GROUPS[0]  # as in `group_scores`
     recent: int = 0  # newest tokens, always attended
     sink: int = 0  # first tokens, always attended

@@ -33,7 +33,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
         query: `[B, H_KV, G, D]`.
         hashed: keys, values and codes.
         k: number of tokens, at most `hashed.length`.
-        choice: how to rank; its `scaling` is the factor of the logits.
+        choice: how to rank; its `scaling` is also that of attention.
 
     Returns:
         `[B, H_KV, G, D]` in the query's dtype.

@@ -152,7 +152,11 @@ class SparseLayer(GrowingLayer):
         return None if k is None else self.attend(call.query, k, visible, call.scaling)
 
     def serve(self, module: Any) -> None:
-        """Record that this attention module called BPC's attention with this layer's keys."""
+        """Record that this attention module called BPC's attention with this layer's keys.
+
+        Raises:
+            ModelError: the cache belongs to another model.
+        """
         owner = None if self.module is None else self.module()
         if owner is not module:
             if self.module is not None or not self.model.fits(module.config):

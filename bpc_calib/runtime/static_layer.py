@@ -64,7 +64,11 @@ class StaticLayer(GrowingLayer):
         return self.clock.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[batch, kv_heads, 1, head_dim]`; the returned keys carry this layer for BPC's attention."""
+        """Write `[batch, kv_heads, 1, head_dim]`; the returned keys carry this layer for BPC's attention.
+
+        Raises:
+            InputError: no static step is running, or there are several tokens.
+        """
         if not self.clock.stepping:
             self._rebatch()
         if key_states.shape[2] != 1:

@@ -173,6 +173,9 @@ def pack(texts: Iterable[str], tokenizer: Any, length: int) -> Iterator[list[int
     """Yield token sequences of exactly `length`: BOS if the tokenizer adds it, then texts joined by EOS.
 
     The tokens left at the end are too few for a sample and are dropped.
+
+    Raises:
+        CorpusError: `length` has no room for text.
     """
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     start = beginning(tokenizer)
