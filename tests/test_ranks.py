@@ -174,7 +174,7 @@ ARRAYS = ("projection", "residual", "metric", "mean")
 def test_ranks_that_shard_the_model_write_the_projections_of_one_process(bpc, start, words, tmp_path, ranks, family):
     """Four ranks have each of the two KV heads twice.
 
-    Shares of a model round otherwise, by some 1e-6 of numbers of about 1. That turns a few signs of the fit, which has
+    Shards of a model round otherwise, by some 1e-6 of numbers of about 1. That turns a few signs of the fit, which has
     some 1,000 keys here, so some numbers of a projection differ by 1e-2.
     """
     words[2] = model = tiny.save(tmp_path / family, family)

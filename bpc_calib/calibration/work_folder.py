@@ -222,7 +222,7 @@ def _show(work: WorkFolder) -> None:
 
 
 def _advice(path: Path, plan: Plan) -> str:
-    number = "any number" if plan.model.ranks == 1 else "the same number"  # shares of a model round otherwise
+    number = "any number" if plan.model.ranks == 1 else "the same number"  # shards of a model round otherwise
     return f"the finished work is in {path}, and the same command goes on, with {number} of ranks"
 
 
