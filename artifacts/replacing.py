@@ -1,4 +1,4 @@
-"""Write a file in one step, and replace only a file of the same kind."""
+"""Write a file in one step, and replace only a file of the same kind; say beforehand whether that can be done."""
 
 import errno
 import os
@@ -10,9 +10,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bpc_artifacts.errors import ArtifactError, why
+from bpc_artifacts.errors import ArtifactError, BPCError, why
 
-__all__ = ["PICTURE", "Kind", "replacing", "try_replacing"]
+__all__ = ["PICTURE", "Kind", "check_matplotlib", "check_picture", "replacing", "try_replacing"]
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,22 @@ def try_replacing(path: Path, size: int, overwrite: bool, kind: Kind | None = No
         with tempfile.TemporaryFile(dir=target.parent):  # has no name on Linux: a killed process leaves nothing
             if (free := shutil.disk_usage(target.parent).free) < size:
                 raise OSError(errno.ENOSPC, f"{size:,} bytes are needed and {free:,} are free")
+
+
+def check_picture(path: Path, overwrite: bool) -> None:
+    """Raise a `BPCError` if the picture of `--plot` could not be written."""
+    if path.suffix.lower() not in PICTURES:
+        raise BPCError(f"{path}: a picture must be one of {', '.join(PICTURES)}")
+    check_matplotlib("--plot needs")
+    try_replacing(path, 1 << 20, overwrite, PICTURE)
+
+
+def check_matplotlib(needs: str) -> None:
+    """Raise a `BPCError` that begins with `needs` if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as fault:
+        raise BPCError(f"{needs} matplotlib: pip install matplotlib") from fault
 
 
 @contextmanager

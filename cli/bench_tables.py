@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.bench.settings import SHAPES
+from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import print_table, printable
 
 __all__ = ["print_benchmark"]
@@ -109,11 +110,10 @@ def _explain_decoding(found: dict[str, Any], dense: str) -> None:
     print("*: the fastest form of full attention")
     print("/ BPC: time per token, divided by that of BPC")
     print("limit: what BPC could reach if attention took no time in the sparse layers (Amdahl's law)")
-    if dense == "none":
-        print("By default, layers 0 and 1 of a BPCCache are dense: --dense-layers 0,1 measures that")
+    whole = SHAPES.get(found["model"], {}).get("num_hidden_layers", found["layers"])
+    if dense != "none" and found["layers"] < whole:
+        print(f"{found['layers']} of {whole} layers, so dense ones weigh more: --dense-layers none leaves them out")
     print(f"GB: peak memory, {found['peak_memory']}")
-    if found["mlp_narrower"]:
-        print("The MLP is narrower than the shape's: gains are larger than in the whole model")
     if found["experts"]:
         print("No floor: a step reads only the experts that it needs")
     if found["projections"] == "random":

@@ -3,25 +3,26 @@
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, DEMO, HUB_CORPORA
-from bpc_cli.calibration_checks import idle_options, open_text
-from bpc_cli.calibration_plan import print_plan
-from bpc_cli.calibration_report import STAGES, print_report, report
+from bpc_cli.calibration_report import STAGES, print_plan, print_report, report
 from bpc_cli.calibration_work import WorkOptions, finish, finished, open_work, reused, was_finished
 from bpc_cli.command import command
-from bpc_cli.console import note, print_json
-from bpc_cli.libraries import quiet_libraries
+from bpc_cli.console import note, print_json, quiet_libraries
 from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Model, Quiet
-from bpc_cli.progress import stage_bars
+from bpc_cli.progress import StageTimes, stage_bars
 from bpc_cli.ranks import check_shared, joined_ranks
-from bpc_cli.stage_times import StageTimes
 
+if TYPE_CHECKING:
+    from bpc_calib.calibration.plan import Plan
+    from bpc_calib.text.known_corpora import Corpus
+
+FIELD_SUFFIXES = (".jsonl", ".json", ".gz", ".parquet")  # of files that have fields
 METHOD_HELP = "; ".join(f"{method.name} {method.summary}" for method in PROJECTION_METHODS.values())
 
 
@@ -151,8 +152,8 @@ def calibrate(
         overwrite = force or was_finished(target, work)
         check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
         names = text.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
-        corpora = open_text(names, text.text_field, plan.samples)
-        for message in () if quiet else idle_options(plan, corpora, text.text_field, numbers):
+        corpora = _open_text(names, text.text_field, plan.samples)
+        for message in () if quiet else _idle_options(plan, corpora, text.text_field, numbers):
             note(message)
         if dry_run:
             print_plan(plan, opened, target, [corpus.name for corpus in corpora], as_json)
@@ -185,3 +186,28 @@ def calibrate(
         print_json(result)
     else:
         print_report(result)
+
+
+def _open_text(specs: list[str], text_field: str | None, samples: int) -> "list[Corpus]":
+    """Open the corpora: each text once, each with a sample; those of the Hub stay unopened."""
+    from bpc_calib.text.corpora import check_corpora, open_corpora
+
+    corpora = open_corpora(specs, text_field=text_field or "text", hub=False)
+    check_corpora(corpora, samples)
+    return corpora
+
+
+def _idle_options(plan: "Plan", corpora: "list[Corpus]", text_field: str | None, given: PlanOptions) -> list[str]:
+    """Say which of the options that were given change nothing."""
+    found = []
+    files = [file.name.lower() for corpus in corpora for file in corpus.files]
+    if text_field is not None and not any(name.endswith(FIELD_SUFFIXES) for name in files):
+        found.append(f"--text-field {text_field} has no effect: no corpus is a local JSON or parquet file")
+    if given.keys_per_head > plan.keys_per_head and given.keys_per_head != type(given).keys_per_head:
+        found.append(
+            f"--keys-per-head {given.keys_per_head:,} is more than there are: all {plan.keys_per_head:,} keys are kept"
+        )
+    room = (plan.model.context_limit or plan.sequence_length) - plan.sequence_length
+    if given.position_shift and not room:
+        found.append(f"--position-shift has no effect: {plan.sequence_length:,} tokens are all that the model allows")
+    return found

@@ -1,18 +1,21 @@
-"""The result of `bpc calibrate`: residuals, time and memory."""
+"""What `bpc calibrate` reports: with --dry-run the plan and its costs, else residuals, time and memory."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bpc_cli.console import print_table, printable
-from bpc_cli.memory_use import peak_memory
-from bpc_cli.quantities import duration_text, size_text
-from bpc_cli.residual import residual_title
-from bpc_cli.stage_times import StageTimes
+from bpc_cli.artifact_tables import residual_title
+from bpc_cli.console import duration_text, heads_text, print_json, print_rows, print_table, printable, size_text
+from bpc_cli.opening import OpenedModel, model_without_weights, weight_bytes
+from bpc_cli.progress import StageTimes
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
+    from bpc_calib.calibration.forecast import Needs
+    from bpc_calib.calibration.plan import Plan
 
-__all__ = ["STAGES", "print_report", "report"]
+__all__ = ["STAGES", "calibration_memory", "peak_memory", "print_plan", "print_report", "report"]
+
 
 STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
 
@@ -75,3 +78,110 @@ def print_report(result: dict[str, Any]) -> None:
     for sentence in result["verdict"]:
         print(sentence)
     print(f"Wrote {printable(result['output'])}")
+
+
+def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[str], as_json: bool) -> None:
+    """Print the plan as a table or as JSON."""
+    import torch
+
+    weights, device = model_without_weights(opened), torch.device(opened.device)
+    model, dtype = plan.model, weights.dtype
+    table: dict[str, Any] = {
+        "model": model.id,
+        "revision": model.revision,
+        "layers": len(model.full_layers),
+        "layers_left_out": model.num_layers - len(model.full_layers),
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "bits": plan.bits,
+        "method": plan.method.name,
+        "position_shift": plan.position_shift,
+        "corpora": corpora,
+        "samples": plan.samples,
+        "sequence_length": plan.sequence_length,
+        "tokens": plan.tokens,
+        "keys_per_head": plan.keys_per_head,
+        "device": opened.device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights_bytes": weight_bytes(weights),
+        "keys_bytes": plan.key_bytes(dtype.itemsize),
+        "output": str(target),
+        "output_bytes": plan.artifact_bytes,
+    }
+    table |= _costs(plan, weights, device, table["weights_bytes"])
+    if as_json:
+        print_json(table)
+    else:
+        print_rows("Plan (nothing was done)", _plan_rows(plan, table))
+
+
+def _costs(plan: "Plan", weights: Any, device: Any, weights_bytes: int) -> dict[str, Any]:
+    """Time, memory and disk."""
+    from bpc_calib.calibration.forecast import forecast
+
+    found = forecast(plan, weights, device)
+    return {
+        "collect_seconds": None if found.collect_seconds is None else round(found.collect_seconds, 1),
+        "decompose_seconds": round(found.decompose_seconds, 1),
+        **calibration_memory(found, weights_bytes, device),
+        "work_bytes": found.disk_bytes,
+    }
+
+
+def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
+    model, on_gpu, collecting = plan.model, table["gpu_memory_bytes"], table["collect_seconds"]
+    memory = f"{size_text(table['memory_bytes'])} of main memory"
+    if on_gpu:
+        memory += f", {size_text(on_gpu)} on {table['device']}"
+    return {
+        "model": f"{model.id}{f' at {model.revision}' if model.revision else ''}",
+        "layers": f"{len(model.full_layers)} of {model.num_layers} (full attention)",
+        "heads": heads_text(model.kv_heads, model.query_heads, model.head_dim),
+        "method": f"{plan.method.name}, {plan.bits} bits, position shift "
+        f"{('off', 'on')[plan.position_shift]}",
+        "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}",
+        "tokens": f"{plan.tokens:,}",
+        "keys": f"{plan.keys_per_head:,} per KV head",
+        "weights": f"{size_text(table['weights_bytes'])} ({table['dtype']}, on {table['device']})",
+        "memory": f"about {memory}",
+        "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}, {size_text(table['work_bytes'])} until then",
+        "collecting": "unknown, because some layers of this model do not run alone"
+        if collecting is None
+        else f"about {duration_text(collecting)}, from some layers of each kind on one sample",
+        "decomposing": f"about {duration_text(table['decompose_seconds'])}, from a fit of some layers with fewer keys",
+    }
+
+
+def calibration_memory(needs: "Needs", weights_bytes: int, device: Any) -> dict[str, int | None]:
+    """Peaks in bytes: of main memory, with and without what this process takes now, and of the GPU (None: no GPU).
+
+    What this process takes now are mostly the libraries, which a calibration loads, too.
+    """
+    on_device, on_cpu = weights_bytes + max(needs.pass_bytes, needs.fit_bytes), device.type == "cpu"
+    added = on_device if on_cpu else needs.fit_bytes
+    return {
+        "memory_bytes": (_memory_now() or 0) + added,
+        "added_memory_bytes": added,
+        "gpu_memory_bytes": None if on_cpu else on_device,
+    }
+
+
+def _memory_now() -> int | None:
+    """Bytes of main memory in use; None where the system does not tell."""
+    return _status("VmRSS")
+
+
+def peak_memory() -> int | None:
+    """The most bytes of main memory used so far. On Linux `getrusage` would include the process that started it."""
+    if sys.platform == "darwin":
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int | None:
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name))

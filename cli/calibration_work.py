@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bpc_cli.command import Terminated
 from bpc_cli.console import note
-from bpc_cli.interrupts import Terminated
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact

@@ -1,28 +1,31 @@
-"""`bpc chat`: a conversation with a model whose steps attend to the best-ranked tokens only."""
+"""`bpc chat`: a conversation with a model whose steps attend to the best-ranked tokens only.
+
+The KV cache is kept: each turn feeds the model only what is new.
+"""
 
 import json
 import re
+import signal
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
 
 from bpc_cli import decoding
-from bpc_cli.chat_input import piped_messages, typed_messages
-from bpc_cli.chat_template import Message, check_system, has_template, message, template_tokens
 from bpc_cli.command import command
-from bpc_cli.console import fail, note
-from bpc_cli.conversation import Conversation
-from bpc_cli.decoding_options import ONLINE, Artifact, CacheOptions, SamplingOptions, System
-from bpc_cli.decoding_report import answer_line
-from bpc_cli.empty_answer import why_empty
-from bpc_cli.find_artifact import load_artifact
-from bpc_cli.interrupts import stopping_on_interrupt
-from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
-from bpc_cli.options import Model
+from bpc_cli.console import fail, note, quiet_libraries
+from bpc_cli.decoding_report import answer_line, why_empty
+from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
+from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, SamplingOptions, System
+from bpc_cli.prompt import Message, check_system, has_template, message, template_tokens
 
+__all__ = ["Conversation", "chat", "stopping_on_interrupt"]
+
+
+PROMPT = "> "
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
 
 
@@ -70,6 +73,86 @@ def chat(
     )
     conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
     _talk(conversation, sampling.max_new_tokens, as_json, quiet)
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and the cache with their tokens."""
+
+    decoder: decoding.Decoder
+    cache: Any
+    name: str  # of the model
+    limit: int | None  # tokens that the model takes in all
+    opening: list[Message]  # the system message, if there is one
+    messages: list[Message] = field(init=False)
+    tokens: list[int] = field(init=False)  # of the cache, and at most one more
+
+    def __post_init__(self) -> None:
+        """Begin without a message."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: forget every message except the system message."""
+        self.messages, self.tokens = list(self.opening), []
+        self.cache.reset()
+
+    def ask(self, text: str, most: int, show: bool, **more: Any) -> dict[str, Any]:
+        """Answer a message with at most `most` tokens; return what `decode` measures, and the bytes.
+
+        The message and its answer join the conversation, also where the answer was stopped. If this fails, the
+        conversation is as before, and the next turn feeds all of it again. `more` are arguments of `model.generate`.
+
+        Raises:
+            InputError: the model takes no token after this message.
+        """
+        messages = [*self.messages, message("user", text)]
+        ids = template_tokens(self.decoder.tokenizer, messages, self.name)
+        length = ids.shape[1]
+        room = self._room(length, most)
+        keep_common(self.cache, self.tokens, ids[0].tolist())
+        try:
+            turn = decoding.decode(self.decoder, ids, self.cache, room, show, **more)
+        except BaseException:  # Ctrl-C too: a part of the layers may hold the tokens of a pass that did not end
+            self.cache.reset()
+            self.tokens = []
+            raise
+        self.messages = [*messages, message("assistant", turn["text"])]
+        self.tokens = ids[0].tolist() + turn["tokens"]
+        count = len(turn["tokens"])
+        at_limit = self.limit is not None and length + count >= self.limit
+        return {"prompt_tokens": length, **turn, "at_limit": at_limit, **decoding.kv_bytes(self.cache, length, count)}
+
+    def _room(self, length: int, most: int) -> int:
+        """How many tokens the answer may have."""
+        from bpc_calib import InputError
+
+        if self.limit is None:
+            return most
+        if length >= self.limit:
+            raise InputError(
+                f"with this message the conversation has {length:,} tokens, and {self.name} takes {self.limit:,}: send "
+                "a shorter one, or begin anew with /reset"
+            )
+        return min(most, self.limit - length)
+
+
+def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> None:
+    """Crop the cache, which holds the first of these tokens, to those that the wanted tokens begin with.
+
+    At least one wanted token is left to feed. A template may write an earlier answer in other tokens, or leave its
+    reasoning out.
+    """
+    from bpc_calib import InputError
+
+    held = cache.get_seq_length()
+    pairs = enumerate(zip(tokens[:held], wanted[:-1], strict=False))
+    common = next((place for place, (one, other) in pairs if one != other), min(held, len(wanted) - 1))
+    if common == held:
+        return
+    try:
+        cache.crop(common - held)
+    except InputError:  # a sliding window no longer has the tokens before
+        cache.reset()
 
 
 def _opening(tokenizer: Any, system: str | None, name: str) -> list[Message]:
@@ -130,3 +213,74 @@ def _report(turn: dict[str, Any], text: str, most: int, conversation: Conversati
         note(f"The answer stops at the {conversation.limit:,} tokens of {conversation.name}: begin anew with /reset")
     elif turn["ended_by"] == "limit":
         note(f"The answer stops after {most:,} tokens: --max-new-tokens allows more")
+
+
+def typed_messages() -> Iterator[str]:
+    """The lines that a user types, with arrow keys and a history, until Ctrl-D."""
+    with suppress(ImportError):  # Windows has none
+        import readline  # `input` uses it once it is imported
+
+        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
+    while True:
+        try:
+            text = input(_prompt())
+            text.encode()
+        except EOFError:
+            note("")
+            return
+        except KeyboardInterrupt:
+            note("")
+            note("Ctrl-D or /quit ends the chat")
+            continue
+        except UnicodeError:
+            note("The message is not UTF-8 text; it was not sent")
+            continue
+        if text.strip():
+            yield text
+
+
+def _prompt() -> str:
+    """What `input` shows; it would write to stdout, so it shows nothing where answers go to a file."""
+    if sys.stdout.isatty():
+        return PROMPT
+    print(PROMPT, end="", file=sys.stderr, flush=True)
+    return ""
+
+
+def piped_messages() -> Iterator[str]:
+    """The lines of stdin that are not blank."""
+    if sys.stdin is None:
+        fail("no messages: pipe them in, one line each, or use a terminal")
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            text = line.decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeError:
+            fail(f"line {number} of the messages is not UTF-8 text")
+        if text.strip():
+            yield text
+
+
+@contextmanager
+def stopping_on_interrupt() -> Iterator[Callable[..., Any]]:
+    """In the block, the first Ctrl-C makes the given stopping criterion end the generation after its current step.
+
+    So the cache stays whole. A second Ctrl-C interrupts at once.
+    """
+    import torch
+
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    def criterion(ids: Any, scores: Any, **_: Any) -> Any:
+        return torch.full((ids.shape[0],), asked, device=ids.device)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield criterion
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,19 +1,25 @@
-"""The decorator of every command: groups of options, and one line for an error."""
+"""What every command shares: groups of options, one line for an error, and an end in order on Ctrl-C and SIGTERM.
+
+A command's parameter that is annotated with a dataclass stands for one option per field: Typer reads the options from
+the signature, and with groups commands share options and keep short signatures.
+"""
 
 import errno
 import functools
+import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, NoReturn
 
 import typer
 
 from bpc_cli.console import drop, note
-from bpc_cli.interrupts import Terminated, terminating
-from bpc_cli.option_groups import collect_groups, option_signature
 
-__all__ = ["command"]
+__all__ = ["Terminated", "command", "run_app"]
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -26,8 +32,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(**options: Any) -> None:
         try:
-            with terminating():
-                function(**collect_groups(function, options))
+            with _terminating():
+                function(**_collected(function, options))
             sys.stdout.flush()
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
@@ -46,7 +52,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             note(f"Error: {_line(fault)}")
             raise typer.Exit(1) from None
 
-    signature = option_signature(function)
+    signature = _signature(function)
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     return run
@@ -65,3 +71,74 @@ def _line(fault: Exception) -> str:
     if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's, without importing torch
         return "out of memory: try shorter texts, smaller batches, or --device cpu (--help lists the options)"
     return f"unexpected {type(fault).__name__}: {text[:300]} (BPC_DEBUG=1 shows the traceback; please report it)"
+
+
+def run_app(app: typer.Typer) -> NoReturn:
+    """Run the command line and exit; wrong usage is one line and exit status 2, in place of Typer's panel."""
+    try:
+        sys.exit(app(prog_name="bpc", standalone_mode=False) or 0)
+    except typer.Abort:
+        note("Aborted.")
+        sys.exit(1)
+    except Exception as fault:
+        if not hasattr(fault, "format_message"):  # Typer has its errors from Click, as a part of it or from the package
+            raise
+        text, context = " ".join(fault.format_message().split()), getattr(fault, "ctx", None)
+        if text:  # without, Typer has printed the help
+            place = context.command_path if context is not None else "bpc"
+            note(f"Error: {text.rstrip('.')} ({place} --help lists the options)")
+        sys.exit(2)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature for Typer: the fields of each group stand in the group's place."""
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        for name, annotation, default in _options(parameter):
+            found.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+    return inspect.Signature(found)
+
+
+def _collected(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the function, its groups made from the options that Typer parsed."""
+    arguments = {}
+    for parameter in inspect.signature(function).parameters.values():
+        given = {name: options[name] for name, _, _ in _options(parameter)}
+        group = parameter.annotation if _is_group(parameter) else None
+        arguments[parameter.name] = group(**given) if group else given[parameter.name]
+    return arguments
+
+
+def _is_group(parameter: inspect.Parameter) -> bool:
+    return is_dataclass(parameter.annotation)
+
+
+def _options(parameter: inspect.Parameter) -> list[tuple[str, Any, Any]]:
+    """Name, annotation and default of each option that a parameter stands for."""
+    if not _is_group(parameter):
+        return [(parameter.name, parameter.annotation, parameter.default)]
+    return [
+        (field.name, field.type, inspect.Parameter.empty if field.default is MISSING else field.default)
+        for field in fields(parameter.annotation)
+    ]
+
+
+class Terminated(BaseException):
+    """SIGTERM, as from `kill`, a container that stops, or a queue whose time is over."""
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """In the block, SIGTERM raises `Terminated`, so that locks are released and temporary files removed."""
+
+    def end(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,16 +1,39 @@
-"""Printing: results on stdout, messages on stderr, and no control characters in either."""
+"""Printing: results on stdout, messages on stderr, no control characters in either, and nothing from the libraries."""
 
 import json
+import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from bpc_cli.text_table import TextTable
+__all__ = [
+    "TextTable",
+    "drop",
+    "duration_text",
+    "fail",
+    "heads_text",
+    "note",
+    "print_json",
+    "print_rows",
+    "print_table",
+    "print_text_table",
+    "printable",
+    "quiet_libraries",
+    "shows_bars",
+    "size_text",
+]
 
-__all__ = ["drop", "fail", "note", "print_json", "print_rows", "print_table", "print_text_table", "printable"]
+
+class TextTable(NamedTuple):
+    """A title, the names of the columns, and rows with one text per column."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
 
 
 def printable(text: object, keep: str = "") -> str:
@@ -27,7 +50,7 @@ def print_table(title: str, table: "Table") -> None:
     console.print(table)
 
 
-def print_text_table(found: "TextTable") -> None:
+def print_text_table(found: TextTable) -> None:
     """A table of text below its title."""
     from rich.table import Table
 
@@ -73,3 +96,76 @@ def fail(message: str) -> NoReturn:
     from bpc_artifacts.errors import BPCError
 
     raise BPCError(message)
+
+
+def size_text(count: float) -> str:
+    """Bytes, like 5.2 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def duration_text(seconds: float) -> str:
+    """A time, like 3 min 20 s."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def heads_text(kv_heads: int, query_heads: int, head_dim: int) -> str:
+    """The heads of a model, like 8 KV heads of 128, 32 query heads."""
+    return f"{kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}, {query_heads} query head{'s' * (query_heads > 1)}"
+
+
+def shows_bars(quiet: bool) -> bool:
+    """Whether progress is shown as bars."""
+    return not quiet and sys.stderr.isatty()
+
+
+def quiet_libraries(*, quiet: bool = False, warnings: bool = True) -> None:
+    """Set up what libraries print. Call it before they are imported, because they read their settings then.
+
+    Args:
+        quiet: hide the progress of downloads and loading, which only a terminal shows.
+        warnings: show BPC's own warnings.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    handler.addFilter(_Once())
+    ours = logging.getLogger("bpc_calib")
+    ours.handlers = [handler]
+    ours.setLevel(logging.WARNING if warnings else logging.ERROR)
+    logging.getLogger().setLevel(logging.ERROR)  # of libraries without a setting of their own, such as accelerate
+    for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if not shows_bars(quiet):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+class _OneLine(logging.Formatter):
+    """Messages without line breaks and control characters; those that tell of progress warn of nothing."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = printable(super().format(record))
+        return text[:1].upper() + text[1:] if getattr(record, "progress", False) else f"Warning: {text}"
+
+
+class _Once(logging.Filter):
+    """Each message once: a command may check the same artifact several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self.seen
+        self.seen.add(message)
+        return new

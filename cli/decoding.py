@@ -3,13 +3,14 @@
 import copy
 import functools
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bpc_cli.console import note
-from bpc_cli.token_stream import Timing, token_stream
+from bpc_cli.console import note, printable
 
 __all__ = ["Decoder", "captures", "decode", "full_attention", "kv_bytes", "make_decoder", "warm_up"]
+
 
 FEW = 4  # tokens of a warm-up
 COUNTED = 64  # steps whose bytes are counted
@@ -122,14 +123,14 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
             if model.device.type == "cuda":
                 torch.cuda.synchronize(model.device)
 
-    timing = Timing()
+    timing = _Timing()
     torch.manual_seed(decoder.seed)
     made = generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         eos_token_id=list(decoder.ends) or None,
-        streamer=token_stream(
+        streamer=_token_stream(
             tokenizer,
             timing,
             show=show,
@@ -166,3 +167,51 @@ def kv_bytes(cache: Any, prompt: int, new: int) -> dict[str, Any]:
     total = sum(steps[1:], steps[0])
     parts = {part: getattr(total, part) / total.full for part in ("sliding", "dense", "ranking", "chosen", "minimum")}
     return {"kv_bytes_share": total.read / total.full, "kv_bytes_parts": parts}
+
+
+@dataclass
+class _Timing:
+    """When things happened in one generation, in seconds."""
+
+    arrived: list[float] = field(default_factory=list)  # the prompt, then each token
+    preparing: float = 0.0  # what hashing the prompt and finding online projections took in all
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from the prompt to the first token."""
+        return self.arrived[1] - self.arrived[0]
+
+    @property
+    def decoding(self) -> float:
+        """Seconds from the first token to the last, without preparing."""
+        return max(0.0, self.arrived[-1] - self.arrived[1] - self.preparing)
+
+
+def _token_stream(
+    tokenizer: Any, timing: _Timing, *, show: bool, goes_on: Callable[[int, int], bool], prepare: Callable[[], None]
+) -> Any:
+    """What `model.generate` gives the prompt and then each token, as its streamer.
+
+    `goes_on` takes a token and how many there are, and says whether a step follows; `prepare` is called before each
+    step, so that work which a step would do first is timed apart.
+    """
+    from transformers import TextStreamer
+
+    class Stream(TextStreamer):  # type: ignore[misc]
+        def put(self, value: Any) -> None:
+            timing.arrived.append(time.perf_counter())
+            if show:
+                super().put(value)
+            if (count := len(timing.arrived) - 1) and goes_on(int(value[0]), count):
+                began = time.perf_counter()
+                prepare()
+                timing.preparing += time.perf_counter() - began
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(printable(text, keep="\n\t"), end="\n" if stream_end else "", flush=True)
+
+        def end(self) -> None:
+            if show:
+                super().end()
+
+    return Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -8,8 +8,7 @@ import typer
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.calibration_report import STAGES
 from bpc_cli.command import command
-from bpc_cli.console import print_json, print_table, printable
-from bpc_cli.libraries import quiet_libraries
+from bpc_cli.console import print_json, print_table, printable, quiet_libraries
 from bpc_cli.opening import Device, OneDeviceOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Quiet
 from bpc_cli.progress import stage_bars
@@ -110,7 +109,7 @@ def _print_answers(rows: list[dict[str, Any]], prompts: int) -> None:
     print(
         "On your own model:\n"
         "  bpc calibrate -m MODEL -o model.safetensors\n"
-        "  bpc eval -m MODEL -a model.safetensors --tasks text,needle,ruler --lengths 32768\n"
+        "  bpc eval -m MODEL -a model.safetensors --hard --tasks text,needle,ruler --lengths 32768\n"
         "  bpc generate -m MODEL -a model.safetensors --prompt-file book.txt --compare\n"
-        "All methods on the bundled model: bpc eval -m demo"
+        "All methods on the bundled model: bpc eval -m demo --hard"
     )

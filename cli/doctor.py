@@ -1,18 +1,28 @@
 """`bpc doctor`: whether a model is served, what BPC will do with it here, and what is missing."""
 
 import shutil
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, Any
 
 import typer
 
+from bpc_cli.calibration_report import calibration_memory
 from bpc_cli.command import command
-from bpc_cli.console import print_json
-from bpc_cli.doctor_model import model_facts
-from bpc_cli.doctor_tables import print_doctor
-from bpc_cli.installation import check_core, installation
-from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import OneDeviceOptions, open_model, pick_device
-from bpc_cli.options import MODEL_HELP, AsJson
+from bpc_cli.console import (
+    TextTable,
+    fail,
+    heads_text,
+    print_json,
+    print_rows,
+    print_text_table,
+    printable,
+    quiet_libraries,
+    size_text,
+)
+from bpc_cli.opening import OneDeviceOptions, OpenedModel, model_without_weights, open_model, pick_device, weight_bytes
+from bpc_cli.options import DENSE_LAYERS, MODEL_HELP, AsJson, parse_layers
+
+__all__ = ["doctor", "print_doctor"]
 
 
 @command
@@ -77,3 +87,307 @@ def _hub() -> dict[str, Any]:
     from bpc_calib.hub import online
 
     return {"address": constants.ENDPOINT, "reachable": None if constants.HF_HUB_OFFLINE else online()}
+
+
+LENGTHS = (8_192, 32_768, 131_072)
+
+
+def model_facts(opened: OpenedModel) -> dict[str, Any]:
+    """Whether and how a model is served, the bytes that a step reads, and what its calibration takes.
+
+    Raises:
+        ModelError: BPC does not serve the model.
+    """
+    import torch
+
+    from bpc_calib.method.codes import default_bits
+    from bpc_calib.runtime.bytes_forecast import forecast_bytes
+
+    model = opened.description
+    weights = model_without_weights(opened)
+    looked_at = _look_at_layers(weights, opened)
+    dense = [layer for layer in parse_layers(DENSE_LAYERS) if layer < model.num_layers]
+    if set(model.full_layers) <= set(dense):  # the defaults would leave no layer to choose in
+        dense = []
+    reads = []
+    for length in LENGTHS:
+        counted = forecast_bytes(opened.config, length, weights.dtype, dense_layers=dense)
+        over = model.context_limit is not None and length > model.context_limit
+        reads.append({"tokens": length, "beyond_the_model": over, **vars(counted), "read": counted.read})
+    kinds = {kind: [i for i, each in enumerate(model.layer_types) if each == kind] for kind in set(model.layer_types)}
+    return {
+        "id": model.id,
+        "revision": model.revision,
+        "model_type": model.model_type,
+        "served": True,
+        "checked": "layers" if looked_at else "config",
+        "layers": {
+            "sparse": [layer for layer in model.full_layers if layer not in dense],
+            "dense": [layer for layer in model.full_layers if layer in dense],
+            "sliding": kinds.pop("sliding_attention", []),
+            "other": sorted(layer for kind, layers in kinds.items() if kind != "full_attention" for layer in layers),
+        },
+        "kv_heads": model.kv_heads,
+        "query_heads": model.query_heads,
+        "head_dim": model.head_dim,
+        "context_limit": model.context_limit,
+        "bits": default_bits(model.head_dim),
+        "dtype": str(weights.dtype).removeprefix("torch."),
+        "reads": reads,
+        "kernels": _kernels(opened, weights.dtype),
+        "calibration": _calibration(opened, weights, torch.device(opened.device)),
+        "crossover": None,
+    }
+
+
+def _look_at_layers(weights: Any, opened: OpenedModel) -> bool:
+    """Check the attention of every layer, without weights; False: a layer does not run without values."""
+    from bpc_calib.errors import ModelError
+    from bpc_calib.models.observation import verify
+
+    try:
+        verify(weights, opened.description)
+    except ModelError:
+        raise
+    except Exception:  # of torch: models are many, and experts are chosen by values
+        return False
+    return True
+
+
+def _kernels(opened: OpenedModel, dtype: Any) -> str | None:
+    """What about the model is beyond the compiled kernels; None: nothing."""
+    import torch
+
+    from bpc_calib.backends.limits import unserved
+    from bpc_calib.backends.protocol import Request
+
+    model = opened.description
+    group = model.query_heads // model.kv_heads
+    query = torch.empty(1, model.kv_heads, group, model.head_dim, dtype=dtype, device="meta")
+    return unserved(Request(query, torch.Size([1, model.kv_heads, 1]), heads=group))
+
+
+def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, Any]:
+    """What a calibration with the default settings takes, as far as it can be counted."""
+    from bpc_calib.calibration.forecast import needs
+    from bpc_calib.calibration.plan import make_plan
+
+    plan = make_plan(opened.description)
+    found, held = needs(plan, weights, device), weight_bytes(weights)
+    return {
+        "samples": plan.samples,
+        "sequence_length": plan.sequence_length,
+        "weights_bytes": held,
+        **calibration_memory(found, held, device),
+        "disk_bytes": found.disk_bytes,
+        "output_bytes": plan.artifact_bytes,
+        "seconds": None,
+    }
+
+
+PROJECT = "bpc-calib"
+EXTRAS = {
+    "cpu": "fast kernels on a CPU",
+    "plots": "pictures: --plot, --html",
+    "accelerate": "quantised models, --device-map",
+    "gguf": "GGUF files as models",
+    "eval": "tasks of lm_eval",
+    "vllm": "bpc serve",
+}
+
+
+def installation() -> dict[str, Any]:
+    """The versions of what BPC needs, and whether each of its extras is complete.
+
+    Returns:
+        `core` by package: `installed` (None: not), `needed`, `fits`. `extras` by name: `use`, `packages` in the same
+        form, `complete` and `install`, the command that completes it.
+    """
+    core, extras = _requirements("", alone=True), {}
+    for name, use in EXTRAS.items():
+        packages = _requirements(name)
+        complete = all(each["fits"] for each in packages.values())
+        extras[name] = {
+            "use": use,
+            "packages": packages,
+            "complete": complete,
+            "install": f"pip install '{PROJECT}[{name}]'",
+        }
+    return {"core": core, "extras": extras}
+
+
+def check_core(found: dict[str, Any]) -> None:
+    """End the command with one line if a package is missing or too old that BPC always needs."""
+    for name, each in found["core"].items():
+        if not each["fits"]:
+            what = "is not installed" if each["installed"] is None else f"{each['installed']} does not fit"
+            fail(f"{name} {what}: pip install '{name}{each['needed']}'")
+
+
+def _requirements(extra: str, alone: bool = False) -> dict[str, dict[str, Any]]:
+    """The packages that an extra adds, those of the extras that it includes too; `alone`: those without an extra."""
+    from packaging.requirements import Requirement
+
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        lines = requires(PROJECT) or []
+    except PackageNotFoundError:
+        fail(f"{PROJECT} is not installed as a package: pip install . in a checkout")
+    for requirement in map(Requirement, lines):
+        marker = requirement.marker
+        if marker is not None and not marker.evaluate({"extra": extra}):
+            continue
+        if not alone and (marker is None or marker.evaluate({"extra": ""})):
+            continue
+        if requirement.name == PROJECT:
+            for included in requirement.extras:
+                found |= _requirements(included)
+            continue
+        installed = _version(requirement.name)
+        fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
+        found[requirement.name] = {"installed": installed, "needed": str(requirement.specifier), "fits": fits}
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+WIDENED = "long passes compute in float32, the weights stay as they are"
+CUDA = "install it as https://pytorch.org/get-started/locally/ says"
+
+
+def print_doctor(found: dict[str, Any], name: str | None) -> None:
+    """Print everything on about one screen; `name` is what the model was called."""
+    if "model" in found:
+        _print_model(found["model"], found["machine"], str(name))
+    _print_machine(found)
+    if "model" not in found:
+        _print_core(found["installation"]["core"])
+    _print_missing(found["installation"]["extras"], found["machine"])
+
+
+def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> None:
+    layers, calibration = model["layers"], model["calibration"]
+    kinds = {
+        "sparse": "attend to what BPC chooses",
+        "dense": "attend to every token (--dense-layers)",
+        "sliding": "attend to a window, as without BPC",
+        "other": "do without BPC",
+    }
+    rows = {
+        kind: f"{len(layers[kind])} layers {what}: {ranges(layers[kind])}"
+        for kind, what in kinds.items()
+        if layers[kind]
+    }
+    limit = "not in its config" if model["context_limit"] is None else f"{model['context_limit']:,} tokens"
+    memory = f"about {size_text(calibration['memory_bytes'])} of main memory"
+    if calibration["gpu_memory_bytes"] is not None:
+        memory += f" and {size_text(calibration['gpu_memory_bytes'])} of GPU memory"
+    if _exceeds_free(calibration, machine):
+        memory += " (more than is free; --device-map auto spreads the weights)"
+    rows |= {
+        "heads": heads_text(model["kv_heads"], model["query_heads"], model["head_dim"]),
+        "context": f"at most {limit}",
+        "codes": f"{model['bits']} bits per key",
+        "checked": "the attention of every layer, without weights"
+        if model["checked"] == "layers"
+        else "the config alone: some layers do not run without weights; bpc calibrate checks the rest first",
+        "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens: {memory}, "
+        f"{size_text(calibration['disk_bytes'])} of disk; the file takes {size_text(calibration['output_bytes'])}",
+        "its time": f"measure it: bpc calibrate -m {name} --dry-run",
+        "faster from": f"not measured; measure it: bpc bench -m {name} --crossover",
+    }
+    print_rows(f"{printable(model['id'])} ({printable(model['model_type'])}): BPC serves it", rows)
+    parts = {
+        "sliding": "windows",
+        "dense": "dense layers",
+        "ranking": "codes",
+        "chosen": "chosen",
+        "minimum": "minimum",
+    }
+    shown = {key: name for key, name in parts.items() if any(row[key] for row in model["reads"])}
+    lines = []
+    for row in model["reads"]:
+        tokens = f"{row['tokens']:,}{' *' if row['beyond_the_model'] else ''}"
+        cells = [size_text(row[key]) for key in shown]
+        lines.append(
+            (tokens, size_text(row["full"]), size_text(row["read"]), f"{row['read'] / row['full']:.0%}", *cells)
+        )
+    columns = ("cached tokens", "full attention", "BPC", "share", *shown.values())
+    title = f"KV bytes that each new token reads, {model['dtype']}, with the defaults of bpc generate"
+    print_text_table(TextTable(title, columns, lines))
+    if any(row["beyond_the_model"] for row in model["reads"]):
+        print("* beyond the model's context")
+
+
+def _exceeds_free(calibration: dict[str, Any], machine: dict[str, Any]) -> bool:
+    """Whether a calibration takes more than is free, where that is known; what this process has is no longer free."""
+    needed = {"memory": calibration["added_memory_bytes"], "gpu_memory": calibration["gpu_memory_bytes"]}
+    return any(
+        size is not None and (free := machine[f"free_{kind}_bytes"]) is not None and size > free
+        for kind, size in needed.items()
+    )
+
+
+def _print_machine(found: dict[str, Any]) -> None:
+    machine = found["machine"]
+    backend = f"{machine['backend']} on {machine['device']}"
+    if machine["lacking"] is not None:
+        backend += f", slowly: {machine['lacking']}"
+    elif (limit := found.get("model", {}).get("kernels")) is not None:
+        backend += f", but plain torch where its kernels do not serve {limit}, slowly"
+    gpu = machine["gpu"] or "none that torch can use"
+    if machine["gpu_unseen"]:
+        gpu += f"; there is one, and this torch has no CUDA for it: {CUDA}"
+    free = f"{size_text(machine['free_memory_bytes'])} of main memory"
+    if machine["free_gpu_memory_bytes"] is not None:
+        free += f", {size_text(machine['free_gpu_memory_bytes'])} of GPU memory"
+    slow = machine["slow_bfloat16"]
+    reachable = {True: "answers", False: "does not answer", None: "not asked: HF_HUB_OFFLINE is set"}
+    rows = {
+        "backend": backend,
+        "CPU": f"{machine['cpu']}, {machine['cores']} cores",
+        "GPU": gpu,
+        "free": f"{free}, {size_text(machine['free_disk_bytes'])} of disk in this folder",
+        **({} if slow is None else {"bfloat16": f"products take {slow:.1f} times as long as in float32: {WIDENED}"}),
+        "Hub": f"{machine['hub']['address']} {reachable[machine['hub']['reachable']]}",
+        "bpc": f"{machine['versions']['bpc-calib']}, Python {machine['python']}",
+        **({"untested": "; ".join(machine["untested"])} if machine["untested"] else {}),
+    }
+    print_rows("This machine", rows)
+
+
+def _print_core(core: dict[str, Any]) -> None:
+    rows = [(name, each["installed"], each["needed"]) for name, each in core.items()]
+    print_text_table(TextTable("Installed", ("package", "version", "needed"), rows))
+
+
+def _print_missing(extras: dict[str, Any], machine: dict[str, Any]) -> None:
+    rows = []
+    for each in extras.values():
+        if not each["complete"]:
+            lacks = [
+                name if package["installed"] is None else f"{name}{package['needed']}"
+                for name, package in each["packages"].items()
+                if not package["fits"]
+            ]
+            rows.append((", ".join(lacks), each["use"], each["install"]))
+    if machine["gpu"] is not None and machine["versions"]["triton"] is None:
+        rows.append(("triton", "fast kernels on a GPU", "pip install triton"))
+    if rows:
+        print_text_table(TextTable("Not installed, needed only for", ("package", "use", "command"), rows))
+
+
+def ranges(numbers: list[int]) -> str:
+    """Ascending numbers, like 0-3, 5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -1,6 +1,6 @@
 """`bpc eval`: what BPC and other methods keep of full attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,15 +9,28 @@ import typer
 
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER, TASKS, TEXT
+from bpc_calib.method.defaults import budget_text
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import command
-from bpc_cli.console import fail, note, print_json
-from bpc_cli.eval_tables import print_evaluation
-from bpc_cli.find_artifact import load_artifact
-from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
-from bpc_cli.options import BUDGET_HELP, PROJECTIONS, AsJson, Force, Model, Output, Quiet
-from bpc_cli.parsing import parse_budgets, parse_layers, split
+from bpc_cli.console import fail, note, print_json, quiet_libraries
+from bpc_cli.eval_tables import is_hard, print_evaluation
+from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
+from bpc_cli.options import (
+    BUDGET_HELP,
+    DENSE_LAYERS,
+    MIN_TOKENS,
+    PROJECTIONS,
+    AsJson,
+    DenseLayers,
+    Force,
+    MinTokens,
+    Model,
+    Output,
+    Quiet,
+    parse_budgets,
+    parse_layers,
+    split,
+)
 from bpc_cli.progress import progress_bar, working
 from bpc_cli.result_file import open_result_file
 
@@ -58,9 +71,6 @@ class ComparisonOptions:
             metavar="CORPUS",
         ),
     ] = None
-    forced: Annotated[
-        int, typer.Option(help=f"Last tokens of each text that the task {TEXT} decodes one by one.", min=2)
-    ] = 64
     raw: Annotated[
         bool,
         typer.Option(
@@ -73,10 +83,15 @@ class ComparisonOptions:
             help="Prompts decoded at once. Default: as many as 65,536 tokens hold.", min=1, show_default=False
         ),
     ] = None
-    min_tokens: Annotated[int, typer.Option(help="Attend to at least this many tokens.")] = 1
-    dense_layers: Annotated[
-        str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
-    ] = "none"
+    hard: Annotated[
+        bool,
+        typer.Option(
+            "--hard",
+            help="No dense layers and no minimum of tokens, so that every layer must choose: this separates methods.",
+        ),
+    ] = False
+    min_tokens: MinTokens = MIN_TOKENS
+    dense_layers: DenseLayers = DENSE_LAYERS
     seed: Annotated[
         int, typer.Option(help="Random seed of the prompts and of the methods that draw by chance.", min=0)
     ] = 0
@@ -96,6 +111,7 @@ class _Comparison:
 @command
 def eval_(
     *,
+    context: typer.Context,
     model: Model,
     artifact: Annotated[
         str | None,
@@ -113,12 +129,12 @@ def eval_(
 ) -> None:
     """Compare BPC with full attention, the exact top-k and other methods: same prompts, same budget, all decoded.
 
-    By default every layer has to choose and nothing is attended beyond the budget: this setting separates good
-    projections from bad ones. bpc generate decodes with --min-tokens 128 --dense-layers 0,1.
+    By default the setting is that of bpc generate. With --hard every layer has to choose and nothing is attended beyond
+    the budget, which separates good projections from bad ones.
 
     Example: bpc eval -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --tasks needle,ruler --lengths 32768
     """
-    wanted = _parse(options)
+    wanted = _parse(options, context)
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if artifact is None else load_artifact(artifact)
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
@@ -133,8 +149,6 @@ def eval_(
         pictures.check(plot, force)
     opened = open_model(model, load)
     corpora = open_corpora(options.corpus or [DEMO]) if TEXT in wanted.tasks else []
-    if options.corpus and not corpora and not quiet:
-        note(f"--corpus has no effect: the task {TEXT} is not among --tasks")
     rules = dict(wanted.rules)
     comparison = Comparison(
         tasks=wanted.tasks,
@@ -143,15 +157,14 @@ def eval_(
         methods=None if options.methods is None else split(options.methods),
         prompts=options.prompts,
         corpora=corpora,
-        forced=options.forced,
         seed=rules.pop("seed"),
         raw=options.raw,
         batch=options.batch_size,
         rules=rules,
     )
     methods = check(opened.config, projections, comparison)
-    if projections is not None and "bpc" not in methods and not quiet:
-        note("--artifact has no effect: the method bpc is not among --methods")
+    for message in () if quiet else _without_effect(options, wanted, projections is not None and "bpc" not in methods):
+        note(message)
     tokenizer = open_tokenizer(opened)
     harness_tasks = _prepare_harness(wanted, tokenizer, quiet)
     loaded = open_weights(opened, quiet)
@@ -160,7 +173,13 @@ def eval_(
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
         "payload_sha256": None if projections is None else projections.metadata["payload_sha256"],
-        "settings": {"prompts": options.prompts, "forced": options.forced, "raw": options.raw, **wanted.rules},
+        "settings": {
+            "prompts": options.prompts,
+            "forced": comparison.forced,
+            "raw": options.raw,
+            "hard": is_hard(wanted.rules),
+            **wanted.rules,
+        },
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
@@ -170,15 +189,18 @@ def eval_(
     if as_json:
         print_json(result)
     else:
-        print_evaluation(result["rows"], opened.description.id)
+        print_evaluation(result)
     if plot is not None:
         pictures.draw(result["rows"], plot, overwrite=force)
 
 
-def _parse(options: ComparisonOptions) -> _Comparison:
+def _parse(options: ComparisonOptions, context: typer.Context) -> _Comparison:
     tasks = expand_tasks(options.tasks)
     if not tasks:
         fail("--tasks: give at least one")
+    for name in ("min_tokens", "dense_layers") if options.hard else ():
+        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT":
+            fail(f"--hard sets --min-tokens 1 --dense-layers none: leave out --{name.replace('_', '-')}")
     return _Comparison(
         tasks=[task for task in tasks if not task.startswith(HARNESS)],
         harness_tasks=[task.removeprefix(HARNESS) for task in tasks if task.startswith(HARNESS)],
@@ -186,10 +208,29 @@ def _parse(options: ComparisonOptions) -> _Comparison:
         budgets=parse_budgets(options.budgets),
         rules={
             "seed": options.seed,
-            "min_tokens": options.min_tokens,
-            "dense_layers": parse_layers(options.dense_layers),
+            "min_tokens": 1 if options.hard else options.min_tokens,
+            "dense_layers": () if options.hard else parse_layers(options.dense_layers),
         },
     )
+
+
+def _without_effect(options: ComparisonOptions, wanted: _Comparison, artifact: bool) -> Iterator[str]:
+    """Say which options change nothing; `artifact`: so does --artifact."""
+    from bpc_calib.method.budget import attended
+
+    if options.corpus and TEXT not in wanted.tasks:
+        yield f"--corpus has no effect: the task {TEXT} is not among --tasks"
+    if artifact:
+        yield "--artifact has no effect: the method bpc is not among --methods"
+    least = wanted.rules["min_tokens"]
+    pairs = [(length, budget) for length in wanted.lengths for budget in wanted.budgets] if wanted.tasks else []
+    small = [(length, budget) for length, budget in pairs if attended(length, budget, 1) < min(least, length)]
+    if small:
+        lengths, budgets = (dict.fromkeys(each) for each in zip(*small, strict=True))
+        yield (
+            f"--min-tokens {least} is more than a budget of {', '.join(map(budget_text, budgets))} at "
+            f"{', '.join(f'{length:,}' for length in lengths)} tokens: --hard measures the budget itself"
+        )
 
 
 def expand_tasks(text: str) -> list[str]:

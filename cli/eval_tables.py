@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bpc_calib.evaluation.methods import FIGURES, METHODS
-from bpc_calib.method.budget_words import budget_text
-from bpc_cli.console import print_table, printable
-from bpc_cli.text_table import TextTable
+from bpc_calib.method.defaults import budget_text
+from bpc_cli.console import TextTable, print_table, printable
 
-__all__ = ["evaluation_tables", "print_evaluation"]
+__all__ = ["evaluation_tables", "is_hard", "print_evaluation"]
 
 
 class _Cell(NamedTuple):
@@ -20,11 +19,16 @@ class _Cell(NamedTuple):
     figure: dict[str, Any]
 
 
-def print_evaluation(rows: list[dict[str, Any]], model: str) -> None:
-    """Print the tables of `evaluation_tables`."""
+def is_hard(rules: Mapping[str, Any]) -> bool:
+    """Whether these settings of `BPCCache` make every layer choose, and attend to nothing beyond the budget."""
+    return rules["min_tokens"] == 1 and not rules["dense_layers"]
+
+
+def print_evaluation(result: dict[str, Any]) -> None:
+    """Print the tables of `evaluation_tables`, and in which setting the figures were measured."""
     from rich.table import Table
 
-    for found in evaluation_tables(rows, model):
+    for found in evaluation_tables(result["rows"], result["model"]):
         table = Table(pad_edge=False)  # all figures fit into 80 columns
         table.add_column(found.columns[0], no_wrap=True)
         for name in found.columns[1:]:
@@ -32,6 +36,12 @@ def print_evaluation(rows: list[dict[str, Any]], model: str) -> None:
         for row in found.rows:
             table.add_row(*row)
         print_table(printable(found.title), table)
+    settings = result["settings"]
+    dense = ", ".join(map(str, settings["dense_layers"])) or "none"
+    if is_hard(settings):
+        print("Hard setting: no dense layers, no minimum of tokens.")
+    else:
+        print(f"Dense layers: {dense}. At least {settings['min_tokens']:,} tokens are attended.")
 
 
 def evaluation_tables(rows: list[dict[str, Any]], model: str) -> list[TextTable]:

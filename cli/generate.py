@@ -5,17 +5,20 @@ from typing import Annotated, Any
 import typer
 
 from bpc_cli import decoding
-from bpc_cli.chat_template import has_template
 from bpc_cli.command import command
-from bpc_cli.console import fail, note, print_json
-from bpc_cli.decoding_options import ONLINE, Artifact, CacheOptions, SamplingOptions
-from bpc_cli.decoding_report import answer_line, first_difference, online_hint, print_comparison, prompt_line
-from bpc_cli.empty_answer import what_to_try, why_empty
-from bpc_cli.find_artifact import load_artifact
-from bpc_cli.libraries import quiet_libraries
-from bpc_cli.opening import LoadOptions, OpenedModel, open_model, open_tokenizer, open_weights
-from bpc_cli.options import Model
-from bpc_cli.prompt import PromptOptions, read_prompt, tokenize
+from bpc_cli.console import fail, note, print_json, quiet_libraries
+from bpc_cli.decoding_report import (
+    answer_line,
+    first_difference,
+    online_hint,
+    print_comparison,
+    prompt_line,
+    what_to_try,
+    why_empty,
+)
+from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
+from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, SamplingOptions
+from bpc_cli.prompt import PromptOptions, has_template, read_prompt, tokenize
 from bpc_cli.ranks import joined_ranks
 
 

@@ -5,15 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.artifact_comparison import compare_artifacts, print_comparison
-from bpc_cli.artifact_tables import print_artifact
+from bpc_cli.artifact_tables import Inspected, compare_artifacts, print_artifact, print_comparison
 from bpc_cli.command import command
-from bpc_cli.console import fail, note, print_json, printable
+from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
-from bpc_cli.find_artifact import find_artifact
-from bpc_cli.inspected import Inspected
-from bpc_cli.libraries import quiet_libraries
-from bpc_cli.residual_plot import draw_residuals
+from bpc_cli.opening import find_artifact
+from bpc_cli.report import check_page, draw_residuals, write_page
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -35,7 +32,8 @@ def inspect(
         typer.Option("--model", "-m", help="Check that the artifact fits this model: a folder, a Hub id or demo."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="File for a page with charts, for any browser; it loads nothing.")
+        Path | None,
+        typer.Option(help="File for a page with pictures, for any browser; it loads nothing (needs matplotlib)."),
     ] = None,
     evaluation: Annotated[
         list[Path] | None,
@@ -70,7 +68,7 @@ def inspect(
     if plot is not None:
         draw_residuals(found[0].artifact, plot, force)
     if html is not None:
-        _write_page(found, html, force)
+        write_page(found, html, force)
     if as_json:
         tables = [_facts(each, fit) for each, fit in zip(found, fits, strict=True)]
         print_json(tables[0] if len(found) == 1 else {"artifacts": tables, "comparison": _comparison(found)})
@@ -85,8 +83,7 @@ def inspect(
 
 def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
     """Fail before anything is read if one of the files cannot be written: else the other would be left behind."""
-    from bpc_artifacts.picture_file import check_picture
-    from bpc_cli.report.page_file import check_page
+    from bpc_artifacts.replacing import check_picture
 
     if plot is not None and html is not None and plot.resolve() == html.resolve():
         fail(f"{html}: is given for --html and for --plot: give two files")
@@ -123,14 +120,6 @@ def _fit(artifact: "ProjectionArtifact", model: str, trust_remote_code: bool) ->
     return {"model": model, "fits": True, "warnings": doubts}
 
 
-def _write_page(found: list[Inspected], path: Path, force: bool) -> None:
-    from bpc_cli.report.artifact_page import artifact_page
-    from bpc_cli.report.comparison_page import comparison_page
-    from bpc_cli.report.page_file import write_page
-
-    write_page(path, artifact_page(found[0]) if len(found) == 1 else comparison_page(found[0], found[1]), force)
-
-
 def _print(found: list[Inspected]) -> None:
     if len(found) == 1:
         print_artifact(found[0].artifact, found[0].name, found[0].commit)
@@ -138,7 +127,7 @@ def _print(found: list[Inspected]) -> None:
         print_comparison(found[0], found[1])
     for each in found:
         if each.evaluation is not None:
-            print_evaluation(each.evaluation["rows"], each.evaluation["model"])
+            print_evaluation(each.evaluation)
 
 
 def _comparison(found: list[Inspected]) -> dict[str, Any]:

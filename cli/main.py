@@ -9,16 +9,15 @@ import typer
 from bpc_cli.bench import bench
 from bpc_cli.calibrate import calibrate
 from bpc_cli.chat import chat
+from bpc_cli.command import run_app
 from bpc_cli.demo import demo
 from bpc_cli.doctor import doctor
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
+from bpc_cli.hub import pull, push
 from bpc_cli.inspect import inspect
-from bpc_cli.pull import pull
-from bpc_cli.push import push
 from bpc_cli.ranks import check_command, only_leader_prints, wait_for_leader
 from bpc_cli.serve import serve
-from bpc_cli.usage import run_app
 
 __all__ = ["app", "main"]
 

@@ -1,17 +1,19 @@
-"""Opening a model: its config first, so that mistakes are found before the weights are loaded."""
+"""Opening a model and its artifact: the config first, so that mistakes are found before the weights are loaded."""
 
 import enum
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.console import note
+from bpc_cli.console import fail, note
 from bpc_cli.progress import working
 from bpc_cli.ranks import own_device, ranks
 
 if TYPE_CHECKING:
+    from bpc_artifacts import ProjectionArtifact
     from bpc_calib.models.description import ModelDescription
 
 __all__ = [
@@ -20,10 +22,15 @@ __all__ = [
     "LoadOptions",
     "OneDeviceOptions",
     "OpenedModel",
+    "find_artifact",
+    "load_artifact",
+    "model_without_weights",
     "open_model",
     "open_tokenizer",
     "open_weights",
     "pick_device",
+    "split_revision",
+    "weight_bytes",
 ]
 
 
@@ -168,3 +175,54 @@ def pick_device(name: str) -> str:
         reason = str(fault).strip().splitlines()[0]
         raise InputError(f"device {name} cannot be used: {reason}") from fault
     return name
+
+
+def model_without_weights(opened: OpenedModel) -> Any:
+    """The model without memory for its weights, in the data type that it would be loaded in."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    chosen, config = opened.options.dtype, opened.config
+    own = getattr(config, "dtype", None) or torch.float32
+    dtype = own if chosen is Dtype.auto else getattr(torch, chosen.value)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=opened.options.trust_remote_code)
+
+
+def weight_bytes(model: Any) -> int:
+    """The bytes of all weights."""
+    return sum(each.numel() * each.dtype.itemsize for each in model.parameters())
+
+
+def find_artifact(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """The file that a path or a Hub id names, and the Hub commit (None for a path).
+
+    A Hub id may end with its revision: `ORG/NAME@COMMIT`.
+    """
+    path = Path(os.path.expanduser(name))
+    parts = name.partition("@")[0].split("/")
+    if os.path.exists(path) or len(parts) < 2 or not all(parts) or parts[0] in (".", "..", "~"):
+        if revision is not None:
+            fail(f"{name} is a file, and only artifacts on the Hub have revisions: omit --revision")
+        return path, None
+    if len(parts) == 2 and name.endswith(".safetensors"):  # FOLDER/FILE, mistyped
+        return path, None
+    from bpc_calib.hub import fetch_artifact
+
+    repository, revision = split_revision(name, revision)
+    return fetch_artifact(repository, revision)
+
+
+def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """The Hub id and the revision of `ORG/NAME@REVISION`; `revision` is that of --revision."""
+    repository, at, named = name.partition("@")
+    if at and (not named or revision is not None):
+        fail(f"{name}: give one revision, as {repository}@REVISION or with --revision")
+    return repository, named or revision
+
+
+def load_artifact(name: str) -> "ProjectionArtifact":
+    """The artifact that a path or a Hub id names."""
+    from bpc_artifacts import load
+
+    return load(find_artifact(name)[0])

@@ -1,11 +1,39 @@
-"""Options that several commands have in common."""
+"""Options that several commands have in common, and how their values are read."""
 
+import math
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-__all__ = ["BUDGET_HELP", "MODEL_HELP", "PROJECTIONS", "AsJson", "Force", "Model", "Output", "Quiet"]
+from bpc_cli.console import fail
+
+__all__ = [
+    "BUDGET_HELP",
+    "DENSE_LAYERS",
+    "MIN_TOKENS",
+    "MODEL_HELP",
+    "ONLINE",
+    "PROJECTIONS",
+    "Artifact",
+    "AsJson",
+    "CacheOptions",
+    "DenseLayers",
+    "Force",
+    "MinTokens",
+    "Model",
+    "Output",
+    "Quiet",
+    "SamplingOptions",
+    "System",
+    "parse_budgets",
+    "parse_counts",
+    "parse_layers",
+    "split",
+]
+
 
 MODEL_HELP = "Folder, GGUF file or Hub id of a causal language model; demo is the bundled model."
 PROJECTIONS = "Projections made by bpc calibrate: a file or a Hub id, ORG/NAME or ORG/NAME@REVISION."
@@ -16,3 +44,107 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write 
 Force = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, neither bars nor lines.")]
+ONLINE = "online"
+
+MIN_TOKENS, DENSE_LAYERS = 128, "0,1"  # as in `bpc_calib.BPCCache`
+MinTokens = Annotated[int, typer.Option(help="Attend to at least this many tokens.")]
+DenseLayers = Annotated[
+    str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
+]
+Artifact = Annotated[
+    str, typer.Option("--artifact", "-a", help=f"{PROJECTIONS} {ONLINE} finds projections in the prompt instead.")
+]
+System = Annotated[
+    str | None, typer.Option("--system", help="System message: what the model is told before the first message.")
+]
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Which tokens each step attends to: the settings of `bpc_calib.BPCCache`."""
+
+    budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS")] = "2%"
+    min_tokens: MinTokens = MIN_TOKENS
+    min_context: Annotated[
+        int,
+        typer.Option(
+            help="Attend to all tokens while the context is shorter than this; bpc bench --crossover finds the value."
+        ),
+    ] = 0
+    dense_layers: DenseLayers = DENSE_LAYERS
+
+    def rules(self) -> dict[str, Any]:
+        """The arguments of `BPCCache`."""
+        return {
+            "budget": parse_budget(self.budget),
+            "min_tokens": self.min_tokens,
+            "min_context": self.min_context,
+            "dense_layers": parse_layers(self.dense_layers),
+        }
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How new tokens are picked, and how many."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.", min=1)] = 256
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 picks the most likely token.")] = 0.0
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample only from the most likely tokens that together have this probability, such as 0.9; "
+            "without it the model's own setting holds.",
+            show_default=False,
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Random seed of sampling and of online projections.", min=0)] = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `model.generate`, checked."""
+        if self.temperature and not (math.isfinite(self.temperature) and self.temperature >= 0.01):
+            fail(f"--temperature {self.temperature}: expected 0, or a number of at least 0.01")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            fail(f"--top-p {self.top_p}: expected a probability above 0 and at most 1")
+        if not self.temperature:
+            if self.top_p is not None:
+                fail("--top-p changes only sampling: give --temperature too, such as --temperature 0.7")
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": self.temperature} | ({"top_p": self.top_p} if self.top_p else {})
+
+
+def split(text: str) -> list[str]:
+    """The parts of `a, b`, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def parse_counts(text: str, option: str) -> tuple[int, ...]:
+    """The numbers of `2048,8192`, each once."""
+    found = split(text)
+    if not found or not all(part.isdecimal() for part in found):
+        fail(f"{option} {text}: expected numbers, like 2048,8192")
+    return tuple(dict.fromkeys(map(int, found)))
+
+
+def parse_budget(text: str, option: str = "--budget") -> float | int:
+    """`2%` and `0.02` are a share of the tokens, `2048` is a number of tokens."""
+    try:
+        if text.endswith("%"):
+            return float(Decimal(text[:-1]) / 100)
+        return int(text) if text.lstrip("+-").isdecimal() else float(Decimal(text))
+    except (ArithmeticError, ValueError):
+        fail(f"{option} {text}: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)")
+
+
+def parse_budgets(text: str) -> tuple[float | int, ...]:
+    """The budgets of `--budgets 2%,2048`, each once."""
+    return tuple(dict.fromkeys(parse_budget(part, "--budgets") for part in split(text)))
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The layers of `0,1`; `none` means no layer."""
+    if text.strip() in ("", "none"):
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        fail(f"--dense-layers {text}: expected layers like 0,1 or none")

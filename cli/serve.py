@@ -10,9 +10,8 @@ import typer
 
 from bpc_cli.command import command
 from bpc_cli.console import fail
-from bpc_cli.decoding_options import CacheOptions
-from bpc_cli.find_artifact import find_artifact
-from bpc_cli.options import PROJECTIONS, Model
+from bpc_cli.opening import find_artifact
+from bpc_cli.options import PROJECTIONS, CacheOptions, Model
 
 __all__ = ["serve"]
 

@@ -14,12 +14,10 @@ import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bpc_calib import BPCCache, InputError, enable
-from bpc_cli.chat import _talk
-from bpc_cli.chat_template import message, template_tokens
+from bpc_cli.chat import Conversation, _talk, stopping_on_interrupt
 from bpc_cli.console import note
-from bpc_cli.conversation import Conversation
 from bpc_cli.decoding import decode, make_decoder
-from bpc_cli.interrupts import stopping_on_interrupt
+from bpc_cli.prompt import message, template_tokens
 
 TEMPLATE = "<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 FORGETFUL = TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else m.content[-3:])")

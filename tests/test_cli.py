@@ -357,9 +357,9 @@ def test_plot(bpc, made, tmp_path):
 
 def test_without_matplotlib_one_line_says_what_to_install(bpc, made, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # import raises ImportError
-    assert_one_error(
-        bpc("inspect", made, "--plot", tmp_path / "a.png"), "--plot needs matplotlib: pip install matplotlib"
-    )
+    for option in ("--plot", "--html"):
+        refused = bpc("inspect", made, option, tmp_path / "a.png")
+        assert_one_error(refused, f"{option} needs matplotlib: pip install matplotlib")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -384,7 +384,7 @@ def test_a_plot_of_many_layers_and_heads(bpc, tmp_path):
     [
         (["calibrate"], "Missing option '--model' / '-m' (bpc calibrate --help"),
         (["nonsense"], "No such command 'nonsense' (bpc --help"),
-        (["eval", "-m", "demo", "--forced", "1"], "Invalid value for '--forced': "),
+        (["eval", "-m", "demo", "--batch-size", "0"], "Invalid value for '--batch-size': "),
     ],
 )
 def test_wrong_usage_is_one_line(bpc_process, words, said):
@@ -479,7 +479,7 @@ def test_a_group_of_options_is_its_fields():
 def test_options_default_to_what_the_library_does():
     from bpc_calib import make_plan
     from bpc_calib.bench.settings import Settings
-    from bpc_cli.bench_settings import MeasureOptions
+    from bpc_cli.bench import MeasureOptions
     from bpc_cli.calibrate import PlanOptions
 
     defaults = {name: each.default for name, each in inspect.signature(make_plan).parameters.items() if name != "model"}

@@ -15,7 +15,7 @@ import torch
 
 import bpc_calib
 from bpc_calib.compat import with_cache
-from bpc_cli.doctor_tables import print_doctor
+from bpc_cli.doctor import print_doctor
 
 
 def config_folder(folder, family="llama", **changes):
@@ -33,7 +33,7 @@ def config_folder(folder, family="llama", **changes):
     ],
 )
 def test_a_served_model(bpc, tmp_path, monkeypatch, family, kinds):
-    monkeypatch.setattr("bpc_cli.doctor_model.LENGTHS", (40, 700))
+    monkeypatch.setattr("bpc_cli.doctor.LENGTHS", (40, 700))
     folder = config_folder(tmp_path / "tiny", family)
     ran = bpc("doctor", "-m", folder, "--json")
     assert ran.code == 0, ran.err

@@ -157,7 +157,7 @@ def test_bad_settings_are_refused_before_any_work():
     assert check(tiny.config(**LENGTHS), None, PLAIN) == tuple(name for name in METHODS if name != "bpc")
 
 
-SMALL = ("--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "full,bpc,random")
+SMALL = ("--hard", "--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "full,bpc,random")
 
 
 def test_the_command_prints_a_table(bpc, folder, artifact):
@@ -165,6 +165,7 @@ def test_the_command_prints_a_table(bpc, folder, artifact):
     assert ran.code == 0, ran.err
     assert "tiny-llama, 8 of 700 tokens: right answers in %, and 95 % interval" in ran.out
     assert "tiny-llama, 8 of 700 tokens: text compared with full attention, and 95 % interval" in ran.out
+    assert ran.out.endswith("Hard setting: no dense layers, no minimum of tokens.\n")
     for word in ("full attention", "BPC", "random keys", "KV read", "single", "recall", "cosine"):
         assert word in ran.out
     lines = ran.err.splitlines()
@@ -216,6 +217,18 @@ def test_prompts_are_in_the_chat_template_unless_raw(bpc, tmp_path):
     assert said[0]["rows"][0]["example"]["said"] != before["rows"][0]["example"]["said"]
 
 
+def test_the_setting_is_that_of_generate_unless_hard(bpc, folder):
+    words = ("eval", "-m", folder, *SMALL[1:], "--methods", "bpc-online", "--tasks", "single")
+    ran = bpc(*words)
+    assert ran.out.endswith("Dense layers: 0, 1. At least 128 tokens are attended.\n")
+    assert "--min-tokens 128 is more than a budget of 8 tokens at 700 tokens: --hard measures" in ran.err
+    settings = [json.loads(bpc(*words, *more, "--json").out)["settings"] for more in ((), ("--hard",))]
+    assert [(each["hard"], each["min_tokens"], each["dense_layers"]) for each in settings] == [
+        (False, 128, [0, 1]),
+        (True, HARD["min_tokens"], [*HARD["dense_layers"]]),
+    ]
+
+
 def test_options_without_effect_are_noted(bpc, folder, artifact):
     words = (
         "eval",
@@ -250,7 +263,12 @@ def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
         (("--tasks", "no-task"), "unknown task 'no-task': the tasks are text, needle,"),
         (("--lengths", "4096"), "prompts of 4,096 tokens are too long: the model's limit is 2,048"),
         (("--lengths", "many"), "--lengths many: expected numbers of tokens, like 2048,8192"),
-        (("--budgets", "0.1%"), "a budget of 0.001 is 1 of 700 tokens"),
+        (("--budgets", "0.1%", "--hard"), "a budget of 0.001 is 1 of 700 tokens"),
+        (
+            ("--hard", "--dense-layers", "0,1"),
+            "--hard sets --min-tokens 1 --dense-layers none: leave out --dense-layers",
+        ),
+        (("--hard", "--min-tokens", "128"), "leave out --min-tokens"),
         (("--budgets", "much"), "--budgets much: expected a share"),
         (("--methods", "h2o"), "unknown method 'h2o'"),
         (("--dense-layers", "7"), "dense_layers"),
@@ -269,7 +287,7 @@ def test_bad_input_is_one_line(bpc, folder, words, message):
 
 def test_the_artifact_of_another_model(bpc, folder, artifact, tmp_path):
     other = tiny.save(tmp_path / "other", num_hidden_layers=2, **LENGTHS)
-    ran = bpc("eval", "-m", other, "-a", artifact[0], "--lengths", "700")
+    ran = bpc("eval", "-m", other, "-a", artifact[0], "--lengths", "700", "--hard")
     assert ran.code == 1
     assert ran.err.startswith("Error: made for llama, does not fit other: layers: the artifact has 3, the model 2")
     assert len(ran.err.splitlines()) == 1

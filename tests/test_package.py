@@ -42,7 +42,7 @@ NAMES = {
     "bpc_calib.calibration.projection_method",
     "bpc_calib.evaluation.methods",
     "bpc_calib.evaluation.tasks",
-    "bpc_calib.method.budget_words",
+    "bpc_calib.method.defaults",
     "bpc_calib.text.known_corpora",
 }
 MOST_PARAMETERS = 12

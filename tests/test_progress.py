@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from bpc_cli.progress_lines import progress_lines
-from bpc_cli.quantities import duration_text
-from bpc_cli.stage_times import StageTimes
+from bpc_cli.console import duration_text
+from bpc_cli.progress import StageTimes, progress_lines
 
 
 @pytest.fixture

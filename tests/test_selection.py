@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpc_calib import InputError, attended, select
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 from bpc_calib.method.selection import worst_first
 
 

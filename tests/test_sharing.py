@@ -154,7 +154,7 @@ def test_a_local_model_is_no_base_model_and_names_cannot_leave_their_place(tmp_p
 
 
 def test_without_matplotlib_the_card_has_no_pictures(tmp_path, monkeypatch):
-    from bpc_cli.push import _files
+    from bpc_cli.hub import _files
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # the import fails
     files = _files(stored(from_hub(), tmp_path), "name.safetensors", "alice/name", None)

@@ -363,7 +363,7 @@ def check_memory(config: Any, weights: int, batch: int, tokens: int, dtype: torc
         raise InputError(
             f"decoding {batch} x {tokens:,} tokens with {model.id} needs about {needed / 1e9:.1f} GB, but only "
             f"{available_memory(device) / 1e9:.1f} GB are free on {device.type}: use shorter --lengths or a smaller "
-            "--shape, --layers or --mlp"
+            "--shape"
         )
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from bpc_calib.bench.inputs import LayerShape, working_sets
 from bpc_calib.bench.layer import compile_seconds, layer_rows
 from bpc_calib.bench.machine import machine
 from bpc_calib.bench.random_models import random_artifact
-from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, SHAPES, Settings
+from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, Settings
 from bpc_calib.bench.timing import bandwidth, reason
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.method.budget import attended
@@ -45,9 +45,6 @@ def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) 
         ("--lengths", settings.lengths, FEWEST, MOST - 1),
         ("--prefill-tokens", _one(settings.prefill_tokens), FEWEST, MOST - 1),
         ("--batch-sizes", settings.batch_sizes, 1, 4096),
-        ("--group-sizes", settings.group_sizes, 1, limits.MOST_HEADS),
-        ("--kv-heads", _one(settings.kv_heads), 1, 1024),
-        ("--head-dim", _one(settings.head_dim), 8, limits.MOST_DIM),
         ("--repeats", (settings.repeats,), 1, 1000),
     ):
         if values is not None and not values:
@@ -94,19 +91,15 @@ def run(
     check(settings, config, artifact)
     began = time.monotonic()
     description = describe(config)
-    groups = settings.group_sizes or (description.query_heads // description.kv_heads,)
-    base = LayerShape(
-        batch=1, kv_heads=settings.kv_heads or description.kv_heads, group=groups[0],
-        dim=settings.head_dim or description.head_dim, tokens=FEWEST, dtype=dtype,
-    )  # fmt: skip
+    group = description.query_heads // description.kv_heads
+    base = LayerShape(1, description.kv_heads, group, description.head_dim, FEWEST, dtype)
     kind = "cuda" if device.type == "cuda" else "cpu"
     lengths = settings.lengths or LENGTHS
     decode_lengths = settings.lengths or DECODE_LENGTHS[kind]
     prefill_tokens = settings.prefill_tokens or PREFILL_TOKENS[kind]
     shapes = [
-        LayerShape(batch, base.kv_heads, group, base.dim, tokens, dtype)
+        replace(base, batch=batch, tokens=tokens)
         for batch in settings.batch_sizes
-        for group in groups
         for tokens in ((max(lengths),) if settings.crossover else lengths)
     ]
     if settings.crossover or "layer" in settings.parts:
@@ -118,7 +111,7 @@ def run(
             for tokens in decode_lengths:
                 decode.check_memory(config, weights, batch, tokens, dtype, device)
     resolved = asdict(settings) | {
-        "lengths": lengths, "decode_lengths": decode_lengths, "prefill_tokens": prefill_tokens, "group_sizes": groups,
+        "lengths": lengths, "decode_lengths": decode_lengths, "prefill_tokens": prefill_tokens, "group_size": group,
         "kv_heads": base.kv_heads, "head_dim": base.dim, "dtype": str(dtype).removeprefix("torch."),
         "min_tokens": 128,
     }  # fmt: skip
@@ -132,7 +125,7 @@ def run(
     progress(0.0, "memory bandwidth")
     result["memory_bandwidth"] = bandwidth(device)
     rate = result["memory_bandwidth"]["bytes_per_second"]
-    if (seconds := compile_seconds(LayerShape(1, base.kv_heads, groups[0], base.dim, 256, dtype), device)) is not None:
+    if (seconds := compile_seconds(replace(base, tokens=256), device)) is not None:
         result["compile_seconds"] = seconds
     if settings.crossover:
         measured = _crossovers(settings, shapes, rate, device, progress, result, keep)
@@ -236,8 +229,7 @@ def _of_model(
         return
     yield prefill.prefill_row(model, artifact, what, settings.dense_layers, math.ceil(settings.repeats / 3))
     for tokens in sorted({what, *(settings.lengths or (PROMPT,))}):
-        shape = LayerShape(1, base.kv_heads, base.group, base.dim, tokens, base.dtype)
-        yield prefill.hashing_row(shape, math.ceil(settings.repeats / 3), device)
+        yield prefill.hashing_row(replace(base, tokens=tokens), math.ceil(settings.repeats / 3), device)
 
 
 def _crossovers(
@@ -269,12 +261,6 @@ def _crossovers(
     return bool(result["crossover"])
 
 
-def _narrower(config: Any) -> bool:
-    """Return whether the MLP is narrower than in the shape that the config is named after."""
-    whole = SHAPES.get(config.name_or_path, {}).get("intermediate_size")
-    return whole is not None and config.intermediate_size < whole
-
-
 def _model_facts(
     model: Any, description: Any, artifact: ProjectionArtifact | None, lengths: tuple[int, ...]
 ) -> dict[str, Any]:
@@ -285,7 +271,6 @@ def _model_facts(
         "model": description.id,
         "layers": description.num_layers,
         "mlp": getattr(text, "intermediate_size", None),
-        "mlp_narrower": _narrower(text),
         "vocabulary": description.vocab_size,
         "experts": decode.has_experts(model.config),
         "weight_bytes_read": decode.weight_bytes_read(model),

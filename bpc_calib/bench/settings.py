@@ -50,9 +50,6 @@ class Settings:
     lengths: tuple[int, ...] | None = None
     batch_sizes: tuple[int, ...] = (1,)
     budgets: tuple[float | int, ...] = (0.02,)
-    group_sizes: tuple[int, ...] | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    dense_layers: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] = (0, 1)  # as in `BPCCache`
     prefill_tokens: int | None = None
     repeats: int = 7

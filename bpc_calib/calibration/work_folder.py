@@ -41,7 +41,7 @@ FOLDERS = (SAMPLES, MOMENTS, LAYERS, "text")
 LEAST_ITEMSIZE = 2  # bytes per number of a key, before the model's dtype is known
 SEEN_WITHIN = 10.0  # seconds for a new file to be seen on other machines
 FORMAT = 5  # of the whole folder
-FIT = {"method", "codes", "bits"}  # settings of layers alone; what `method` says of positions is in `position_shift`
+FIT = {"method", "bits"}  # settings of layers alone; what `method` says of positions is in `position_shift`
 SHOWN = 3  # differences in a message
 
 

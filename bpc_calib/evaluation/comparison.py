@@ -10,6 +10,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import BPC_LAYER, METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
+from bpc_calib.method.defaults import MIN_TOKENS
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.rules import ranking_defaults
@@ -115,7 +116,7 @@ def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparis
             least = 2 * comparison.forced
             raise InputError(f"task {TEXT!r} needs at least {least} tokens, twice those that are forced, not {length}")
         for budget in budgets:
-            k = attended(length, budget, rules.get("min_tokens", 128))
+            k = attended(length, budget, rules.get("min_tokens", MIN_TOKENS))
             for name in chosen:
                 forced = max(METHODS[name].forced, recent)
                 if METHODS[name].takes_budget and k <= forced:

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bpc_artifacts.picture_file import check_matplotlib
-from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
+from bpc_artifacts.replacing import PICTURE, check_matplotlib, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.method.budget import attended
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 
 __all__ = ["check", "draw"]
 

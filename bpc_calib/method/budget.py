@@ -5,11 +5,12 @@ from fractions import Fraction
 from numbers import Integral
 
 from bpc_calib.errors import InputError
+from bpc_calib.method.defaults import MIN_TOKENS
 
 __all__ = ["attended"]
 
 
-def attended(length: int, budget: float | int, min_tokens: int = 128) -> int:
+def attended(length: int, budget: float | int, min_tokens: int = MIN_TOKENS) -> int:
     """Return `k = min(N, max(min_tokens, b))`: `b = floor(budget * N)` for a float, `b = budget` for an int.
 
     A float is a share in (0, 1]. Its printed decimal counts, so 0.29 of 100 is 29. An int is a number of

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import default_bits
+from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.hashed_layer import BPCLayer, WholeStepLayer, prepare
@@ -77,9 +78,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         config: Any,
         artifact: ProjectionArtifact | None = None,
         *,
-        budget: float | int = 0.02,
-        min_tokens: int = 128,
-        dense_layers: Sequence[int] = (0, 1),
+        budget: float | int = BUDGET,
+        min_tokens: int = MIN_TOKENS,
+        dense_layers: Sequence[int] = DENSE_LAYERS,
         min_context: int = 0,
         bits: int | None = None,
         seed: int = 0,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact, check_model, load
 from bpc_calib.errors import InputError
+from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_calib.method.encoding import Encoder, projection_of
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.rules import Rules, ranking_defaults
@@ -32,10 +33,10 @@ class Options:
     """The options; names, meanings and defaults are those of `BPCCache`, but `artifact` is a file."""
 
     artifact: str
-    budget: float | int = 0.02
-    min_tokens: int = 128
+    budget: float | int = BUDGET
+    min_tokens: int = MIN_TOKENS
     min_context: int = 0
-    dense_layers: tuple[int, ...] = (0, 1)
+    dense_layers: tuple[int, ...] = DENSE_LAYERS
     recent: int | None = None
     sink: int | None = None
     group: str | None = None

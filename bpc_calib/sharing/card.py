@@ -10,7 +10,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import FIGURES, METHODS
 from bpc_calib.evaluation.saved_result import read_result
 from bpc_calib.evaluation.tasks import TASKS, TEXT
-from bpc_calib.method.budget_words import budget_text
+from bpc_calib.method.defaults import budget_text
 
 __all__ = ["BUDGETS", "LIBRARY", "RESIDUALS", "model_card", "publishable_result"]
 
