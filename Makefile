@@ -24,7 +24,7 @@ A100 := 80
 H100 := 90
 emulated = for arch in $(2); do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(3) $(EMULATED_TESTS) || exit; done
 
-.PHONY: demo demo-model emulate lint site test test-all test-floor test-slow test-vllm gpu real clean
+.PHONY: demo demo-model emulate lint site size test test-all test-floor test-slow test-vllm gpu real bench clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -39,6 +39,7 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/mypy benchmarks training docs/links.py
 
 # The documents as a site, in build/site. Every link must lead somewhere.
 site: .venv/ready
@@ -84,6 +85,23 @@ gpu: .venv/ready
 # REAL_OPTIONS='--parts quality tasks' selects parts, docs/real-models.md lists them.
 real: .venv/ready
 	.venv/bin/python benchmarks/real_suite.py $(REAL_OPTIONS)
+
+# The speed tables of a CPU, in half an hour on a machine that does nothing else; the commands are those of the results.
+RESULTS := benchmarks/results
+BENCH := .venv/bin/bpc bench -q --force
+bench: .venv/ready
+	$(BENCH) --crossover -o $(RESULTS)/bench_cpu_crossover.json
+	$(BENCH) --parts layer --lengths 2048,8192,32768,131072,524288 --repeats 7 -o $(RESULTS)/bench_cpu_layer.json
+	$(BENCH) --parts layer --lengths 32768 --batch-sizes 1,4 --budgets 0.5%,2%,5%,2048 --group-sizes 1,4,8 --repeats 5 \
+	  -o $(RESULTS)/bench_cpu_scaling.json
+	$(BENCH) --parts decode,prefill --lengths 8192,32768,131072 --repeats 7 --prefill-tokens 2048 \
+	  -o $(RESULTS)/bench_cpu_decode.json
+	$(BENCH) --parts decode --lengths 65536 --layers 4 --mlp 512 --repeats 15 -o $(RESULTS)/bench_cpu_decode_small_mlp.json
+	.venv/bin/python benchmarks/tables.py
+
+# How large the project is.
+size: .venv/ready
+	.venv/bin/python benchmarks/size.py
 
 # Strict: real links in site-packages, which mypy can follow; hence again whenever a file is new.
 .venv/ready: pyproject.toml $(SOURCES)

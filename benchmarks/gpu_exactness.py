@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_memory import free, lacking
-from gpu_part import Emit, Limits, Step
-from gpu_timing import device, reason
+from gpu_part import Emit, Limits, Step, free, lacking
 from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
+from bpc_calib.bench.timing import reason
 from bpc_calib.method import encoding
 from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
@@ -18,7 +17,7 @@ from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
-__all__ = ["cases", "random_codes", "steps"]
+__all__ = ["cases", "steps"]
 
 DIM, KV_HEADS = 128, 8
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # of the norm of the result
@@ -103,6 +102,10 @@ def _few(tokens: int) -> int:
     return 200 * (4 if tokens > TOKENS else 1) - (37 if tokens in ODD else 0)
 
 
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _generator() -> torch.Generator:
     """Seeded anew, so that a check does not hang on those before it."""
     return torch.Generator(device()).manual_seed(0)
@@ -122,7 +125,7 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
     where, generator = device(), _generator()
     batch = 3 if "ragged" in more or "padded" in more else 1
     # Plain torch unpacks the codes and holds some copies of the scores.
-    if why := lacking(batch * KV_HEADS * tokens * (8 * bits + 24 * heads + 64), free(where)):
+    if why := lacking(batch * KV_HEADS * tokens * (8 * bits + 24 * heads + 64), free()):
         return {"note": why}
     query = torch.randn(batch, KV_HEADS, heads, DIM, generator=generator, device=where).bfloat16()
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=where)
@@ -159,7 +162,7 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
 def gram(tokens: int, bits: int, compare: bool) -> dict[str, Any]:
     """Compare codes, errors and gains from the same products."""
     generator = _generator()
-    if why := lacking(KV_HEADS * tokens * bits * 4 * 6, free(device())):
+    if why := lacking(KV_HEADS * tokens * bits * 4 * 6, free()):
         return {"note": why}
     scores = torch.randn(KV_HEADS, tokens, bits, generator=generator, device=device())
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=device()) / DIM**0.5
@@ -177,7 +180,7 @@ def gram(tokens: int, bits: int, compare: bool) -> dict[str, Any]:
 def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
     """Compare codes across a matrix product, which rounds differently: at most one in a thousand may differ."""
     generator = _generator()
-    if why := lacking(KV_HEADS * tokens * (64 * 4 * 6 + DIM * 12), free(device())):
+    if why := lacking(KV_HEADS * tokens * (64 * 4 * 6 + DIM * 12), free()):
         return {"note": why}
     keys = torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, device=device()).bfloat16()
     projection = 0.3 * torch.randn(KV_HEADS, 64, DIM, generator=generator, device=device())
@@ -200,7 +203,7 @@ def attention(tokens: int, dtype: torch.dtype, form: str, compare: bool) -> dict
     """Compare attention with float64; also report the error of torch's own attention in the same dtype."""
     where, batch, generator = device(), 2, _generator()
     # Keys, values and their gathered copies; in float64 one sequence at a time, copied again by SDPA.
-    if why := lacking(KV_HEADS * tokens * DIM * (batch * 6 * dtype.itemsize + 6 * 8), free(where)):
+    if why := lacking(KV_HEADS * tokens * DIM * (batch * 6 * dtype.itemsize + 6 * 8), free()):
         return {"note": why}
     query = torch.randn(batch, KV_HEADS, 4, DIM, generator=generator, device=where).to(dtype)
     keys, values = (

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_memory import free, lacking
-from gpu_part import Emit, Limits, Step
-from gpu_timing import bandwidth_row, device, summary, timed
+from gpu_part import Emit, Limits, Step, free, lacking
+from gpu_times import device, rate
 
 from bpc_calib.backends.triton import backend
-from bpc_calib.bench.timing import captured
+from bpc_calib.bench.timing import captured, summary, timed
 from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
@@ -78,7 +77,7 @@ class Batch:
         """
         where, per_request = device(), -(-tokens // PAGE)
         count = requests * per_request
-        if why := lacking(count * PAGE * KV_HEADS * (DIM * (8 if eight_bits else 6) + 60), free(where)):
+        if why := lacking(count * PAGE * KV_HEADS * (DIM * (8 if eight_bits else 6) + 60), free()):
             raise MemoryError(why)
         generator = torch.Generator(where).manual_seed(0)
         draw = functools.partial(torch.randn, generator=generator, device=where)
@@ -123,7 +122,6 @@ class Batch:
 
 
 def _batch(what: str, requests: int, tokens: int, eight_bits: bool, tiny: bool, emit: Emit) -> None:
-    rate, _ = bandwidth_row(tiny=tiny)
     batch = Batch.drawn(requests, tokens, eight_bits)
     in_rows = batch.in_rows()
     (found, _), expected = batch.step(), in_rows()
@@ -131,9 +129,9 @@ def _batch(what: str, requests: int, tokens: int, eight_bits: bool, tiny: bool, 
     emit({"what": f"{what}: result over pages as over rows", "exact": error < 1e-2, "error": error})
     if torch.cuda.is_available():
         emit({"what": f"{what}: a CUDA graph, replayed with other lengths", "exact": _replays(batch)})
-    samples = timed({"pages": [batch.step], "rows": [in_rows]}, 1 if tiny else 11, graphs=True)
+    samples = timed({"pages": [batch.step], "rows": [in_rows]}, 1 if tiny else 11, device())
     for form, each in samples.items():
-        floor = round(1e6 * batch.floor() / rate, 2)
+        floor = round(1e6 * batch.floor() / rate(tiny=tiny), 2)
         row: dict[str, Any] = {"what": f"{what}: a step over {form}", "unit": "us", "floor": floor}
         emit(row | (summary(each) if isinstance(each, list) else {"median": None, "note": each}))
 
@@ -171,7 +169,7 @@ def _hasher(count: int) -> Callable[[], None]:
 
 
 def _hash(count: int, tiny: bool, emit: Emit) -> None:
-    (samples,) = timed({"hash": [_hasher(count)]}, 1 if tiny else 11, graphs=True).values()
+    (samples,) = timed({"hash": [_hasher(count)]}, 1 if tiny else 11, device()).values()
     row: dict[str, Any] = {"what": f"hash {count} new keys per KV head", "unit": "us"}
     emit(row | (summary(samples) if isinstance(samples, list) else {"median": None, "note": samples}))
 

@@ -9,6 +9,8 @@ the script without a GPU: every part runs on a few keys in Triton's interpreter,
 
 import argparse
 import functools
+import importlib
+import json
 import os
 import signal
 import subprocess
@@ -19,26 +21,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_part import MODULES, Limits, measure
-from gpu_process import Watched, watch
-from gpu_results import merged, show, status
-from suite_files import link_packages, sources, write
+import report
+from gpu_part import Limits, Step, Watched, run_steps, watch
+from report import ROOT
 
-ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
 
-# The parts and their shares of the time; the later parts get the time that an earlier one leaves.
-PARTS = {"compile": 4, "tests": 6, "exactness": 5, "kernels": 7, "encode": 2, "decode": 5, "serving": 3, "calibrate": 1}
-TITLES = {
-    "compile": "Compiling for the other parts, on all cores",
-    "tests": "The tests that need a GPU",
-    "exactness": "Exactness at full size",
-    "kernels": "A decoding step of a layer: 8 KV heads, 4 query heads each, D=128, bf16, 2 %, batch 1",
-    "encode": "Hashing a prompt, and the prefill of the layer",
-    "decode": "Decoding through transformers: random weights of Llama 3.1 8B's shape, batch 1",
-    "serving": "A server's decoding step of a layer, over pages of 16 tokens; and vLLM, where it is installed",
-    "calibrate": "Calibration",
+# Of each part: its share of the time (later parts get what an earlier one leaves), the module and the function of its
+# steps (imported by its part alone), and its title.
+PARTS = {
+    "compile": (4, "gpu_tests.compile_steps", "Compiling for the other parts, on all cores"),
+    "tests": (6, "gpu_tests.steps", "The tests that need a GPU"),
+    "exactness": (5, "gpu_exactness.steps", "Exactness at full size"),
+    "kernels": (7, "gpu_times.kernels", "A step of a layer: 8 KV heads, 4 query heads each, D=128, 2 %, batch 1"),
+    "encode": (2, "gpu_times.encode", "Hashing a prompt, and the prefill"),
+    "decode": (5, "gpu_times.decode", "Decoding through transformers: random Llama 3.1 8B, batch 1"),
+    "serving": (3, "gpu_serving.steps", "A server's step of a layer, over pages of 16 tokens; vLLM where it is"),
+    "calibrate": (1, "gpu_times.calibrate", "Calibration"),
 }
+COLUMNS = (
+    "tokens what exact differing of unit median spread eager floor times_floor tokens_per_second passed failed errors "
+    "skipped note"
+).split()
 WRITE = 2  # seconds between two versions of the results while a part runs
 
 
@@ -53,7 +57,7 @@ class StoppedError(Exception):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--parts", nargs="+", choices=list(MODULES),
+        "--parts", nargs="+", choices=list(PARTS),
         help="default: all. The other parts of an existing results file stay if it has the same commit, sources, "
         "versions and GPU, so that several commands add up",
     )  # fmt: skip
@@ -67,19 +71,27 @@ def main() -> None:
     if arguments.part:
         rows = Path(arguments.rows)
         limits = Limits(arguments.tiny, time.monotonic() + float(arguments.seconds), rows.parent)
-        measure(arguments.part, rows, int(arguments.start), limits, portion=arguments.slice or "")
+        run_steps(steps(arguments.part, limits, arguments.slice), rows, int(arguments.start))
         return
     ends = time.monotonic() + 60 * arguments.minutes
     for number in SIGNALS:
         signal.signal(number, lambda number, frame: received.append(number))
     with tempfile.TemporaryDirectory() as folder:
-        sys.path.insert(0, folder)
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        link_packages(Path(folder), ROOT)
+        report.link_packages(Path(folder))
         logs = arguments.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         code = run(arguments, logs.resolve(), ends)
     sys.exit(128 + received[0] if received else code)
+
+
+def steps(name: str, limits: Limits, portion: str | None) -> list[Step]:
+    """The steps of a part; with `portion`, as 3/16, such a share of what the other parts compile."""
+    module, _, function = PARTS[name][1].partition(".")
+    made = importlib.import_module(module)
+    if portion:
+        first, step = map(int, portion.split("/"))
+        return made.case_steps(first, step, tiny=limits.tiny)
+    return getattr(made, function)(limits)
 
 
 def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:
@@ -92,7 +104,7 @@ def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:
     result = about(arguments) | {"parts": {name: {"status": "not measured"} for name in PARTS}}
     if not gpu and not arguments.tiny:
         print("No NVIDIA GPU here: nothing was measured.")
-        write(output, result)
+        report.keep(output, result)
         return 0
     if not gpu:
         os.environ |= {"TRITON_INTERPRET": "1", "BPC_BACKEND": "triton"}
@@ -101,11 +113,11 @@ def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:
     parts = result["parts"]
     left = [name for name in PARTS if name in selected]
     while left and not received:
-        name, shares = left[0], sum(PARTS[each] for each in left)
-        seconds = max(5.0, (ends - time.monotonic()) * PARTS[name] / shares)
+        name, shares = left[0], sum(PARTS[each][0] for each in left)
+        seconds = max(5.0, (ends - time.monotonic()) * PARTS[name][0] / shares)
         part(name, seconds, arguments.tiny, logs, functools.partial(keep, output, result, name))
-        show(TITLES[name], parts[name])
-        write(output, result)
+        show(PARTS[name][2], parts[name])
+        report.keep(output, result)
         left.pop(0)
     return int(any(parts[name]["status"] == "failed" for name in selected))
 
@@ -113,21 +125,19 @@ def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:
 def keep(output: Path | None, result: dict[str, Any], name: str, made: dict[str, Any]) -> None:
     """Write what a part has measured so far."""
     result["parts"][name] = made | {"command": result["command"]}
-    write(output, result, quiet=True)
+    report.keep(output, result, quiet=True)
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
     """Command, machine and settings; read once, before the results change the state of the checkout."""
-    import report
     import torch
 
     machine = report.machine()
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
         machine |= {"gpu_capability": f"{facts.major}.{facts.minor}", "driver": driver()}
-    command = " ".join(["python", *map(report.without_folder, sys.argv)])
-    settings = {"minutes": arguments.minutes, "tiny": arguments.tiny, "sources": sources(ROOT)}
-    return {"command": command, "machine": machine, **settings}
+    settings = {"minutes": arguments.minutes, "tiny": arguments.tiny, "sources": report.sources()}
+    return {"command": report.command(), "machine": machine, **settings}
 
 
 def driver() -> str | None:
@@ -141,7 +151,7 @@ def driver() -> str | None:
 def part(name: str, seconds: float, tiny: bool, logs: Path, keep: Callable[[dict[str, Any]], None]) -> None:
     """Run a part in its own processes; keep what it has measured, also while it runs and when a signal ends it."""
     words = [sys.executable, __file__, "--part", name, *(["--tiny"] if tiny else [])]
-    print(f"{TITLES[name]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(f"{PARTS[name][2]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
     began = written = time.monotonic()
     seen, changed = Watched(), False
 
@@ -165,6 +175,66 @@ def part(name: str, seconds: float, tiny: bool, logs: Path, keep: Callable[[dict
     except StoppedError:
         seen.fault, seen.stopped = "a signal ended it", True
     keep(made())
+
+
+def merged(path: Path | None, result: dict[str, Any], selected: list[str]) -> dict[str, Any]:
+    """`result` with the parts that are not selected as the file has them, if it measured the same code and GPU."""
+    try:
+        old = json.loads(path.read_text()) if path else None
+        if old is None or _measured(old) != _measured(result):
+            return result
+        kept = {name: part for name, part in old["parts"].items() if name not in selected and name in result["parts"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return result
+    return result | {"parts": result["parts"] | kept}
+
+
+def _measured(result: dict[str, Any]) -> list[Any]:
+    """What must be the same: the results file itself may make a checkout dirty."""
+    machine = result["machine"]
+    commit = (machine["commit"] or "").removesuffix("-dirty")
+    return [commit, machine["gpu"], machine["versions"], result["sources"], result["tiny"]]
+
+
+def status(rows: list[dict[str, Any]], fault: str | None, *, stopped: bool) -> str:
+    """One word for a part: failed, stopped, measured or not measured."""
+    if any(row.get("exact") is False or row.get("failed") or row.get("errors") for row in rows):
+        return "failed"
+    if stopped:
+        return "stopped" if rows else "not measured"
+    if fault:
+        return "failed"
+    return "measured" if rows else "not measured"
+
+
+def show(title: str, made: dict[str, Any]) -> None:
+    """Print the part as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(160, Console().width))
+    rows = made["rows"]
+    table = Table(title=f"{title}: {made['status']}, {made['seconds']} s", title_justify="left")
+    columns = [each for each in COLUMNS if any(row.get(each) is not None for row in rows)]
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column in ("what", "note") else "right")
+    for row in rows:
+        table.add_row(*(cell(row, column) for column in columns))
+    console.print(table, markup=False)
+    if "fault" in made:
+        console.print(made["fault"], markup=False)
+    sys.stdout.flush()
+
+
+def cell(row: dict[str, Any], column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        return "not measured" if column == "median" and "note" in row else ""
+    if isinstance(value, list):
+        return " to ".join(f"{each:,}" for each in value)
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 if __name__ == "__main__":

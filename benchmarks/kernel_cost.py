@@ -3,7 +3,7 @@
     python benchmarks/kernel_cost.py --output kernel_cost.json
 
 Nothing here is measured. A step runs with Triton's compiler and a stand-in for the CUDA driver, so no GPU is needed:
-its launches are recorded with their compiled code, and `launch_cost` says what each would take. An operation of torch
+its launches are recorded with their compiled code, and `kernel_time` says what each would take. An operation of torch
 that launches a kernel takes the fixed cost alone, for it moves a few bytes. Dense attention is its bytes alone: keys
 and values once, at the rate of memory.
 
@@ -18,14 +18,95 @@ os.environ["TRITON_INTERPRET"] = "0"  # read when the kernels are imported: this
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import report
-from launch_cost import CONSTANTS, FIXED, HBM, L2_KEEPS, cost
-from recorded_step import Recorder, Shape, record
+import torch
+from kernel_time import CONSTANTS, FIXED, HBM, L2_KEEPS, cost
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+from bpc_calib import describe
+from bpc_calib.backends import dispatch
+from bpc_calib.backends.triton import pipeline
+from bpc_calib.method.budget import attended
+from bpc_calib.method.encoding import make_encoder
+from bpc_calib.runtime.call import AttentionCall
+from bpc_calib.runtime.hashed_layer import BPCLayer
+from bpc_calib.runtime.rules import Rules
+from bpc_calib.runtime.static_layer import Clock, StaticLayer
+
+sys.path.insert(0, str(report.ROOT / "tests"))
+
+from ptx import driver  # the tests' stand-in for the CUDA driver
 
 COLUMNS = "launch grid warps registers shared instructions per_key barriers shuffles in_loops least us".split()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer and its cache."""
+
+    tokens: int
+    budget: float
+    kv_heads: int = 8
+    group: int = 4
+    dim: int = 128
+    bits: int = 64
+
+
+class Recorder(TorchDispatchMode):
+    """Collects launches, and operations of torch that would launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []  # names of operations, and launches
+        self.made: set[int] = set()  # addresses of what the step has made or been given
+        self.kept: list[Any] = []  # so that no address is used twice
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        returned = function._schema.returns
+        view = any(each.alias_info is not None and not each.alias_info.is_write for each in returned)
+        name = str(function).removeprefix("aten.")
+        if view or name.startswith(("_unsafe_view", "_reshape_alias", "detach", "lift")):
+            return result
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor) and not any(r.alias_info for r in returned):
+                self.give(each)
+        if not name.startswith(("empty", "new_empty", "promote_types")):
+            self.events.append(name)
+        return result
+
+    def give(self, tensor: Tensor) -> None:
+        """Count a tensor as one of this step."""
+        self.made.add(tensor.untyped_storage().data_ptr())
+        self.kept.append(tensor)
+
+    def is_made(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.made
+
+
+@dataclass
+class _Told:
+    """Where the driver sends launches: it is installed once, and the step changes."""
+
+    to: Callable[[Any], None] = field(default=lambda launch: None)
+
+
+_told = _Told()
+
+
+def _installed() -> None:
+    """Compile for 9.0, and let every call of the backends' dispatch reach the kernels' pipeline."""
+    driver.install(90, lambda launch: _told.to(launch))
+    served = SimpleNamespace(**{**vars(pipeline), "serves": lambda request: None})
+    dispatch.backend = lambda device: "triton"
+    dispatch._load = lambda name: served  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -55,19 +136,19 @@ def step(shape: Shape) -> dict[str, Any]:
     launches = [each for each in recorder.events if not isinstance(each, str)]
     operations = [each for each in recorder.events if isinstance(each, str)]
     costs = [cost(each, shape.tokens, shape.kv_heads, *reached(each, recorder)) for each in launches]
-    kernels = sum(each.microseconds for each in costs)
+    kernels = sum(each["microseconds"] for each in costs)
     torchs = 1e6 * FIXED * len(operations)
     dense = 2 * shape.tokens * shape.kv_heads * shape.dim * 2
     return {
         "tokens": shape.tokens,
         "budget": shape.budget,
-        "launches": [each.as_row() for each in costs],
+        "launches": costs,
         "torch_operations": dict(Counter(operations)),
         "launched": len(launches) + len(operations),
         "kernel_microseconds": round(kernels, 2),
         "torch_microseconds": round(torchs, 2),
         "microseconds": round(kernels + torchs, 2),
-        "least_microseconds": round(sum(each.least_microseconds for each in costs) + torchs, 2),
+        "least_microseconds": round(sum(each["least_microseconds"] for each in costs) + torchs, 2),
         "dense_microseconds_by_bytes": round(1e6 * dense / HBM, 2),
     }
 
@@ -109,6 +190,47 @@ def _cells(row: dict[str, Any]) -> list[str]:
     counts = (f"{row[name]:g}" for name in ("barriers", "shuffles"))
     times = (f"{row[name]:.2f}" for name in ("least_microseconds", "microseconds"))
     return [row["kernel"], "x".join(map(str, row["grid"][:2])), *numbers, *counts, inside or "-", *times]
+
+
+def record(shape: Shape) -> Recorder:
+    """A step at the last place of a cache that has just enough room."""
+    _installed()
+    heads, tokens, dtype = shape.kv_heads, shape.tokens, torch.bfloat16
+    layer = _layer(shape, dtype)
+    k = attended(tokens, shape.budget)
+    clock = Clock(torch.tensor([tokens - 1]), torch.full((1, tokens), k), None, k, tokens, stepping=True)
+    static = StaticLayer(layer, clock, chooses=True)
+    clock.tick()
+    new = [torch.zeros(1, heads, 1, shape.dim, dtype=dtype) for _ in range(2)]
+    query = torch.zeros(1, heads * shape.group, 1, shape.dim, dtype=dtype)
+    recorder = Recorder()
+    for given in (*new, query, clock.place, clock.lengths, clock.k):
+        recorder.give(given)
+    _told.to = recorder.events.append
+    with recorder:
+        static.update(*new)
+        static.attention(AttentionCall(None, query, None, shape.dim**-0.5, None, None))
+    return recorder
+
+
+def _layer(shape: Shape, dtype: torch.dtype) -> BPCLayer:
+    """With the metric and the mean of a calibration, and buffers whose memory is never touched."""
+    heads, dim, room = shape.kv_heads, shape.dim, (1, shape.kv_heads, shape.tokens)
+    config = LlamaConfig(num_attention_heads=heads * shape.group, num_key_value_heads=heads, head_dim=dim)
+    rules = Rules(shape.budget, 128, 0.0, 0, 0, "relative", True, shape.bits, 0)
+    layer = BPCLayer(0, rules, describe(config), None)
+    projection = torch.randn(heads, shape.bits, dim)
+    metric, mean = torch.eye(dim).repeat(heads, 1, 1), torch.zeros(heads, dim)
+    layer.projection, layer.encoder = projection.to(dtype), make_encoder(projection, dtype, metric=metric, mean=mean)
+    layer.serve = lambda module: None  # type: ignore[method-assign]
+    layer.buffers = {
+        "keys": torch.empty(*room, dim, dtype=dtype),
+        "values": torch.empty(*room, dim, dtype=dtype),
+        "codes": torch.empty(*room, -(-shape.bits // 64), dtype=torch.int64),
+        "gain": torch.empty(*room, dtype=torch.uint8),
+    }
+    layer.is_initialized = True
+    return layer
 
 
 if __name__ == "__main__":

@@ -1,48 +1,50 @@
-"""The tables of docs/real-models.md and of README.md, from the results of real_suite.py."""
+"""The tables and the picture of two trained models, from the results of real_suite.py."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from math import expm1
+from pathlib import Path
 from typing import Any
 
-from markdown_table import Results, filled, link, percent, table
+from report import Results, filled, link, percent, table
 
 from bpc_calib.evaluation.methods import FIGURES, METHODS
-from bpc_calib.evaluation.statistics import mean
 from bpc_calib.method.defaults import budget_text
 
-__all__ = ["LENGTH", "TABLES", "label", "longest", "main_budget", "models", "on_text", "spread"]
+__all__ = ["PARTS", "PICTURE", "TABLES", "draw"]
 
 Row = dict[str, Any]
-PARTS = (
-    "calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "tasks", "generate", "decode",
-    "engines",
-)  # fmt: skip
+PARTS = ("calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "tasks", "generate")
 NOTHING = "Not measured yet: `make real`."
 LENGTH = 8192  # tokens per prompt of the first table and the picture
-HEADLINE = ("full", "oracle", "bpc", "bpc-product", "bpc-online", "paper", "random")
-LABELS = {
-    "oracle": "the exact best tokens",
-    "paper": "BPC, `--method paper`",
-    "bpc-product": "BPC, `--codes product`",
-}
+HEADLINE = ("full", "oracle", "bpc", "bpc-online", "paper", "random")
+SHOWN = {name: FIGURES[name] for name in ("loss_difference", "kl", "mass", "cosine")}
+LABELS = {"oracle": "the exact best tokens", "paper": "BPC, `--method paper`"}
 ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transformers"}
+PICTURE = "real-models.png"
+INK = "#7d8590"  # readable on white and on black: the picture has no background
+STYLES = {  # marker and colour
+    "bpc": ("o", "#2f81f7"), "bpc-online": ("s", "#a371f7"), "paper": ("D", "#d29922"), "oracle": ("^", "#2da44e"),
+    "random": ("x", "#f85149"),
+}  # fmt: skip
 
 
 def models(results: Results, part: str) -> dict[str, Row]:
-    """What a part measured, by model; empty if it has not run."""
-    return results.get(f"real_{part}", {}).get("models", {})
-
-
-def on_text(results: Results) -> dict[str, Row]:
-    """The rows on text of the parts `quality`, `budgets` and `others`, by model."""
-    parts = [models(results, part) for part in ("quality", "budgets", "others")]
+    """What a part measured, by model; empty if it has not run. Older results have methods that are no more."""
+    found = results.get(f"real_{part}", {}).get("models", {})
+    known = {*METHODS, "paper"}
     return {
-        model: {"rows": [row for part in parts for row in part.get(model, {"rows": []})["rows"]]} for model in parts[0]
+        model: made | {"rows": [row for row in made.get("rows", []) if row.get("method", "bpc") in known]}
+        for model, made in found.items()
     }
 
 
+def on_text(results: Results) -> dict[str, list[Row]]:
+    """The rows on text of the parts `quality`, `budgets` and `others`, by model."""
+    parts = [models(results, part) for part in ("quality", "budgets", "others")]
+    return {model: [row for part in parts for row in part.get(model, {"rows": []})["rows"]] for model in parts[0]}
+
+
 def label(method: str) -> str:
-    """The name of a method in tables and pictures."""
     return LABELS.get(method) or METHODS[method].label
 
 
@@ -50,7 +52,7 @@ def short(results: Results) -> str:
     """What a user of `bpc generate` pays and gets: loss, bytes and speed with its default settings."""
     lines = []
     for model, found in models(results, "generate").items():
-        losses = [row for row in models(results, "defaults").get(model, {"rows": []})["rows"] if _default(row)]
+        losses = [row for row in models(results, "defaults").get(model, {"rows": []})["rows"] if row["default_rules"]]
         shortest = min(row["prompt_tokens"] for row in found["rows"])
         for row in found["rows"]:
             prompt, share, calibrated = row["prompt_tokens"], row["kv_bytes_share"], row["projections"] == "calibrated"
@@ -58,10 +60,11 @@ def short(results: Results) -> str:
                 continue
             # The evaluated lengths include the forced tokens; the prompt leaves room for the new ones.
             near = [each for each in losses if each["method"] == "bpc" and 0.85 < prompt / each["tokens"] <= 1]
-            speeds = [run["tokens_per_second"] for run in (row["full_attention"], row)]
             loss = spread(near[0]["loss_difference"]) if near and calibrated else ""
-            about = [model, f"{prompt:,}", row["projections"], f"{percent(share, 0)} %", loss]
-            lines.append([*about, *(f"{speed:.1f}" for speed in speeds), f"{_speedup(row):.2f}"])
+            lines.append(
+                [model, f"{prompt:,}", row["projections"], f"{percent(share, 0)} %", loss, *_speeds(row)[::-1]]
+            )
+            lines[-1].append(f"{_speedup(row):.2f}")
             model = ""
     heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "full attention, tokens/s"]
     return table([*heads, "BPC, tokens/s", "speedup"], lines) if lines else NOTHING
@@ -71,8 +74,9 @@ def headline(results: Results) -> str:
     """Both models at the main budget, with code and prose together."""
     lines = []
     for model, found in on_text(results).items():
-        rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH)]
-        main, least = main_budget(rows), min(row["budget"] for row in rows if row["budget"])
+        rows = [row for row in found if row["tokens"] == longest(found)]
+        main = float(max((row for row in rows if row["budget"]), key=lambda row: row["forced"])["budget"])
+        least = min(row["budget"] for row in rows if row["budget"])
         rows.sort(key=lambda row: row["forced"])  # those with the most forced tokens replace the others
         first = {row["method"]: row for row in rows if row["budget"] in (main, None)}
         for method in (name for name in HEADLINE if name in first):
@@ -80,102 +84,48 @@ def headline(results: Results) -> str:
             model = ""
         last = next(row for row in rows if row["method"] == "bpc" and row["budget"] == least)
         lines.append(["", f"BPC, {budget_text(least)} attended", _read(last), *_figures(last)])
-    return filled(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
+    return filled(["model", "method", "KV read", *SHOWN.values()], lines) if lines else NOTHING
 
 
-def text(results: Results) -> str:
-    """Every row of the main methods: model, length and budget."""
+def lengths(results: Results) -> str:
+    """KL by model, length and budget, of the exact best tokens and of BPC."""
     lines = []
     for model, found in on_text(results).items():
-        for row in _sorted(found["rows"]):
-            if row["method"] != "full":
-                about = [model, f"{row['tokens']:,}", budget_text(row["budget"]), f"{row['forced']}"]
-                lines.append([*about, label(row["method"]), _read(row), *_figures(row)])
-    heads = ["model", "tokens", "budget", "forced", "method", "KV read", *FIGURES.values()]
-    return filled(heads, lines) if lines else NOTHING
-
-
-def corpora(results: Results) -> str:
-    """Prose and code apart, at the main budget."""
-    lines = []
-    for model, found in on_text(results).items():
-        rows = _sorted(found["rows"])
-        main = main_budget(rows)
-        for row in rows:
-            for corpus, own in row["by_corpus"].items() if row["budget"] == main else ():
-                lines.append([model, f"{row['tokens']:,}", corpus, label(row["method"]), *_figures(own)])
-    lines.sort(key=lambda line: line[:3])
-    return filled(["model", "tokens", "text", "method", *FIGURES.values()], lines) if lines else NOTHING
-
-
-def layers(results: Results) -> str:
-    """The cosine of each layer's output, at the main budget: with BPC and with the exact best tokens."""
-    parts = []
-    for model, found in on_text(results).items():
-        rows = [row for row in found["rows"] if row["tokens"] == longest(found["rows"], LENGTH) and row["budget"]]
-        main = main_budget(rows)
-        own = {row["method"]: row for row in rows if row["budget"] == main and row["method"] in HEADLINE}
-        lines = []
-        for place, layer in enumerate(own["bpc"]["layers"]):
-            heads = [own[name]["cosine_by_head"][place] for name in ("bpc", "oracle")]
-            lines.append([layer, *(f"{sum(values) / len(values):.3f}" for values in heads)])
-        parts.append(table([f"{model}, layer", "BPC", label("oracle")], lines))
-    return "\n\n".join(parts) or NOTHING
-
-
-def losses(results: Results) -> str:
-    """The loss on more texts, and by how much it is above twice that of the exact best tokens on the same texts."""
-    lines = []
-    for model, found in models(results, "losses").items():
-        likely = {row["method"]: row["log_likelihoods"] for row in found["rows"]}
-        for row in _sorted(found["rows"]):
-            own, above = row["method"], ""
-            if own in ("bpc", "bpc-product"):  # loss - 2 * (loss of the exact best), in log-likelihoods
-                texts = zip(likely["full"], likely["oracle"], likely[own], strict=True)
-                above = spread(mean([2 * best - full - ours for full, best, ours in texts]))
-            if own != "full":
-                about = [model, f"{row['tokens']:,}", row["prompts"], label(own)]
-                lines.append([*about, spread(row["loss_difference"]), spread(row["kl"]), above])
-    heads = ["model", "tokens", "texts", "method", "loss", "KL", "loss above twice the exact best's"]
-    return filled(heads, lines) if lines else NOTHING
+        places = sorted({(row["tokens"], row["budget"]) for row in found if row["budget"]}, key=lambda p: (p[0], -p[1]))
+        for tokens, budget in places:
+            own = {row["method"]: row for row in found if (row["tokens"], row["budget"]) == (tokens, budget)}
+            pair = [own[name] for name in ("oracle", "bpc")]
+            cells = [spread(row["kl"]) for row in pair]
+            lines.append([model, f"{tokens:,}", budget_text(budget), pair[0]["forced"], *cells])
+            model = ""
+    heads = ["model", "tokens", "budget", "forced", "KL: exact best", "KL: BPC"]
+    return table(heads, lines) if lines else NOTHING
 
 
 def methods(results: Results) -> str:
     """All methods of `bpc eval`."""
-    lines = []
+    lines, order = [], [name for each in METHODS for name in ([each, "paper"] if each == "bpc-online" else [each])]
     for model, found in models(results, "methods").items():
-        order = _order()
-        for row in sorted(found["rows"], key=lambda row: order.index(row["method"])):
-            lines.append([model, label(row["method"]), _read(row), *_figures(row)])
+        rows = [row for row in found["rows"] if row["method"] != "full"]
+        for row in sorted(rows, key=lambda row: order.index(row["method"])):
+            lines.append([model, label(row["method"]), _read(row), *_figures(row)[:3]])
             model = ""
-    return filled(["model", "method", "KV read", *FIGURES.values()], lines) if lines else NOTHING
+    return filled(["model", "method", "KV read", *list(SHOWN.values())[:3]], lines) if lines else NOTHING
 
 
 def defaults(results: Results) -> str:
-    """BPC without and with the dense layers and the least number of tokens of `bpc generate`."""
+    """BPC and the exact best tokens without and with the dense layers and the least number of `bpc generate`."""
     lines = []
     for model, found in models(results, "defaults").items():
-        for row in _sorted(found["rows"]):
-            if row["method"] in ("oracle", "bpc"):
-                setting = "as `bpc generate` decodes" if _default(row) else "every layer chooses"
-                about = [model, f"{row['tokens']:,}", label(row["method"]), setting, _read(row)]
-                lines.append([*about, spread(row["loss_difference"]), spread(row["kl"]) if "kl" in row else ""])
-    lines.sort(key=lambda line: (line[0], int(line[1].replace(",", "")), line[2]))
-    return filled(["model", "tokens", "method", "setting", "KV read", "loss", "KL"], lines) if lines else NOTHING
-
-
-def _default(row: Row) -> bool:
-    """Whether a row is of the defaults of `bpc generate`; older results have no others."""
-    return bool(row.get("default_rules", True))
-
-
-def asked(results: Results) -> str:
-    """What full attention answers of every task: it decides what is measured."""
-    lines = []
-    for model, found in models(results, "tasks").items():
-        for row in found["asked"]:
-            lines.append([model, row["task"], f"{row['tokens']:,}", row["prompts"], percent(row["score"]["value"], 0)])
-    return table(["model", "task", "tokens", "prompts", "right, %"], lines) if lines else NOTHING
+        for tokens, name in dict.fromkeys((row["tokens"], row["method"]) for row in found["rows"]):
+            if name not in ("oracle", "bpc"):
+                continue
+            alike = [row for row in found["rows"] if (row["tokens"], row["method"]) == (tokens, name)]
+            pair = [next(row for row in alike if row["default_rules"] is rules) for rules in (True, False)]
+            cells = [cell for row in pair for cell in (_read(row), spread(row["loss_difference"]), spread(row["kl"]))]
+            lines.append([model, f"{tokens:,}", label(name), *cells])
+    heads = ["model", "tokens", "method", "as `bpc generate`: KV read", "loss", "KL", "every layer chooses: KV read"]
+    return table([*heads, "loss", "KL"], lines) if lines else NOTHING
 
 
 def tasks(results: Results) -> str:
@@ -187,74 +137,47 @@ def tasks(results: Results) -> str:
             own = {row["method"]: row for row in found["rows"] if (row["task"], row["tokens"]) == (task, tokens)}
             scores = [[percent(own[name]["score"][side], 0) for side in ("value", "low", "high")] for name in names]
             cells = [f"{value} ({low} to {high})" for value, low, high in scores]
-            lines.append([model, task, f"{tokens:,}", own["full"]["prompts"], *cells])
-    return table(["model", "task", "tokens", "prompts", *map(label, names)], lines) if lines else NOTHING
+            lines.append([model, task, own["full"]["prompts"], *cells])
+    return table(["model", "task", "prompts", *map(label, names)], lines) if lines else NOTHING
 
 
-def generate(results: Results, part: str = "generate") -> str:
-    """What `bpc generate --compare` prints."""
+def generate(results: Results) -> str:
+    """What `bpc generate --compare` prints, on two machines."""
     lines = []
-    for model, found in models(results, part).items():
+    for model, found in models(results, "generate").items():
+        others = models(results, "generate_epyc").get(model, {"rows": []})["rows"]
         for row in found["rows"]:
-            ours, theirs = (run["tokens_per_second"] for run in (row, row["full_attention"]))
-            speeds = [f"{speed:.1f}" if speed else "" for speed in (ours, theirs)]
+            alike = [each for each in others if all(each[key] == row[key] for key in ("prompt_tokens", "projections"))]
+            cells = [cell for run in (row, *alike[:1]) for cell in (*_speeds(run), f"{_speedup(run):.2f}")]
             share = "" if row["kv_bytes_share"] is None else f"{percent(row['kv_bytes_share'])} %"
-            times = [f"{row[name]:.2f}" for name in ("prefill_seconds", "prepare_seconds")]
-            lines.append(
-                [model, f"{row['prompt_tokens']:,}", row["projections"], share, *times, *speeds, f"{_speedup(row):.2f}"]
-            )
-    heads = ["model", "tokens", "projections", "KV read", "prefill, s", "preparing, s", "BPC, tokens/s"]
-    return table([*heads, "full attention, tokens/s", "speedup behind the prefill"], lines) if lines else NOTHING
-
-
-def decode(results: Results, part: str = "decode") -> str:
-    """What a decoding step takes, and the same model without attention."""
-    lines = []
-    for model, found in models(results, part).items():
-        times = {(row["length"], row["form"], row["products"]): row for row in found["rows"]}
-        for length, form in dict.fromkeys((row["length"], row["form"]) for row in found["rows"]):
-            each = [times[length, form, products]["milliseconds"] for products in ("oneDNN", "torch's own")]
-            hashing = times[length, form, "oneDNN"]["hashing_milliseconds"]
-            lines.append(
-                [model, f"{length:,}", form, *(f"{ms:.1f}" for ms in each), f"{hashing:.0f}" if hashing else ""]
-            )
+            lines.append([model, f"{row['prompt_tokens']:,}", row["projections"], share, *cells])
+            lines[-1] += [""] * (10 - len(lines[-1]))
             model = ""
-    heads = [
-        "model",
-        "tokens",
-        "form",
-        "ms a step, oneDNN",
-        "ms a step, torch's own products",
-        "hashing the prompt, ms",
-    ]
-    return table(heads, lines) if lines else NOTHING
+    heads = ["model", "tokens", "projections", "KV read", "AMX: BPC, tokens/s", "full attention", "speedup"]
+    return table([*heads, "no AMX: BPC, tokens/s", "full attention", "speedup"], lines) if lines else NOTHING
+
+
+def decode(results: Results) -> str:
+    """What a step takes after 8,000 tokens, and the same model without attention, on two machines."""
+    forms: dict[str, list[str]] = {}
+    for part in ("decode", "decode_epyc"):
+        for found in models(results, part).values():
+            for row in (row for row in found["rows"] if row["length"] == 8000):  # both kinds of products in turn
+                forms.setdefault(row["form"], []).append(f"{row['milliseconds']:.1f}")
+    heads = [f"{machine}, ms: {products}" for machine in ("AMX", "no AMX") for products in ("oneDNN", "torch's own")]
+    return table(["SmolLM2-135M-Instruct", *heads], [[form, *cells] for form, cells in forms.items()])
 
 
 def engines(results: Results) -> str:
     """What a user of a CPU would take instead."""
     lines = []
     for model, found in models(results, "engines").items():
-        for number, tokens in enumerate(found["settings"]["lengths"]):
-            for engine in found["engines"]:
-                row, name = engine["rows"][number], ENGINES.get(engine["engine"], engine["engine"])
-                speeds = [f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_tokens_per_second']:.1f}"]
-                whole = row["first_token_seconds"] + (row["new"] - 1) / row["decode_tokens_per_second"]
-                about = [model, f"{tokens:,}", f"{name} ({engine['version']})"]
-                lines.append([*about, *speeds, f"{whole:.1f}", f"{engine['peak_bytes'] / 1e9:.1f}"])
-    heads = ["model", "tokens", "engine", "prefill, tokens/s", "decoding, tokens/s", "seconds in all", "peak GB"]
-    return table(heads, lines) if lines else NOTHING
-
-
-def calibrate(results: Results) -> str:
-    """What calibration took, and the residuals on text kept aside."""
-    lines = []
-    for model, found in models(results, "calibrate").items():
-        for row in found["rows"]:
-            held_out = f"{row['held_out']['residual']:.3f}" if row.get("held_out") else ""
-            about = [model, row["projections"], row["algorithm"]["bits"], f"{row['tokens']:,}", f"{row['seconds']:.0f}"]
-            lines.append([*about, f"{row['residual']:.3f}", held_out])
-    heads = ["model", "projections", "bits", "tokens", "seconds", "residual", "on new text"]
-    return table(heads, lines) if lines else NOTHING
+        for engine in found["engines"]:
+            row, name = engine["rows"][-1], ENGINES.get(engine["engine"], engine["engine"])
+            speeds = [f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_tokens_per_second']:.1f}"]
+            lines.append([model, f"{name} ({engine['version']})", *speeds])
+            model = ""
+    return table(["model, 8,000 tokens", "engine", "prefill, tokens/s", "decoding, tokens/s"], lines)
 
 
 def files(results: Results) -> str:
@@ -262,28 +185,87 @@ def files(results: Results) -> str:
     lines = []
     for part in PARTS:
         if found := models(results, part):
-            minutes = sum(each["seconds"] for each in found.values()) / 60
-            lines.append([f"`{part}`", f"{minutes:.1f}", link(f"real_{part}")])
+            lines.append([f"`{part}`", f"{sum(each['seconds'] for each in found.values()) / 60:.0f}"])
+            lines[-1].append(link(f"real_{part}"))
     return table(["part", "minutes", "file"], lines) if lines else NOTHING
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "real-short": short, "real-headline": headline, "real-text": text, "real-corpora": corpora, "real-layers": layers,
-    "real-losses": losses, "real-methods": methods, "real-defaults": defaults, "real-asked": asked, "real-tasks": tasks,
-    "real-generate": generate, "real-decode": decode, "real-engines": engines, "real-calibrate": calibrate,
-    "real-generate-epyc": partial(generate, part="generate_epyc"),
-    "real-decode-epyc": partial(decode, part="decode_epyc"), "real-files": files,
+    "real-short": short, "real-headline": headline, "real-lengths": lengths,
+    "real-methods": methods, "real-defaults": defaults, "real-tasks": tasks, "real-generate": generate,
+    "real-decode": decode, "real-engines": engines,  "real-files": files,
 }  # fmt: skip
 
 
-def main_budget(rows: Iterable[Row]) -> float:
-    """The budget with the most forced tokens."""
-    return float(max((row for row in rows if row["budget"]), key=lambda row: row["forced"])["budget"])
+def draw(results: Results, folder: Path) -> Path | None:
+    """Draw what attending to less costs, a panel per model; return the file, or None if nothing has been measured."""
+    measured = on_text(results)
+    if not measured:
+        return None
+    import matplotlib
+    from matplotlib import pyplot
+
+    matplotlib.use("agg")
+    with matplotlib.rc_context(dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)):
+        figure, axes = pyplot.subplots(
+            1, len(measured), figsize=(4.6 * len(measured), 3.4), layout="constrained", squeeze=False, sharey=True
+        )
+        for axis, (model, rows) in zip(axes.flat, measured.items(), strict=True):
+            for method in STYLES:
+                _curve(axis, method, [r for r in rows if (r["method"], r["tokens"]) == (method, longest(rows))])
+            _frame(axis, f"{model}, {longest(rows):,} tokens")
+        axes.flat[0].set_ylabel("perplexity above full attention's, %")
+        handles, labels = axes.flat[0].get_legend_handles_labels()
+        columns = 3 if len(measured) == 1 else len(labels)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
+        folder.mkdir(exist_ok=True)
+        figure.savefig(folder / PICTURE, dpi=150, transparent=True)
+        pyplot.close(figure)
+    return folder / PICTURE
 
 
-def longest(rows: Iterable[Row], most: int) -> int:
-    """The greatest length of these rows up to a limit."""
-    return max(row["tokens"] for row in rows if row["tokens"] <= most)
+def _curve(axis: Any, method: str, rows: list[Row]) -> None:
+    """One point per budget, with its interval."""
+    rows = sorted(rows, key=lambda row: row["read"])
+    sides = ("value", "low", "high")
+    middle, low, high = ([100 * expm1(row["loss_difference"][side]) for row in rows] for side in sides)
+    below, above = ([abs(a - b) for a, b in zip(middle, ends, strict=True)] for ends in (low, high))
+    marker, color = STYLES[method]
+    reads, name = [100 * row["read"] for row in rows], label(method).replace("`", "")
+    axis.errorbar(reads, middle, [below, above], marker=marker, color=color, capsize=2, label=name)
+
+
+def _frame(axis: Any, title: str) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axis.set_title(title, fontsize="medium")
+    axis.set_xscale("log")
+    axis.set_yscale("symlog", linthresh=1)
+    axis.set_xlabel("share of the KV bytes read, %")
+    axis.set_xlim(0.4, 120)
+    axis.set_xticks([0.5, 1, 2, 5, 10, 20, 50, 100])
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    for each in (axis.xaxis, axis.yaxis):
+        each.set_major_formatter(FuncFormatter(lambda value, place: f"{value:g}"))
+    axis.axhline(0, color=INK, linewidth=0.8, linestyle="--")
+    axis.tick_params(labelsize="small")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(INK)
+
+
+def longest(rows: Iterable[Row]) -> int:
+    """The greatest length of these rows up to that of the first table."""
+    return max(row["tokens"] for row in rows if row["tokens"] <= LENGTH)
+
+
+def spread(figure: dict[str, float]) -> str:
+    """A value and half its 95 % interval."""
+    return f"{figure['value']:.3f} ± {(figure['high'] - figure['low']) / 2:.3f}"
+
+
+def _speeds(row: Row) -> list[str]:
+    """Tokens per second of BPC and of full attention."""
+    return [f"{run['tokens_per_second'] or 0:.1f}" for run in (row, row["full_attention"])]
 
 
 def _speedup(row: Row) -> float:
@@ -295,27 +277,9 @@ def _speedup(row: Row) -> float:
     return theirs / ours
 
 
-def _sorted(rows: Iterable[Row]) -> list[Row]:
-    """By length, budget and method."""
-    order = _order()
-    return sorted(rows, key=lambda row: (row["tokens"], -(row["budget"] or 1), order.index(row["method"])))
-
-
-def _order() -> list[str]:
-    """The methods as tables list them."""
-    order = list(METHODS)
-    place = order.index("bpc-online")
-    return [*order[:place], "bpc-product", order[place], "paper", *order[place + 1 :]]
-
-
 def _read(row: Row) -> str:
     return f"{percent(row['read'])} %"
 
 
 def _figures(row: Row) -> list[str]:
-    return [spread(row[name]) if name in row else "" for name in FIGURES]
-
-
-def spread(figure: dict[str, float]) -> str:
-    """A value and half its 95 % interval."""
-    return f"{figure['value']:.3f} ± {(figure['high'] - figure['low']) / 2:.3f}"
+    return [spread(row[name]) if name in row else "" for name in SHOWN]

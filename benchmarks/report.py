@@ -1,15 +1,23 @@
-"""What every benchmark shares: its arguments, and the JSON that it writes."""
+"""What the scripts share: their arguments, the JSON that they write, the packages of this checkout, and tables."""
 
 import argparse
+import hashlib
 import json
+import math
+import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bpc_calib.bench.machine import machine, without_folder
+__all__ = [
+    "ROOT", "Results", "command", "filled", "keep", "link", "link_packages", "machine", "make_parser", "parse",
+    "percent", "replace", "settings", "sources", "table", "write",
+]  # fmt: skip
 
-__all__ = ["machine", "make_parser", "parse", "progress", "settings", "without_folder", "write"]
+ROOT = Path(__file__).parent.parent
+Results = Mapping[str, Any]  # the committed results by file name, without its suffix
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -32,19 +40,84 @@ def settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, A
     return {name: getattr(arguments, name) for name in names}
 
 
-def progress(share: float, what: str) -> None:
-    """Show the finished share on one line of stderr, as `evaluate` calls it."""
-    print(f"\r{share:6.1%} {what}    ", end="\n" if share == 1 else "", file=sys.stderr, flush=True)
+def machine() -> dict[str, Any]:
+    """Processor, cores, versions and commit; imported late, because the suites choose the packages first."""
+    from bpc_calib.bench import machine
+
+    return machine.machine()
+
+
+def command() -> str:
+    """The command of this process; paths lose their folders."""
+    from bpc_calib.bench.machine import without_folder
+
+    return " ".join(["python", *map(without_folder, sys.argv)])
 
 
 def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write `result` with the command, the machine, the versions and the commit as JSON.
+    """Write `result` with the command, the machine, the versions and the commit as JSON."""
+    keep(path, {"command": command(), "machine": machine(), **result})
 
-    Paths in the command lose their folders.
-    """
+
+def keep(path: Path | None, result: dict[str, Any], *, quiet: bool = False) -> None:
+    """Write a whole result as JSON; None writes nothing."""
     if path is None:
         return
-    words = [without_folder(word) for word in sys.argv]
-    document = {"command": " ".join(["python", *words]), "machine": machine(), **result}
-    path.write_text(json.dumps(document, indent=2) + "\n")
-    print(f"Wrote {path}", file=sys.stderr)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, json.dumps(result, indent=2) + "\n")
+    if not quiet:
+        print(f"Wrote {path}", file=sys.stderr, flush=True)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write the whole file or nothing."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(text)
+    os.replace(beside, path)
+
+
+def link_packages(folder: Path) -> None:
+    """Measure this checkout, installed or not: link its folders under the names that they have when installed."""
+    for name, source in (("bpc_calib", "bpc_calib"), ("bpc_artifacts", "artifacts"), ("bpc_cli", "cli")):
+        (folder / name).symlink_to(ROOT / source)
+    found = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    about = folder / "bpc_calib-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: bpc-calib\nVersion: {found[1] if found else 0}\n")
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def sources() -> str:
+    """A hash of the measured code: a checkout that is not a repository has no commit."""
+    digest = hashlib.sha256()
+    for folder in ("artifacts", "bpc_calib"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown: one line of heads, one line per row."""
+    lines = [_line(heads), "|---" * len(heads) + "|", *map(_line, rows)]
+    return "\n".join(lines)
+
+
+def filled(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table without the columns in which no row has anything: older results lack a figure."""
+    places = [place for place in range(len(heads)) if any(row[place] for row in rows)]
+    return table([heads[place] for place in places], [[row[place] for place in places] for row in rows])
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share as a number of percent, without the sign; halves are rounded up, as readers expect."""
+    return f"{math.floor(100 * share * 10**digits + 0.5) / 10**digits:.{digits}f}"
+
+
+def link(name: str) -> str:
+    """A link to a result, for a page in docs/."""
+    return f"[{name}.json](../benchmarks/results/{name}.json)"
+
+
+def _line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

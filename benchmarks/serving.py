@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import real_speed
+import real_models
 import report
 
 from bpc_calib.demo import DEMO_MODEL
@@ -59,7 +59,7 @@ def main() -> None:
         for server in servers.values():
             wait(server)
         for length in arguments.lengths:
-            (text,) = real_speed.prompts(load_tokenizer(model), arguments.text, [length * most])
+            (text,) = real_models.prompts(load_tokenizer(model), arguments.text, [length * most])
             prompts = [text[i * length : (i + 1) * length] for i in range(most)]
             for count in arguments.requests:
                 rows += compared(servers, prompts[:count], arguments.new, arguments.repeats)

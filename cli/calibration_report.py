@@ -93,7 +93,6 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "layers_left_out": model.num_layers - len(model.full_layers),
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
-        "codes": plan.codes,
         "bits": plan.bits,
         "method": plan.method.name,
         "position_shift": plan.position_shift,
@@ -138,7 +137,7 @@ def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "model": f"{model.id}{f' at {model.revision}' if model.revision else ''}",
         "layers": f"{len(model.full_layers)} of {model.num_layers} (full attention)",
         "heads": heads_text(model.kv_heads, model.query_heads, model.head_dim),
-        "method": f"{plan.method.name}, {plan.codes}, {plan.bits} bits, position shift "
+        "method": f"{plan.method.name}, {plan.bits} bits, position shift "
         f"{('off', 'on')[plan.position_shift]}",
         "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}",
         "tokens": f"{plan.tokens:,}",

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -24,7 +25,7 @@ def scripts(monkeypatch):
 @pytest.fixture
 def watched(tmp_path):
     """Watch a part whose steps are these, by name."""
-    from gpu_process import watch
+    from gpu_part import watch
 
     script = tmp_path / "part.py"
     script.write_text(
@@ -91,7 +92,7 @@ def test_a_part_that_runs_out_of_time_keeps_its_rows(watched):
 
 
 def test_a_part_that_cannot_be_imported_says_so(tmp_path):
-    from gpu_process import watch
+    from gpu_part import watch
 
     made = watch([sys.executable, "-c", "import not_there"], tmp_path / "rows.json", 20.0)
     assert made.rows == []
@@ -142,31 +143,35 @@ def test_the_tests_that_matter_run_first():
     assert all((ROOT / each.split("::")[0]).is_file() for each in found)
 
 
-def test_half_a_million_tokens_need_a_large_gpu():
-    from gpu_memory import decode_bytes, lacking, longest, working_sets
+def test_too_little_memory_is_foreseen():
+    from gpu_part import lacking
 
-    def needed(tokens):
-        return decode_bytes(tokens, 32, 4096, 8)
-
-    assert 32 * 4096 * 524_288 < needed(524_288) < 1.3 * 32 * 4096 * 524_288
-    assert needed(524_288) + 17e9 < 139e9  # an H200
-    assert decode_bytes(524_288, 32, 4096, 8, copies=2) > 139e9
-    tokens, skipped = longest((524_288, 262_144), needed, 63_000_000_000)  # what 80 GB leave beside the weights
-    assert tokens == 262_144
-    assert skipped == [
-        f"524,288 tokens not measured: it needs {needed(524_288) / 1e9:.1f} GB and 63.0 GB are free",
-    ]
-    assert longest((524_288,), needed, 0)[0] is None
     assert lacking(5, 5) is None
-    assert working_sets(131_072, 72, 4096, 200 << 20, 130 << 30) == (23, 2)
-    sets, dense = working_sets(524_288, 72, 4096, 200 << 20, 20 << 30)
-    assert sets * 524_288 * 4096 < 0.8 * (20 << 30)
-    assert 1 <= dense <= sets
-    assert working_sets(524_288, 72, 4096, 200 << 20, 8 << 30) == (0, 0)
+    assert lacking(10**11, 63 * 10**9) == "not measured: it needs 100.0 GB and 63.0 GB are free"
+
+
+def test_the_longest_context_that_fits_is_decoded(monkeypatch):
+    """Half a million tokens beside 17 GB of weights need a large GPU; a `DynamicCache` in a graph needs them twice."""
+    import gpu_times
+
+    from bpc_calib.bench import decode
+    from bpc_calib.bench.random_models import shape_config
+
+    class Model:
+        config, dtype = shape_config("llama-3.1-8b"), torch.bfloat16
+
+    def longest(bytes_free):
+        monkeypatch.setattr(decode, "available_memory", lambda device: bytes_free)
+        return next((each for each in gpu_times.DECODED[1] if gpu_times._fits(Model, each) is None), None)
+
+    assert longest(139_000_000_000 - 17_000_000_000) == 524_288  # an H200
+    assert gpu_times._fits(Model, 524_288, copies=2).startswith("not measured: decoding 2 x 524,288 tokens")
+    assert longest(63_000_000_000) in (262_144, 393_216)  # what 80 GB leave beside the weights
+    assert longest(1_000_000_000) is None
 
 
 def test_parts_are_merged_from_the_same_code_and_gpu(tmp_path):
-    from gpu_results import merged
+    from gpu_suite import merged
 
     def result(gpu="H200", commit="abc", sources="1", **statuses):
         machine = {"commit": commit, "gpu": gpu, "versions": {"torch": "2.13.0"}}

@@ -79,7 +79,7 @@ def test_a_page_has_what_the_artifact_holds_and_the_same_bytes_twice(page, bpc, 
             assert f"|{layer}|{'|'.join(f'{value:.3f}' for value in values)}|" in text
     (source,) = artifact.metadata["calibration"]["sources"]
     sentences = json.loads(bpc("inspect", pair[0], "--json").out)["verdict"]
-    for part in (source["name"], source["sha256"], artifact.metadata["payload_sha256"], "signs, 32 bits", *sentences):
+    for part in (source["name"], source["sha256"], artifact.metadata["payload_sha256"], "32 bits per key", *sentences):
         assert part in text
 
 
@@ -111,7 +111,7 @@ def test_two_artifacts_are_compared(page, bpc, pair, tmp_path):
     text, shown, other = page(*pair), bpc("inspect", *pair).out, tmp_path / "other.safetensors"
     new = [load(path).metadata["metrics"]["held_out"]["residual_by_layer"] for path in pair]
     found = json.loads(bpc("inspect", *pair, "--json").out)["comparison"]
-    assert found["differences"] == {"codes": ["signs, 32 bits per key", "signs, 64 bits per key"]}
+    assert found["differences"] == {"codes": ["32 bits per key", "64 bits per key"]}
     assert found["change"] == {layer: new[1][layer] - new[0][layer] for layer in new[0]}
     for layer, change in found["change"].items():
         assert f"|{new[1][layer]:.3f}|{change:+.3f}|" in text

@@ -10,8 +10,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import tables
-from markdown_table import percent, table
-from projection_tables import measured
+from report import percent, table
 
 NUMBER = re.compile(r"\W*\d[\d.,]*( ?(%|[a-zA-Z]{1,2}|±.*|\(.*\)|(to|and) [\d.,]+))?\W*")
 PAGES = [pytest.param(page, id=page.name) for page in tables.pages()]
@@ -69,29 +68,27 @@ def test_tables_of_figures_are_recognized(text, expected):
 
 def test_another_result_gives_another_table(results):
     changed = copy.deepcopy(dict(results))
-    for row in changed["calibration_time"]["result"]["seconds_by_stage"], changed["bench_cpu_layer"]["layer"][0]:
-        for key in ("decompose", "median"):
-            if key in row:
-                row[key] *= 2
-    before, after = tables.TABLES["calibration-time"](results), tables.TABLES["calibration-time"](changed)
-    assert "| decomposing | 3.3 |" in before
-    assert "| decomposing | 6.6 |" in after
+    changed["fitting_time"]["rows"][0]["numba_seconds"] *= 2
+    changed["bench_cpu_layer"]["layer"][0]["median"] *= 2
+    before, after = tables.TABLES["fitting-time"](results), tables.TABLES["fitting-time"](changed)
+    assert "| 0.87 s |" in before
+    assert "| 1.74 s |" in after
     assert tables.TABLES["layer"](results) != tables.TABLES["layer"](changed)
 
 
 def test_only_marked_text_is_rewritten(results):
-    text = "before\n<!-- table: calibration-time -->\nold\n<!-- end -->\n| old |\n"
-    made = tables.TABLES["calibration-time"](results)
-    assert tables.fill(text, results) == (
-        f"before\n<!-- table: calibration-time -->\n\n{made}\n\n<!-- end -->\n| old |\n"
-    )
+    text = "before\n<!-- table: fitting-time -->\nold\n<!-- end -->\n| old |\n"
+    made = tables.TABLES["fitting-time"](results)
+    assert tables.fill(text, results) == f"before\n<!-- table: fitting-time -->\n\n{made}\n\n<!-- end -->\n| old |\n"
     with pytest.raises(KeyError, match="no-such-table"):
-        tables.fill(text.replace("calibration-time", "no-such-table"), results)
+        tables.fill(text.replace("fitting-time", "no-such-table"), results)
 
 
 def test_a_missing_row_is_an_error(results):
-    with pytest.raises(KeyError, match="no row 'headline: magic'"):
-        measured(results, "demo_2048", "headline: magic", 0.02)
+    changed = copy.deepcopy(dict(results))
+    changed["projections_demo_2048"]["rows"] = []
+    with pytest.raises(KeyError, match="no row 'headline: score-aware'"):
+        tables.TABLES["headline"](changed)
 
 
 def test_cells():

@@ -2,24 +2,26 @@
 
     time = FIXED + max(waves x latency of one block, issue of all instructions, bytes)
 
-- The latency of one block: that of one warp with a scheduler for itself (`warp_time`), or the time that the warps of
+- The latency of one block: that of one warp with a scheduler for itself (`clocks`), or the time that the warps of
   the block need to take turns.
 - Waves: how often the GPU fills with blocks, by registers, shared memory and warps.
 - Issue: one instruction per clock and scheduler, of simple integers one per two clocks, with blocks spread evenly.
 - Bytes: what the loads and stores name, and at most the tensors. Tensors that this step made are in L2.
 
 Left out: contended atomics, partly used sectors, bank conflicts, L1 and branches not taken: every instruction counts.
+
+For one warp, instructions issue in order. The compiler writes into each how many clocks the next one waits, which
+covers results of known latency, and which barriers it waits for; results of unknown latency open a barrier when they
+are done. So only the latencies of `Latencies` are assumed, and the rest is in the code.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sass import Code, Span, code, ptx_loops, usage
-from trip_counts import RULES, Loop, loops
-from warp_time import Latencies, clocks
+from kernel_code import RULES, Code, Instruction, Loop, Span, code, loops, ptx_loops, usage
 
-__all__ = ["CONSTANTS", "Cost", "cost"]
+__all__ = ["CONSTANTS", "FIXED", "HBM", "L2_KEEPS", "cost"]
 
 CLOCK = 1.755e9  # Hz; assumed under load (data sheets: boost 1.755 of the PCIe card, 1.98 of SXM)
 MULTIPROCESSORS = 132  # H100 SXM, NVIDIA's data sheet
@@ -39,37 +41,12 @@ CONSTANTS = {
 }  # fmt: skip
 
 
-@dataclass
-class Cost:
-    """One launch: what it is, what it executes and its parts of the model, in microseconds."""
+def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> dict[str, Any]:
+    """Of a `ptx.driver.Launch` that can read `cold` bytes of tensors from memory, and `warm` bytes from L2.
 
-    kernel: str
-    grid: tuple[int, int, int]
-    warps: int
-    registers: int
-    shared: int
-    stack: int
-    instructions: float  # that a warp executes
-    per_key: float  # instructions of all threads, per cached key and KV head
-    loops: list[dict[str, float]]  # trips and, per trip, instructions, barriers and shuffles
-    barriers: float  # executed
-    shuffles: float
-    waves: int
-    latency: float
-    latency_without_loads: float  # if every load were there at once
-    issue: float
-    bytes: int
-    memory: float
-    microseconds: float
-    least_microseconds: float  # with `latency_without_loads`
-    notes: list[str]
-
-    def as_row(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> Cost:
-    """Of a `ptx.driver.Launch` that can read `cold` bytes of tensors from memory, and `warm` bytes from L2."""
+    Instructions, barriers and shuffles are those that a warp executes, `per_key` those of all threads per key and KV
+    head; times are in microseconds, `least_microseconds` as if every load were there at once.
+    """
     metadata, assembly = launch.kernel.metadata, launch.kernel.asm
     made = code(assembly["cubin"])
     registers, stack = usage(assembly["cubin"])
@@ -94,15 +71,16 @@ def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> Cost:
     from_memory = min(cold, named)
     from_l2 = min(warm, named - from_memory)
     memory = from_memory / HBM + from_l2 / L2
-    return Cost(
-        kernel=metadata.name, grid=launch.grid, warps=warps, registers=registers, shared=metadata.shared, stack=stack,
-        instructions=round(counts["all"]), per_key=round(counts["all"] * 32 * warps * blocks / (tokens * rows), 2),
-        loops=_shown(made, made.whole), barriers=round(counts["barrier"]), shuffles=round(counts["shuffle"]),
-        waves=waves, latency=_us(latency),
-        latency_without_loads=_us(without), issue=_us(issue), bytes=from_memory + from_l2, memory=_us(memory),
-        microseconds=_us(FIXED + max(waves * latency, issue, memory)),
-        least_microseconds=_us(FIXED + max(waves * without, issue, memory)), notes=notes,
-    )  # fmt: skip
+    return {
+        "kernel": metadata.name, "grid": launch.grid, "warps": warps, "registers": registers, "shared": metadata.shared,
+        "stack": stack, "instructions": round(counts["all"]),
+        "per_key": round(counts["all"] * 32 * warps * blocks / (tokens * rows), 2), "loops": _shown(made, made.whole),
+        "barriers": round(counts["barrier"]), "shuffles": round(counts["shuffle"]), "waves": waves,
+        "latency": _us(latency), "latency_without_loads": _us(without), "issue": _us(issue),
+        "bytes": from_memory + from_l2, "memory": _us(memory),
+        "microseconds": _us(FIXED + max(waves * latency, issue, memory)),
+        "least_microseconds": _us(FIXED + max(waves * without, issue, memory)), "notes": notes,
+    }  # fmt: skip
 
 
 def _shown(made: Code, span: Span) -> list[dict[str, float]]:
@@ -137,7 +115,7 @@ def _ruled(found: list[Loop], name: str, constants: dict[Any, Any], notes: list[
             rule = RULES.get((name, place))
             loop.trips = rule(constants) if rule else 1
             if rule is None:
-                notes.append(f"loop {place} of {name} has no known bounds: taken once; see trip_counts.RULES")
+                notes.append(f"loop {place} of {name} has no known bounds: taken once; see kernel_code.RULES")
         _ruled(loop.inner, name, constants, notes)
 
 
@@ -170,3 +148,99 @@ def _unroll(span: Span, in_ptx: Span) -> None:
             rounds = max(1, round(inner.anchors / same.anchors))
             # The assembler unrolls by powers of two; anything else is a loop that PTX lists in several pieces.
             inner.trips /= rounds if rounds & (rounds - 1) == 0 else 1
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Clocks from issue to result."""
+
+    first: float  # global memory: loads up to the first wait for one, in each pass through a loop
+    later: float  # global memory: all others
+    shared: float
+    shuffle: float
+    product: float
+    near: float  # global memory that the kernel has fetched to L1 before, with a prefetch: loads in loops after it
+    other: float  # special functions, conversions, system registers, and reading operands from registers
+    together: float  # until all warps have come to a barrier
+
+
+@dataclass
+class _State:
+    now: float = 0
+    open_until: dict[int, float] = field(default_factory=dict)
+    loading: set[int] = field(default_factory=set)  # barriers of loads
+    fetched: bool = False  # lines of memory are on their way to L1
+    copies: list[float] = field(default_factory=list)  # when each group of asynchronous copies is there
+    waited: bool = False  # for a load, in this pass
+    looping: bool = False
+
+
+def clocks(code: Code, latencies: Latencies) -> float:
+    """Of the whole kernel."""
+    state = _State()
+    _pass(code, code.whole, state, latencies)
+    return state.now
+
+
+def _pass(code: Code, span: Span, state: _State, latencies: Latencies) -> None:
+    """Go once through a span; through the loops in it as often as they run, each like its second pass."""
+    inner = {each.first: each for each in span.inner}
+    state.waited, state.looping = False, span is not code.whole
+    place = span.first
+    while place <= span.last:
+        loop = inner.get(place)
+        if loop is None:
+            _issue(code.instructions[place], state, latencies)
+            place += 1
+            continue
+        if loop.trips > 0:
+            _pass(code, loop, state, latencies)
+        if loop.trips > 1:
+            began = state.now
+            _pass(code, loop, state, latencies)
+            state.now += (loop.trips - 2) * (state.now - began)
+        state.waited, state.looping = True, span is not code.whole
+        place = loop.last + 1
+
+
+def _issue(instruction: Instruction, state: _State, latencies: Latencies) -> None:
+    for barrier in instruction.waits:
+        if state.open_until.get(barrier, 0) > state.now:
+            state.now = state.open_until[barrier]
+            state.waited |= barrier in state.loading
+    name = instruction.name
+    loads = latencies.later if state.waited else latencies.first
+    if state.looping and state.fetched:
+        loads = latencies.near
+    state.fetched |= name.startswith("CCTL") and "PF1" in name
+    if name.startswith("LDGDEPBAR"):
+        state.copies.append(state.now + loads)
+    elif name.startswith("DEPBAR") and "SB0" in instruction.text:
+        after = int(instruction.text.rsplit(",", 1)[-1].strip(), 16)  # so many of the latest may be under way
+        if len(state.copies) > after:
+            state.now = max(state.now, state.copies[-1 - after])
+            state.waited = True
+    elif name.startswith("BAR."):
+        state.now += latencies.together
+    for barrier in instruction.sets:
+        state.open_until[barrier] = state.now + _latency(name, latencies, loads)
+        if name.startswith(("LDG.", "LD.", "ATOMG")):
+            state.loading.add(barrier)
+        else:
+            state.loading.discard(barrier)
+    for barrier in instruction.reads:
+        state.open_until[barrier] = state.now + latencies.other
+        state.loading.discard(barrier)
+    state.now += instruction.stall
+
+
+def _latency(name: str, latencies: Latencies, loads: float) -> float:
+    if name.startswith(("LDG.", "LD.", "ATOMG")):
+        return loads
+    if name.startswith(("LDS", "ATOMS")):
+        return latencies.shared
+    if name.startswith(("SHFL", "REDUX")):
+        return latencies.shuffle
+    if name.startswith(("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA")):
+        return latencies.product
+    return latencies.other
