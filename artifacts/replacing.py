@@ -35,7 +35,16 @@ PICTURE = Kind("a picture (PNG, SVG or PDF)", _is_picture)
 
 
 def try_replacing(path: Path, size: int, overwrite: bool, kind: Kind | None = None) -> None:
-    """Raise the `ArtifactError` that `replacing` would now raise for `size` bytes. Does not change the folder."""
+    """Raise the `ArtifactError` that `replacing` would now raise for `size` bytes. Does not change the folder.
+
+    Args:
+        path: file to write.
+        size: bytes that it will have.
+        overwrite, kind: as in `replacing`.
+
+    Raises:
+        ArtifactError: as `replacing`, or the disk has too little room.
+    """
     with _one_line(path):
         target = _target(path, overwrite, kind)
         with tempfile.TemporaryFile(dir=target.parent):  # has no name on Linux: a killed process leaves nothing
@@ -63,12 +72,16 @@ def check_matplotlib(needs: str) -> None:
 def replacing(path: Path, overwrite: bool, kind: Kind | None = None, *, locked: bool = False) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`. At the end, that file replaces `path`.
 
-    Where the caller holds a lock on `path`, the temporary file has a fixed name, and the next caller removes what a
-    killed process left of it.
+    Args:
+        path: file to write; of a link, its target.
+        overwrite: whether an existing file may be replaced.
+        kind: what an existing file must be; None: any regular file.
+        locked: whether the caller holds a lock on `path`. The temporary file then has a fixed name, and the next caller
+            removes what a killed process left of it.
 
     Raises:
         ArtifactError: there is no such folder; `path` exists and `overwrite` is false; it exists and is not of this
-            kind (None: any regular file); or it cannot be written.
+            kind; or it cannot be written.
     """
     with _one_line(path):
         target = _target(path, overwrite, kind)

@@ -37,25 +37,16 @@ WEIGHTS = 2 * (LAYERS * LAYER_WEIGHTS + 128_256 * 4096)
 
 def layer(results: Results) -> str:
     """A step of one attention layer on a CPU."""
-    return _layer(results, lambda row: True, ["tokens", "attended"])
-
-
-def layer_short(results: Results) -> str:
-    """The same without the shortest context."""
-    return _layer(results, lambda row: row["tokens"] in LENGTHS, ["tokens"])
-
-
-def _layer(results: Results, kept: Callable[[Row], bool], about: list[str]) -> str:
     lines = []
     rows = [row for row in results["bench_cpu_layer"]["layer"] if row["median"]]
-    for row in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step" and kept(row)):
+    for row in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step"):
         same = [each for each in rows if each["tokens"] == row["tokens"]]
         dense = {each["form"]: each["median"] for each in same if each["method"] == "dense"}
         paper = [each["median"] for each in same if each["method"] == "paper"]
         others = [dense[SDPA], min(dense.values()), min(paper)]
-        cells = [f"{row[name]:,}" for name in about] + [f"{row['median'] / 1e3:.2f}"]
+        cells = [f"{row['tokens']:,}", f"{row['attended']:,}", f"{row['median'] / 1e3:.2f}"]
         lines.append([*cells, *(f"{other / row['median']:.1f}" for other in others)])
-    return table([*about, "BPC, ms", *SPEEDUPS], lines)
+    return table(["tokens", "attended", "BPC, ms", *SPEEDUPS], lines)
 
 
 def decode(results: Results) -> str:
@@ -229,7 +220,7 @@ def fitting_time(results: Results) -> str:
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
-    "layer": layer, "layer-short": layer_short, "decode": decode, "scaling": scaling, "kernel-cost": kernel_cost,
+    "layer": layer, "decode": decode, "scaling": scaling, "kernel-cost": kernel_cost,
     "model-bytes": model_bytes, "serving": serving, "headline": headline, "headline-both": headline_both,
     "aggregation": aggregation, "key-counts": key_counts, "keys-per-head": keys_per_head,
     "calibration-plan": calibration_plan, "fitting-time": fitting_time, **real_tables.TABLES,

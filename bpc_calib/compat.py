@@ -115,7 +115,7 @@ def copied_heads(kv_heads: int) -> str:
     from torch.nn import Linear
     from torch.nn.functional import linear
 
-    with _needed("transformers", "share out fewer KV heads than processes"):
+    with _needed("transformers", "shard fewer KV heads than processes"):
         from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
     class CopiedHeads(TensorParallelLayer):  # type: ignore[misc]

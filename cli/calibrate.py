@@ -113,7 +113,7 @@ def calibrate(
         bool,
         typer.Option(
             "--tensor-parallel",
-            help="Under torchrun: share out one model over the processes, for a model that does not fit into one GPU.",
+            help="Under torchrun: shard one model over the processes, for a model that does not fit into one GPU.",
         ),
     ] = False,
     dry_run: Annotated[

@@ -137,8 +137,7 @@ def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "model": f"{model.id}{f' at {model.revision}' if model.revision else ''}",
         "layers": f"{len(model.full_layers)} of {model.num_layers} (full attention)",
         "heads": heads_text(model.kv_heads, model.query_heads, model.head_dim),
-        "method": f"{plan.method.name}, {plan.bits} bits, position shift "
-        f"{('off', 'on')[plan.position_shift]}",
+        "method": f"{plan.method.name}, {plan.bits} bits, position shift {('off', 'on')[plan.position_shift]}",
         "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}",
         "tokens": f"{plan.tokens:,}",
         "keys": f"{plan.keys_per_head:,} per KV head",

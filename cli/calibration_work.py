@@ -52,7 +52,7 @@ def was_finished(target: Path, options: WorkOptions) -> bool:
 
 
 def finished(target: Path, options: WorkOptions, ranks: "Ranks") -> "ProjectionArtifact | None":
-    """The output file if an earlier run has finished it; tells the other ranks that nothing is left."""
+    """The output file if an earlier run has finished it; the other ranks learn by broadcast that nothing is left."""
     from bpc_artifacts import load
 
     if not was_finished(target, options):

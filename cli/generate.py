@@ -44,7 +44,7 @@ def generate(
     """Answer or continue a prompt; each new token attends to the best-ranked tokens of the KV cache only.
 
     A model with a chat template answers the prompt as a user's message; any other model, and --raw, continues it.
-    Under torchrun the processes share out the model's heads: torchrun --nproc-per-node 2 -m bpc_cli generate ...
+    Under torchrun the processes shard the model's heads: torchrun --nproc-per-node 2 -m bpc_cli generate ...
 
     Example: bpc generate -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --prompt-file book.txt
     """

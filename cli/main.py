@@ -16,7 +16,7 @@ from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
 from bpc_cli.hub import pull, push
 from bpc_cli.inspect import inspect
-from bpc_cli.ranks import check_command, one_voice, wait_for_voice
+from bpc_cli.ranks import check_command, only_leader_prints, wait_for_leader
 from bpc_cli.serve import serve
 
 __all__ = ["app", "main"]
@@ -63,12 +63,12 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print ? where the terminal lacks a character
             stream.reconfigure(errors="replace")
-    one_voice()
+    only_leader_prints()
     try:
         run_app(app)
     except KeyboardInterrupt:  # before or after a command
         sys.exit(130)
     except SystemExit as ended:
         if ended.code in (1, 2):
-            wait_for_voice()
+            wait_for_leader()
         raise

@@ -97,7 +97,7 @@ class OpenedModel:
 def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) -> OpenedModel:
     """Pick the device, then read the config of a folder, a GGUF file or a Hub id.
 
-    `shared`: the processes of torchrun, if there are several, share out the model (tensor parallelism).
+    `shared`: the processes of torchrun, if there are several, shard the model (tensor parallelism).
     """
     from bpc_calib.errors import InputError
     from bpc_calib.models.description import describe

@@ -1,4 +1,4 @@
-"""Many processes of torchrun that speak with one voice, each on its own device."""
+"""Many processes of torchrun, each on its own device, of which the leader alone prints."""
 
 import os
 import sys
@@ -14,10 +14,12 @@ from bpc_cli.console import drop, fail, note
 if TYPE_CHECKING:
     from bpc_calib.calibration.ranks import Ranks
 
-__all__ = ["check_command", "check_shared", "joined_ranks", "one_voice", "own_device", "ranks", "wait_for_voice"]
+__all__ = [
+    "check_command", "check_shared", "joined_ranks", "only_leader_prints", "own_device", "ranks", "wait_for_leader",
+]  # fmt: skip
 
 IN_SEVERAL = ("calibrate", "generate")  # the commands that run in several processes
-VOICE_SECONDS = 30  # for the process that prints: it may still be importing
+LEADER_SECONDS = 30  # for the leader: it may still be importing
 SHOW_CURSOR = "\x1b[?25h"  # bars hide it
 
 
@@ -26,7 +28,7 @@ def ranks() -> int:
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
-def one_voice() -> None:
+def only_leader_prints() -> None:
     """From here on, rank 0 alone prints results, and one process per machine prints messages."""
     if ranks() == 1:
         return
@@ -38,10 +40,10 @@ def one_voice() -> None:
         _be_silent()
 
 
-def wait_for_voice() -> None:
-    """Let the process that prints say its error first: torchrun ends all processes when one has failed."""
+def wait_for_leader() -> None:
+    """Let the leader print its error first: torchrun ends all processes when one has failed."""
     if ranks() > 1 and sys.stderr is not sys.__stderr__:  # this process is silent
-        time.sleep(VOICE_SECONDS)  # torchrun's SIGTERM ends it
+        time.sleep(LEADER_SECONDS)  # torchrun's SIGTERM ends it
 
 
 def check_command(name: str | None) -> None:
@@ -56,7 +58,7 @@ def check_shared(shared: bool) -> None:
     """Refuse --tensor-parallel in one process."""
     if shared and ranks() == 1:
         fail(
-            "--tensor-parallel shares out a model over several processes: start them with "
+            "--tensor-parallel shards a model over several processes: start them with "
             "torchrun --nproc-per-node N -m bpc_cli calibrate ... --tensor-parallel"
         )
 

@@ -202,10 +202,10 @@ def test_dense_attention_reads_no_further_than_the_length(monkeypatch, backend):
         monkeypatch.setenv("BPC_BACKEND", backend)
     query, keys, values = draw(2, 2, 4, 64, seed=3), draw(2, 2, 150, 64, seed=2), draw(2, 2, 150, 64, seed=4)
     lengths = torch.tensor([150, 70], device=DEVICE)
-    for scale in (None, 0.3):
-        found = dispatch.dense_attention(query, keys, values, lengths, scale)
+    for scaling in (None, 0.3):
+        found = dispatch.dense_attention(query, keys, values, lengths, scaling)
         for row, length in enumerate(lengths.tolist()):
-            logits = query[row] @ keys[row, :, :length].mT * (64**-0.5 if scale is None else scale)
+            logits = query[row] @ keys[row, :, :length].mT * (64**-0.5 if scaling is None else scaling)
             expected = logits.softmax(-1) @ values[row, :, :length]
             torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
 

@@ -12,18 +12,18 @@ from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import METRICS, measure, probe
 from bpc_calib.evaluation.forcing import force, fork, prefill
 from bpc_calib.evaluation.methods import METHODS
-from bpc_calib.evaluation.statistics import mean, share
+from bpc_calib.evaluation.statistics import mean, proportion
 
 
-def by_hand(query, keys, values, chosen, scale):
+def by_hand(query, keys, values, chosen, scaling):
     """Return the four metrics of one KV head, computed from lists of numbers."""
     products = [[sum(a * b for a, b in zip(q, k, strict=True)) for k in keys] for q in query]
     below = [[row[i] - max(row) for row in products] for i in range(len(keys))]
-    best_of_group = [4 * len(query) * max(column) + sum(max(r, -16 / scale) for r in column) for column in below]
+    best_of_group = [4 * len(query) * max(column) + sum(max(r, -16 / scaling) for r in column) for column in below]
     true = sorted(range(len(keys)), key=lambda i: (-best_of_group[i], i))[: len(chosen)]
     found = {"recall": len(set(true) & set(chosen)) / len(chosen), "mass": 0.0, "best_kept": 0.0, "cosine": 0.0}
     for row in products:
-        weights = [math.exp(scale * p) for p in row]
+        weights = [math.exp(scaling * p) for p in row]
         total = sum(weights)
         found["mass"] += sum(weights[i] for i in chosen) / total / len(query)
         found["best_kept"] += (row.index(max(row)) in chosen) / len(query)
@@ -38,8 +38,8 @@ def by_hand(query, keys, values, chosen, scale):
     return [found[name] for name in METRICS]
 
 
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_metrics_are_the_sums_of_their_definitions(scale):
+@pytest.mark.parametrize("scaling", [None, 0.7])
+def test_metrics_are_the_sums_of_their_definitions(scaling):
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(shape, dtype=torch.float64, generator=generator)
@@ -47,12 +47,12 @@ def test_metrics_are_the_sums_of_their_definitions(scale):
     )
     rng = random.Random(0)
     chosen = torch.tensor([[sorted(rng.sample(range(20), 5)) for _ in range(3)] for _ in range(2)])
-    found = measure(query, keys, values, chosen, scale)
+    found = measure(query, keys, values, chosen, scaling)
     assert found.shape == (2, 3, 4)
     for row in range(2):
         for head in range(3):
             cases = (query, keys, values, chosen)
-            expected = by_hand(*(x[row, head].tolist() for x in cases), 8**-0.5 if scale is None else scale)
+            expected = by_hand(*(x[row, head].tolist() for x in cases), 8**-0.5 if scaling is None else scaling)
             assert found[row, head].tolist() == pytest.approx(expected, abs=1e-12)
 
 
@@ -116,7 +116,7 @@ def test_a_probe_of_every_third_step_is_the_mean_over_those_steps():
 def test_wilsons_interval():
     # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
     for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
-        found = share(right, count)
+        found = proportion(right, count)
         assert (found["low"], found["high"]) == pytest.approx((low, high), abs=1e-4)
         assert found["value"] == pytest.approx(right / count, abs=1e-6)
 

@@ -171,12 +171,10 @@ ARRAYS = ("projection", "residual", "metric", "mean")
 
 @pytest.mark.slow  # processes; tests/test_tensor_parallel.py compares keys and moments in every push
 @pytest.mark.parametrize(("ranks", "family"), [(2, "llama"), (4, "llama"), (2, "phi3")])
-def test_ranks_that_share_out_the_model_write_the_projections_of_one_process(
-    bpc, start, words, tmp_path, ranks, family
-):
+def test_ranks_that_shard_the_model_write_the_projections_of_one_process(bpc, start, words, tmp_path, ranks, family):
     """Four ranks have each of the two KV heads twice.
 
-    Shares of a model round otherwise, by some 1e-6 of numbers of about 1. That turns a few signs of the fit, which has
+    Shards of a model round otherwise, by some 1e-6 of numbers of about 1. That turns a few signs of the fit, which has
     some 1,000 keys here, so some numbers of a projection differ by 1e-2.
     """
     words[2] = model = tiny.save(tmp_path / family, family)
@@ -210,7 +208,7 @@ def test_ranks_that_share_out_the_model_write_the_projections_of_one_process(
 
 @pytest.mark.slow  # processes
 @pytest.mark.parametrize("fault", ["1:keys:2:kill", "0:keys:2:stop"])
-def test_a_rank_with_a_share_of_the_model_that_is_gone_ends_the_run(start, tmp_path, fault):
+def test_a_rank_with_a_shard_of_the_model_that_is_gone_ends_the_run(start, tmp_path, fault):
     assert end(start(2, "--tensor-parallel", "-o", "whole.safetensors"))[0] == 0
     code, out, errors = end(start(2, "--tensor-parallel", "-o", "a.safetensors", fault=fault))
     assert time.time() - float((tmp_path / "fault").read_text()) < BOUND
@@ -227,10 +225,10 @@ def test_a_rank_with_a_share_of_the_model_that_is_gone_ends_the_run(start, tmp_p
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 
 
-def test_one_process_has_nobody_to_share_out_a_model_with(bpc, words):
+def test_one_process_has_nobody_to_shard_a_model_with(bpc, words):
     ran = bpc(*words, "--tensor-parallel")
     assert ran.code == 1
-    assert ran.err.startswith("Error: --tensor-parallel shares out a model over several processes: start them with ")
+    assert ran.err.startswith("Error: --tensor-parallel shards a model over several processes: start them with ")
 
 
 def machines(port):

@@ -29,7 +29,7 @@ ROUNDING = {"float64": 1e-10, "float32": 1e-4}
 
 
 def torchrun(ranks: int, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a module or a script in processes that meet on this machine."""
+    """Run a module or a script in processes that rendezvous on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | environment
     return subprocess.run(
@@ -287,10 +287,10 @@ def test_an_error_of_one_rank_alone_is_said_once(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
         "import os, time, typer\nfrom bpc_cli.command import command\nfrom bpc_cli.console import fail, note\n"
-        "from bpc_cli.ranks import joined_ranks, one_voice\n\n@command\ndef run():\n    with joined_ranks():\n"
+        "from bpc_cli.ranks import joined_ranks, only_leader_prints\n\n@command\ndef run():\n    with joined_ranks():\n"
         "        print('result', flush=True)\n        note('a note')\n"
         "        if os.environ['RANK'] == '1':\n            fail('it broke')\n        time.sleep(60)\n\n"
-        "one_voice()\ntyper.run(run)\n"
+        "only_leader_prints()\ntyper.run(run)\n"
     )
     ran = torchrun(2, script)
     assert ran.returncode
@@ -342,11 +342,11 @@ def test_the_heads_of_a_rank(total, ranks, first, held):
 def test_calibration_needs_all_heads_in_one_process():
     model = tiny.model()
     model.config.distributed_config = tensor_parallel(model.config, 2)
-    with pytest.raises(ModelError, match="2 processes share it out, and only `bpc calibrate --tensor-parallel`"):
+    with pytest.raises(ModelError, match="2 processes shard it, and only `bpc calibrate --tensor-parallel`"):
         calibrate(model, tiny.tokenizer(), ["demo"])
 
 
-def test_what_is_no_share_of_a_rank():
+def test_what_is_no_shard_of_a_rank():
     assert heads_per_rank(3, 2) is None
     assert heads_per_rank(2, 3) is None
     assert held_heads(4, 1, 0, 2) is None

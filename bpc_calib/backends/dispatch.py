@@ -207,10 +207,10 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
 
 
 def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
 ) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention`."""
-    return _serving(_attention_request(query, keys, values)).sparse_attention(query, keys, values, indices, scale)
+    return _serving(_attention_request(query, keys, values)).sparse_attention(query, keys, values, indices, scaling)
 
 
 def dense_attention(
@@ -218,13 +218,13 @@ def dense_attention(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    scale: float | None = None,
+    scaling: float | None = None,
     *,
     valid: Tensor | None = None,
 ) -> Tensor:
     """`bpc_calib.method.dense_attention.dense_attention`."""
     serving = _serving(_attention_request(query, keys, values))
-    return serving.dense_attention(query, keys, values, lengths, scale, valid=valid)
+    return serving.dense_attention(query, keys, values, lengths, scaling, valid=valid)
 
 
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:

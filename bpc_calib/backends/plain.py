@@ -27,7 +27,14 @@ def serves(request: Request) -> str | None:
 
 
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
-    """The stages `project`, `score` and `select` of `choose`, each with those before it."""
+    """The stages `project`, `score` and `select` of `choose`, each with those before it.
+
+    Args:
+        query: `[B, H_KV, G, D]`.
+        projection: `[H_KV, H, D]`.
+        k: number of tokens.
+        choice: how to rank; what it forces is not timed.
+    """
 
     def score(codes: Tensor, gain: Tensor | None) -> Tensor:
         rounded = quantize_query(query, projection)
@@ -42,6 +49,11 @@ def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[st
 
 
 def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
-    """The paper's scores, by the look-up tables of `hash_scores`."""
+    """The paper's scores, int32 `[B, H_KV, N]`, by the look-up tables of `hash_scores`.
+
+    Args:
+        values: int8 `[B, H_KV, G, H]`, of `quantize_query`.
+        codes: int64 `[B, H_KV, N, W]`.
+    """
     scale = torch.ones(values.shape[:2], dtype=torch.float32, device=values.device)
     return hash_scores(QuantizedQuery(values, scale), codes).amax(-2)

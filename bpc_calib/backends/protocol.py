@@ -75,7 +75,7 @@ class Backend(Protocol):
         """`bpc_calib.method.appending.append`."""
 
     def sparse_attention(
-        self, query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+        self, query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
     ) -> Tensor:
         """`bpc_calib.method.sparse_attention.sparse_attention`."""
 
@@ -85,7 +85,7 @@ class Backend(Protocol):
         keys: Tensor,
         values: Tensor,
         lengths: Tensor,
-        scale: float | None = None,
+        scaling: float | None = None,
         *,
         valid: Tensor | None = None,
     ) -> Tensor:

@@ -34,6 +34,9 @@ def find_crossover(
     Returns:
         `rows`, sorted by length, and `min_context`: the shortest measured length from which sparse always won; 0 if it
         won at every length, None if at no length.
+
+    Raises:
+        InputError: `longest` is below `shortest`.
     """
     if longest < shortest:
         raise InputError(f"the longest of --lengths is {longest:,}, but the crossover starts at {shortest:,}")
@@ -68,6 +71,14 @@ def compared(
     shape: LayerShape, tokens: int, budget: float | int, rate: float, repeats: int, device: torch.device
 ) -> dict[str, Any]:
     """Return the microseconds of a whole BPC step and of the fastest dense form at one length.
+
+    Args:
+        shape: the layer; its number of tokens does not count.
+        tokens: cached tokens.
+        budget: share of the tokens in (0, 1], or a number of tokens.
+        rate: memory bandwidth for the floors, in bytes per second.
+        repeats: timings of each form.
+        device: where to measure.
 
     Raises:
         BPCError: BPC's step or every dense form cannot be timed.

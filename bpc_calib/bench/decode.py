@@ -42,11 +42,21 @@ def decode_rows(
     rate: float,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """Return one row per budget: a decoding step of `batch` sequences after `tokens` random keys and values.
+    """Return one row per budget: a decoding step after random keys and values.
 
     All variants share the model, the cache and the token ids, and are timed in turn. They differ only in what their
     sparse layers attend to. Every correct form of `bench.dense` is a variant with full attention. The dense layers of
     the other variants use the form that is fastest for a single layer; beside sparse layers on a CPU, BPC's kernel.
+
+    Args:
+        model: on the device to measure.
+        artifact: projections of the model.
+        batch: sequences.
+        tokens: cached tokens of each.
+        budgets: shares of the tokens in (0, 1], or numbers of tokens.
+        dense_layers: indices of the layers that attend to everything.
+        rate: memory bandwidth for the floors, in bytes per second.
+        repeats: timings of each variant.
 
     Returns:
         Dictionaries under `bpc`, `full` (the fastest dense form, with its name as `form`) and `free` (the attention of
@@ -167,12 +177,18 @@ def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
 
 
 def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Run a decoding step, which adds a token to the cache; return its logits."""
+    """Run a decoding step of `ids [B, 1]`, which adds a token to the cache; return its logits `[B, 1, vocabulary]`."""
     return model(ids, **with_cache(cache), use_cache=True).logits
 
 
 def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
-    """Return a function that times one step in seconds (a CUDA graph on a GPU) and restores the cache."""
+    """Return a function that times one step in seconds (a CUDA graph on a GPU) and restores the cache.
+
+    Args:
+        model: an enabled model.
+        ids: int64 `[B, 1]`, the token to feed.
+        cache: a `BPCCache` with the tokens before it.
+    """
     device, length = model.device, cache.get_seq_length()
 
     def again() -> None:
@@ -196,7 +212,16 @@ def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
 
 
 def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every layer random keys and values; for timing, positions beyond the model's limit do no harm."""
+    """Give every layer random keys and values; for timing, positions beyond the model's limit do no harm.
+
+    Args:
+        cache: an empty `BPCCache`.
+        config: of its model.
+        batch: sequences.
+        tokens: tokens of each.
+        dtype: of keys and values.
+        device: where they are kept.
+    """
     model = describe(config)
     generator = torch.Generator(device).manual_seed(0)
     shape = (batch, model.kv_heads, tokens, model.head_dim)
@@ -229,9 +254,9 @@ def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
         if switch.free and isinstance(layer_of(key), SparseLayer):
             return query.new_zeros(query.shape).transpose(1, 2), None
         grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
-        scale, usual = arguments.get("scaling"), query.shape[-1] ** -0.5
-        if scale is not None and not math.isclose(scale, usual):  # the forms use the usual scale
-            grouped = grouped * (scale / usual)
+        scaling, usual = arguments.get("scaling"), query.shape[-1] ** -0.5
+        if scaling is not None and not math.isclose(scaling, usual):  # the forms use the usual scaling
+            grouped = grouped * (scaling / usual)
         return switch.attention(grouped, key, value).flatten(1, 2).unsqueeze(1), None
 
     before = attention_name(model.config)
@@ -321,7 +346,16 @@ def total_bytes(config: Any, dtype: torch.dtype) -> int:
 
 
 def check_memory(config: Any, weights: int, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `InputError` if the model and a cache of `tokens` do not fit in memory."""
+    """Raise `InputError` if the model and a cache of `tokens` do not fit in memory.
+
+    Args:
+        config: of the model.
+        weights: bytes of its weights; 0 if they are loaded already.
+        batch: sequences.
+        tokens: cached tokens of each.
+        dtype: of the cache.
+        device: where the model runs.
+    """
     model = describe(config)
     layer = batch * model.kv_heads * tokens * (2 * model.head_dim * dtype.itemsize + 9)
     needed = weights + (model.num_layers + 2) * layer + SPARE

@@ -43,12 +43,15 @@ def to_beat(device: torch.device) -> dict[str, Dense | str]:
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Compute attention with the SDPA backend that torch chooses."""
+    """Compute attention as a form (`forms`), `[B, H_KV, G, D]`, with the SDPA backend that torch chooses."""
     return scaled_dot_product_attention(query, keys, values)
 
 
 def matmul(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Compute attention by two products per head; a batched product would copy keys from a buffer with spare room."""
+    """Compute attention as a form (`forms`), `[B, H_KV, G, D]`, by two products per head.
+
+    A batched product would copy keys from a buffer with spare room.
+    """
     query = query * query.shape[-1] ** -0.5
     out = torch.empty_like(query)
     for b in range(len(query)):

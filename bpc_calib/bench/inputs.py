@@ -155,7 +155,14 @@ def room(tokens: int) -> int:
 
 
 def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Return random normal numbers; copies of one `BLOCK` fill the tensor, because drawing is slower than copying."""
+    """Return random normal numbers; copies of one `BLOCK` fill the tensor, because drawing is slower than copying.
+
+    Args:
+        size: shape of the tensor.
+        dtype: the numbers are drawn in float32 and rounded to it.
+        generator: on the device.
+        device: where the tensor is made.
+    """
     whole = in_huge_pages(torch.empty(size, dtype=dtype, device=device))
     flat = whole.view(-1)
     drawn = torch.randn(min(BLOCK, len(flat)), generator=generator, device=device, dtype=torch.float32).to(dtype)
@@ -165,17 +172,39 @@ def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 
 def dense_bytes(rows: int, tokens: int, dim: int, itemsize: int) -> int:
-    """Return the bytes of keys and values: `tokens` in each of `rows` (KV heads of all sequences)."""
+    """Return the bytes of keys and values.
+
+    Args:
+        rows: KV heads of all sequences.
+        tokens: tokens of each row.
+        dim: head_dim.
+        itemsize: bytes of a number.
+    """
     return rows * tokens * dim * 2 * itemsize
 
 
 def code_bytes(rows: int, tokens: int, *, bits: int = 64, gain: bool = True) -> int:
-    """Return the bytes of codes, plus one byte per code for the gain."""
+    """Return the bytes of codes and gains.
+
+    Args:
+        rows: KV heads of all sequences.
+        tokens: tokens of each row.
+        bits: code length; a code fills whole words of 64 bits.
+        gain: whether there is a gain, one byte per code.
+    """
     return rows * tokens * (8 * -(-bits // 64) + gain)
 
 
 def stage_bytes(rows: int, tokens: int, k: int, dim: int, itemsize: int) -> dict[str, int]:
-    """Return the byte floors of scoring, of attention and of the whole step; scores need not leave the processor."""
+    """Return the byte floors of scoring, of attention and of the whole step; scores need not leave the processor.
+
+    Args:
+        rows: KV heads of all sequences.
+        tokens: cached tokens of each row.
+        k: attended tokens of each row.
+        dim: head_dim.
+        itemsize: bytes of a number of keys and values.
+    """
     codes, kept = code_bytes(rows, tokens), dense_bytes(rows, k, dim, itemsize)
     return {"score": codes, "attend": kept, "step": codes + kept}
 

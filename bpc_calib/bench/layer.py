@@ -260,6 +260,20 @@ def step(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Run a whole step as a cache does: encode the new key, choose tokens, compute attention over them."""
+    """Run a whole step as a cache does: encode the new key, choose tokens, compute attention over them.
+
+    Args:
+        encoder: made from the projection.
+        new: the new key, `[B, H_KV, 1, D]`.
+        query: `[B, H_KV, G, D]`.
+        projection: `[H_KV, H, D]`.
+        k: number of tokens.
+        codes: int64 `[B, H_KV, N, W]`.
+        gain: uint8 `[B, H_KV, N]`.
+        keys, values: `[B, H_KV, N, D]`.
+
+    Returns:
+        `[B, H_KV, G, D]`.
+    """
     dispatch.encode_with(encoder, new)
     return dispatch.sparse_attention(query, keys, values, _choose(query, projection, codes, gain, k))

@@ -34,10 +34,18 @@ def forms(device: torch.device) -> dict[str, Step]:
 def paper_step(
     attention: Dense, query: Tensor, projection: Tensor, codes: Tensor, keys: Tensor, values: Tensor, k: int
 ) -> Tensor:
-    """Compute attention `[B, H_KV, G, D]` over the `k` best keys of `[B, H_KV, N, D]` by score.
+    """Compute attention `[B, H_KV, G, D]` over the best keys by the paper's score.
 
     Every step is as fast as the pipeline allows: this package's own kernels round the query and compute the scores,
     the top-k stay unsorted, and the group is folded into the query's length, so that `attention` reads the copy once.
+
+    Args:
+        attention: dense attention to the copied keys and values.
+        query: `[B, H_KV, G, D]`.
+        projection: `[H_KV, H, D]`.
+        codes: int64 `[B, H_KV, N, W]`.
+        keys, values: `[B, H_KV, N, D]`.
+        k: number of tokens.
     """
     backend = dispatch.find(query.device)
     scores = backend.popcount_scores(backend.quantize_query(query, projection).values, codes)

@@ -20,7 +20,14 @@ __all__ = ["hashing_row", "prefill_row"]
 def prefill_row(
     model: Any, artifact: ProjectionArtifact, tokens: int, dense_layers: Any, repeats: int
 ) -> dict[str, Any]:
-    """Measure the prefill of `tokens` random ids and the hashing of their keys, which the first sparse step does.
+    """Measure the prefill of random ids and the hashing of their keys, which the first sparse step does.
+
+    Args:
+        model: on the device to measure.
+        artifact: projections of the model.
+        tokens: length of the prompt.
+        dense_layers: indices of the layers that attend to everything.
+        repeats: timings, beside a first one that warms up.
 
     Returns:
         `full`, `bpc` (prefill and hashing) and `hashing`, each with median and spread in seconds, and `hashing_share`,

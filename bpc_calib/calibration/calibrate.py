@@ -18,7 +18,7 @@ from bpc_calib.calibration.projecting import project
 from bpc_calib.calibration.ranks import Ranks
 from bpc_calib.calibration.run_text import Text, read_text, stored_text
 from bpc_calib.calibration.stored import read_layers, wait_for_layers
-from bpc_calib.calibration.work_folder import WorkFolder, join_work_folder, open_work_folder, share_work
+from bpc_calib.calibration.work_folder import WorkFolder, broadcast_work, join_work_folder, open_work_folder
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import input_device
@@ -63,7 +63,7 @@ def calibrate(
     description = describe(model.config)
     if description.ranks > 1:
         raise ModelError(
-            f"{description.id}: {description.ranks} processes share it out, and only `bpc calibrate --tensor-parallel` "
+            f"{description.id}: {description.ranks} processes shard it, and only `bpc calibrate --tensor-parallel` "
             "calibrates so: run that with torchrun, or load the model with device_map='auto'"
         )
     plan = plan or make_plan(description)
@@ -81,9 +81,17 @@ def calibrate(
 def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress: Progress) -> ProjectionArtifact:
     """Do what is left of a calibration, with the other ranks if there are some.
 
-    `load` returns the model; it is called only if a sample is left.
+    Args:
+        work: the work folder of the calibration.
+        text: its samples.
+        load: returns the model; called only if a sample is left.
+        progress: as in `calibrate`.
+
+    Raises:
+        ModelError: the model is not supported, a key is not finite, or the keys of a layer cannot be fitted.
+        WorkError: the work folder is damaged or cannot be written, or another rank is gone.
     """
-    share_work(work)
+    broadcast_work(work)
     _finish(load, text.tokens, work, progress)
     if work.ranks.count > 1:
         wait_for_layers(work.path, work.plan)
@@ -92,7 +100,14 @@ def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress
 
 
 def help_calibrate(path: Path, plan: Plan, device: torch.device, load: Callable[[], Any], ranks: Ranks) -> None:
-    """Do the share of another rank than rank 0, which runs `calibrate_in` in the work folder `path`.
+    """Do the part of another rank than rank 0, which runs `calibrate_in` in the work folder `path`.
+
+    Args:
+        path: the work folder, as this rank sees it.
+        plan: the settings, the same on all ranks.
+        device: where this rank computes.
+        load: returns the model; called only if a sample is left.
+        ranks: this process among the ranks.
 
     Raises:
         ModelError: the model is not supported, a key is not finite, or the keys of a layer cannot be fitted.

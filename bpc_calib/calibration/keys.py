@@ -113,11 +113,17 @@ def chunk_edges(model: Any, description: ModelDescription, length: int) -> list[
 
 
 def pass_bytes(text: Any, description: ModelDescription, length: int, itemsize: int) -> tuple[int, int]:
-    """Return the memory of a pass over a sample at once, and in chunks, without the weights.
+    """Return the bytes of a pass over a sample at once, and in chunks, without the weights.
 
     At once, it is that of one layer's activations, and for sliding windows a mask of `length` by `length`: a byte per
     pair, and its copy in the dtype of the scores. In chunks, the full-attention layers need a cache and every layer a
     mask of `CHUNK` by `length`.
+
+    Args:
+        text: the model's text config.
+        description: the same model.
+        length: tokens of the sample.
+        itemsize: bytes of a number of the model's dtype.
     """
     hidden, inner = text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     activations = (6 * hidden + 3 * inner) * itemsize

@@ -48,10 +48,16 @@ def first_positions(plan: Plan) -> list[int]:
 
 
 def shift_offsets(samples: int, length: int, limit: int, rng: random.Random) -> list[int]:
-    """Draw the first position of each sample of `length` tokens, from 0 to `limit - length`; two of three are 0.
+    """Draw the first position of each sample, from 0 to `limit - length`; two of three are 0.
 
     Shifted samples have the RoPE rotations of long contexts. Short and long contexts both contain the early
     positions, so only every third sample is shifted, by an offset from one of equal parts of the room.
+
+    Args:
+        samples: number of samples.
+        length: tokens of each sample.
+        limit: positions of the model.
+        rng: source of the draws.
     """
     offsets = [0] * samples
     shifted = range(1, samples, 3)

@@ -72,7 +72,7 @@ class Ranks:
 
     @contextmanager
     def step(self, stage: str) -> Iterator[None]:
-        """One step of work, whose time tells when a later step of the stage takes too long."""
+        """One step of work; its time bounds the later steps of the stage: `watching.patience`."""
         self.stage, self.began = stage, time.monotonic()
         yield
         self.slowest[stage] = max(self.slowest.get(stage, 0.0), time.monotonic() - self.began)
@@ -108,7 +108,7 @@ def join() -> Ranks:
     try:
         store, rank, count = next(rendezvous("env://", timeout=timedelta(seconds=JOIN)))
     except (RuntimeError, ValueError) as fault:
-        raise WorkError(f"the ranks cannot meet ({first_line(fault)}): start them with torchrun") from fault
+        raise WorkError(f"the ranks cannot rendezvous ({first_line(fault)}): start them with torchrun") from fault
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Ranks(rank, count, PatientStore(PrefixStore(f"bpc/{attempt}", store)))
 
@@ -117,6 +117,12 @@ def samples_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[
     """Return the samples that a rank runs, ascending: those left in every `ranks`-th group that has some left.
 
     Ranks with a shard of the model each run every sample together.
+
+    Args:
+        plan: the settings; `plan.groups` are the groups.
+        finished: samples that are done.
+        rank: this process, from 0.
+        ranks: number of processes.
     """
     if plan.model.ranks > 1:
         rank, ranks = 0, 1
@@ -125,5 +131,12 @@ def samples_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[
 
 
 def layers_of(plan: "Plan", finished: set[int], rank: int, ranks: int) -> list[int]:
-    """Return the layers that a rank fits, ascending: every `ranks`-th of those that are left."""
+    """Return the layers that a rank fits, ascending: every `ranks`-th of those that are left.
+
+    Args:
+        plan: the settings.
+        finished: layers that are done.
+        rank: this process, from 0.
+        ranks: number of processes.
+    """
     return [layer for layer in plan.model.full_layers if layer not in finished][rank::ranks]

@@ -13,7 +13,7 @@ from bpc_calib.calibration.work_folder import WorkFolder, check_same
 from bpc_calib.errors import WorkError
 from bpc_calib.text.corpora import pin
 from bpc_calib.text.known_corpora import Corpus
-from bpc_calib.text.samples import check_vocabulary, draw_corpus, shares, source
+from bpc_calib.text.samples import check_vocabulary, draw_corpus, samples_by_corpus, source
 
 __all__ = ["Text", "read_text", "stored_text"]
 
@@ -33,6 +33,12 @@ def read_text(
 
     Text of the Hub that the work folder has is at the same commit as before, and needs no network.
 
+    Args:
+        corpora: where the text is read.
+        tokenizer: the tokenizer of the model.
+        work: the work folder, whose plan says how many samples of how many tokens.
+        progress: as in `calibrate`, with the stage "text".
+
     Raises:
         CorpusError: a text cannot be read, or is too short.
         ModelError: the tokenizer does not belong to the model.
@@ -41,7 +47,7 @@ def read_text(
     plan = work.plan
     tokens: list[Tensor] = []
     sources: list[dict[str, Any]] = []
-    for place, (corpus, wanted) in enumerate(zip(corpora, shares(plan.samples, len(corpora)), strict=True)):
+    for place, (corpus, wanted) in enumerate(zip(corpora, samples_by_corpus(plan.samples, len(corpora)), strict=True)):
         if not wanted:
             continue
         before = sum(map(len, tokens))

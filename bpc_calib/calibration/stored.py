@@ -80,7 +80,17 @@ def wait_for_samples(folder: Path, plan: Plan) -> None:
 
 
 def write_sums(folder: Path, group: int, sample: int, sums: dict[int, Tensor]) -> None:
-    """Write the sums of a group up to a sample, float64 `[kv_heads, dim, dim]` by layer. Raises `WorkError`."""
+    """Write the sums of a group of samples.
+
+    Args:
+        folder: the work folder.
+        group: number of the group.
+        sample: the last sample that is in the sums.
+        sums: float64 `[kv_heads, dim, dim]` by layer.
+
+    Raises:
+        WorkError: the file cannot be written.
+    """
     tensors = {str(layer): each for layer, each in sums.items()}
     write_tensors(_file(folder, MOMENTS, group), {LAST: torch.tensor(sample), **tensors})
 
@@ -103,7 +113,17 @@ def summed_samples(folder: Path, plan: Plan) -> dict[int, int]:
 
 
 def read_sums(folder: Path, group: int, sample: int, layers: list[int]) -> dict[int, Tensor]:
-    """Read the sums of a group up to this sample, of some layers. Raises `WorkError` if they are damaged."""
+    """Read the sums of a group of samples: float64 `[kv_heads, dim, dim]` by layer.
+
+    Args:
+        folder: the work folder.
+        group: number of the group.
+        sample: the last sample that must be in the sums.
+        layers: the layers to read.
+
+    Raises:
+        WorkError: the file is damaged, or ends with another sample.
+    """
     path = _file(folder, MOMENTS, group)
     try:
         found = read_tensors(path, [LAST, *map(str, layers)])

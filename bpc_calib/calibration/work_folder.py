@@ -32,8 +32,8 @@ from bpc_calib.calibration.stored import LAYERS, MOMENTS, SAMPLES, intact_layers
 from bpc_calib.errors import WorkError
 
 __all__ = [
-    "Journal", "WorkFolder", "check_room", "check_same", "join_work_folder", "open_work_folder", "remove_work",
-    "share_work",
+    "Journal", "WorkFolder", "broadcast_work", "check_room", "check_same", "join_work_folder", "open_work_folder",
+    "remove_work",
 ]  # fmt: skip
 
 LOCK, JOURNAL, ARTIFACT = ".lock", "journal.json", "artifact.safetensors"  # no corpus holds a hidden file
@@ -88,6 +88,12 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
     Of a calibration that differs only in how keys are fitted, the keys are used and the layers are removed.
     Of several ranks, rank 0 opens it, and returns when the others have joined.
 
+    Args:
+        path: the folder.
+        plan: the settings.
+        device: where keys are computed and fitted.
+        ranks: this process among the ranks; None: it is alone.
+
     Raises:
         WorkError: another run uses the folder, it belongs to another calibration, its journal is damaged, it holds
             files of others, or it cannot be written.
@@ -126,6 +132,12 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
 def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks) -> WorkFolder | None:
     """Join the work folder that rank 0 has opened; None if there is nothing left to do.
 
+    Args:
+        path: the folder, as this rank sees it.
+        plan: the settings of this rank.
+        device: where this rank computes.
+        ranks: this process among the ranks.
+
     Raises:
         WorkError: this rank does not see that folder, or has another plan, processor or version than rank 0.
     """
@@ -149,7 +161,7 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
     return WorkFolder(path, plan, device, journal, set(left["samples"]), summed, set(left["layers"]), ranks)
 
 
-def share_work(work: WorkFolder) -> None:
+def broadcast_work(work: WorkFolder) -> None:
     """Broadcast what is finished, so that all ranks know who does what; the text is in the folder."""
     work.ranks.broadcast(
         "work",
@@ -192,7 +204,7 @@ def check_same(folder: Path, before: Any, now: Any) -> None:
 
 def remove_work(path: Path) -> None:
     """Remove the files of a work folder, and the folder if nothing else is in it; the caller holds its lock."""
-    # The journal and the artifact stay until the rest is gone: they tell the same command that it is done.
+    # The journal and the artifact stay until the rest is gone: by them the same command knows that it is done.
     _remove(path, [*(file.name for file in path.glob(".*.tmp")), *FOLDERS, ARTIFACT, JOURNAL, LOCK])
     with suppress(OSError):
         path.rmdir()
@@ -210,7 +222,7 @@ def _show(work: WorkFolder) -> None:
 
 
 def _advice(path: Path, plan: Plan) -> str:
-    number = "any number" if plan.model.ranks == 1 else "the same number"  # shares of a model round otherwise
+    number = "any number" if plan.model.ranks == 1 else "the same number"  # shards of a model round otherwise
     return f"the finished work is in {path}, and the same command goes on, with {number} of ranks"
 
 

@@ -34,7 +34,14 @@ HASHED_AT_ONCE = 1 << 12  # tokens: 1,500 signs need kilobytes of temporary memo
 
 
 def ranked(layer: SparseLayer, scores: Tensor, visible: Tensor | None, *, in_products: bool = True) -> Tensor:
-    """Return the ranks for scores `[batch, kv_heads, G, N]`; `in_products` says whether their unit is that of `q k`."""
+    """Return the ranks, int32 `[batch, kv_heads, N]`, of scores.
+
+    Args:
+        layer: whose scaling and group rule count.
+        scores: floats `[batch, kv_heads, G, N]`.
+        visible: bool `[batch, N]`, False for padding; None: no padding.
+        in_products: whether the unit of the scores is that of the products q k.
+    """
     valid = None if visible is None else visible.unsqueeze(1)
     limit = RELATIVE_LIMIT / layer.scaling if in_products else None
     return sortable(group_scores(scores, layer.rules.group, valid=valid, limit=limit))
@@ -191,7 +198,7 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
         super().__init__(*arguments)
         self.attended = self.steps = 0.0
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
         length = self.get_seq_length()
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)).float()
         keys = self.keys.float()
@@ -200,7 +207,7 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
         nth = seen.cumsum(-1) - 1
         always = (nth < self.SINKS) | (nth >= seen.sum(-1, keepdim=True) - self.NEWEST)
         always, seen = always[:, None, None], seen[:, None, None]
-        logits = grouped @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        logits = grouped @ keys.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         weighted = torch.where(always, logits, logits - self.chance(grouped, keys - self.centre(visible)).log())
         read = (drawn | always) & seen
         weights = weighted.masked_fill(~read, -math.inf).softmax(-1)
@@ -234,11 +241,11 @@ class SnapKVLayer(RankingLayer):
         super().__init__(*arguments)
         self.prompt = 0  # length of the first step with several tokens; 0: no such step, and all tokens are kept
 
-    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
+    def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         if not self.prompt:
             self.prompt = self.get_seq_length()
             grouped = query[:, :, -self.window(self.prompt) :].unflatten(1, (self.keys.shape[1], -1))
-            self.buffers["importance"] = self._importance(grouped.float(), scale)
+            self.buffers["importance"] = self._importance(grouped.float(), scaling)
 
     def window(self, length: int) -> int:
         """Return the length of the observation window: its queries rank the prompt, and its tokens are always kept."""
@@ -258,16 +265,16 @@ class SnapKVLayer(RankingLayer):
         newest = torch.arange(2, 2 + length - importance.shape[2], device=importance.device).float()
         return sortable(torch.cat([importance, newest.expand(*importance.shape[:2], -1)], dim=2))
 
-    def _importance(self, query: Tensor, scale: float | None) -> Tensor:
+    def _importance(self, query: Tensor, scaling: float | None) -> Tensor:
         """Return importances, float32 `[batch, kv_heads, prompt - window]`.
 
         Args:
             query: queries of the window, `[batch, kv_heads, G, window, head_dim]`.
-            scale: factor on the products q k; None: `head_dim ** -0.5`.
+            scaling: factor on the products q k; None: `head_dim ** -0.5`.
         """
         window = query.shape[3]
         keys = self.keys.float()
-        logits = query @ keys.unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        logits = query @ keys.unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         later = torch.ones(window, keys.shape[2], dtype=torch.bool, device=keys.device).triu(self.prompt - window + 1)
         weights = logits.masked_fill(later, -math.inf).softmax(-1)[..., : self.prompt - window]
         mean = weights.mean((2, 3))

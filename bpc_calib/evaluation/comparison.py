@@ -27,10 +27,17 @@ HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
 def make_cache(
     name: str, config: Any, artifact: ProjectionArtifact | None, budget: float | int | None, **rules: Any
 ) -> BPCCache:
-    """An empty cache that attends as this method does; `rules` are those of `BPCCache`, a budget None is its default.
+    """An empty cache that attends as this method does.
 
     The safeguard is BPC's; the other methods choose by their ranking alone. What is forced, and how the scores of a
     group become one, are the same for all: the artifact's method says, where `rules` do not.
+
+    Args:
+        name: one of `METHODS`, or "full".
+        config: `model.config`.
+        artifact: projections of the model, which calibrated methods need.
+        budget: share of the tokens in (0, 1], or a number of tokens; None: the default of `BPCCache`.
+        rules: other arguments of `BPCCache`.
 
     Raises:
         InputError: rules out of range, or a `min_context`: below it there would be nothing to compare.
@@ -69,7 +76,13 @@ class Comparison:
 
 
 def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparison) -> tuple[str, ...]:
-    """Return the methods that `evaluate` compares; raise its errors before any work."""
+    """Return the methods that `evaluate` compares; raise its errors before any work.
+
+    Raises:
+        InputError: as in `evaluate`; the message names the argument.
+        ArtifactError: the artifact belongs to another model.
+        ModelError: BPC cannot serve the model.
+    """
     tasks, lengths, budgets, rules = comparison.tasks, comparison.lengths, comparison.budgets, comparison.rules
     possible = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
     chosen = possible if comparison.methods is None else tuple(dict.fromkeys(comparison.methods))

@@ -17,7 +17,7 @@ from bpc_calib.evaluation.fidelity import METRICS, probe
 from bpc_calib.evaluation.forcing import compare, complete, fork, keep, prefill
 from bpc_calib.evaluation.methods import METHODS, variants
 from bpc_calib.evaluation.prompts import Frame, Prompt, count_answer, hide, largest, make_frame
-from bpc_calib.evaluation.statistics import mean, share
+from bpc_calib.evaluation.statistics import mean, proportion
 from bpc_calib.evaluation.tasks import GROWING, TASKS, TEXT, Problem, score
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
@@ -113,6 +113,14 @@ def draw_prompts(
 ) -> list[Prompt]:
     """Return prompts of a task, the same for the same seed; needles are at the `DEPTHS` in turn.
 
+    Args:
+        task: one of `TASKS`.
+        tokenizer: the tokenizer of the model.
+        length: tokens of a prompt with the longest answer.
+        prompts: number of prompts.
+        seed: of the draws.
+        frame: what stands around text and question; None: the tokenizer's BOS alone.
+
     Raises:
         InputError: the prompts need more tokens.
     """
@@ -153,7 +161,7 @@ def _task(
     answers = ask(setting.model, setting.tokenizer, prompts, setting.caches(), batch, report)
     rows = []
     for (name, budget), answer in answers.items():
-        figure = share(sum(answer.scores), count) if all_or_nothing else mean(answer.scores, least=0.0, most=1.0)
+        figure = proportion(sum(answer.scores), count) if all_or_nothing else mean(answer.scores, least=0.0, most=1.0)
         row = _row(task, length, name, budget, count) | {"score": figure, "read": round(answer.read, 6)}
         row["example"] = {
             "fact": problem.statements[0],
@@ -162,7 +170,7 @@ def _task(
         }
         if task == "needle":
             by_depth = [answer.scores[place::DEPTHS] for place in range(min(DEPTHS, count))]
-            row["depths"] = [share(sum(scores), len(scores)) for scores in by_depth]
+            row["depths"] = [proportion(sum(scores), len(scores)) for scores in by_depth]
         rows.append(row)
     return rows
 
@@ -176,7 +184,19 @@ def hide_all(
     style: str | None = None,
     frame: Frame | None = None,
 ) -> list[Prompt]:
-    """Return prompts that all leave room for the longest answer within `length` tokens."""
+    """Return prompts that all leave room for the longest answer within `length` tokens.
+
+    Args:
+        problems: what is asked.
+        tokenizer: the tokenizer of the model.
+        length: tokens of a prompt with the longest answer.
+        drawn: a source of draws for each problem.
+        depths: where the first statement of each problem stands, from 0 to 1; None: anywhere.
+        style, frame: as in `hide`.
+
+    Raises:
+        InputError: a problem needs more tokens.
+    """
     new = max(count_answer(problem, tokenizer) for problem in problems)
     return [
         hide(problem, tokenizer, length - new, rng, depth, style=style, frame=frame)

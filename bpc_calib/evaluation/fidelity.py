@@ -24,7 +24,7 @@ __all__ = ["METRICS", "ProbeCache", "measure", "probe"]
 METRICS = ("recall", "mass", "best_kept", "cosine")
 
 
-def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
+def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None) -> Tensor:
     """Return four metrics per KV head of the choice `indices`, `[batch, kv_heads, 4]` in the order of `METRICS`.
 
     - recall: share of the true top-k tokens, ranked by exact products (`group_scores`, "relative"), that were chosen;
@@ -36,9 +36,9 @@ def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale:
         query: `[batch, kv_heads, G, head_dim]`.
         keys, values: `[batch, kv_heads, N, head_dim]`.
         indices: int64 `[batch, kv_heads, k]`, the chosen tokens, without duplicates.
-        scale: factor on the products q k; None: `head_dim ** -0.5`.
+        scaling: factor on the products q k; None: `head_dim ** -0.5`.
     """
-    return _kept(_full_attention(query, keys, values, scale), indices)
+    return _kept(_full_attention(query, keys, values, scaling), indices)
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class _Full:
     query: Tensor
     keys: Tensor
     values: Tensor
-    scale: float
+    scaling: float
     weights: Tensor  # [batch, kv_heads, G, N]
     heaviest: Tensor  # [batch, kv_heads, G], the token with the largest weight
     ranks: Tensor  # [batch, kv_heads, N], of the group
     output: Tensor  # [batch, kv_heads, G, head_dim]
 
 
-def _full_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> _Full:
+def _full_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> _Full:
     query, keys, values = (x if x.dtype == torch.float64 else x.float() for x in (query, keys, values))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     products = query @ keys.mT
-    weights = (products * scale).softmax(-1)
-    ranks = sortable(group_scores(products, "relative", limit=RELATIVE_LIMIT / scale))
-    return _Full(query, keys, values, scale, weights, products.argmax(-1), ranks, weights @ values)
+    weights = (products * scaling).softmax(-1)
+    ranks = sortable(group_scores(products, "relative", limit=RELATIVE_LIMIT / scaling))
+    return _Full(query, keys, values, scaling, weights, products.argmax(-1), ranks, weights @ values)
 
 
 def _kept(full: _Full, indices: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _kept(full: _Full, indices: Tensor) -> Tensor:
     recall = chosen.gather(-1, select(full.ranks, indices.shape[-1])).to(query.dtype).mean(-1)
     mass = (weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
     kept = chosen.gather(-1, full.heaviest).to(query.dtype).mean(-1)
-    sparse = sparse_attention(query, full.keys, full.values, indices, full.scale)
+    sparse = sparse_attention(query, full.keys, full.values, indices, full.scaling)
     cosine = F.cosine_similarity(full.output, sparse.to(full.output.dtype), dim=-1).mean(-1)
     return torch.stack([recall, mass, kept, cosine], dim=-1)
 
@@ -89,24 +89,24 @@ class ProbeLayer(FullLayer):
     def count_chosen(self, visible: Tensor | None) -> int:
         return self.get_seq_length()
 
-    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
+    def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         for layer in self.probed.values():
             layer.borrow(self)
-            layer.observe(query, scale, places)
+            layer.observe(query, scaling, places)
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
-        self.scaling = self.scaling if scale is None else scale
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
+        self.scaling = self.scaling if scaling is None else scaling
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         length = self.get_seq_length()
         if self.probed and self.steps % self.every == 0:
-            full = _full_attention(grouped, self.keys, self.values, scale)
+            full = _full_attention(grouped, self.keys, self.values, scaling)
             for method, layer in self.probed.items():
                 layer.borrow(self)
                 metrics = _kept(full, layer.choose(grouped, layer.count(length), visible)).double()
                 self.sums[method] = self.sums[method] + metrics if self.measured else metrics
             self.measured += 1
         self.steps += 1
-        return super().attend(query, length, visible, scale)
+        return super().attend(query, length, visible, scaling)
 
 
 class ProbeCache(BPCCache):

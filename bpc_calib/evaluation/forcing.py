@@ -26,7 +26,7 @@ class FullLayer(SparseLayer):
     """A layer that chooses every token."""
 
     def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """Return all tokens, including padding, so batches must not be padded."""
+        """Return all tokens, including padding, int64 `[batch, kv_heads, N]`, so batches must not be padded."""
         return torch.arange(self.get_seq_length(), device=query.device).expand(*self.keys.shape[:2], -1)
 
 
@@ -34,10 +34,10 @@ class PrefixLayer(FullLayer):
     """A layer that attends to everything and keeps queries of a step with several tokens, for methods that use them."""
 
     asked: Asked | None = None
-    scale: float | None = None
+    scaling: float | None = None
 
-    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
-        self.asked, self.scale = join(None, query, places), scale
+    def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
+        self.asked, self.scaling = join(None, query, places), scaling
 
 
 class PrefixCache(BPCCache):
@@ -63,7 +63,7 @@ def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
         if isinstance(layer, SparseLayer) and isinstance(source, PrefixLayer):
             layer.skip_attention()
             if source.asked is not None:
-                layer.observe(source.asked.queries, source.scale, source.asked.places)
+                layer.observe(source.asked.queries, source.scaling, source.asked.places)
         if isinstance(layer, BPCLayer) and layer.calibrated is not None:
             layer.prepare(None)  # so that the first step is like the others
     return cache
@@ -80,7 +80,14 @@ def force(model: Any, cache: BPCCache, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def complete(model: Any, cache: BPCCache, ids: Tensor, new: int) -> Tensor:
-    """Feed `ids` one token at a time, then decode and return `new` greedy tokens, `[batch, new]`."""
+    """Feed the tokens one at a time, then decode and return greedy tokens, int64 `[batch, new]`.
+
+    Args:
+        model: an enabled model.
+        cache: holds the tokens before `ids`.
+        ids: int64 `[batch, tokens]`.
+        new: number of tokens to decode.
+    """
     tokens = [force(model, cache, ids).argmax(-1, keepdim=True)]
     while len(tokens) < new:
         tokens.append(force(model, cache, tokens[-1]).argmax(-1, keepdim=True))
@@ -113,7 +120,7 @@ def predictions(model: Any, cache: BPCCache, ids: Tensor) -> Iterator[Tensor]:
 
 @torch.inference_mode()
 def keep(model: Any, cache: BPCCache, ids: Tensor) -> list[Tensor]:
-    """Return the `predictions` for every token of `ids` except the first, to compare others with.
+    """Return the `predictions` for every token of `ids` `[batch, tokens]` except the first, to compare others with.
 
     They are float16 on the CPU: an error of 2^-11 of each logarithm, which counts as much as its probability.
     """

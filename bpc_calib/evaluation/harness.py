@@ -60,6 +60,12 @@ def prepare(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int], seed: 
     The data of a length are those that lm_eval makes with the metadata `tokenizer` and `max_seq_lengths`, and with all
     its seeds set to `seed`. They are made once, so that every method gets the same prompts.
 
+    Args:
+        tasks: names of lm_eval.
+        tokenizer: the tokenizer of the model.
+        lengths: tokens of the prompts, for tasks that make their data.
+        seed: for all draws of lm_eval.
+
     Raises:
         InputError: a task is unknown, or its data cannot be loaded or made; the message names it.
     """
@@ -132,6 +138,9 @@ def harness_model(model: Any, tokenizer: Any, empty: Callable[[], BPCCache]) -> 
 
     The context without its last token is prefilled densely. The last token and every token of the answer are decoding
     steps, both for generated answers and for answers whose likelihood is measured.
+
+    Raises:
+        InputError: from the model returned, where a task samples its answers.
     """
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -233,9 +242,22 @@ def run(
     seed: int = 0,
     **rules: Any,
 ) -> list[dict[str, Any]]:
-    """Return rows like those of `evaluate` for the first `limit` documents; `metrics` has all numbers of lm_eval.
+    """Return rows like those of `evaluate`; `metrics` has all numbers of lm_eval.
 
-    A tokenizer with a chat template gets the prompts in it, unless `raw`.
+    Args:
+        model: an enabled model.
+        tokenizer: its tokenizer; with a chat template, prompts are put into it.
+        artifact: projections of the model, which calibrated methods need.
+        task: as `prepare` returns it.
+        methods: names of `METHODS`.
+        budgets: shares of the tokens in (0, 1], or numbers of tokens.
+        limit: documents, the first ones of the task.
+        raw: leaves the chat template out.
+        seed: for lm_eval and online projections.
+        rules: other arguments of `BPCCache`.
+
+    Raises:
+        InputError: rules out of range, or the task samples its answers.
     """
     from lm_eval import simple_evaluate
 

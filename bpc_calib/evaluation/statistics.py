@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-__all__ = ["mean", "share"]
+__all__ = ["mean", "proportion"]
 
 Z = 1.96
 
 
-def share(right: float, count: int) -> dict[str, float]:
+def proportion(right: float, count: int) -> dict[str, float]:
     """Return the proportion `right / count` with Wilson's interval."""
     p = right / count
     middle = (p + Z * Z / (2 * count)) / (1 + Z * Z / count)

@@ -192,9 +192,15 @@ def _uuid(rng: random.Random) -> str:
 
 
 def common_words(rng: random.Random, held_out: bool = True, *, size: int = 75, common: int = 5) -> Problem:
-    """Return a problem with a list of `size` words; the question is about the words that occur ten times as often.
+    """Return a problem with a list of words; the question is about the words that occur ten times as often.
 
     RULER: common words.
+
+    Args:
+        rng: source of the draws.
+        held_out: of no effect, since there are no names.
+        size: words of the list.
+        common: how many words occur often.
     """
     drawn = rng.sample(made_text.words(), common + UNCOMMON)
     listed = drawn[:common] * (10 * size // (10 * common + UNCOMMON))
@@ -248,7 +254,14 @@ def passages(rng: random.Random, held_out: bool = True, *, size: int = 8) -> Pro
 
 
 def copying(rng: random.Random, held_out: bool = True, *, size: int = 8, sentences: int = 4) -> Problem:
-    """Return a problem with `size` passages of `sentences` sentences; one must be repeated word for word."""
+    """Return a problem with passages of some sentences; one must be repeated word for word.
+
+    Args:
+        rng: source of the draws.
+        held_out: of no effect, since there are no names.
+        size: passages.
+        sentences: of a passage.
+    """
     texts = ["".join(made_text.prose(rng) for _ in range(sentences)) for _ in range(size)]
     asked = rng.randrange(size)
     statements = tuple(f"\nPassage {number}:{text}" for number, text in enumerate(texts, start=1))

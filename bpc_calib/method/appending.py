@@ -42,7 +42,15 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
 
 
 def write(key: Tensor, value: Tensor, encoded: Encoded | None, place: Tensor, slots: Slots) -> None:
-    """Do the same as `append` for a key that is already hashed."""
+    """Do the same as `append` for a key that is already hashed. Checks nothing.
+
+    Args:
+        key: `[B, H_KV, 1, D]`.
+        value: `[B, H_KV, 1, V]`.
+        encoded: of the key, `[B, H_KV, 1, ...]`; None: codes, gain and error stay as they are.
+        place: int64 `[1]`, the slot to write.
+        slots: the buffers.
+    """
     pairs: list[tuple[Tensor | None, Tensor]] = [(slots.keys, key), (slots.values, value)]
     if encoded is not None:
         pairs += [(slots.codes, encoded.codes), (slots.gain, encoded.gain), (slots.error, encoded.error)]
@@ -52,7 +60,11 @@ def write(key: Tensor, value: Tensor, encoded: Encoded | None, place: Tensor, sl
 
 
 def check(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
-    """Raise `InputError` unless `append` accepts the arguments. Reads no tensor values, not to wait for a device."""
+    """Raise `InputError` unless `append` accepts the arguments. Reads no tensor values, not to wait for a device.
+
+    Args:
+        encoder, key, value, place, slots: as in `append`.
+    """
     for name, new, buffer in (("key", key, slots.keys), ("value", value, slots.values)):
         if buffer.dim() != 4 or new.shape != (*buffer.shape[:2], 1, buffer.shape[3]) or new.dtype != buffer.dtype:
             raise InputError(

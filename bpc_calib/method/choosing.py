@@ -27,7 +27,7 @@ __all__ = ["Cached", "Choice", "check", "choose", "choose_quantized", "rank", "w
 class Choice:
     """How a decoding step ranks tokens, and which tokens it attends to whatever their rank."""
 
-    scaling: float  # attention's factor for the dot product of query and key: it defines the size of one logit
+    scaling: float  # attention's factor on the products q k: it defines the size of one logit
     group: str = GROUPS[0]  # as in `group_scores`
     recent: int = 0  # newest tokens, always attended
     sink: int = 0  # first tokens, always attended
@@ -77,7 +77,11 @@ def choose(
 
 
 def check(query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice) -> None:
-    """Raise `InputError` unless `choose` accepts the arguments. Reads no tensor values, not to wait for a device."""
+    """Raise `InputError` unless `choose` accepts the arguments. Reads no tensor values, not to wait for a device.
+
+    Args:
+        query, projection, cached, k, choice: as in `choose`.
+    """
     codes = cached.codes
     if query.dim() != 4 or not query.dtype.is_floating_point:
         raise InputError(f"query must be floating [B, H_KV, G, D], not {query.dtype} {list(query.shape)}")
@@ -115,7 +119,18 @@ def _same(found: int, wanted: int) -> bool:  # -1 allows any size
 def choose_quantized(
     query: QuantizedQuery, cached: Cached, k: int | Tensor, choice: Choice, *, width: int | None = None
 ) -> Tensor:
-    """Do the same as `choose` for queries that are already quantized."""
+    """Do the same as `choose` for queries that are already quantized.
+
+    Args:
+        query: int8 values `[B, H_KV, G, H]` and float32 scales `[B, H_KV]`.
+        cached, k, choice, width: as in `choose`.
+
+    Returns:
+        int64 `[B, H_KV, width]`, ascending, with -1 after the last index.
+
+    Raises:
+        InputError: codes or gains do not fit the queries, or `k` exceeds the number of valid tokens.
+    """
     codes, valid = cached.codes, cached.valid
     if cached.lengths is not None:
         valid = within(cached.lengths, codes.shape[2], valid)
@@ -140,7 +155,19 @@ def within(lengths: Tensor, tokens: int, valid: Tensor | None) -> Tensor:
 def rank(
     scores: Tensor, scale: Tensor, *, group: str, gain: bool, scaling: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Call `group_scores` for scores `[..., G, N]`, with the limit that fits their queries' `scale [...]`."""
+    """Call `group_scores` with the limit that fits the scale of the queries; returns `[..., N]`, int32.
+
+    Args:
+        scores: int32 `[..., G, N]`, as `hash_scores` returns them.
+        scale: float32 `[...]`, of the quantized queries.
+        group: one of `GROUPS`.
+        gain: whether the scores include the gain.
+        scaling: attention's factor on the products q k.
+        valid: bool `[..., N]`, as in `group_scores`.
+
+    Raises:
+        InputError: the group is unknown.
+    """
     logit = (GAIN_UNIT if gain else 1) / (scale * scaling)  # one logit, in the unit of the scores
     limit = (RELATIVE_LIMIT * logit).clamp(max=LARGEST_LIMIT).to(scores.dtype)
     return group_scores(scores, group, valid=valid, limit=limit)

@@ -124,7 +124,15 @@ def norms_by_bit(squared_norm: Tensor, projection: Tensor, kept: Tensor) -> Tens
 def check_arguments(
     keys: Tensor, weights: Tensor | None, bits: int, iterations: int, mean: Tensor | None = None
 ) -> None:
-    """Raise `InputError` unless the arguments of `decompose` fit, and the mean of `fit`."""
+    """Raise `InputError` unless the arguments of `decompose` fit, and the mean of `fit`.
+
+    Args:
+        keys: `[..., N, D]`.
+        weights: `[..., N]`; None: all keys count.
+        bits: code length.
+        iterations: iterations per bit.
+        mean: `[..., D]`.
+    """
     check_bits(bits)
     check_keys(keys, weights, mean)
     if iterations < 1:

@@ -14,7 +14,7 @@ def dense_attention(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    scale: float | None = None,
+    scaling: float | None = None,
     *,
     valid: Tensor | None = None,
 ) -> Tensor:
@@ -25,7 +25,7 @@ def dense_attention(
         keys: `[B, H_KV, N, D]`; finite in the unused part too.
         values: the same shape as the keys; finite in the unused part too.
         lengths: integers `[B]`, the number of tokens in use; later entries are ignored.
-        scale: factor of the logits; None is `D ** -0.5`.
+        scaling: factor on the products q k; None: `D ** -0.5`.
         valid: bool `[B, N]`; False is padding. None: no padding.
 
     Returns:
@@ -36,11 +36,15 @@ def dense_attention(
     """
     check(query, keys, values, lengths, valid)
     seen = within(lengths, keys.shape[2], valid)[:, None, None]
-    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale)
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scaling)
 
 
 def check(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, valid: Tensor | None) -> None:
-    """Raise `InputError` unless `dense_attention` accepts the arguments."""
+    """Raise `InputError` unless `dense_attention` accepts the arguments.
+
+    Args:
+        query, keys, values, lengths, valid: as in `dense_attention`.
+    """
     alike = keys.shape == values.shape and query.dtype == keys.dtype == values.dtype
     fit = query.dim() == keys.dim() == 4 and alike
     if not fit or query.shape[:2] != keys.shape[:2] or query.shape[-1] != keys.shape[-1]:

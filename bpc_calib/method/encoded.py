@@ -24,7 +24,12 @@ class Encoded:
 
 
 def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:
-    """Return the gain bytes, uint8, of keys with these squared norms and products `dot = <k, u P>`."""
+    """Return the gains of keys, uint8 `[..., N]`.
+
+    Args:
+        squared_norm: `[..., N]`, `|k|^2` in the metric.
+        dot: `[..., N]`, `<k, u P>` in the metric.
+    """
     byte = (GAIN_UNIT * squared_norm / dot - GAIN_OFFSET).round().clamp(0, GAIN_MAX)  # round() is half to even
     byte = torch.where(dot > 0, byte, GAIN_MAX)
     return torch.where(squared_norm > 0, byte, GAIN_ONE).to(torch.uint8)

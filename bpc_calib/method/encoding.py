@@ -37,7 +37,11 @@ class Encoder:
             raise InputError(f"keys {list(keys.shape)} do not fit a projection of head_dim {self.matrix.shape[-2]}")
 
     def centre(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys minus the mean, and the same times the metric."""
+        """Return the keys `[..., N, D]` minus the mean, and the same times the metric, in the dtype of the encoder.
+
+        Raises:
+            InputError: the keys have another `D` than the encoder.
+        """
         self.check(keys)
         wide = keys.to(self.matrix.dtype)
         if self.mean is not None:
@@ -45,7 +49,7 @@ class Encoder:
         return wide, wide if self.metric is None else wide @ self.metric
 
     def change(self, how: Callable[[Tensor], Tensor]) -> "Encoder":
-        """Return a copy with `how`, which keeps the last two dimensions, applied to every tensor."""
+        """Return a copy with `how` applied to every tensor `[B, H_KV, ...]`; `how` keeps the last two dimensions."""
         metric, mean = (None if tensor is None else how(tensor) for tensor in (self.metric, self.mean))
         return Encoder(how(self.matrix.mT).mT, how(self.gram), metric, mean)  # transposed, as it lies in memory
 
@@ -53,10 +57,15 @@ class Encoder:
 def make_encoder(
     projection: Tensor, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
 ) -> Encoder:
-    """Prepare a projection `[..., H, D]` for keys of one dtype.
+    """Prepare a projection for keys of one dtype.
 
     `P` and `P M` are rounded to that dtype once. Every product uses the rounded matrices, and so does the
     projected query, so that codes of 16-bit keys follow the greedy loop as exactly as in float64.
+
+    Args:
+        projection: `[..., H, D]`.
+        dtype: of the keys.
+        metric, mean: as in `encode`.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
@@ -106,7 +115,11 @@ def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, me
 
 
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
-    """Do the same as `encode` with a prepared encoder, for keys of its dtype."""
+    """Do the same as `encode` with a prepared encoder, for keys `[..., N, D]` of its dtype.
+
+    Raises:
+        InputError: the keys have another `D` than the encoder.
+    """
     with torch.autocast(keys.device.type, enabled=False):
         wide, in_metric = encoder.centre(keys)
         return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * in_metric).sum(-1))

@@ -105,7 +105,13 @@ class Products:
 
 
 def refine(products: Callable[[Tensor], Products], projection: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
-    """Run the rounds of `least_squares`; `products` hashes the keys with a projection."""
+    """Run the rounds of `least_squares`, and return what it returns.
+
+    Args:
+        products: hashes the keys with a projection, float32 `[..., H, D]`.
+        projection: float32 `[..., H, D]`, the first one.
+        rounds: number of rounds.
+    """
     found = products(projection)
     best, best_norms = projection, found.residual_norms
     for _ in range(rounds):

@@ -191,7 +191,11 @@ def read_tokens(paged: Paged, table: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 
 def check(query: Tensor, projection: Tensor, paged: Paged, rows: Rows) -> None:
-    """Raise `InputError` unless the arguments of `attend_pages` fit each other."""
+    """Raise `InputError` unless the arguments of `attend_pages` fit each other.
+
+    Args:
+        query, projection, paged, rows: as in `attend_pages`.
+    """
     (batch, kv_heads, _, dim), (_, heads, size, _) = query.shape, paged.codes.codes.shape
     check_table(rows.table, rows.lengths)
     packing, eight = paged.packing, torch.float8_e4m3fn
@@ -217,7 +221,7 @@ def check(query: Tensor, projection: Tensor, paged: Paged, rows: Rows) -> None:
 
 
 def check_table(table: Tensor, lengths: Tensor) -> None:
-    """Raise `InputError` unless a table and lengths fit each other."""
+    """Raise `InputError` unless a table, int32 `[B, P]`, and lengths `[B]` fit each other."""
     if table.dim() != 2 or table.dtype != torch.int32 or lengths.shape != table.shape[:1]:
         raise InputError(
             f"table must be int32 [B, P] and lengths [B], not {table.dtype} {list(table.shape)} and "

@@ -108,7 +108,7 @@ def worst_first(error: Tensor) -> Tensor:
 
 
 def sortable(values: Tensor) -> Tensor:
-    """Map floats to int32 with the same order and the same ties, so that `select` accepts any real-valued scores."""
+    """Map floats `[..., N]` to int32 of the same order and ties, so that `select` accepts any real-valued scores."""
     # The bits of a float, read as an integer, keep its order once the bits of negative floats are inverted.
     bits = (values.float() + 0.0).view(torch.int32)
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -9,7 +9,7 @@ __all__ = ["check", "sparse_attention"]
 
 
 def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
 ) -> Tensor:
     """Compute softmax attention of the `G` queries of each KV head over the tokens in `indices` only.
 
@@ -18,7 +18,7 @@ def sparse_attention(
         keys: `[..., N, D]`.
         values: the same shape as the keys.
         indices: int64 `[..., k]`, one list per KV head, as `select` returns it; -1 is no token.
-        scale: factor of the logits; None is `D ** -0.5`.
+        scaling: factor on the products q k; None: `D ** -0.5`.
 
     Returns:
         `[..., G, D]` in the query's dtype.
@@ -31,12 +31,16 @@ def sparse_attention(
     none = indices < 0
     mask = ~none.unsqueeze(-2) if none.any() else None
     return torch.nn.functional.scaled_dot_product_attention(
-        query, keys.gather(-2, rows), values.gather(-2, rows), attn_mask=mask, scale=scale
+        query, keys.gather(-2, rows), values.gather(-2, rows), attn_mask=mask, scale=scaling
     )
 
 
 def check(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor) -> None:
-    """Raise `InputError` unless `sparse_attention` accepts the arguments."""
+    """Raise `InputError` unless `sparse_attention` accepts the arguments.
+
+    Args:
+        query, keys, values, indices: as in `sparse_attention`.
+    """
     alike = keys.shape == values.shape and query.dtype == keys.dtype == values.dtype
     fit = alike and query.shape[-1:] == keys.shape[-1:]
     if not fit or not query.shape[:-2] == keys.shape[:-2] == indices.shape[:-1]:

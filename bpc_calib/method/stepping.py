@@ -33,7 +33,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
         query: `[B, H_KV, G, D]`.
         hashed: keys, values and codes.
         k: number of tokens, at most `hashed.length`.
-        choice: how to rank; its `scaling` is the factor of the logits.
+        choice: how to rank; its `scaling` is also that of attention.
 
     Returns:
         `[B, H_KV, G, D]` in the query's dtype.
@@ -74,7 +74,12 @@ def cached(hashed: Hashed) -> Cached:
 
 
 def check(query: Tensor, hashed: Hashed, k: int) -> None:
-    """Raise `InputError` unless `step` accepts the arguments. Reads no tensor values, not to wait for a device."""
+    """Raise `InputError` unless `step` accepts the arguments. Reads no tensor values, not to wait for a device.
+
+    Args:
+        query: `[B, H_KV, G, D]`.
+        hashed, k: as in `step`.
+    """
     slots, length = hashed.slots, hashed.length
     batch, kv_heads, _, dim = query.shape
     projection = hashed.projection

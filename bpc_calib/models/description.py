@@ -213,9 +213,15 @@ def heads_per_rank(total: int, ranks: int) -> int | None:
 
 
 def held_heads(total: int, held: int, rank: int, ranks: int) -> slice | None:
-    """Return which of the `total` KV heads of a layer a rank holds that has `held`; None: `held` is no rank's shard.
+    """Return which KV heads of a layer a rank holds; None: so many heads are no rank's shard.
 
     Some models keep all heads on every rank, because they normalise over heads or split a fused projection.
+
+    Args:
+        total: KV heads of the whole layer.
+        held: KV heads on this rank.
+        rank: this process, from 0.
+        ranks: processes that shard the model.
     """
     if held == total:
         return slice(0, total)

@@ -119,7 +119,17 @@ class BPCCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values to a layer and return all that it holds."""
+        """Append keys and values to a layer and return all that it holds, `[batch, kv_heads, N, head_dim]` each.
+
+        Args:
+            key_states: `[batch, kv_heads, new, head_dim]`.
+            value_states: the same shape as the keys.
+            layer_idx: the layer, from 0.
+
+        Raises:
+            ModelError: the model is not enabled, an earlier pass failed, or the model bypasses transformers' attention
+                interface.
+        """
         last = self._last
         if last is not None and not last.served:
             raise ModelError(
@@ -173,7 +183,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     def _count_drafts(self, tokens: int) -> None:
         """Warn once if step after step verifies drafts, as with an assistant model.
 
-        transformers does not tell a cache who drafts. With prompt lookup, a step without a match has one token.
+        transformers does not pass on to a cache who drafts. With prompt lookup, a step without a match has one token.
         """
         if self._verified is None:
             return

@@ -19,13 +19,13 @@ class AttentionCall:
     module: Any
     query: Tensor  # [batch, query_heads, new, head_dim]
     mask: Any  # in the form that the model's own attention uses
-    scale: float | None  # factor on the products q k; None: head_dim ** -0.5
+    scaling: float | None  # factor on the products q k; None: head_dim ** -0.5
     window: int | None  # length of the sliding window; None: full attention
     positions: Tensor | None  # [batch, new]
 
 
 def with_layer(keys: Tensor, layer: Any) -> Tensor:
-    """Return a view of the keys that carries the layer that cached them.
+    """Return a view of the keys `[batch, kv_heads, N, head_dim]` that carries the layer that cached them.
 
     Setting the attribute on the stored tensor itself would create a reference cycle that keeps the cache alive.
     """
@@ -83,10 +83,20 @@ def _as_bool(mask: Tensor) -> Tensor:
 
 
 def check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | None) -> None:
-    """Raise `InputError` if `generate` feeds cached tokens a second time, a fault of transformers before 5.21.
+    """Refuse cached tokens that `generate` feeds a second time, a fault of transformers before 5.21.
 
     With `prefill_chunk_size` and a continued cache, it feeds the whole text again from position 0, after the tokens
     that are already cached.
+
+    Args:
+        query: `[batch, query_heads, new, head_dim]`.
+        key: `[batch, kv_heads, N, head_dim]`, with the new tokens.
+        mask: as in `visible_tokens`.
+        positions: integers `[batch, new]`, of the new tokens; None: unknown.
+
+    Raises:
+        InputError: cached tokens are fed again, or the mask is shorter than the cache.
+        ModelError: the mask differs between heads, or weighs tokens.
     """
     past = key.shape[2] - query.shape[2]
     if not past or positions is None or not continued_cache_restarts():

@@ -32,7 +32,13 @@ def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
 
 
 def reserve(buffer: Tensor, length: int, room: int) -> Tensor:
-    """Return a buffer with at least `room` tokens, copied if needed: the first `length` tokens, then zeros."""
+    """Return a buffer with at least `room` tokens, copied if needed: the first `length` tokens, then zeros.
+
+    Args:
+        buffer: `[batch, heads, tokens, ...]`.
+        length: tokens to keep.
+        room: tokens.
+    """
     if room > buffer.shape[2] or not writable(buffer):
         larger = in_huge_pages(buffer.new_empty(*buffer.shape[:2], _aligned(room), *buffer.shape[3:]))
         larger[:, :, :length] = buffer[:, :, :length]

@@ -38,8 +38,8 @@ class BPCLayer(SparseLayer):
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
-    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
-        """Keep some queries for the metric of online projections."""
+    def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
+        """Keep some queries `[batch, query_heads, n, head_dim]` for the metric of online projections."""
         if self.calibrated is None and self.projection is None:
             self.asked = join(self.asked, query, places)
 
@@ -103,7 +103,14 @@ class BPCLayer(SparseLayer):
             self.hash(visible)
 
     def visible(self, mask: Tensor | None) -> Tensor | None:
-        """Return a mask of the cached tokens as bool on their device; None: none is padding."""
+        """Return a mask of the cached tokens as bool on their device; None: none is padding.
+
+        Args:
+            mask: bool or integers `[batch, N]`, 0 for padding; None: no padding.
+
+        Raises:
+            InputError: the mask does not fit the cache.
+        """
         length = self.get_seq_length()
         if not length or mask is None:
             return None
@@ -114,7 +121,7 @@ class BPCLayer(SparseLayer):
         return None if mask.all() else mask.to(self.keys.device).bool()
 
     def will_choose(self, visible: Tensor | None) -> bool:
-        """Return whether the next step with one token chooses among the cached tokens."""
+        """Return whether the next one-token step chooses among the cached tokens; `visible` is bool `[batch, N]`."""
         length = self.get_seq_length()
         longest = length if visible is None else int(visible.sum(-1).max())
         return bool(longest) and self.count(longest + 1) <= longest
@@ -130,7 +137,17 @@ class BPCLayer(SparseLayer):
         self.projection, self.asked = fitted.projection.to(dtype), None
 
     def hash(self, visible: Tensor | None) -> Tensor:
-        """Compute the codes, errors and gains of the tokens that have none yet; return the projection."""
+        """Compute the codes, errors and gains of the tokens that have none yet; return the projection.
+
+        Args:
+            visible: bool `[batch, N]`, False for padding, which no online projection is fitted to; None: no padding.
+
+        Returns:
+            `[kv_heads, bits, head_dim]`, or online `[batch, kv_heads, bits, head_dim]`, in the dtype of the keys.
+
+        Raises:
+            ModelError: the artifact's projections do not fit the KV heads of this process.
+        """
         if self.unfitted():
             self.take_fit(fit_online(self.keys, self.asked, visible, self.rules.bits, self.rules.seed))
         elif self.projection is None:
@@ -157,7 +174,7 @@ class BPCLayer(SparseLayer):
         if heads is None:
             raise ModelError(
                 f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {total}, and the cache's "
-                f"config names {ranks} processes that share them out: make the cache from the config of the loaded "
+                f"config names {ranks} processes that shard them: make the cache from the config of the loaded "
                 "model (model.config)"
             )
         self.projection, self.encoder = projection_of(self.calibrated, heads, keys.dtype, keys.device)
@@ -166,12 +183,12 @@ class BPCLayer(SparseLayer):
 class WholeStepLayer(BPCLayer):
     """A layer that does the same as `BPCLayer`, with fewer calls; to choose otherwise, extend `BPCLayer` instead."""
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
         """Hash the new token, choose and attend at once, where no other token needs a code and none is padding."""
         hashed = self.ready()
         if hashed is None or visible is not None or isinstance(k, Tensor):
-            return super().attend(query, k, visible, scale)
-        self.scaling = self.scaling if scale is None else scale
+            return super().attend(query, k, visible, scaling)
+        self.scaling = self.scaling if scaling is None else scaling
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         out = step(grouped, hashed, k, self.choice())
         self.hashed = hashed.length

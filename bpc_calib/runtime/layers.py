@@ -77,7 +77,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._rebatch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences with these indices."""
+        """Keep only the sequences with these indices: integers or bool, `[sequences]`."""
         self._rebatch(lambda tensor: tensor[indices, ...])
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -117,12 +117,12 @@ class SparseLayer(GrowingLayer):
         """Return the bytes that ranking `length` tokens reads per sequence."""
         return 0
 
-    def observe(self, query: Tensor, scale: float | None, places: Tensor) -> None:
+    def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         """Receive queries `[batch, query_heads, n, head_dim]` of a step with several tokens, already cached.
 
         Args:
             query: at least those of the newest tokens, in order.
-            scale: factor on the products q k; None: `head_dim ** -0.5`.
+            scaling: factor on the products q k; None: `head_dim ** -0.5`.
             places: int64 `[n]`, the tokens of the queries, ascending.
         """
 
@@ -145,14 +145,18 @@ class SparseLayer(GrowingLayer):
         if call.query.shape[2] > 1:
             check_continued(call.query, self.keys, call.mask, call.positions)
             length = self.get_seq_length()
-            self.observe(call.query, call.scale, torch.arange(length - call.query.shape[2], length))
+            self.observe(call.query, call.scaling, torch.arange(length - call.query.shape[2], length))
             return None
         visible = visible_tokens(call.mask, self.keys, call.window)
         k = self.count_chosen(visible)
-        return None if k is None else self.attend(call.query, k, visible, call.scale)
+        return None if k is None else self.attend(call.query, k, visible, call.scaling)
 
     def serve(self, module: Any) -> None:
-        """Record that this attention module called BPC's attention with this layer's keys."""
+        """Record that this attention module called BPC's attention with this layer's keys.
+
+        Raises:
+            ModelError: the cache belongs to another model.
+        """
         owner = None if self.module is None else self.module()
         if owner is not module:
             if self.module is not None or not self.model.fits(module.config):
@@ -180,21 +184,21 @@ class SparseLayer(GrowingLayer):
         """Return the number of attended tokens at `length` tokens."""
         return self.rules.count(length)
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scale: float | None) -> Tensor:
+    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
         """Compute attention of one new token per sequence, already cached, over the chosen tokens.
 
         Args:
             query: `[batch, query_heads, 1, head_dim]`.
             k, visible: as in `choose`.
-            scale: factor on the products q k; None: `head_dim ** -0.5`.
+            scaling: factor on the products q k; None: `head_dim ** -0.5`.
 
         Returns:
             `[batch, 1, query_heads, head_dim]`.
         """
-        self.scaling = self.scaling if scale is None else scale
+        self.scaling = self.scaling if scaling is None else scaling
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         indices = self.choose(grouped, k, visible)
-        return sparse_attention(grouped, self.keys, self.values, indices, scale).flatten(1, 2).unsqueeze(1)
+        return sparse_attention(grouped, self.keys, self.values, indices, scaling).flatten(1, 2).unsqueeze(1)
 
     def borrow(self, other: "SparseLayer") -> None:
         """Use another layer's keys and values."""
@@ -263,5 +267,5 @@ class DenseLayer(GrowingLayer):
             return None  # no layer chooses: the step has the bits of the model's own
         grouped = call.query.squeeze(2).unflatten(1, (kv_heads, -1))
         everything = torch.full((batch,), length)
-        out = dense_attention(grouped, self.keys, self.values, everything, call.scale, valid=visible)
+        out = dense_attention(grouped, self.keys, self.values, everything, call.scaling, valid=visible)
         return out.flatten(1, 2).unsqueeze(1)

@@ -64,7 +64,11 @@ class StaticLayer(GrowingLayer):
         return self.clock.length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write `[batch, kv_heads, 1, head_dim]`; the returned keys carry this layer for BPC's attention."""
+        """Write `[batch, kv_heads, 1, head_dim]`; the returned keys carry this layer for BPC's attention.
+
+        Raises:
+            InputError: no static step is running, or there are several tokens.
+        """
         if not self.clock.stepping:
             self._rebatch()
         if key_states.shape[2] != 1:
@@ -96,9 +100,9 @@ class StaticLayer(GrowingLayer):
             cached = Cached(self.buffers["codes"], self.buffers.get("gain"), valid, lengths, self.worst)
             k, width = self.clock.k, self.clock.width
             indices = choose(grouped, self.layer.projection, cached, k, self.choice, width=width)
-            out = sparse_attention(grouped, self.keys, self.values, indices, call.scale)
+            out = sparse_attention(grouped, self.keys, self.values, indices, call.scaling)
         else:
-            out = dense_attention(grouped, self.keys, self.values, lengths, call.scale, valid=valid)
+            out = dense_attention(grouped, self.keys, self.values, lengths, call.scaling, valid=valid)
         return out.flatten(1, 2).unsqueeze(1)
 
     def thaw(self) -> GrowingLayer:

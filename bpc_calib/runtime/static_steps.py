@@ -81,7 +81,7 @@ def check_static(model: Any, cache: Any) -> None:
     if description.rope_follows_length:
         raise ModelError(f"{name}: its RoPE changes with the length, which static steps do not serve")
     if description.ranks > 1 and model.device.type == "cuda":
-        raise ModelError(f"{name}: {description.ranks} processes share it out, which CUDA graphs do not serve")
+        raise ModelError(f"{name}: {description.ranks} processes shard it, which CUDA graphs do not serve")
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StaticLayer):
             raise InputError("the cache is already in a `static_steps` block")
@@ -230,7 +230,7 @@ def _plan(real: list[int], steps: int, count: Callable[[int], int]) -> tuple[lis
 
 
 def warm_up(run: Callable[[], Tensor], state: list[Tensor]) -> None:
-    """Run a step a few times, and restore `state` after each run.
+    """Run a step a few times, and restore `state`, tensors of any shape, after each run.
 
     The cache needs no restoring: every run writes the same numbers to the same slot.
     """

@@ -91,7 +91,14 @@ class _NoMetadata(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 def add_code_cache(vllm_config: VllmConfig, layer: str, kv_heads: int, words: int) -> CodeCache:
-    """Add a cache for the codes of a layer, before vLLM asks which caches there are."""
+    """Add a cache for the codes of a layer, before vLLM asks which caches there are.
+
+    Args:
+        vllm_config: the config of the engine, which is changed.
+        layer: vLLM's name of the layer.
+        kv_heads: KV heads on this rank.
+        words: words of 64 bits of a code.
+    """
     cache = CodeCache(kv_heads, words)
     vllm_config.compilation_config.static_forward_context[f"{layer}.bpc_codes"] = cache
     return cache

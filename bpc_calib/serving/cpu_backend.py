@@ -113,7 +113,14 @@ def sparse_requests(common: CommonAttentionMetadata, k: Tensor) -> Tensor:
 
 
 def sparse_rows(common: CommonAttentionMetadata, chosen: Tensor, k: Tensor, size: int) -> SparseRows:
-    """Return the rows of the chosen requests, with as many pages of `size` tokens as the longest has."""
+    """Return the rows of the chosen requests, with as many pages as the longest has.
+
+    Args:
+        common: vLLM's metadata of the step.
+        chosen: bool `[requests]`.
+        k: int64 `[requests]`, tokens that each may attend to.
+        size: tokens of a page.
+    """
     tokens = common.query_start_loc[: common.num_reqs][chosen].to(torch.int64)
     lengths, k = common.seq_lens[: common.num_reqs][chosen].to(torch.int64), k[chosen]
     pages = -(-int(lengths.max()) // size)
@@ -124,7 +131,15 @@ def sparse_rows(common: CommonAttentionMetadata, chosen: Tensor, k: Tensor, size
 
 
 def without(common: CommonAttentionMetadata, chosen: Tensor) -> tuple[Tensor, CommonAttentionMetadata]:
-    """Return the query rows of the other requests, and vLLM's metadata of these requests alone."""
+    """Return the query rows of the other requests, and vLLM's metadata of these requests alone.
+
+    Args:
+        common: vLLM's metadata of the step.
+        chosen: bool `[requests]`, those to leave out.
+
+    Returns:
+        int64 `[tokens]`, and the metadata.
+    """
     rest, sizes = ~chosen, common.query_start_loc_cpu.diff()[: common.num_reqs]
     tokens = rest.repeat_interleave(sizes).nonzero().squeeze(-1)
     starts = torch.cat([sizes.new_zeros(1), sizes[rest].cumsum(0)]).to(common.query_start_loc.dtype)
@@ -153,7 +168,12 @@ class Attention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
         self.lying: tuple[Tensor, Paged] | None = None
 
     def paged(self, kv_cache: Tensor, isa: str) -> Paged:
-        """Return how this layer lies in its cache, which stays the same tensor for as long as vLLM serves."""
+        """Return how this layer lies in its cache, which stays the same tensor for as long as vLLM serves.
+
+        Args:
+            kv_cache: `[pages, kv_heads, size, 2 * head_dim]`.
+            isa: as in `packing`.
+        """
         if self.lying is None or self.lying[0] is not kv_cache:
             pages, kv_heads, size, content = kv_cache.shape
             flat = kv_cache.view(pages, kv_heads, size * content)
@@ -169,7 +189,7 @@ class Attention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write keys `[tokens, kv_heads, head_dim]` and values as vLLM does, and the codes of the keys."""
+        """Write keys and values `[tokens, kv_heads, head_dim]` to `slot_mapping [tokens]` as vLLM does, and codes."""
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.projections is None:
             return
@@ -189,7 +209,11 @@ class Attention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the attention of every token to `output`, as vLLM's own does."""
+        """Write the attention of every token to `output`, as vLLM's own does.
+
+        Queries are `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`, the cache
+        `[pages, kv_heads, size, 2 * head_dim]`.
+        """
         stock = super().forward
         sparse = attn_metadata.sparse if isinstance(attn_metadata, Metadata) else None
         if self.projections is None or sparse is None:

@@ -125,7 +125,13 @@ class Builder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     def update_block_table(
         self, metadata: FlashAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> FlashAttentionMetadata:
-        """Return the metadata for layers with other block tables."""
+        """Return the metadata for layers with other block tables.
+
+        Args:
+            metadata: of the step.
+            blk_table: integers `[requests, pages]`.
+            slot_mapping: integers `[tokens]`.
+        """
         made = super().update_block_table(metadata, blk_table, slot_mapping)
         if isinstance(made, Metadata) and made.sparse is not None:
             rows = len(made.sparse.k)
@@ -166,7 +172,15 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
         self.dtype = act_dtype
 
     def paged(self, layer: Any, kv_cache: Tensor) -> Paged:
-        """Return how this layer lies in its cache. To keep it would keep the cache that vLLM profiles with."""
+        """Return how this layer lies in its cache. To keep it would keep the cache that vLLM profiles with.
+
+        Args:
+            layer: vLLM's layer, which has the scales of an FP8 cache.
+            kv_cache: `[pages, kv_heads, size, 2 * head_dim]`.
+
+        Raises:
+            ModelError: vLLM splits pages into blocks, or an FP8 cache has a scale per head.
+        """
         codes, cache, scales = self.codes(kv_cache), kv_cache, None
         if codes.codes.shape[2] != kv_cache.shape[2]:
             raise ModelError(f"vLLM splits pages into blocks of {kv_cache.shape[2]}: give it as --block-size")
@@ -179,7 +193,10 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write keys `[tokens, kv_heads, head_dim]` and values as vLLM does, and the codes of the keys as they are."""
+        """Write keys and values `[tokens, kv_heads, head_dim]` to `slot_mapping [tokens]` as vLLM does, and codes.
+
+        The codes are those of the keys as they are, before an FP8 cache rounds them.
+        """
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.projections is not None:
             keys = key[: len(slot_mapping)].transpose(0, 1).unsqueeze(0)
@@ -198,7 +215,11 @@ class Attention(Layer, FlashAttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the attention of every token to `output`, as vLLM's own does."""
+        """Write the attention of every token to `output`, as vLLM's own does.
+
+        Queries are `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`, the cache
+        `[pages, kv_heads, size, 2 * head_dim]`.
+        """
         stock = super().forward
         sparse = attn_metadata.sparse if isinstance(attn_metadata, Metadata) else None
         if self.projections is None or sparse is None:

@@ -156,5 +156,5 @@ class Layer:
         return slice(first, first + self.num_kv_heads)
 
     def codes(self, kv_cache: torch.Tensor) -> CodePages:
-        """Return where the codes of a layer lie, of whose pages this is the cache."""
+        """Return where the codes of a layer lie whose cache is `[pages, kv_heads, size, 2 * head_dim]`."""
         return behind_pages(kv_cache, self.settings.words) if self.cache is None else self.cache.pages()

@@ -139,6 +139,13 @@ def layer_projections(
 ) -> LayerProjections | None:
     """Return the projections of some KV heads of a layer, for keys of a dtype; None: the artifact has none.
 
+    Args:
+        artifact: the projections of the model.
+        index: the layer, from 0.
+        heads: the KV heads of this rank.
+        dtype: of the keys.
+        device: where to put the projections.
+
     Raises:
         InputError: the layer has fewer KV heads than asked for.
     """

@@ -13,10 +13,16 @@ __all__ = ["packing"]
 
 @functools.cache
 def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> Packing:
-    """Return where the numbers of pages of `size` tokens lie.
+    """Return where the numbers of a page lie.
 
     The packing depends on the processor and is private to the kernel that writes it, so this function looks: it writes
     a page of known numbers. A small integer is exact in every dtype, so numbers are written in parts of 4 bits.
+
+    Args:
+        isa: vLLM's name of the vector instructions that its kernel uses.
+        size: tokens of a page.
+        dim: head_dim.
+        dtype: of the cache.
     """
     places = torch.arange(size)
     numbers = torch.arange(dim).expand(size, dim), places.unsqueeze(-1).expand(size, dim)

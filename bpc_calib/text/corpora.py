@@ -167,7 +167,11 @@ def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -
 
 
 def pin(corpus: Corpus) -> Corpus:
-    """Return a corpus of the Hub at its current commit, so that the artifact records the text that is read."""
+    """Return a corpus of the Hub at its current commit, so that the artifact records the text that is read.
+
+    Raises:
+        CorpusError: the Hub cannot be reached, or has no such corpus.
+    """
     from huggingface_hub import HfApi
 
     try:

@@ -13,7 +13,9 @@ from bpc_calib.errors import CorpusError, ModelError
 from bpc_calib.text.corpora import documents
 from bpc_calib.text.known_corpora import Corpus
 
-__all__ = ["beginning", "check_vocabulary", "draw_corpus", "draw_samples", "pack", "pieces", "shares", "source"]
+__all__ = [
+    "beginning", "check_vocabulary", "draw_corpus", "draw_samples", "pack", "pieces", "samples_by_corpus", "source",
+]  # fmt: skip
 
 CHARACTERS_PER_TOKEN = 6  # higher than in real text, so that most pieces fill a sample
 SPARE_CHARACTERS = 64 << 20  # limit of the second and later pieces of documents that are kept in memory
@@ -29,21 +31,30 @@ def draw_samples(
     vocab_size: int,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, list[dict[str, Any]]]:
-    """Draw `samples` token sequences, evenly from each corpus, and the `sources` of the artifact's metadata.
+    """Draw token sequences, evenly from each corpus, and the `sources` of the artifact's metadata.
 
     Every sample is full: there is no padding. The same seed returns the same tokens.
+
+    Args:
+        corpora: where the text is read.
+        tokenizer: the tokenizer of the model.
+        samples: sequences in total.
+        sequence_length: tokens of each sequence.
+        seed: of the draw.
+        vocab_size: tokens that the model knows.
+        progress: called with the number of samples so far.
 
     Returns:
         int64 `[samples, sequence_length]`, and one table per corpus; its `sha256` is the hash of the token ids in
         order, as little-endian int32.
 
     Raises:
-        CorpusError: a corpus has too little text for its share; the message has the number of its samples.
+        CorpusError: a corpus has too little text for its samples; the message has their number.
         ModelError: the tokenizer does not belong to the model.
     """
     drawn: list[Tensor] = []
     sources = []
-    for corpus, wanted in zip(corpora, shares(samples, len(corpora)), strict=True):
+    for corpus, wanted in zip(corpora, samples_by_corpus(samples, len(corpora)), strict=True):
         if wanted:
             before = sum(map(len, drawn))
             tokens = draw_corpus(
@@ -60,7 +71,7 @@ def draw_samples(
     return torch.cat(drawn).to(torch.int64), sources
 
 
-def shares(samples: int, corpora: int) -> list[int]:
+def samples_by_corpus(samples: int, corpora: int) -> list[int]:
     """Return the number of samples of each corpus: equal, or one more for the first ones."""
     return [samples // corpora + (place < samples % corpora) for place in range(corpora)]
 
@@ -75,6 +86,14 @@ def draw_corpus(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Tensor:
     """Draw the samples of one corpus: int32 `[samples, sequence_length]`.
+
+    Args:
+        corpus: where the text is read.
+        tokenizer: the tokenizer of the model.
+        samples: sequences.
+        sequence_length: tokens of each sequence.
+        seed: of the draw, which also depends on the name of the corpus.
+        progress: called with the number of samples so far.
 
     Raises:
         CorpusError: the corpus has too little text; the message has the number of its samples.
@@ -108,7 +127,7 @@ def source(corpus: Corpus, tokens: Tensor) -> dict[str, Any]:
 
 
 def check_vocabulary(tokens: Tensor, vocab_size: int) -> None:
-    """Raise `ModelError` if the tokenizer does not belong to the model."""
+    """Raise `ModelError` if a tokenizer that returned `tokens [samples, length]` does not belong to the model."""
     if (last := int(tokens.max())) >= vocab_size:
         raise ModelError(
             f"the tokenizer returns token {last}, but the model has only {vocab_size} tokens: "
@@ -117,9 +136,15 @@ def check_vocabulary(tokens: Tensor, vocab_size: int) -> None:
 
 
 def pieces(texts: Iterable[str], length: int, rng: random.Random, *, mix: int) -> Iterator[str]:
-    """Yield one piece of at most `length` characters from each text, mixed in a buffer of `mix`, then all others.
+    """Yield one piece of each text, mixed in a buffer, then all other pieces.
 
     So even a few samples come from many documents, and a small corpus is still used completely.
+
+    Args:
+        texts: documents.
+        length: characters of a piece, at most.
+        rng: draws the piece of each text, and the order.
+        mix: pieces in the buffer.
     """
     waiting: list[str] = []
     spare: list[str] = []
@@ -148,6 +173,9 @@ def pack(texts: Iterable[str], tokenizer: Any, length: int) -> Iterator[list[int
     """Yield token sequences of exactly `length`: BOS if the tokenizer adds it, then texts joined by EOS.
 
     The tokens left at the end are too few for a sample and are dropped.
+
+    Raises:
+        CorpusError: `length` has no room for text.
     """
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     start = beginning(tokenizer)

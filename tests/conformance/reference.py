@@ -119,8 +119,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **argume
     if isinstance(cache, ReferenceCache):
         query, key = cache.nudged(query), cache.nudged(key)
     group = query.shape[1] // key.shape[1]
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    logits = query.double() @ key.repeat_interleave(group, 1).double().mT * scale
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    logits = query.double() @ key.repeat_interleave(group, 1).double().mT * scaling
     if attention_mask is not None:
         # A finite value, because a row of padding may see no token; its output is not used.
         logits = logits.masked_fill(attention_mask[..., : key.shape[2]] != 0, -1e30)
@@ -130,12 +130,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **argume
             first = key.shape[2] - query.shape[2]
             cache.asked[layer] |= {first + i: query[:, :, i] for i in range(query.shape[2])}
         else:
-            _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scale)
+            _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scaling)
     weights = logits.softmax(-1)
     return (weights @ value.repeat_interleave(group, 1).double()).to(query.dtype).transpose(1, 2), None
 
 
-def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scale) -> None:
+def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scaling) -> None:
     rules = cache.rules
     batch, heads, length = key.shape[:3]
     visible = [
@@ -156,7 +156,7 @@ def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, sc
         for head in range(heads):
             queries = query[row, head * group : (head + 1) * group, 0]
             keys = key[row, head]
-            scores, error = score(queries, keys, *cache.projection(layer, row, head), visible[row], rules, scale)
+            scores, error = score(queries, keys, *cache.projection(layer, row, head), visible[row], rules, scaling)
             chosen = choose(scores, error, visible[row], wanted[row], cache.guarded[layer], rules)
             outside = [i for i in range(length) if i not in chosen]
             logits[row, head * group : (head + 1) * group, 0, outside] = -torch.inf
@@ -202,7 +202,7 @@ def score(
     mean: Tensor | None,
     visible: list[int],
     rules: dict[str, Any],
-    scale: float | None = None,
+    scaling: float | None = None,
 ) -> tuple[list[int], list[float]]:
     """Return the integer rank of each key and its error, for queries `[G, D]`, keys `[N, D]` and `P [H, D]`."""
     rounded = projection.to(keys.dtype).double()
@@ -219,7 +219,7 @@ def score(
         ranked = ranked * (torch.tensor(gains) + 32)
     # Sixteen logits in the unit of the scores; in float32, like the scale of the query.
     logit = (64 if rules["gain"] else 1) / (
-        (largest / unit).float() * (keys.shape[1] ** -0.5 if scale is None else scale)
+        (largest / unit).float() * (keys.shape[1] ** -0.5 if scaling is None else scaling)
     )
     limit = int((16 * logit).clamp(max=1 << 24))
     by_group = literal.group_scores(ranked[:, visible].tolist(), rules["group"], limit)

@@ -271,8 +271,8 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
 
 
 @pytest.mark.parametrize("gain", [True, False])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scale, monkeypatch):
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scaling, monkeypatch):
     config = tiny.config(head_dim=64, num_attention_heads=8, num_key_value_heads=2, hidden_size=512)
     generator = torch.Generator().manual_seed(5)
     artifact = tiny.artifact(config, metric=True, centred=True)
@@ -284,7 +284,7 @@ def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scale, monkeypatch
     for limit in (None, 1e9):
         layer = BPCCache(config, artifact, **settings).layers[1]
         layer.update(keys, keys)
-        layer.scaling = 64**-0.5 if scale is None else scale
+        layer.scaling = 64**-0.5 if scaling is None else scaling
         if limit:
             monkeypatch.setattr("bpc_calib.method.choosing.RELATIVE_LIMIT", limit)
         chosen.append(layer.choose(queries.squeeze(2).unflatten(1, (2, 4)), layer.count(120), None))
@@ -292,7 +292,7 @@ def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scale, monkeypatch
     for head in range(2):
         projection = reference.of_head(artifact.layers[1], head)
         group = queries[0, 4 * head : 4 * head + 4, 0]
-        scores, error = reference.score(group, keys[0, head], *projection, list(range(120)), settings, scale)
+        scores, error = reference.score(group, keys[0, head], *projection, list(range(120)), settings, scaling)
         expected = reference.choose(scores, error, list(range(120)), 24, 120, settings)
         assert chosen[0][0, head].tolist() == sorted(expected)
 
@@ -329,8 +329,8 @@ class Random(BPCLayer):
 class ForgetsPadding(BPCLayer):
     """A layer that ranks padding like tokens."""
 
-    def attend(self, query, k, visible, scale):
-        return super().attend(query, k, None, scale)
+    def attend(self, query, k, visible, scaling):
+        return super().attend(query, k, None, scaling)
 
 
 class NeverHashes(BPCLayer):
@@ -365,9 +365,9 @@ class KeepsCropped(BPCLayer):
 class DropsSafeguard(BPCLayer):
     """A layer without the safeguard."""
 
-    def attend(self, query, k, visible, scale):
+    def attend(self, query, k, visible, scaling):
         self.guarded = 0
-        return super().attend(query, k, visible, scale)
+        return super().attend(query, k, visible, scaling)
 
 
 class WrongForHalf(BPCLayer):

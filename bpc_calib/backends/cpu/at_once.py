@@ -91,7 +91,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
             query=choosing.query, query_b=query_b, query_h=query_h, query_g=query_g,
             keys=keys_at, keys_b=keys_b, keys_h=keys_h, keys_n=keys_n,
             values=cached_values.data_ptr(), values_b=values_b, values_h=values_h, values_n=values_n,
-            indices=indices, count=k, scale=float(choice.scaling),
+            indices=indices, count=k, scaling=float(choice.scaling),
             rows=rows, kv_heads=kv_heads, heads=heads, dim=dim, tokens=length, parts=1,
             partial=partial, weights=weights, work=work, faults=faults, out=out.data_ptr(),
         )  # fmt: skip

@@ -36,7 +36,7 @@ class Attention(NamedTuple):
     values_n: int
     indices: int  # int64 [rows, count]
     count: int
-    scale: float
+    scaling: float
 
     rows: int
     kv_heads: int
@@ -73,10 +73,10 @@ def exponentials(x, most):
 
 
 @inlined
-def work_size(heads, dim, share):
-    """Bytes of the intermediate results of a part: queries as float32, logits, and its list of `share` tokens."""
+def work_size(heads, dim, most):
+    """Bytes of the intermediate results of a part: queries as float32, logits, and its list of `most` tokens."""
     fours = (heads + 3) // 4 * 4
-    return (4 * fours * (dim + CHUNK) + 8 * share + 63) // 64 * 64
+    return (4 * fours * (dim + CHUNK) + 8 * most + 63) // 64 * 64
 
 
 @inlined
@@ -163,12 +163,12 @@ def add_values(like, values, values_n, listed, begin, count, dim, weights, sums)
 def attend_part(task, like, call):
     """Attention of one part of a row, to be put together."""
     size, count = like.itemsize, call.count
-    share = (count + call.parts - 1) // call.parts
+    each = (count + call.parts - 1) // call.parts
     row, part = task // call.parts, task % call.parts
     b, h = row // call.kv_heads, row % call.kv_heads
     room = listed_of(task, call)
     found, beyond = tokens_of(
-        at(call.indices + 8 * row * count, count, I64), part * share, min(count, (part + 1) * share), call.tokens, room
+        at(call.indices + 8 * row * count, count, I64), part * each, min(count, (part + 1) * each), call.tokens, room
     )
     at(call.faults + 8 * task, 1, I64)[0] = beyond
     keys = call.keys + size * (b * call.keys_b + h * call.keys_h)
@@ -179,21 +179,21 @@ def attend_part(task, like, call):
 @inlined
 def listed_of(task, call):
     """The memory for the list of tokens of a part."""
-    fours, share = (call.heads + 3) // 4 * 4, (call.count + call.parts - 1) // call.parts
-    begin = call.work + task * work_size(call.heads, call.dim, share)
-    return at(begin + 4 * fours * (call.dim + CHUNK), share, I64)
+    fours, each = (call.heads + 3) // 4 * 4, (call.count + call.parts - 1) // call.parts
+    begin = call.work + task * work_size(call.heads, call.dim, each)
+    return at(begin + 4 * fours * (call.dim + CHUNK), each, I64)
 
 
 @inlined
 def attend_listed(task, like, call, keys, values, tokens):
     """Attention over the tokens listed; keys and values of the row are given as addresses."""
     size, heads, dim = like.itemsize, call.heads, call.dim
-    share, found = (call.count + call.parts - 1) // call.parts, len(tokens)
+    each, found = (call.count + call.parts - 1) // call.parts, len(tokens)
     row = task // call.parts
     b, h = row // call.kv_heads, row % call.kv_heads
     fours = (heads + 3) // 4 * 4
     sums = call.partial + 4 * task * fours * dim
-    queries = call.work + task * work_size(heads, dim, share)
+    queries = call.work + task * work_size(heads, dim, each)
     logits = queries + 4 * fours * dim
     wide = at(queries, fours * dim, F32)
     wide[heads * dim :] = 0
@@ -201,7 +201,7 @@ def attend_listed(task, like, call, keys, values, tokens):
     for g in range(heads):
         query = at(call.query + size * (b * call.query_b + h * call.query_h + g * call.query_g), dim, like)
         for d in range(dim):
-            wide[g * dim + d] = widen(query[d]) * np.float32(call.scale)
+            wide[g * dim + d] = widen(query[d]) * np.float32(call.scaling)
     most = at(call.weights + 8 * task * heads, heads, F32)
     total = at(call.weights + 8 * task * heads + 4 * heads, heads, F32)
     most[:] = -np.inf

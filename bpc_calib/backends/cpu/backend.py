@@ -60,12 +60,12 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
 
 
 def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
 ) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention`."""
     plain_sparse.check(query, keys, values, indices)
     make_ready(query.dtype, "attend")
-    return pipeline.sparse_attention(query, keys, values, indices, scale)
+    return pipeline.sparse_attention(query, keys, values, indices, scaling)
 
 
 def dense_attention(
@@ -73,7 +73,7 @@ def dense_attention(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    scale: float | None = None,
+    scaling: float | None = None,
     *,
     valid: Tensor | None = None,
 ) -> Tensor:
@@ -82,7 +82,7 @@ def dense_attention(
     make_ready(query.dtype, "attend")
     seen = within(lengths, keys.shape[2], valid)
     places = torch.arange(keys.shape[2]).where(seen, -1).unsqueeze(1)
-    return pipeline.sparse_attention(query, keys, values, places.expand(-1, keys.shape[1], -1), scale)
+    return pipeline.sparse_attention(query, keys, values, places.expand(-1, keys.shape[1], -1), scaling)
 
 
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:

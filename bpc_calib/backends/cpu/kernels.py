@@ -48,7 +48,7 @@ def choose_rows(begin, end, slot, step):
 
 
 @inlined
-def share(index, stage, step):
+def take_item(index, stage, step):
     """What one thread does at a time: all stages of the rows of a slot, or one stage of a part of a row."""
     if step.parts == 1:
         begin, end = index * step.rows // step.slots, (index + 1) * step.rows // step.slots
@@ -68,9 +68,9 @@ def choose_kernel(fields):
     step = Step(*fields)
     whole = step.parts == 1
     for stage in range(1 if whole else step.stages):
-        shares = step.slots if whole else step.rows * (step.parts if stage in (SCORING, GATHERING) else 1)
-        for index in numba.prange(shares):
-            share(np.int64(index), stage, step)
+        items = step.slots if whole else step.rows * (step.parts if stage in (SCORING, GATHERING) else 1)
+        for index in numba.prange(items):
+            take_item(np.int64(index), stage, step)
 
 
 @compiled

@@ -17,7 +17,7 @@ ELEMENTS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLO
 
 
 def like(tensor: Tensor) -> Any:
-    """The empty array that tells a kernel the type of the elements."""
+    """The empty array by which a kernel knows the type of the elements."""
     return EMPTY[tensor.dtype]
 
 

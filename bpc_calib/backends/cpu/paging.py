@@ -188,7 +188,7 @@ def laid_out(like, call):
     attention = Attention(
         query=call.query, query_b=call.query_b, query_h=call.query_h, query_g=call.query_g,
         keys=own_keys, keys_b=0, keys_h=0, keys_n=dim, values=own_values, values_b=0, values_h=0, values_n=dim,
-        indices=call.indices, count=width, scale=call.scaling,
+        indices=call.indices, count=width, scaling=call.scaling,
         rows=rows, kv_heads=call.kv_heads, heads=call.heads, dim=dim, tokens=width, parts=1,
         partial=partial, weights=weights, work=work, faults=0, out=call.out,
     )  # fmt: skip

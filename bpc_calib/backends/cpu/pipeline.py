@@ -124,13 +124,13 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
 
 
 def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
 ) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention` for `[B, H_KV, ...]`."""
     batch, kv_heads, heads, dim = query.shape
     rows, count = batch * kv_heads, indices.shape[-1]
     if not rows or not count:
-        return plain_sparse.sparse_attention(query, keys, values, indices, scale)
+        return plain_sparse.sparse_attention(query, keys, values, indices, scaling)
     split = parts(rows, count, 64)
     query, indices = tight(query), indices.contiguous()
     out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
@@ -147,7 +147,7 @@ def sparse_attention(
             query=query.data_ptr(), query_b=query_b, query_h=query_h, query_g=query_g,
             keys=keys.data_ptr(), keys_b=keys_b, keys_h=keys_h, keys_n=keys_n,
             values=values.data_ptr(), values_b=values_b, values_h=values_h, values_n=values_n,
-            indices=indices.data_ptr(), count=count, scale=float(dim**-0.5 if scale is None else scale),
+            indices=indices.data_ptr(), count=count, scaling=float(dim**-0.5 if scaling is None else scaling),
             rows=rows, kv_heads=kv_heads, heads=heads, dim=dim, tokens=keys.shape[2], parts=split,
             partial=partial, weights=weights, work=work, faults=faults, out=out.data_ptr(),
         )  # fmt: skip

@@ -105,8 +105,8 @@ def least_of_sample(wanted, length, heads, group, sampled, gained, valid, masked
     """A rank that more than `wanted` keys most probably reach, from a sample of all."""
     step = sample_step(length)
     count = (length + step - 1) // step
-    share = wanted * count / max(1, length)
-    enough = np.int64(share + 4 * np.sqrt(share) + 8)
+    expected = wanted * count / max(1, length)
+    enough = np.int64(expected + 4 * np.sqrt(expected) + 8)
     weights, ranks = at(sampled + 8 * ((heads + 3) // 4) * SAMPLE, SAMPLE, U8), np.empty(count, np.int32)
     top, total = np.empty(count, np.int32), np.empty(count, np.int32)
     rank(sampled, np.int64(SAMPLE), weights, gained, group, heads, most, masks, limit, top, total, ranks)

@@ -13,7 +13,7 @@ from bpc_calib.compat import set_torch_threads
 
 __all__ = ["one_at_a_time", "parts", "run", "scratch", "set_threads"]
 
-SHARE = 4096  # keys that are worth a thread
+LEAST_KEYS = 4096  # keys that are worth a thread
 
 one_at_a_time = threading.Lock()  # not every threading layer of numba can be entered twice
 _set = threading.local()
@@ -54,7 +54,7 @@ def scratch(*sizes: int) -> list[int]:
     return [first + begin for begin in (0, *ends[:-1])]
 
 
-def parts(rows: int, length: int, share: int = SHARE) -> int:
-    """In how many parts each row is cut so that every thread has its own, of at least `share` keys each."""
+def parts(rows: int, length: int, least: int = LEAST_KEYS) -> int:
+    """In how many parts each row is cut so that every thread has its own, of at least `least` keys each."""
     threads = torch.get_num_threads()
-    return 1 if rows >= 2 * threads else max(1, min(-(-2 * threads // rows), length // share))
+    return 1 if rows >= 2 * threads else max(1, min(-(-2 * threads // rows), length // least))

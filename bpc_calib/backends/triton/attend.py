@@ -64,7 +64,7 @@ def attend_kernel(
     part,
     weight,
     largest,
-    scale,
+    scaling,
     count,
     scales: Scales,
     shape: tl.constexpr,
@@ -93,7 +93,7 @@ def attend_kernel(
     own_keys = head_of(keys, b, h)
     own_values = head_of(values, b, h)
     if scales.of_keys is not None:
-        scale = scale * (tl.load(scales.of_keys) * 256)
+        scaling = scaling * (tl.load(scales.of_keys) * 256)
     wide = tl.float64 if query.at.dtype.element_ty == tl.float64 else tl.float32
     top = tl.full([16], float("-inf"), wide)
     total = tl.zeros([16], wide)
@@ -111,7 +111,7 @@ def attend_kernel(
         of_value = token_at(values, b, token, listed, shape.PAGE) if shape.PAGE == 0 else of_key
         k = widened(tl.load(own_keys + of_key[:, None] + d[None, :], mask=mask, other=0), q.dtype)
         v = widened(tl.load(own_values + of_value[:, None] + d[None, :], mask=mask, other=0), q.dtype)
-        logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scaling, float("-inf"))
         next_top = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token so far
         weights = tl.exp(logits - base[:, None])
@@ -157,10 +157,10 @@ def reduce_kernel(
         parts = tl.load(part + at[:, None] * D + d[None, :], mask=mask, other=0)
         next_top = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)
-        share = tl.exp(tops - base)
+        part_fade = tl.exp(tops - base)
         fade = tl.exp(top - base)
-        total = total * fade + tl.sum(share * weights, 0)
-        sums = sums * fade + tl.sum(share[:, None] * parts, 0)
+        total = total * fade + tl.sum(part_fade * weights, 0)
+        sums = sums * fade + tl.sum(part_fade[:, None] * parts, 0)
         top = next_top
     out += (row.to(tl.int64) * tl.num_programs(0) + head) * D
     mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # without any token: 0
@@ -186,24 +186,26 @@ class Source:
 
 
 def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
 ) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention`."""
     source = Source(strided(keys), strided(values))
-    return attention(query, source, indices.shape[-1], scale, indices=indices.contiguous())
+    return attention(query, source, indices.shape[-1], scaling, indices=indices.contiguous())
 
 
-def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float | None = None) -> Tensor:
+def dense_attention(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scaling: float | None = None
+) -> Tensor:
     """`bpc_calib.method.dense_attention.dense_attention`, of sequences without padding."""
     source = Source(strided(keys), strided(values))
-    return attention(query, source, keys.shape[2], scale, lengths=lengths.contiguous())
+    return attention(query, source, keys.shape[2], scaling, lengths=lengths.contiguous())
 
 
 def attention(
     query: Tensor,
     source: Source,
     count: int,
-    scale: float | None,
+    scaling: float | None,
     *,
     indices: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -212,7 +214,7 @@ def attention(
     batch, kv_heads, heads, dim = query.shape
     rows = batch * kv_heads
     if query.dtype == torch.float64:  # kernels get numbers as float32
-        query, scale = query * (dim**-0.5 if scale is None else scale), 1.0
+        query, scaling = query * (dim**-0.5 if scaling is None else scaling), 1.0
     dim_up = max(16, triton.next_power_of_2(dim))  # the least depth of a matrix product
     # As many bytes for wider dtypes and larger heads: the least of today's GPUs have 99 KB for a block.
     block = max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up)))
@@ -227,7 +229,7 @@ def attention(
     out = torch.empty(batch, kv_heads, heads, dim, dtype=query.dtype, device=query.device)
     attend_kernel[(splits, rows)](
         strided(query), source.keys, source.values, indices, lengths, part, weight, largest,
-        dim**-0.5 if scale is None else scale, count, source.scales,
+        dim**-0.5 if scaling is None else scaling, count, source.scales,
         AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block, PAGE=source.page),
         num_warps=4 if query.element_size() * dim_up <= 512 else 8,
         num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,

@@ -71,11 +71,11 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
 
 
 def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float | None = None
+    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
 ) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention`."""
     plain_sparse.check(query, keys, values, indices)
-    return ops.sparse_attention(query, keys, values, indices, query.shape[-1] ** -0.5 if scale is None else scale)
+    return ops.sparse_attention(query, keys, values, indices, query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def dense_attention(
@@ -83,15 +83,15 @@ def dense_attention(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    scale: float | None = None,
+    scaling: float | None = None,
     *,
     valid: Tensor | None = None,
 ) -> Tensor:
     """`bpc_calib.method.dense_attention.dense_attention`; plain torch attends where there is padding."""
     if valid is not None:
-        return plain_dense.dense_attention(query, keys, values, lengths, scale, valid=valid)
+        return plain_dense.dense_attention(query, keys, values, lengths, scaling, valid=valid)
     plain_dense.check(query, keys, values, lengths, valid)
-    return ops.dense_attention(query, keys, values, lengths, query.shape[-1] ** -0.5 if scale is None else scale)
+    return ops.dense_attention(query, keys, values, lengths, query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:

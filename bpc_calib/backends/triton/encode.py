@@ -83,8 +83,8 @@ def finish(low, high, squared_error, product, squared_norm, codes, error, gain, 
         tl.store(error, root.to(tl.float32), mask=inside)
     if gain is not None:
         positive = product > 0
-        share = divide(squared_norm * GAIN_UNIT, tl.where(positive, product, 1.0)) - GAIN_OFFSET
-        byte = round_even(tl.minimum(tl.maximum(share, 0.0), GAIN_MAX))  # within bounds first: rounding keeps them
+        ratio = divide(squared_norm * GAIN_UNIT, tl.where(positive, product, 1.0)) - GAIN_OFFSET
+        byte = round_even(tl.minimum(tl.maximum(ratio, 0.0), GAIN_MAX))  # within bounds first: rounding keeps them
         byte = tl.where(positive, byte, GAIN_MAX)
         byte = tl.where(squared_norm > 0, byte, GAIN_ONE)
         tl.store(gain, byte.to(tl.int32).to(tl.uint8), mask=inside)

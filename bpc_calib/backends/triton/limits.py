@@ -22,8 +22,8 @@ class Limits(NamedTuple):
     bounds: Any  # int32 [B, H_KV, 3]: real tokens, where the newest of them begin, where the first of them end
     recent: int
     sink: int
-    share_up: int  # the safeguard's share of k: numerator
-    share_down: int  # denominator
+    numerator: int  # the safeguard's share of k, as a fraction
+    denominator: int
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from bpc_calib.backends.triton.plan import (
     PLAN_WANTED,
     planned,
     record,
-    share,
+    span_of_program,
     whole,
 )
 
@@ -79,7 +79,7 @@ def middle_kernel(ranked, plan, counts, room, shape: tl.constexpr):
     low = planned(plan, row, PLAN_LOW)
     shift = planned(plan, row, PLAN_SHIFT)
     wanted = planned(plan, row, PLAN_WANTED)
-    first, last = share(length, BLOCK)
+    first, last = span_of_program(length, BLOCK)
     next_scores = scores_of(ranked, row, first, last, room, BLOCK)  # always a block ahead
     found, left = find(own, wanted, COARSE)
     least = low + (found << shift)  # score in the bin
@@ -109,7 +109,7 @@ def fine_kernel(ranked, plan, counts, above, room, shape: tl.constexpr):
     low = planned(plan, row, PLAN_LOW)
     wanted = planned(plan, row, PLAN_WANTED if MIDDLE == 1 else PLAN_UPPER_LEFT)
     upper_bits = planned(plan, row, PLAN_UPPER) << (planned(plan, row, PLAN_SHIFT) - FINE_BITS) if MIDDLE > 1 else 0
-    first, last = share(length, BLOCK)
+    first, last = span_of_program(length, BLOCK)
     next_scores = scores_of(ranked, row, first, last, room, BLOCK)  # always a block ahead
     found, left = find(own if MIDDLE == 1 else own + COARSE, wanted, COARSE if MIDDLE == 1 else MIDDLE)
     found += upper_bits
@@ -161,7 +161,7 @@ def compact_kernel(ranked, plan, counts, above, indices, room, width, shape: tl.
     own_counts = counts + row.to(tl.int64) * shape.COUNTS + COARSE + shape.MIDDLE
     own_left = planned(plan, row, PLAN_LEFT)
     least = planned(plan, row, PLAN_LEAST)
-    first, last = share(length, BLOCK)
+    first, last = span_of_program(length, BLOCK)
     next_scores = scores_of(ranked, row, first, last, room, BLOCK)  # always a block ahead
     lowest, left = find(own_counts, own_left, FINE)
     threshold = least + lowest

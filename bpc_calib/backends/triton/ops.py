@@ -45,26 +45,26 @@ def _(query, projection, codes, gain, k, ks, scaling, group, valid, lengths, rec
 
 
 @torch.library.custom_op("bpc::sparse_attention", mutates_args=())
-def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scale: float) -> Tensor:
+def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention`."""
     with torch.cuda.device_of(query):
-        return pipeline.sparse_attention(query, keys, values, indices, scale)
+        return pipeline.sparse_attention(query, keys, values, indices, scaling)
 
 
 @sparse_attention.register_fake
-def _(query, keys, values, indices, scale):
+def _(query, keys, values, indices, scaling):
     return query.new_empty(query.shape)
 
 
 @torch.library.custom_op("bpc::dense_attention", mutates_args=())
-def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scaling: float) -> Tensor:
     """`bpc_calib.method.dense_attention.dense_attention`, of sequences without padding."""
     with torch.cuda.device_of(query):
-        return pipeline.dense_attention(query, keys, values, lengths, scale)
+        return pipeline.dense_attention(query, keys, values, lengths, scaling)
 
 
 @dense_attention.register_fake
-def _(query, keys, values, lengths, scale):
+def _(query, keys, values, lengths, scaling):
     return query.new_empty(query.shape)
 
 

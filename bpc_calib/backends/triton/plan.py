@@ -17,7 +17,7 @@ from bpc_calib.backends.triton.limits import Limits
 __all__ = [
     "PLAN_FIRST_TO", "PLAN_LEAST", "PLAN_LEFT", "PLAN_LENGTH", "PLAN_LIMIT", "PLAN_LOW", "PLAN_NEWEST_FROM",
     "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED", "SIDE_BY_SIDE", "clear",
-    "make_plan", "planned", "record", "share", "whole",
+    "make_plan", "planned", "record", "span_of_program", "whole",
 ]  # fmt: skip
 
 # `score` writes these.
@@ -54,7 +54,7 @@ def record(plan, row, slot: tl.constexpr, value):
 
 
 @triton.jit
-def share(length, BLOCK: tl.constexpr):
+def span_of_program(length, BLOCK: tl.constexpr):
     """The tokens `first` to `last` of this program: whole blocks, in the order of the programs; maybe none."""
     size = tl.cdiv(tl.cdiv(length, BLOCK), tl.num_programs(0)) * BLOCK
     # Not clipped to the length: the compiler sees a multiple of a block. In 64 bits, so that no length can overflow.
@@ -99,7 +99,7 @@ def make_plan(plan, limits: Limits, row, length, k, most, scale, scaling, shape:
         first = tl.minimum(tl.minimum(k, length) - newest, limits.sink)
         first_to = first
     wanted = k - newest - first
-    places = tl.minimum((k.to(tl.int64) * limits.share_up // limits.share_down).to(tl.int32), wanted)
+    places = tl.minimum((k.to(tl.int64) * limits.numerator // limits.denominator).to(tl.int32), wanted)
     record(plan, row, PLAN_LENGTH, length)
     record(plan, row, PLAN_NEWEST_FROM, newest_from)
     record(plan, row, PLAN_FIRST_TO, first_to)

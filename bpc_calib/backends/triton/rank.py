@@ -16,7 +16,7 @@ from bpc_calib.backends.triton.plan import (
     PLAN_NEWEST_FROM,
     PLAN_SHIFT,
     planned,
-    share,
+    span_of_program,
     whole,
 )
 
@@ -83,7 +83,7 @@ def rank_kernel(heads, gain: Strided, best, plan, limits: Limits, ranked, counts
         of_part = best + (row.to(tl.int64) * parts + part[:, None]) * G_UP + g[None, :]
         bests = tl.max(tl.load(of_part, mask=part[:, None] < parts, other=NEVER), 0)
     held = tl.zeros([COARSE], tl.int32)
-    first, last = share(length, BLOCK)
+    first, last = span_of_program(length, BLOCK)
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < whole(length)

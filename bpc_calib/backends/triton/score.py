@@ -13,7 +13,7 @@ import triton.language as tl
 from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
 from bpc_calib.backends.triton.language import ASM, GAIN_OFFSET, LARGEST_QUERY, NEVER, divide, dot, round_even
 from bpc_calib.backends.triton.limits import Limits, counted, length_of, number_of
-from bpc_calib.backends.triton.plan import clear, make_plan, share, whole
+from bpc_calib.backends.triton.plan import clear, make_plan, span_of_program, whole
 
 __all__ = ["ScoreShape", "Scored", "bit_operand", "quantized", "score_kernel"]
 
@@ -129,7 +129,7 @@ def score_kernel(
     room = whole(length)  # of a row of `heads`
     length = length_of(limits, b, length)
     k = number_of(limits, b, h, k)
-    first, last = share(length, BLOCK)
+    first, last = span_of_program(length, BLOCK)
     values, scale = quantized(query, projection, b, h, shape)
     g = tl.arange(0, G_UP)
     if tl.program_id(0) == 0:
