@@ -3,10 +3,11 @@
 import os
 
 import torch
+from torch import Tensor
 
 from bpc_calib.backends.protocol import Request
 
-__all__ = ["DTYPES", "MOST_DIM", "MOST_HEADS", "MOST_ROWS", "MOST_TOKENS", "capability", "unfit", "unserved"]
+__all__ = ["DTYPES", "MOST_DIM", "MOST_HEADS", "MOST_ROWS", "MOST_TOKENS", "capability", "tight", "unfit", "unserved"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_HEADS, MOST_DIM = 16, 256
@@ -28,6 +29,11 @@ def unserved(request: Request, dtypes: tuple[torch.dtype, ...] = DTYPES) -> str 
     if not request.contiguous:
         return "a last dimension that is not contiguous"
     return None
+
+
+def tight(tensor: Tensor) -> Tensor:
+    """Return a tensor of any shape with a contiguous last dimension, which all kernels require."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def unfit(device: torch.device) -> str | None:

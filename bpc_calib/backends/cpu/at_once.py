@@ -6,11 +6,12 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, work_size
 from bpc_calib.backends.cpu.encode import Hashing
 from bpc_calib.backends.cpu.kernels import SELECT, step_kernel
-from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.threads import one_at_a_time, scratch
+from bpc_calib.backends.limits import tight
 from bpc_calib.method.choosing import Choice
 from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.stepping import Hashed

@@ -9,7 +9,7 @@ from torch import Tensor
 from bpc_calib.backends.cpu.language import BFLOAT16, FLOAT16, FLOAT32
 from bpc_calib.method.encoding import Encoder
 
-__all__ = ["ELEMENTS", "EMPTY", "LIKE", "address", "encoder_fields", "like", "rows_of", "strides", "tight"]
+__all__ = ["ELEMENTS", "EMPTY", "LIKE", "address", "encoder_fields", "like", "rows_of", "strides"]
 
 LIKE = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 EMPTY = {dtype: np.empty(0, kind) for dtype, kind in LIKE.items()}
@@ -19,11 +19,6 @@ ELEMENTS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLO
 def like(tensor: Tensor) -> Any:
     """The empty array by which a kernel knows the type of the elements."""
     return EMPTY[tensor.dtype]
-
-
-def tight(tensor: Tensor) -> Tensor:
-    """With a contiguous last dimension, which all kernels count on."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def address(tensor: Tensor | None) -> int:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.encode import Hashing
-from bpc_calib.backends.cpu.layout import ELEMENTS, EMPTY, encoder_fields, like, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, EMPTY, encoder_fields, like
 from bpc_calib.backends.cpu.paging import Call, Written, hash_into_kernel, pages_kernel, room_size, write_kernel
 from bpc_calib.backends.cpu.pipeline import encode_with
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES
 from bpc_calib.backends.cpu.threads import one_at_a_time, run, scratch, set_threads
+from bpc_calib.backends.limits import tight
 from bpc_calib.method.choosing import Choice
 from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows

@@ -6,11 +6,12 @@ from torch import Tensor
 from bpc_calib.backends.cpu.attend import Attention, attend_kernel, work_size
 from bpc_calib.backends.cpu.encode import greedy_kernel, hash_kernel
 from bpc_calib.backends.cpu.kernels import PROJECT, SELECT, choose_kernel
-from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, rows_of, strides, tight
+from bpc_calib.backends.cpu.layout import ELEMENTS, address, encoder_fields, like, rows_of, strides
 from bpc_calib.backends.cpu.prep import table_size
 from bpc_calib.backends.cpu.score import GROUP_CODES, PAD, sample_size
 from bpc_calib.backends.cpu.step import Step
 from bpc_calib.backends.cpu.threads import one_at_a_time, parts, run, scratch, set_threads
+from bpc_calib.backends.limits import tight
 from bpc_calib.errors import InputError
 from bpc_calib.method import sparse_attention as plain_sparse
 from bpc_calib.method.choosing import Cached, Choice

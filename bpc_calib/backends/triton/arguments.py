@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Strided", "head_of", "in_pages", "strided", "tight", "token_at"]
+__all__ = ["Strided", "head_of", "in_pages", "strided", "token_at"]
 
 
 class Strided(NamedTuple):
@@ -50,8 +50,3 @@ def strided(tensor: Tensor | None) -> Strided:
 def in_pages(tensor: Tensor | None, table: Tensor) -> Strided:
     """For a launch: a tensor `[pages, H_KV, size, ...]`; without a tensor, `at` is None."""
     return strided(tensor)._replace(table=table, table_b=table.stride(0))
-
-
-def tight(tensor: Tensor) -> Tensor:
-    """With a contiguous last dimension, which all kernels require."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

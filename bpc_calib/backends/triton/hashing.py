@@ -4,8 +4,9 @@ import torch
 import triton
 from torch import Tensor
 
+from bpc_calib.backends.limits import tight
 from bpc_calib.backends.triton.append import AppendShape, append_kernel
-from bpc_calib.backends.triton.arguments import strided, tight
+from bpc_calib.backends.triton.arguments import strided
 from bpc_calib.backends.triton.encode import EncodeShape, Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.method.appending import Slots

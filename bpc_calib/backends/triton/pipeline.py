@@ -7,8 +7,9 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from bpc_calib.backends.limits import tight
 from bpc_calib.backends.triton import language
-from bpc_calib.backends.triton.arguments import Strided, in_pages, strided, tight
+from bpc_calib.backends.triton.arguments import Strided, in_pages, strided
 from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention, dense_attention, sparse_attention
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with
