@@ -1,15 +1,17 @@
 """Is every kernel exact at full size? From the same integers and products, all indices, codes and gains must match."""
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
-from gpu_part import Emit, Limits, Step, free, lacking
+from gpu_times import attempted, device
 from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.bench.timing import reason
 from bpc_calib.method import encoding
 from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
@@ -17,7 +19,7 @@ from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
-__all__ = ["cases", "steps"]
+__all__ = ["rows"]
 
 DIM, KV_HEADS = 128, 8
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # of the norm of the result
@@ -50,25 +52,19 @@ CHOICES: list[tuple[int, str, bool, int, int, str]] = [
 ]
 FIRST = 9  # this many run before codes and attention, the others after
 
-Check = Callable[[bool], dict[str, Any]]  # False: run the kernels without comparing anything
+Check = Callable[[], dict[str, Any]]
+WORKERS = 4  # side by side: most of the time goes to the compiler
 
 
-def steps(limits: Limits) -> list[Step]:
-    """One step per check; `exact` is False in the row of one that failed."""
-    return [(what, functools.partial(_emit, what, check)) for what, check in _checks(tiny=limits.tiny)]
+def rows(*, tiny: bool) -> Iterator[dict[str, Any]]:
+    """One row per check; `exact` is False where it failed."""
+    with ProcessPoolExecutor(min(WORKERS, os.cpu_count() or 1), get_context("spawn")) as pool:
+        yield from pool.map(_row, *zip(*_checks(tiny=tiny), strict=True))
 
 
-def cases(*, tiny: bool) -> list[tuple[str, Callable[[], Any]]]:
-    """The same kernels, to be compiled."""
-    return [(what, functools.partial(check, False)) for what, check in _checks(tiny=tiny)]
-
-
-def _emit(what: str, check: Check, emit: Emit) -> None:
-    try:
-        row = check(True)
-    except Exception as error:
-        row = {"exact": False, "note": reason(error)}
-    emit({"what": what, **row})
+def _row(what: str, check: Check) -> dict[str, Any]:
+    (row,) = attempted(what, lambda: [{"what": what, **check()}])
+    return row
 
 
 def _checks(*, tiny: bool) -> list[tuple[str, Check]]:
@@ -102,10 +98,6 @@ def _few(tokens: int) -> int:
     return 200 * (4 if tokens > TOKENS else 1) - (37 if tokens in ODD else 0)
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def _generator() -> torch.Generator:
     """Seeded anew, so that a check does not hang on those before it."""
     return torch.Generator(device()).manual_seed(0)
@@ -120,13 +112,10 @@ def random_codes(*shape: int, bits: int, generator: torch.Generator) -> Tensor:
     return words.view(torch.int64)
 
 
-def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str, compare: bool) -> dict[str, Any]:
+def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str) -> dict[str, Any]:
     """Compare the kernels' choice with that of plain torch from the same int8 queries."""
     where, generator = device(), _generator()
     batch = 3 if "ragged" in more or "padded" in more else 1
-    # Plain torch unpacks the codes and holds some copies of the scores.
-    if why := lacking(batch * KV_HEADS * tokens * (8 * bits + 24 * heads + 64), free()):
-        return {"note": why}
     query = torch.randn(batch, KV_HEADS, heads, DIM, generator=generator, device=where).bfloat16()
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=where)
     codes = random_codes(batch, KV_HEADS, tokens, bits=bits, generator=generator)
@@ -150,8 +139,6 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
     given = (Cached(codes, **cached), k, Choice(DIM**-0.5, group, **forced))
     found = pipeline.choose(query, projection, *given)
     rounded = pipeline.quantize_query(query, projection)
-    if not compare:
-        return {}
     expected = choose_quantized(rounded, *given)
     differing = int((found != expected).sum())
     again = pipeline.choose(query, projection, *given)  # no order of atomics shows
@@ -159,29 +146,23 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
     return {"exact": differing == 0, "differing": differing, "of": expected.numel()}
 
 
-def gram(tokens: int, bits: int, compare: bool) -> dict[str, Any]:
+def gram(tokens: int, bits: int) -> dict[str, Any]:
     """Compare codes, errors and gains from the same products."""
     generator = _generator()
-    if why := lacking(KV_HEADS * tokens * bits * 4 * 6, free()):
-        return {"note": why}
     scores = torch.randn(KV_HEADS, tokens, bits, generator=generator, device=device())
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=device()) / DIM**0.5
     norm = 8 * torch.rand(KV_HEADS, tokens, generator=generator, device=device())
     norm[:, ::1000] = 0
     found = pipeline.encode_gram(scores, projection @ projection.mT, norm)
-    if not compare:
-        return {}
     expected = encoding.encode_gram(scores, projection @ projection.mT, norm)
     parts = [(getattr(found, name) != getattr(expected, name)).sum() for name in ("codes", "error", "gain")]
     differing = int(sum(parts))
     return {"exact": differing == 0, "differing": differing, "of": 3 * norm.numel()}
 
 
-def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
+def encode(tokens: int, form: str) -> dict[str, Any]:
     """Compare codes across a matrix product, which rounds differently: at most one in a thousand may differ."""
     generator = _generator()
-    if why := lacking(KV_HEADS * tokens * (64 * 4 * 6 + DIM * 12), free()):
-        return {"note": why}
     keys = torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, device=device()).bfloat16()
     projection = 0.3 * torch.randn(KV_HEADS, 64, DIM, generator=generator, device=device())
     metric = mean = None
@@ -190,8 +171,6 @@ def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
         metric, mean = root.mT @ root / (2 * DIM), torch.randn(KV_HEADS, DIM, generator=generator, device=device())
     encoder = make_encoder(projection, keys.dtype, metric=metric, mean=mean)
     found = pipeline.encode_with(encoder, keys)
-    if not compare:
-        return {}
     expected = encoding.encode_with(encoder, keys)
     codes = int((found.codes != expected.codes).any(-1).sum())
     gains = int(((found.gain.int() - expected.gain.int()).abs() > 1).sum())
@@ -199,12 +178,9 @@ def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
     return {"exact": codes <= most and gains <= most, "differing": codes, "of": found.gain.numel()}
 
 
-def attention(tokens: int, dtype: torch.dtype, form: str, compare: bool) -> dict[str, Any]:
+def attention(tokens: int, dtype: torch.dtype, form: str) -> dict[str, Any]:
     """Compare attention with float64; also report the error of torch's own attention in the same dtype."""
     where, batch, generator = device(), 2, _generator()
-    # Keys, values and their gathered copies; in float64 one sequence at a time, copied again by SDPA.
-    if why := lacking(KV_HEADS * tokens * DIM * (batch * 6 * dtype.itemsize + 6 * 8), free()):
-        return {"note": why}
     query = torch.randn(batch, KV_HEADS, 4, DIM, generator=generator, device=where).to(dtype)
     keys, values = (
         torch.randn(batch, KV_HEADS, tokens, DIM, generator=generator, device=where).to(dtype) for _ in range(2)
@@ -220,8 +196,6 @@ def attention(tokens: int, dtype: torch.dtype, form: str, compare: bool) -> dict
         if form == "ragged list":
             listed[1, :, k // 2 :] = -1
         found = pipeline.sparse_attention(query, keys, values, listed)
-    if not compare:
-        return {}
     exact = torch.empty(found.shape, dtype=torch.float64, device=where)
     for b in range(batch):  # one at a time: float64 takes much memory
         one = slice(b, b + 1)

@@ -258,8 +258,7 @@ def test_the_gpu_suite_runs_in_the_interpreter(tmp_path):
     ran = gpu_suite("--tiny", "--minutes", 30, "-o", tmp_path / "suite.json")
     assert ran.returncode == 0, ran.stderr
     parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
-    measured = {"compile", "tests", "exactness", "kernels", "encode", "decode", "serving", "calibrate"}
-    assert {name for name, part in parts.items() if part["status"] == "measured"} >= measured
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "measured")
     assert all(row["exact"] for row in parts["exactness"]["rows"])
 
 
