@@ -50,7 +50,6 @@ CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (TOKENS, "sum", True, 128, 5, "ragged"),
     (4 * TOKENS, "sum", True, 128, 8, ""),
 ]
-FIRST = 9  # this many run before codes and attention, the others after
 
 Check = Callable[[], dict[str, Any]]
 WORKERS = 4  # side by side: most of the time goes to the compiler
@@ -68,29 +67,24 @@ def _row(what: str, check: Check) -> dict[str, Any]:
 
 
 def _checks(*, tiny: bool) -> list[tuple[str, Check]]:
+    """What is checked, in order of value, in case time runs out."""
     checks: list[tuple[str, Check]] = []
-    later: list[tuple[str, Check]] = []  # not needed by any default, in case time runs out
-    for place, (tokens, group, gain, bits, heads, more) in enumerate(CHOICES):
+    for tokens, group, gain, bits, heads, more in CHOICES:
         tokens = _few(tokens) if tiny else tokens
         switches = f"group {group}, gain {'on' if gain else 'off'}, {bits} bits, {heads} query heads"
-        what = f"choose, {tokens:,} keys, {switches}" + (f", {more}" if more else "")
         run = functools.partial(choice, tokens, group, gain, bits, heads, more)
-        (checks if place < FIRST else later).append((what, run))
-    lengths = [_few(each) if tiny else each for each in (TOKENS, *ODD)]
-    for bits, tokens in ((64, lengths[0]), (64, lengths[1]), (32, lengths[0]), (128, lengths[2])):
-        what = f"encode_gram, {tokens:,} keys, {bits} bits"
-        (checks if bits == 64 else later).append((what, functools.partial(gram, tokens, bits)))
-    for form, tokens in (("plain", lengths[0]), ("metric and mean", lengths[0]), ("metric and mean", lengths[2])):
+        checks.append((f"choose, {tokens:,} keys, {switches}" + (f", {more}" if more else ""), run))
+    whole, odd, least = (_few(each) if tiny else each for each in (TOKENS, *ODD))
+    for form, tokens in (("plain", whole), ("metric and mean", whole), ("metric and mean", least)):
         what = f"encode_with, {tokens:,} keys, bfloat16, {form}"
         checks.append((what, functools.partial(encode, tokens, form)))
+    for bits, tokens in ((64, whole), (64, odd), (32, whole), (128, least)):
+        checks.append((f"encode_gram, {tokens:,} keys, {bits} bits", functools.partial(gram, tokens, bits)))
     for dtype in TOLERANCE:
-        for form, tokens in (
-            ("list", lengths[0]), ("ragged list", lengths[1]), ("dense", lengths[0]), ("dense", lengths[2]),
-        ):  # fmt: skip
+        for form, tokens in (("list", whole), ("ragged list", odd), ("dense", whole), ("dense", least)):
             what = f"attention, {tokens:,} keys, {str(dtype).removeprefix('torch.')}, {form}"
-            run = functools.partial(attention, tokens, dtype, form)
-            (checks if dtype == torch.bfloat16 else later).append((what, run))
-    return (checks + later)[:: 5 if tiny else 1]  # the interpreter is slow
+            checks.append((what, functools.partial(attention, tokens, dtype, form)))
+    return checks[:: 5 if tiny else 1]  # the interpreter is slow
 
 
 def _few(tokens: int) -> int:

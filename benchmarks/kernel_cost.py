@@ -7,8 +7,8 @@ its launches are recorded with their compiled code, and `kernel_time` says what 
 that launches a kernel takes the fixed cost alone, for it moves a few bytes. Dense attention is its bytes alone: keys
 and values once, at the rate of memory.
 
-The microseconds take every load from memory or L2; those with free loads take them as free, as if all were in L1: the truth lies
-between. The order of sizes and what dominates them is worth something; a difference of 10 % is not.
+The times take every load from memory or L2; those with free loads, as if all were in L1: the truth lies between. The
+order of sizes and what dominates them is worth something; a difference of 10 % is not.
 """
 
 import os

@@ -95,8 +95,8 @@ def sources() -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table in Markdown: one line of heads, one line per row."""
-    lines = [_line(heads), "|---" * len(heads) + "|", *map(_line, rows)]
-    return "\n".join(lines)
+    lines = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
+    return "\n".join([next(lines), "|---" * len(heads) + "|", *lines])
 
 
 def filled(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -113,7 +113,3 @@ def percent(share: float, digits: int = 1) -> str:
 def link(name: str) -> str:
     """A link to a result, for a page in docs/."""
     return f"[{name}.json](../benchmarks/results/{name}.json)"
-
-
-def _line(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
