@@ -143,7 +143,9 @@ def part(words: list[str], seconds: float) -> Row:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        rows, said = (file.seek(0) or file.read().splitlines() for file in (output, log))
+        output.seek(0)
+        log.seek(0)
+        rows, said = output.read().splitlines(), log.read().splitlines()
     last = " | ".join([line.strip() for line in said if line.strip()][-3:])[-500:]
     if code is None:
         fault = "a signal ended it" if received else f"ran out of its {seconds:.0f} s: {last}"
