@@ -77,7 +77,7 @@ test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/pytest $(OLD_WARNINGS) tests/test_serving.py tests/test_serving_gpu.py tests/test_paging.py
 
 # Everything worth measuring on an NVIDIA GPU, in 8 minutes; without one nothing. TORCH= must be a torch with CUDA.
-# GPU_OPTIONS='--parts compile tests' selects parts and keeps the results of the others.
+# GPU_OPTIONS='--parts tests exactness' selects parts and keeps the results of the others.
 gpu: .venv/ready
 	.venv/bin/python benchmarks/gpu_suite.py $(GPU_OPTIONS)
 

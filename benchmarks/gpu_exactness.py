@@ -1,15 +1,17 @@
 """Is every kernel exact at full size? From the same integers and products, all indices, codes and gains must match."""
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
-from gpu_part import Emit, Limits, Step, free, lacking
+from gpu_times import attempted, device
 from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.bench.timing import reason
 from bpc_calib.method import encoding
 from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice, choose_quantized
@@ -17,7 +19,7 @@ from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.sparse_attention import sparse_attention
 
-__all__ = ["cases", "steps"]
+__all__ = ["rows"]
 
 DIM, KV_HEADS = 128, 8
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # of the norm of the result
@@ -48,62 +50,46 @@ CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (TOKENS, "sum", True, 128, 5, "ragged"),
     (4 * TOKENS, "sum", True, 128, 8, ""),
 ]
-FIRST = 9  # this many run before codes and attention, the others after
 
-Check = Callable[[bool], dict[str, Any]]  # False: run the kernels without comparing anything
-
-
-def steps(limits: Limits) -> list[Step]:
-    """One step per check; `exact` is False in the row of one that failed."""
-    return [(what, functools.partial(_emit, what, check)) for what, check in _checks(tiny=limits.tiny)]
+Check = Callable[[], dict[str, Any]]
+WORKERS = 4  # side by side: most of the time goes to the compiler
 
 
-def cases(*, tiny: bool) -> list[tuple[str, Callable[[], Any]]]:
-    """The same kernels, to be compiled."""
-    return [(what, functools.partial(check, False)) for what, check in _checks(tiny=tiny)]
+def rows(*, tiny: bool) -> Iterator[dict[str, Any]]:
+    """One row per check; `exact` is False where it failed."""
+    with ProcessPoolExecutor(min(WORKERS, os.cpu_count() or 1), get_context("spawn")) as pool:
+        yield from pool.map(_row, *zip(*_checks(tiny=tiny), strict=True))
 
 
-def _emit(what: str, check: Check, emit: Emit) -> None:
-    try:
-        row = check(True)
-    except Exception as error:
-        row = {"exact": False, "note": reason(error)}
-    emit({"what": what, **row})
+def _row(what: str, check: Check) -> dict[str, Any]:
+    (row,) = attempted(what, lambda: [{"what": what, **check()}])
+    return row
 
 
 def _checks(*, tiny: bool) -> list[tuple[str, Check]]:
+    """What is checked, in order of value, in case time runs out."""
     checks: list[tuple[str, Check]] = []
-    later: list[tuple[str, Check]] = []  # not needed by any default, in case time runs out
-    for place, (tokens, group, gain, bits, heads, more) in enumerate(CHOICES):
+    for tokens, group, gain, bits, heads, more in CHOICES:
         tokens = _few(tokens) if tiny else tokens
         switches = f"group {group}, gain {'on' if gain else 'off'}, {bits} bits, {heads} query heads"
-        what = f"choose, {tokens:,} keys, {switches}" + (f", {more}" if more else "")
         run = functools.partial(choice, tokens, group, gain, bits, heads, more)
-        (checks if place < FIRST else later).append((what, run))
-    lengths = [_few(each) if tiny else each for each in (TOKENS, *ODD)]
-    for bits, tokens in ((64, lengths[0]), (64, lengths[1]), (32, lengths[0]), (128, lengths[2])):
-        what = f"encode_gram, {tokens:,} keys, {bits} bits"
-        (checks if bits == 64 else later).append((what, functools.partial(gram, tokens, bits)))
-    for form, tokens in (("plain", lengths[0]), ("metric and mean", lengths[0]), ("metric and mean", lengths[2])):
+        checks.append((f"choose, {tokens:,} keys, {switches}" + (f", {more}" if more else ""), run))
+    whole, odd, least = (_few(each) if tiny else each for each in (TOKENS, *ODD))
+    for form, tokens in (("plain", whole), ("metric and mean", whole), ("metric and mean", least)):
         what = f"encode_with, {tokens:,} keys, bfloat16, {form}"
         checks.append((what, functools.partial(encode, tokens, form)))
+    for bits, tokens in ((64, whole), (64, odd), (32, whole), (128, least)):
+        checks.append((f"encode_gram, {tokens:,} keys, {bits} bits", functools.partial(gram, tokens, bits)))
     for dtype in TOLERANCE:
-        for form, tokens in (
-            ("list", lengths[0]), ("ragged list", lengths[1]), ("dense", lengths[0]), ("dense", lengths[2]),
-        ):  # fmt: skip
+        for form, tokens in (("list", whole), ("ragged list", odd), ("dense", whole), ("dense", least)):
             what = f"attention, {tokens:,} keys, {str(dtype).removeprefix('torch.')}, {form}"
-            run = functools.partial(attention, tokens, dtype, form)
-            (checks if dtype == torch.bfloat16 else later).append((what, run))
-    return (checks + later)[:: 5 if tiny else 1]  # the interpreter is slow
+            checks.append((what, functools.partial(attention, tokens, dtype, form)))
+    return checks[:: 5 if tiny else 1]  # the interpreter is slow
 
 
 def _few(tokens: int) -> int:
     """Few keys, as odd as many."""
     return 200 * (4 if tokens > TOKENS else 1) - (37 if tokens in ODD else 0)
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _generator() -> torch.Generator:
@@ -120,13 +106,10 @@ def random_codes(*shape: int, bits: int, generator: torch.Generator) -> Tensor:
     return words.view(torch.int64)
 
 
-def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str, compare: bool) -> dict[str, Any]:
+def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str) -> dict[str, Any]:
     """Compare the kernels' choice with that of plain torch from the same int8 queries."""
     where, generator = device(), _generator()
     batch = 3 if "ragged" in more or "padded" in more else 1
-    # Plain torch unpacks the codes and holds some copies of the scores.
-    if why := lacking(batch * KV_HEADS * tokens * (8 * bits + 24 * heads + 64), free()):
-        return {"note": why}
     query = torch.randn(batch, KV_HEADS, heads, DIM, generator=generator, device=where).bfloat16()
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=where)
     codes = random_codes(batch, KV_HEADS, tokens, bits=bits, generator=generator)
@@ -150,8 +133,6 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
     given = (Cached(codes, **cached), k, Choice(DIM**-0.5, group, **forced))
     found = pipeline.choose(query, projection, *given)
     rounded = pipeline.quantize_query(query, projection)
-    if not compare:
-        return {}
     expected = choose_quantized(rounded, *given)
     differing = int((found != expected).sum())
     again = pipeline.choose(query, projection, *given)  # no order of atomics shows
@@ -159,29 +140,23 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
     return {"exact": differing == 0, "differing": differing, "of": expected.numel()}
 
 
-def gram(tokens: int, bits: int, compare: bool) -> dict[str, Any]:
+def gram(tokens: int, bits: int) -> dict[str, Any]:
     """Compare codes, errors and gains from the same products."""
     generator = _generator()
-    if why := lacking(KV_HEADS * tokens * bits * 4 * 6, free()):
-        return {"note": why}
     scores = torch.randn(KV_HEADS, tokens, bits, generator=generator, device=device())
     projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=device()) / DIM**0.5
     norm = 8 * torch.rand(KV_HEADS, tokens, generator=generator, device=device())
     norm[:, ::1000] = 0
     found = pipeline.encode_gram(scores, projection @ projection.mT, norm)
-    if not compare:
-        return {}
     expected = encoding.encode_gram(scores, projection @ projection.mT, norm)
     parts = [(getattr(found, name) != getattr(expected, name)).sum() for name in ("codes", "error", "gain")]
     differing = int(sum(parts))
     return {"exact": differing == 0, "differing": differing, "of": 3 * norm.numel()}
 
 
-def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
+def encode(tokens: int, form: str) -> dict[str, Any]:
     """Compare codes across a matrix product, which rounds differently: at most one in a thousand may differ."""
     generator = _generator()
-    if why := lacking(KV_HEADS * tokens * (64 * 4 * 6 + DIM * 12), free()):
-        return {"note": why}
     keys = torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, device=device()).bfloat16()
     projection = 0.3 * torch.randn(KV_HEADS, 64, DIM, generator=generator, device=device())
     metric = mean = None
@@ -190,8 +165,6 @@ def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
         metric, mean = root.mT @ root / (2 * DIM), torch.randn(KV_HEADS, DIM, generator=generator, device=device())
     encoder = make_encoder(projection, keys.dtype, metric=metric, mean=mean)
     found = pipeline.encode_with(encoder, keys)
-    if not compare:
-        return {}
     expected = encoding.encode_with(encoder, keys)
     codes = int((found.codes != expected.codes).any(-1).sum())
     gains = int(((found.gain.int() - expected.gain.int()).abs() > 1).sum())
@@ -199,12 +172,9 @@ def encode(tokens: int, form: str, compare: bool) -> dict[str, Any]:
     return {"exact": codes <= most and gains <= most, "differing": codes, "of": found.gain.numel()}
 
 
-def attention(tokens: int, dtype: torch.dtype, form: str, compare: bool) -> dict[str, Any]:
+def attention(tokens: int, dtype: torch.dtype, form: str) -> dict[str, Any]:
     """Compare attention with float64; also report the error of torch's own attention in the same dtype."""
     where, batch, generator = device(), 2, _generator()
-    # Keys, values and their gathered copies; in float64 one sequence at a time, copied again by SDPA.
-    if why := lacking(KV_HEADS * tokens * DIM * (batch * 6 * dtype.itemsize + 6 * 8), free()):
-        return {"note": why}
     query = torch.randn(batch, KV_HEADS, 4, DIM, generator=generator, device=where).to(dtype)
     keys, values = (
         torch.randn(batch, KV_HEADS, tokens, DIM, generator=generator, device=where).to(dtype) for _ in range(2)
@@ -220,8 +190,6 @@ def attention(tokens: int, dtype: torch.dtype, form: str, compare: bool) -> dict
         if form == "ragged list":
             listed[1, :, k // 2 :] = -1
         found = pipeline.sparse_attention(query, keys, values, listed)
-    if not compare:
-        return {}
     exact = torch.empty(found.shape, dtype=torch.float64, device=where)
     for b in range(batch):  # one at a time: float64 takes much memory
         one = slice(b, b + 1)

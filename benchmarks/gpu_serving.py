@@ -1,27 +1,24 @@
-"""A server's decoding step of a layer on a GPU: over pages beside over rows, in a CUDA graph, and vLLM where it is."""
+"""A server's decoding step of a layer on a GPU: over pages beside over rows, and in a CUDA graph."""
 
 import functools
-import importlib.util
-import json
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from gpu_part import Emit, Limits, Step, free, lacking
-from gpu_times import device, rate
+from gpu_times import attempted, device
 
 from bpc_calib.backends.triton import backend
-from bpc_calib.bench.timing import captured, summary, timed
+from bpc_calib.bench.timing import captured, copies, summary, timed
 from bpc_calib.method.budget import attended
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows, read_codes, read_tokens
 
-__all__ = ["cases", "steps"]
+__all__ = ["rows"]
+
+Row = dict[str, Any]
 
 KV_HEADS, GROUP, DIM, BITS, PAGE, BUDGET = 8, 4, 128, 64, 16, 0.02
 REQUESTS = ((1, 1 << 17), (8, 1 << 15), (64, 1 << 13))  # how many, and their tokens
@@ -30,33 +27,15 @@ NEW = (1, 8, 64)  # keys that a step hashes
 CHOICE = Choice(DIM**-0.5)
 
 
-def steps(limits: Limits) -> list[Step]:
-    """Exactness and times for each batch; then vLLM."""
-    made: list[Step] = []
-    for requests, tokens in FEW if limits.tiny else REQUESTS:
+def rows(*, tiny: bool) -> Iterator[Row]:
+    """Exactness and times for each batch, then hashing."""
+    for requests, tokens in FEW if tiny else REQUESTS:
         for eight_bits in (False, True):
-            what = _what(requests, tokens, eight_bits)
-            made.append((what, functools.partial(_batch, what, requests, tokens, eight_bits, limits.tiny)))
+            what = f"{requests} x {tokens:,} tokens" + (", FP8 cache" if eight_bits else "")
+            yield from attempted(what, functools.partial(_batch, what, requests, tokens, eight_bits, tiny))
     for count in NEW:
-        made.append((f"hash {count} new keys per KV head", functools.partial(_hash, count, limits.tiny)))
-    return [*made, ("vLLM with BPC", functools.partial(_vllm, limits))]
-
-
-def cases(*, tiny: bool) -> list[tuple[str, Callable[[], Any]]]:
-    """The same kernels, to be compiled."""
-    batches = [(requests, tokens, eight) for requests, tokens in (FEW if tiny else REQUESTS) for eight in (False, True)]
-    found: list[tuple[str, Callable[[], Any]]] = [
-        (_what(*each), functools.partial(_compile, *each)) for each in batches
-    ]
-    return [*found, *((f"hash {count} new keys", _hasher(count)) for count in NEW)]
-
-
-def _compile(requests: int, tokens: int, eight_bits: bool) -> None:
-    Batch.drawn(requests, tokens, eight_bits).step()
-
-
-def _what(requests: int, tokens: int, eight_bits: bool) -> str:
-    return f"{requests} x {tokens:,} tokens" + (", FP8 cache" if eight_bits else "")
+        what = f"hash {count} new keys per KV head"
+        yield from attempted(what, lambda what=what, count=count: _timed({what: _hasher(count)}, tiny))  # type: ignore[misc]
 
 
 @dataclass
@@ -70,15 +49,9 @@ class Batch:
 
     @classmethod
     def drawn(cls, requests: int, tokens: int, eight_bits: bool) -> "Batch":
-        """Random pages; with 8 bits a cache of float8_e4m3fn.
-
-        Raises:
-            MemoryError: there is too little.
-        """
+        """Random pages; with 8 bits a cache of float8_e4m3fn."""
         where, per_request = device(), -(-tokens // PAGE)
         count = requests * per_request
-        if why := lacking(count * PAGE * KV_HEADS * (DIM * (8 if eight_bits else 6) + 60), free()):
-            raise MemoryError(why)
         generator = torch.Generator(where).manual_seed(0)
         draw = functools.partial(torch.randn, generator=generator, device=where)
         raw = torch.randint(256, (count, KV_HEADS * PAGE * 9), generator=generator, device=where, dtype=torch.uint8)
@@ -121,19 +94,24 @@ class Batch:
         return requests * KV_HEADS * (tokens * (BITS // 8 + 1) + read)
 
 
-def _batch(what: str, requests: int, tokens: int, eight_bits: bool, tiny: bool, emit: Emit) -> None:
+def _batch(what: str, requests: int, tokens: int, eight_bits: bool, tiny: bool) -> Iterator[Row]:
     batch = Batch.drawn(requests, tokens, eight_bits)
     in_rows = batch.in_rows()
     (found, _), expected = batch.step(), in_rows()
     error = float((found - expected).norm() / expected.norm())
-    emit({"what": f"{what}: result over pages as over rows", "exact": error < 1e-2, "error": error})
+    yield {"what": f"{what}: result over pages as over rows", "exact": error < 1e-2, "error": error}
     if torch.cuda.is_available():
-        emit({"what": f"{what}: a CUDA graph, replayed with other lengths", "exact": _replays(batch)})
-    samples = timed({"pages": [batch.step], "rows": [in_rows]}, 1 if tiny else 11, device())
-    for form, each in samples.items():
-        floor = round(1e6 * batch.floor() / rate(tiny=tiny), 2)
-        row: dict[str, Any] = {"what": f"{what}: a step over {form}", "unit": "us", "floor": floor}
-        emit(row | (summary(each) if isinstance(each, list) else {"median": None, "note": each}))
+        yield {"what": f"{what}: a CUDA graph, replayed with other lengths", "exact": _replays(batch)}
+    floor = round(1e6 * batch.floor() / median(copies((4 if tiny else 4096) << 20, device())), 2)
+    for row in _timed({f"{what}: a step over pages": batch.step, f"{what}: a step over rows": in_rows}, tiny):
+        yield row | {"floor": floor}
+
+
+def _timed(calls: dict[str, Callable[[], Any]], tiny: bool) -> Iterator[Row]:
+    """Microseconds of each call, taken in turn."""
+    for what, samples in timed({what: [call] for what, call in calls.items()}, 1 if tiny else 11, device()).items():
+        taken = {"median": None, "note": samples} if isinstance(samples, str) else summary(samples)
+        yield {"what": what, "unit": "us", **taken}
 
 
 def _replays(batch: Batch) -> bool:
@@ -166,32 +144,3 @@ def _hasher(count: int) -> Callable[[], None]:
     keys = draw(count, KV_HEADS, DIM).bfloat16().transpose(0, 1)[None]
     fresh = Fresh(encoder, keys, torch.arange(count, device=where) * PAGE)
     return lambda: backend.hash_into(fresh, pages)
-
-
-def _hash(count: int, tiny: bool, emit: Emit) -> None:
-    (samples,) = timed({"hash": [_hasher(count)]}, 1 if tiny else 11, device()).values()
-    row: dict[str, Any] = {"what": f"hash {count} new keys per KV head", "unit": "us"}
-    emit(row | (summary(samples) if isinstance(samples, list) else {"median": None, "note": samples}))
-
-
-def _vllm(limits: Limits, emit: Emit) -> None:
-    """The bundled model behind vLLM's server: stock, plugin installed and BPC, in tokens per second."""
-    what = "vLLM with BPC"
-    if importlib.util.find_spec("vllm") is None or limits.tiny:
-        emit({"what": what, "median": None, "note": "not measured: vLLM is not installed"})
-        return
-    artifact, result = limits.folder / "demo.safetensors", limits.folder / "serving.json"
-    script = Path(__file__).parent / "serving.py"
-    for words in (
-        ["-c", "from bpc_cli.main import main; main()", "calibrate", "-m", "demo", "-o", artifact, "--force", "-q"],
-        [script, "-a", artifact, "-o", result, "--lengths", 2000, "--requests", 1, 8, "--repeats", 3],
-    ):
-        command = [sys.executable, *map(str, words)]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limits.left, check=False)
-        if ran.returncode:
-            said = (ran.stderr + ran.stdout).strip().splitlines() or [f"exit {ran.returncode}"]
-            emit({"what": what, "failed": 1, "note": said[-1][:200]})
-            return
-    for row in json.loads(result.read_text())["rows"]:
-        name = f"vLLM, {row['server']}, {row['requests']} x {row['prompt']:,} tokens"
-        emit({"what": name, "unit": "tokens/s", "median": row["tokens_per_second"], "ratio": row["ratio"]})

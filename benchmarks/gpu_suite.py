@@ -1,15 +1,16 @@
-"""Everything worth running on a GPU, most valuable first: tests, exactness at full size, times beside their floors.
+"""Everything worth running on an NVIDIA GPU: tests, exactness at full size, times beside their floors.
 
     python benchmarks/gpu_suite.py
 
-Each part runs in a process of its own, and goes on in a new one behind a step that crashed, hung or spoiled the CUDA
-context. The results are written again and again meanwhile. Without an NVIDIA GPU nothing is measured. `--tiny` checks
-the script without a GPU: every part runs on a few keys in Triton's interpreter, and the times mean nothing.
+Each part runs in a process of its own, which prints a line of JSON per row. If it fails or runs out of time, its rows
+so far count, and the other parts run all the same. `--tiny` checks the script without a GPU: every part runs on a few
+keys in Triton's interpreter, and the times mean nothing.
 """
 
 import argparse
-import functools
+import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -17,41 +18,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import report
-from gpu_part import Limits, Step, Watched, run_steps, watch
 from report import ROOT
 
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
+Row = dict[str, Any]
 
-# Of each part: its share of the time (later parts get what an earlier one leaves), the module and the function of its
-# steps (imported by its part alone), and its title.
+# Of each part: its share of the time (later parts get what an earlier one leaves), the module and the function that
+# yields its rows (imported by its process alone), and its title.
 PARTS = {
-    "compile": (4, "gpu_tests.compile_steps", "Compiling for the other parts, on all cores"),
-    "tests": (6, "gpu_tests.steps", "The tests that need a GPU"),
-    "exactness": (5, "gpu_exactness.steps", "Exactness at full size"),
-    "kernels": (7, "gpu_times.kernels", "A step of a layer: 8 KV heads, 4 query heads each, D=128, 2 %, batch 1"),
-    "encode": (2, "gpu_times.encode", "Hashing a prompt, and the prefill"),
-    "decode": (5, "gpu_times.decode", "Decoding through transformers: random Llama 3.1 8B, batch 1"),
-    "serving": (3, "gpu_serving.steps", "A server's step of a layer, over pages of 16 tokens; vLLM where it is"),
+    "tests": (8, "gpu_suite.tests", "The tests that need a GPU"),
+    "exactness": (7, "gpu_exactness.rows", "Exactness at full size"),
+    "layer": (7, "gpu_times.layer", "A step of a layer: 8 KV heads, 4 query heads each, D=128, 2 %, batch 1"),
+    "prefill": (2, "gpu_times.prefill", "Hashing a prompt, and the prefill"),
+    "decode": (5, "gpu_times.decode", "Decoding with a random Llama 3.1 8B, batch 1"),
+    "serving": (3, "gpu_serving.rows", "A server's step of a layer, over pages of 16 tokens"),
     "calibrate": (1, "gpu_times.calibrate", "Calibration"),
 }
 COLUMNS = (
-    "tokens what exact differing of unit median spread eager floor times_floor tokens_per_second passed failed errors "
-    "skipped note"
+    "tokens what exact differing of unit median spread floor floor_share times_dense times_paper "
+    "tokens_per_second passed failed skipped note"
 ).split()
-WRITE = 2  # seconds between two versions of the results while a part runs
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-received: list[int] = []  # looked at again and again: an exception at any place could leave a process behind
-
-
-class StoppedError(Exception):
-    """A signal asks the suite to end."""
+received: list[int] = []  # signals, looked at again and again: an exception could leave a process behind
 
 
 def main() -> None:
@@ -63,178 +56,175 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
     parser.add_argument("--output", "-o", type=Path, help="default: benchmarks/results/gpu_suite.json")
-    parser.add_argument("--logs", type=Path, help="keep what the processes print in this folder")
     parser.add_argument("--tiny", action="store_true", help="check the script itself, without a GPU")
-    for name in ("--part", "--slice", "--rows", "--start", "--seconds"):  # for the process of a part
-        parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # for the process of a part
     arguments = parser.parse_args()
     if arguments.part:
-        rows = Path(arguments.rows)
-        limits = Limits(arguments.tiny, time.monotonic() + float(arguments.seconds), rows.parent)
-        run_steps(steps(arguments.part, limits, arguments.slice), rows, int(arguments.start))
+        module, _, function = PARTS[arguments.part][1].partition(".")
+        for row in getattr(importlib.import_module(module), function)(tiny=arguments.tiny):
+            print(json.dumps(row), flush=True)
         return
-    ends = time.monotonic() + 60 * arguments.minutes
-    for number in SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: received.append(number))
     with tempfile.TemporaryDirectory() as folder:
         report.link_packages(Path(folder))
-        logs = arguments.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
-        code = run(arguments, logs.resolve(), ends)
+        code = run(arguments)
     sys.exit(128 + received[0] if received else code)
 
 
-def steps(name: str, limits: Limits, portion: str | None) -> list[Step]:
-    """The steps of a part; with `portion`, as 3/16, such a share of what the other parts compile."""
-    module, _, function = PARTS[name][1].partition(".")
-    made = importlib.import_module(module)
-    if portion:
-        first, step = map(int, portion.split("/"))
-        return made.case_steps(first, step, tiny=limits.tiny)
-    return getattr(made, function)(limits)
-
-
-def run(arguments: argparse.Namespace, logs: Path, ends: float) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the parts; return 1 if one failed."""
     import torch
 
     gpu = torch.cuda.is_available() and torch.version.hip is None
     output = arguments.output or (OUTPUT if gpu and not arguments.tiny else None)
-    selected = arguments.parts or list(PARTS)
-    result = about(arguments) | {"parts": {name: {"status": "not measured"} for name in PARTS}}
+    settings = {"minutes": arguments.minutes, "tiny": arguments.tiny, "sources": report.sources()}
+    parts: dict[str, Row] = {name: {"status": "not measured"} for name in PARTS}
+    result = {"command": report.command(), "machine": machine(), **settings, "parts": parts}
     if not gpu and not arguments.tiny:
         print("No NVIDIA GPU here: nothing was measured.")
         report.keep(output, result)
         return 0
     if not gpu:
         os.environ |= {"TRITON_INTERPRET": "1", "BPC_BACKEND": "triton"}
+    selected = [name for name in PARTS if name in (arguments.parts or PARTS)]
     if arguments.parts:
-        result = merged(output, result, selected)
-    parts = result["parts"]
-    left = [name for name in PARTS if name in selected]
-    while left and not received:
-        name, shares = left[0], sum(PARTS[each][0] for each in left)
-        seconds = max(5.0, (ends - time.monotonic()) * PARTS[name][0] / shares)
-        part(name, seconds, arguments.tiny, logs, functools.partial(keep, output, result, name))
+        parts |= earlier(output, result)
+    ends = time.monotonic() + 60 * arguments.minutes
+    for place, name in enumerate(selected):
+        share = PARTS[name][0] / sum(PARTS[each][0] for each in selected[place:])
+        seconds = max(5.0, (ends - time.monotonic()) * share)
+        words = [sys.executable, __file__, "--part", name, *(["--tiny"] if arguments.tiny else [])]
+        print(f"{PARTS[name][2]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
+        parts[name] = part(words, seconds) | {"command": result["command"]}
         show(PARTS[name][2], parts[name])
         report.keep(output, result)
-        left.pop(0)
+        if received:
+            break
     return int(any(parts[name]["status"] == "failed" for name in selected))
 
 
-def keep(output: Path | None, result: dict[str, Any], name: str, made: dict[str, Any]) -> None:
-    """Write what a part has measured so far."""
-    result["parts"][name] = made | {"command": result["command"]}
-    report.keep(output, result, quiet=True)
-
-
-def about(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Command, machine and settings; read once, before the results change the state of the checkout."""
+def machine() -> Row:
     import torch
 
-    machine = report.machine()
+    found = report.machine()
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
-        machine |= {"gpu_capability": f"{facts.major}.{facts.minor}", "driver": driver()}
-    settings = {"minutes": arguments.minutes, "tiny": arguments.tiny, "sources": report.sources()}
-    return {"command": report.command(), "machine": machine, **settings}
+        found |= {"gpu_capability": f"{facts.major}.{facts.minor}"}
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            found["driver"] = subprocess.check_output(words, text=True, timeout=20).split("\n")[0]
+    return found
 
 
-def driver() -> str | None:
-    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def earlier(path: Path | None, result: Row) -> Row:
+    """The parts that an existing file has from the same code and GPU."""
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def part(name: str, seconds: float, tiny: bool, logs: Path, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Run a part in its own processes; keep what it has measured, also while it runs and when a signal ends it."""
-    words = [sys.executable, __file__, "--part", name, *(["--tiny"] if tiny else [])]
-    print(f"{PARTS[name][2]}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
-    began = written = time.monotonic()
-    seen, changed = Watched(), False
-
-    def made(running: str | None = None) -> dict[str, Any]:
-        state = running or status(seen.rows, seen.fault, stopped=seen.stopped)
-        facts: dict[str, Any] = {"status": state, "seconds": round(time.monotonic() - began, 1)}
-        return facts | ({"fault": seen.fault} if seen.fault else {}) | {"rows": seen.rows}
-
-    def look(now: Watched) -> None:
-        nonlocal seen, written, changed
-        changed = changed or len(now.rows) != len(seen.rows) or now.rows[-1:] != seen.rows[-1:]
-        seen = Watched(list(now.rows), now.fault, now.stopped)
-        if received:
-            raise StoppedError
-        if changed and time.monotonic() - written > WRITE:
-            keep(made("running"))
-            written, changed = time.monotonic(), False
-
-    try:
-        seen = watch(words, logs / f"{name}.json", seconds, look, own_group=True)
-    except StoppedError:
-        seen.fault, seen.stopped = "a signal ended it", True
-    keep(made())
-
-
-def merged(path: Path | None, result: dict[str, Any], selected: list[str]) -> dict[str, Any]:
-    """`result` with the parts that are not selected as the file has them, if it measured the same code and GPU."""
-    try:
-        old = json.loads(path.read_text()) if path else None
-        if old is None or _measured(old) != _measured(result):
-            return result
-        kept = {name: part for name, part in old["parts"].items() if name not in selected and name in result["parts"]}
+        old = json.loads(path.read_text()) if path else {}
+        same = _measured(old) == _measured(result)
+        return {name: part for name, part in old["parts"].items() if name in PARTS} if same else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return result
-    return result | {"parts": result["parts"] | kept}
+        return {}
 
 
-def _measured(result: dict[str, Any]) -> list[Any]:
-    """What must be the same: the results file itself may make a checkout dirty."""
+def _measured(result: Row) -> list[Any]:
     machine = result["machine"]
-    commit = (machine["commit"] or "").removesuffix("-dirty")
+    commit = (machine["commit"] or "").removesuffix("-dirty")  # the results file itself makes a checkout dirty
     return [commit, machine["gpu"], machine["versions"], result["sources"], result["tiny"]]
 
 
-def status(rows: list[dict[str, Any]], fault: str | None, *, stopped: bool) -> str:
-    """One word for a part: failed, stopped, measured or not measured."""
-    if any(row.get("exact") is False or row.get("failed") or row.get("errors") for row in rows):
-        return "failed"
-    if stopped:
-        return "stopped" if rows else "not measured"
-    if fault:
-        return "failed"
-    return "measured" if rows else "not measured"
+def part(words: list[str], seconds: float) -> Row:
+    """Run the process of a part, and kill it with all that it started when its time is over or a signal came."""
+    began, fault = time.monotonic(), None
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(words, stdout=output, stderr=log, start_new_session=True)
+        while (code := process.poll()) is None and time.monotonic() - began < seconds and not received:
+            time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        output.seek(0)
+        log.seek(0)
+        rows, said = output.read().splitlines(), log.read().splitlines()
+    last = " | ".join([line.strip() for line in said if line.strip()][-3:])[-500:]
+    if code is None:
+        fault = "a signal ended it" if received else f"ran out of its {seconds:.0f} s: {last}"
+    elif code:
+        fault = f"exit {code}: {last}"
+    made = list(parsed(rows))
+    failed = fault or any(row.get("exact") is False or row.get("failed") for row in made)
+    status = "failed" if failed else "measured" if made else "not measured"
+    about = {"status": status, "seconds": round(time.monotonic() - began, 1)}
+    return about | ({"fault": fault} if fault else {}) | {"rows": made}
 
 
-def show(title: str, made: dict[str, Any]) -> None:
+def parsed(lines: list[str]) -> Iterator[Row]:
+    """The rows among the lines; libraries may print others, and a killed process half a row."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
+
+
+def tests(*, tiny: bool) -> Iterator[Row]:
+    """`pytest -m gpu`, with workers side by side where it can: most of the time goes to the compiler.
+
+    What pytest prints goes to the log, whose last lines are shown if it dies or hangs.
+    """
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    places = [ROOT / "tests" / "test_gpu.py"] if tiny else marked
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder) / "tests.xml"
+        words = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", "--tb=short"]
+        words += ["-o", "faulthandler_timeout=120", f"--junitxml={xml}"]
+        if not tiny and importlib.util.find_spec("xdist"):
+            words += ["-n", str(min(8, os.cpu_count() or 1))]
+        ran = subprocess.run([*words, *map(str, places)], cwd=ROOT, stdout=sys.stderr, check=False)
+        if not xml.is_file():
+            sys.exit(f"pytest ended with status {ran.returncode}")
+        yield counted(xml)
+
+
+def counted(xml: Path) -> Row:
+    """The counts of pytest's report, the names of what did not pass, and the first error."""
+    cases = list(ElementTree.parse(xml).getroot().iter("testcase"))
+    faults = {case: fault for case in cases for fault in case if fault.tag in ("failure", "error")}
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    row: Row = {"what": "pytest -m gpu", "passed": len(cases) - len(faults) - skipped, "failed": len(faults)}
+    row["skipped"] = skipped
+    if faults:
+        names = ", ".join(f"{case.get('classname')}::{case.get('name')}" for case in faults)
+        first = " ".join((next(iter(faults.values())).get("message") or "").split())[:300]
+        row["note"] = f"{names}; first: {first}"
+        if "CUDA error" in first:
+            row["note"] += "; it spoils its process: failures after it say nothing"
+    return row
+
+
+def show(title: str, made: Row) -> None:
     """Print the part as a table."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=max(160, Console().width))
-    rows = made["rows"]
     table = Table(title=f"{title}: {made['status']}, {made['seconds']} s", title_justify="left")
-    columns = [each for each in COLUMNS if any(row.get(each) is not None for row in rows)]
+    columns = [each for each in COLUMNS if any(row.get(each) is not None for row in made["rows"])]
     for column in columns:
         table.add_column(column.replace("_", " "), justify="left" if column in ("what", "note") else "right")
-    for row in rows:
-        table.add_row(*(cell(row, column) for column in columns))
+    for row in made["rows"]:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
     console.print(table, markup=False)
     if "fault" in made:
         console.print(made["fault"], markup=False)
     sys.stdout.flush()
 
 
-def cell(row: dict[str, Any], column: str) -> str:
-    value = row.get(column)
-    if value is None:
-        return "not measured" if column == "median" and "note" in row else ""
+def _cell(value: Any) -> str:
     if isinstance(value, list):
         return " to ".join(f"{each:,}" for each in value)
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+    return f"{value:,}" if isinstance(value, int | float) else str("" if value is None else value)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +24,16 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 # An instruction, and the upper half of its bits, which hold what the compiler tells the scheduler.
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s+/\* 0x[0-9a-f]+ \*/\s+/\* 0x([0-9a-f]+) \*/")
 BARRIERS = 6  # that a thread has to wait for results of unknown latency
-# What is counted, by the beginning of an instruction.
-KINDS = {
-    "barrier": ("BAR.",), "shuffle": ("SHFL", "REDUX"), "global": ("LDG.", "LD.", "STG", "ST.", "LDGSTS"),
-    "shared": ("LDS", "STS"), "atomic": ("ATOMG", "RED."),
-    "product": ("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA"),
+COUNTED = {  # by the beginning of an instruction
+    "barrier": ("BAR.",), "shuffle": ("SHFL", "REDUX"),
     # At half the rate of others (CUDA C++ Programming Guide, throughput of instructions, 8.0 and 9.0).
     "half": (
         "IADD3", "LOP3", "ISETP", "SEL", "SHF", "PRMT", "IMNMX", "VIMNMX", "LEA", "FSETP", "FMNMX", "FSEL", "PLOP3",
         "ICMP", "IABS", "BMSK", "SGXT", "VIADD",
     ),
 }  # fmt: skip
+MOVES = ("LDG.", "LD.", "STG", "ST.", "LDGSTS", "ATOMG", "RED.")  # global memory
+SIZES = {"128": 16, "64": 8, "U16": 2, "U8": 1, "S8": 1}  # bytes of a lane, in the name of what moves; else 4
 # The same operations in PTX and in SASS: where a loop of SASS has more of them, the assembler has unrolled it.
 PTX_ANCHORS = re.compile(
     r"^\s*(?:@!?%\w+\s+)?(?:shfl\.|redux\.|bar\.sync|barrier\.|ld\.global|st\.global|cp\.async\.c[ag]|(?:wg)?mma\.|ex2)"
@@ -87,31 +86,20 @@ class Code:
     def executed(self, span: Span | None = None) -> Counter[str]:
         """How often a warp executes each kind of instruction, in all loops."""
         span = span or self.whole
-        counts = self._own(span)
+        counts: Counter[str] = Counter()
         for inner in span.inner:
             for kind, count in self.executed(inner).items():
                 counts[kind] += inner.trips * count  # type: ignore[assignment]
-        return counts
-
-    def _own(self, span: Span) -> Counter[str]:
-        """Of one pass through a span without the loops in it."""
-        counts: Counter[str] = Counter()
         ahead = any(self.instructions[place].name.startswith("LDGSTS") for each in span.inner for place in each.own())
         for place in span.own():
             name = self.instructions[place].name
             counts["all"] += 1
-            for kind, beginnings in KINDS.items():
+            for kind, beginnings in COUNTED.items():
                 counts[kind] += name.startswith(beginnings)
-            if name.startswith(KINDS["global"] + KINDS["atomic"]):
-                # Copies ahead of a loop that copies are those that its last rounds leave out.
-                counts["bytes"] += 0 if ahead and name.startswith("LDGSTS") else _bytes(name)
+            # Copies ahead of a loop that copies are those that its last rounds leave out.
+            if name.startswith(MOVES) and not (ahead and name.startswith("LDGSTS")):
+                counts["bytes"] += next((size for word, size in SIZES.items() if word in name.split(".")), 4)
         return counts
-
-
-def _bytes(name: str) -> int:
-    """Bytes of one lane."""
-    words = name.split(".")
-    return next((size for word, size in (("128", 16), ("64", 8), ("U16", 2), ("U8", 1), ("S8", 1)) if word in words), 4)
 
 
 def _listing(option: str, cubin: bytes) -> str:
@@ -131,16 +119,10 @@ def usage(cubin: bytes) -> tuple[int, int]:
 def code(cubin: bytes) -> Code:
     """The instructions up to the last EXIT (behind it are the rare paths of divisions and roots), and their loops."""
     listed = INSTRUCTION.findall(_listing("-sass", cubin))
-    places = {int(address, 16): place for place, (address, *_) in enumerate(listed)}
     texts = [text for _, text, _ in listed]
-    last = max(place for place, text in enumerate(texts) if re.fullmatch(r"EXIT", text))
-    jumps = []
-    for place, text in enumerate(texts[:last]):
-        target = re.search(r"\bBRA\b.* 0x([0-9a-f]+)$", text)
-        if target is not None and (to := places[int(target[1], 16)]) < place:
-            jumps.append((to, place))
-    whole = _nested(last, jumps)
-    _anchored(whole, texts, SASS_ANCHORS)
+    places = {address.lstrip("0"): place for place, (address, *_) in enumerate(listed)}
+    last = max(place for place, text in enumerate(texts) if text == "EXIT")
+    whole = _nested(texts[: last + 1], re.compile(r".*\bBRA\b.* 0x([0-9a-f]+)$"), places, SASS_ANCHORS)
     return Code([_scheduled(text, int(bits, 16)) for _, text, bits in listed], whole)
 
 
@@ -154,27 +136,22 @@ def ptx_loops(ptx: str) -> Span:
     """The loops of PTX."""
     lines = ptx.splitlines()
     labels = {found[1]: place for place, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))}
-    jumps = []
-    for place, line in enumerate(lines):
-        target = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
-        if target is not None and (to := labels[target[1]]) < place:
-            jumps.append((to, place))
-    whole = _nested(len(lines) - 1, jumps)
-    _anchored(whole, lines, PTX_ANCHORS)
-    return whole
+    return _nested(lines, re.compile(r".*\bbra(?:\.uni)?\s+(\$\w+);"), labels, PTX_ANCHORS)
 
 
-def _nested(last: int, jumps: Iterable[tuple[int, int]]) -> Span:
+def _nested(lines: list[str], jump: re.Pattern[str], labels: Mapping[str, int], anchors: re.Pattern[str]) -> Span:
     """The loops of jumps back, each within the smallest that holds it."""
     ends: dict[int, int] = {}
-    for first, end in jumps:
-        ends[first] = max(end, ends.get(first, 0))
-    whole = Span(0, last)
+    for place, line in enumerate(lines):
+        if (target := jump.match(line)) is not None and (to := labels[target[1]]) < place:
+            ends[to] = place
+    whole = Span(0, len(lines) - 1)
     for first, end in sorted(ends.items()):
         outer = whole
         while (deeper := next((each for each in outer.inner if each.holds(first)), None)) is not None:
             outer = deeper
         outer.inner.append(Span(first, end))
+    _anchored(whole, lines, anchors)
     return whole
 
 
@@ -261,29 +238,31 @@ def _learn(text: str, known: dict[str, int], constants: set[str], grid: tuple[in
     if (assigned := ASSIGNED.match(text)) is None or "tensor<" in text:
         return
     name, expression = assigned.groups()
-    operation = expression.split()[0]
+    words = expression.split()
+    operation = words[0]
     operands = [known.get(each) for each in NAME.findall(expression)]
-    kind, _, last = operation.removeprefix("arith.").rpartition(".")
-    kind = kind or last
+    value: int | None = None
     if operation == "arith.constant":
-        value = expression.split()[1]
-        if value in ("true", "false") or re.fullmatch(r"-?\d+", value):
-            known[name] = int(value) if value not in ("true", "false") else int(value == "true")
+        if words[1] in ("true", "false"):
+            value = int(words[1] == "true")
+        elif re.fullmatch(r"-?\d+", words[1]):
+            value = int(words[1])
+        if value is not None:
             constants.add(name)
     elif operation == "tt.get_program_id":
-        known[name] = 0
+        value = 0
     elif operation == "tt.get_num_programs":
-        known[name] = grid["xyz".index(expression.split()[1])]
+        value = grid["xyz".index(words[1])]
     elif operation == "tt.load" and re.search(r"!tt\.ptr<i(16|32|64)>", expression):
-        known[name] = loaded
-    elif operation in ("arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast") and operands[0] is not None:
-        known[name] = operands[0]
+        value = loaded
+    elif operation in ("arith.extsi", "arith.extui", "arith.trunci", "arith.index_cast"):
+        value = operands[0]
     elif operation == "arith.cmpi" and None not in operands:
-        compare = getattr(operator, expression.split()[1].rstrip(",").removeprefix("s").removeprefix("u"))
-        known[name] = int(compare(operands[0], operands[1]))
+        compare = getattr(operator, words[1].rstrip(",").lstrip("su"))
+        value = int(compare(operands[0], operands[1]))
     elif operation == "arith.select" and operands[0] is not None:
-        chosen = operands[1] if operands[0] else operands[2]
-        if chosen is not None:
-            known[name] = chosen
-    elif kind in TWO and len(operands) == 2 and None not in operands:
-        known[name] = TWO[kind](operands[0], operands[1])  # type: ignore[arg-type]
+        value = operands[1] if operands[0] else operands[2]
+    elif (two := TWO.get(operation.rpartition(".")[2])) and len(operands) == 2 and None not in operands:
+        value = two(operands[0], operands[1])  # type: ignore[arg-type]
+    if value is not None:
+        known[name] = value

@@ -12,7 +12,7 @@ Left out: contended atomics, partly used sectors, bank conflicts, L1 and branche
 
 For one warp, instructions issue in order. The compiler writes into each how many clocks the next one waits, which
 covers results of known latency, and which barriers it waits for; results of unknown latency open a barrier when they
-are done. So only the latencies of `Latencies` are assumed, and the rest is in the code.
+are done. So only the latencies of `WAITS` are assumed, and the rest is in the code.
 """
 
 import math
@@ -31,8 +31,18 @@ HBM = 0.9 * 3.35e12  # bytes/s; data sheet, and assumed that kernels reach 90 %
 L2 = 5.5e12  # bytes/s; assumed, as microbenchmarks of H100 report
 L2_KEEPS = 25 << 20  # bytes; half of the H100's 50 MB: a larger tensor is assumed to have left
 COLD, WARM = 0.65e-6, 0.30e-6  # s; assumed: a round trip to memory, and to L2 of a GPU at work
-# Clocks until a result is there, as microbenchmarks of Volta to Hopper report, rounded.
-WAITS = {"shared": 30, "shuffle": 25, "product": 33, "other": 20, "together": 30, "near": 35}
+WAITS = {  # clocks until a result is there, as microbenchmarks of Volta to Hopper report, rounded
+    "shared": 30,
+    "shuffle": 25,
+    "product": 33,
+    "other": 20,  # special functions, conversions, system registers, and reading operands from registers
+    "together": 30,  # until all warps have come to a barrier
+    "near": 35,  # global memory that the kernel has fetched to L1 before, with a prefetch: loads in loops after it
+}
+KINDS = {  # by the beginning of an instruction whose result takes an unknown time
+    ("LDG.", "LD.", "ATOMG"): "load", ("LDS", "ATOMS"): "shared", ("SHFL", "REDUX"): "shuffle",
+    ("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA"): "product",
+}  # fmt: skip
 REGISTERS, SHARED, WARPS, BLOCKS = 65536, 228 << 10, 64, 32  # of a multiprocessor, compute capability 9.0
 CONSTANTS = {
     "clock": CLOCK, "multiprocessors": MULTIPROCESSORS, "schedulers": SCHEDULERS, "fixed_seconds": FIXED,
@@ -54,17 +64,10 @@ def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> dict[str,
     counts = made.executed()
     blocks, warps = math.prod(launch.grid), metadata.num_warps
     turns = max(counts["all"], 2 * counts["half"]) * warps / SCHEDULERS  # clocks to issue all of a block
-    first = COLD if cold else WARM
-    alone = clocks(made, Latencies(first * CLOCK, WARM * CLOCK, **WAITS))
-    latency = max(alone, turns) / CLOCK
-    without = max(clocks(made, Latencies(0, 0, **WAITS)), turns) / CLOCK
-
-    fits = min(
-        BLOCKS,
-        WARPS // warps,
-        REGISTERS // (-(-registers * 32 // 256) * 256 * warps),
-        SHARED // (metadata.shared + 1024),
-    )
+    latency = max(clocks(made, (COLD if cold else WARM) * CLOCK, WARM * CLOCK), turns) / CLOCK
+    without = max(clocks(made, 0, 0), turns) / CLOCK
+    by_registers = REGISTERS // (-(-registers * 32 // 256) * 256 * warps)
+    fits = min(BLOCKS, WARPS // warps, by_registers, SHARED // (metadata.shared + 1024))
     waves = -(-blocks // (MULTIPROCESSORS * max(1, fits)))
     issue = -(-blocks // MULTIPROCESSORS) * turns / CLOCK
     named = int(counts["bytes"] * 32 * warps * blocks)
@@ -150,22 +153,10 @@ def _unroll(span: Span, in_ptx: Span) -> None:
             inner.trips /= rounds if rounds & (rounds - 1) == 0 else 1
 
 
-@dataclass(frozen=True)
-class Latencies:
-    """Clocks from issue to result."""
-
-    first: float  # global memory: loads up to the first wait for one, in each pass through a loop
-    later: float  # global memory: all others
-    shared: float
-    shuffle: float
-    product: float
-    near: float  # global memory that the kernel has fetched to L1 before, with a prefetch: loads in loops after it
-    other: float  # special functions, conversions, system registers, and reading operands from registers
-    together: float  # until all warps have come to a barrier
-
-
 @dataclass
 class _State:
+    first: float  # clocks of a load from global memory up to the first wait for one, in each pass through a loop
+    later: float  # clocks of all others
     now: float = 0
     open_until: dict[int, float] = field(default_factory=dict)
     loading: set[int] = field(default_factory=set)  # barriers of loads
@@ -175,14 +166,14 @@ class _State:
     looping: bool = False
 
 
-def clocks(code: Code, latencies: Latencies) -> float:
+def clocks(code: Code, first: float, later: float) -> float:
     """Of the whole kernel."""
-    state = _State()
-    _pass(code, code.whole, state, latencies)
+    state = _State(first, later)
+    _pass(code, code.whole, state)
     return state.now
 
 
-def _pass(code: Code, span: Span, state: _State, latencies: Latencies) -> None:
+def _pass(code: Code, span: Span, state: _State) -> None:
     """Go once through a span; through the loops in it as often as they run, each like its second pass."""
     inner = {each.first: each for each in span.inner}
     state.waited, state.looping = False, span is not code.whole
@@ -190,57 +181,43 @@ def _pass(code: Code, span: Span, state: _State, latencies: Latencies) -> None:
     while place <= span.last:
         loop = inner.get(place)
         if loop is None:
-            _issue(code.instructions[place], state, latencies)
+            _issue(code.instructions[place], state)
             place += 1
             continue
         if loop.trips > 0:
-            _pass(code, loop, state, latencies)
+            _pass(code, loop, state)
         if loop.trips > 1:
             began = state.now
-            _pass(code, loop, state, latencies)
+            _pass(code, loop, state)
             state.now += (loop.trips - 2) * (state.now - began)
         state.waited, state.looping = True, span is not code.whole
         place = loop.last + 1
 
 
-def _issue(instruction: Instruction, state: _State, latencies: Latencies) -> None:
+def _issue(instruction: Instruction, state: _State) -> None:
     for barrier in instruction.waits:
         if state.open_until.get(barrier, 0) > state.now:
             state.now = state.open_until[barrier]
             state.waited |= barrier in state.loading
     name = instruction.name
-    loads = latencies.later if state.waited else latencies.first
+    load = state.later if state.waited else state.first
     if state.looping and state.fetched:
-        loads = latencies.near
+        load = WAITS["near"]
     state.fetched |= name.startswith("CCTL") and "PF1" in name
     if name.startswith("LDGDEPBAR"):
-        state.copies.append(state.now + loads)
+        state.copies.append(state.now + load)
     elif name.startswith("DEPBAR") and "SB0" in instruction.text:
         after = int(instruction.text.rsplit(",", 1)[-1].strip(), 16)  # so many of the latest may be under way
         if len(state.copies) > after:
             state.now = max(state.now, state.copies[-1 - after])
             state.waited = True
     elif name.startswith("BAR."):
-        state.now += latencies.together
+        state.now += WAITS["together"]
+    kind = next((kind for beginnings, kind in KINDS.items() if name.startswith(beginnings)), "other")
     for barrier in instruction.sets:
-        state.open_until[barrier] = state.now + _latency(name, latencies, loads)
-        if name.startswith(("LDG.", "LD.", "ATOMG")):
-            state.loading.add(barrier)
-        else:
-            state.loading.discard(barrier)
+        state.open_until[barrier] = state.now + (load if kind == "load" else WAITS[kind])
+        (state.loading.add if kind == "load" else state.loading.discard)(barrier)
     for barrier in instruction.reads:
-        state.open_until[barrier] = state.now + latencies.other
+        state.open_until[barrier] = state.now + WAITS["other"]
         state.loading.discard(barrier)
     state.now += instruction.stall
-
-
-def _latency(name: str, latencies: Latencies, loads: float) -> float:
-    if name.startswith(("LDG.", "LD.", "ATOMG")):
-        return loads
-    if name.startswith(("LDS", "ATOMS")):
-        return latencies.shared
-    if name.startswith(("SHFL", "REDUX")):
-        return latencies.shuffle
-    if name.startswith(("HMMA", "IMMA", "QMMA", "DMMA", "HGMMA", "IGMMA")):
-        return latencies.product
-    return latencies.other

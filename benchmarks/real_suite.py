@@ -28,9 +28,8 @@ Row = dict[str, Any]
 Settings = Mapping[str, Any]
 Part = Callable[[Subject, Settings], dict[str, Any]]
 # Full attention, its best approximation, BPC and the least that one can do.
-BEST = ("full", "oracle", "bpc")
-FIRST = (*BEST, "bpc-online")
-MAIN = (*FIRST, "random")
+BEST = ["full", "oracle", "bpc"]
+FIRST = [*BEST, "bpc-online"]
 ASKED_TOKENS = 1 << 14  # of the prompts of a batch: every method has a copy of their cache
 
 
@@ -57,15 +56,10 @@ def calibrate(subject: Subject, settings: Settings) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def quality(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """The first methods on text at one budget, with many forced tokens."""
-    return {"rows": Evaluated(subject).text(FIRST, subject.lengths[:2], settings)}
-
-
-def best(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """The exact best tokens and BPC at these budgets, at some of the lengths."""
-    first, last = settings["lengths"]
-    return {"rows": Evaluated(subject).text(BEST, subject.lengths[first:last], settings)}
+def on_text(subject: Subject, settings: Settings) -> dict[str, Any]:
+    """These methods on text; None: every method of `bpc eval`."""
+    lengths, every = subject.lengths[slice(*settings["places"])], settings["methods"] is None
+    return {"rows": Evaluated(subject).text(settings["methods"], lengths, settings, paper=every)}
 
 
 def others(subject: Subject, settings: Settings) -> dict[str, Any]:
@@ -75,11 +69,6 @@ def others(subject: Subject, settings: Settings) -> dict[str, Any]:
     if long := subject.lengths[2:]:
         rows += evaluated.text(FIRST, long, settings, paper=True)
     return {"rows": rows}
-
-
-def methods(subject: Subject, settings: Settings) -> dict[str, Any]:
-    """Every method of `bpc eval` at one budget and the first length."""
-    return {"rows": Evaluated(subject).text(None, subject.lengths[:1], settings, paper=True)}
 
 
 def defaults(subject: Subject, settings: Settings) -> dict[str, Any]:
@@ -95,16 +84,15 @@ def tasks(subject: Subject, settings: Settings) -> dict[str, Any]:
     """The questions of which full attention answers at least `least`; `asked` has its share of all that were tried."""
     from bpc_calib.evaluation.tasks import TASKS
 
-    evaluated, left, asked, rows = Evaluated(subject), list(settings["tasks"] or TASKS), [], []
-    for length in subject.lengths[: settings["lengths"]]:
-        common = {"lengths": [length], "budgets": settings["budgets"], "batch": max(1, ASKED_TOKENS // length)}
-        tried = evaluated.rows("bpc", methods=("full",), tasks=left, prompts=settings["tried"], **common)
-        asked += [{name: row[name] for name in ("task", "tokens", "prompts", "score")} for row in tried]
-        left = [row["task"] for row in tried if row["score"]["value"] >= settings["least"]]
-        if not left:
-            break
-        rows += evaluated.rows("bpc", methods=MAIN, tasks=left, prompts=settings["prompts"], **common)
-    return {"asked": asked, "rows": rows}
+    evaluated, length = Evaluated(subject), subject.lengths[0]
+    common = {"lengths": [length], "budgets": settings["budgets"], "batch": max(1, ASKED_TOKENS // length)}
+    tried = evaluated.rows(
+        "bpc", methods=("full",), tasks=settings["tasks"] or list(TASKS), prompts=settings["tried"], **common
+    )
+    asked = [{name: row[name] for name in ("task", "tokens", "prompts", "score")} for row in tried]
+    left = [row["task"] for row in tried if row["score"]["value"] >= settings["least"]]
+    common |= {"methods": [*FIRST, "random"], "prompts": settings["prompts"]}
+    return {"asked": asked, "rows": evaluated.rows("bpc", tasks=left, **common) if left else []}
 
 
 class Evaluated:
@@ -203,29 +191,26 @@ def _texts(subject: Subject, lengths: list[int], new: int) -> list[str]:
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in cut]
 
 
-# In this order; each with its settings. `generate` wants a machine that does nothing else.
+# In this order; each with its settings. `generate` wants a machine that does nothing else. `places` are those of the
+# lengths of a subject, from and up to.
 PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "calibrate": (calibrate, {"samples": 32, "sequence_length": 8192, "keys_per_head": 32_768}),
-    "quality": (quality, {"budgets": [0.02], "forced": 512, "texts": 4}),
-    "budgets": (best, {"budgets": [0.05, 0.01, 0.005], "forced": 128, "texts": 4, "lengths": [0, 2]}),
-    "losses": (best, {"budgets": [0.02], "forced": 512, "texts": 12, "lengths": [1, 2]}),
+    "quality": (on_text, {"methods": FIRST, "places": [0, 2], "budgets": [0.02], "forced": 512, "texts": 4}),
+    "budgets": (
+        on_text,
+        {"methods": BEST, "places": [0, 2], "budgets": [0.05, 0.01, 0.005], "forced": 128, "texts": 4},
+    ),
+    "losses": (on_text, {"methods": BEST, "places": [1, 2], "budgets": [0.02], "forced": 512, "texts": 12}),
     "others": (others, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "methods": (methods, {"budgets": [0.02], "forced": 64, "texts": 4}),
+    "methods": (on_text, {"methods": None, "places": [0, 1], "budgets": [0.02], "forced": 64, "texts": 4}),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "tasks": (tasks, {"tasks": None, "lengths": 1, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
+    "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (generate, {"lengths": [2048, 4096, 8192], "new": 64}),
 }
-TINY: dict[str, dict[str, Any]] = {
-    "calibrate": {"samples": 4, "sequence_length": 256, "keys_per_head": 256},
-    "quality": {"budgets": [0.04], "forced": 16, "texts": 2},
-    "budgets": {"budgets": [0.02], "forced": 8, "texts": 2},
-    "losses": {"budgets": [0.04], "forced": 8, "texts": 2},
-    "others": {"budgets": [0.04], "forced": 8, "texts": 2},
-    "methods": {"forced": 8, "texts": 2, "budgets": [0.04]},
-    "defaults": {"forced": 8, "texts": 2},
-    "tasks": {"tasks": ["needle", "single"], "tried": 1, "prompts": 2, "least": 0.0},
-    "generate": {"lengths": [512], "new": 8},
-}
+TINY: dict[str, Any] = {  # in place of the settings of these names
+    "samples": 4, "sequence_length": 256, "keys_per_head": 256, "budgets": [0.04], "forced": 8, "texts": 2,
+    "tasks": ["needle", "single"], "tried": 1, "prompts": 2, "least": 0.0, "lengths": [512], "new": 8,
+}  # fmt: skip
 
 
 def main() -> None:
@@ -251,7 +236,7 @@ def main() -> None:
 
 def settings(name: str, *, tiny: bool) -> dict[str, Any]:
     """The settings of a part."""
-    return PARTS[name][1] | (TINY[name] if tiny else {})
+    return {key: TINY.get(key, value) if tiny else value for key, value in PARTS[name][1].items()}
 
 
 def measured(name: str, subject: Subject, settings: Settings) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """The tables and the picture of two trained models, from the results of real_suite.py."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import expm1
 from pathlib import Path
 from typing import Any
 
-from report import Results, filled, link, percent, table
+from report import Results, filled, link, percent
 
 from bpc_calib.evaluation.methods import FIGURES, METHODS
 from bpc_calib.method.defaults import budget_text
@@ -48,6 +48,10 @@ def label(method: str) -> str:
     return LABELS.get(method) or METHODS[method].label
 
 
+def _table(heads: Sequence[str], lines: list[list[Any]]) -> str:
+    return filled(heads, lines) if lines else NOTHING
+
+
 def short(results: Results) -> str:
     """What a user of `bpc generate` pays and gets: loss, bytes and speed with its default settings."""
     lines = []
@@ -67,7 +71,7 @@ def short(results: Results) -> str:
             lines[-1].append(f"{_speedup(row):.2f}")
             model = ""
     heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "full attention, tokens/s"]
-    return table([*heads, "BPC, tokens/s", "speedup"], lines) if lines else NOTHING
+    return _table([*heads, "BPC, tokens/s", "speedup"], lines)
 
 
 def headline(results: Results) -> str:
@@ -84,7 +88,7 @@ def headline(results: Results) -> str:
             model = ""
         last = next(row for row in rows if row["method"] == "bpc" and row["budget"] == least)
         lines.append(["", f"BPC, {budget_text(least)} attended", _read(last), *_figures(last)])
-    return filled(["model", "method", "KV read", *SHOWN.values()], lines) if lines else NOTHING
+    return _table(["model", "method", "KV read", *SHOWN.values()], lines)
 
 
 def lengths(results: Results) -> str:
@@ -99,7 +103,7 @@ def lengths(results: Results) -> str:
             lines.append([model, f"{tokens:,}", budget_text(budget), pair[0]["forced"], *cells])
             model = ""
     heads = ["model", "tokens", "budget", "forced", "KL: exact best", "KL: BPC"]
-    return table(heads, lines) if lines else NOTHING
+    return _table(heads, lines)
 
 
 def methods(results: Results) -> str:
@@ -110,7 +114,7 @@ def methods(results: Results) -> str:
         for row in sorted(rows, key=lambda row: order.index(row["method"])):
             lines.append([model, label(row["method"]), _read(row), *_figures(row)[:3]])
             model = ""
-    return filled(["model", "method", "KV read", *list(SHOWN.values())[:3]], lines) if lines else NOTHING
+    return _table(["model", "method", "KV read", *list(SHOWN.values())[:3]], lines)
 
 
 def defaults(results: Results) -> str:
@@ -125,7 +129,7 @@ def defaults(results: Results) -> str:
             cells = [cell for row in pair for cell in (_read(row), spread(row["loss_difference"]), spread(row["kl"]))]
             lines.append([model, f"{tokens:,}", label(name), *cells])
     heads = ["model", "tokens", "method", "as `bpc generate`: KV read", "loss", "KL", "every layer chooses: KV read"]
-    return table([*heads, "loss", "KL"], lines) if lines else NOTHING
+    return _table([*heads, "loss", "KL"], lines)
 
 
 def tasks(results: Results) -> str:
@@ -138,7 +142,7 @@ def tasks(results: Results) -> str:
             scores = [[percent(own[name]["score"][side], 0) for side in ("value", "low", "high")] for name in names]
             cells = [f"{value} ({low} to {high})" for value, low, high in scores]
             lines.append([model, task, own["full"]["prompts"], *cells])
-    return table(["model", "task", "prompts", *map(label, names)], lines) if lines else NOTHING
+    return _table(["model", "task", "prompts", *map(label, names)], lines)
 
 
 def generate(results: Results) -> str:
@@ -154,7 +158,7 @@ def generate(results: Results) -> str:
             lines[-1] += [""] * (10 - len(lines[-1]))
             model = ""
     heads = ["model", "tokens", "projections", "KV read", "AMX: BPC, tokens/s", "full attention", "speedup"]
-    return table([*heads, "no AMX: BPC, tokens/s", "full attention", "speedup"], lines) if lines else NOTHING
+    return _table([*heads, "no AMX: BPC, tokens/s", "full attention", "speedup"], lines)
 
 
 def decode(results: Results) -> str:
@@ -165,7 +169,7 @@ def decode(results: Results) -> str:
             for row in (row for row in found["rows"] if row["length"] == 8000):  # both kinds of products in turn
                 forms.setdefault(row["form"], []).append(f"{row['milliseconds']:.1f}")
     heads = [f"{machine}, ms: {products}" for machine in ("AMX", "no AMX") for products in ("oneDNN", "torch's own")]
-    return table(["SmolLM2-135M-Instruct", *heads], [[form, *cells] for form, cells in forms.items()])
+    return _table(["SmolLM2-135M-Instruct", *heads], [[form, *cells] for form, cells in forms.items()])
 
 
 def engines(results: Results) -> str:
@@ -177,7 +181,7 @@ def engines(results: Results) -> str:
             speeds = [f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_tokens_per_second']:.1f}"]
             lines.append([model, f"{name} ({engine['version']})", *speeds])
             model = ""
-    return table(["model, 8,000 tokens", "engine", "prefill, tokens/s", "decoding, tokens/s"], lines)
+    return _table(["model, 8,000 tokens", "engine", "prefill, tokens/s", "decoding, tokens/s"], lines)
 
 
 def files(results: Results) -> str:
@@ -187,7 +191,7 @@ def files(results: Results) -> str:
         if found := models(results, part):
             lines.append([f"`{part}`", f"{sum(each['seconds'] for each in found.values()) / 60:.0f}"])
             lines[-1].append(link(f"real_{part}"))
-    return table(["part", "minutes", "file"], lines) if lines else NOTHING
+    return _table(["part", "minutes", "file"], lines)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = [
     "ROOT", "Results", "command", "filled", "keep", "link", "link_packages", "machine", "make_parser", "parse",
-    "percent", "replace", "settings", "sources", "table", "write",
+    "percent", "settings", "sources", "table", "write",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -60,20 +60,16 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def keep(path: Path | None, result: dict[str, Any], *, quiet: bool = False) -> None:
-    """Write a whole result as JSON; None writes nothing."""
+    """Write a whole result as JSON or nothing; without a path nothing."""
     if path is None:
         return
+    from bpc_artifacts.replacing import replacing  # late, because the suites choose the packages first
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, json.dumps(result, indent=2) + "\n")
+    with replacing(path, overwrite=True) as beside:
+        beside.write_text(json.dumps(result, indent=2) + "\n")
     if not quiet:
         print(f"Wrote {path}", file=sys.stderr, flush=True)
-
-
-def replace(path: Path, text: str) -> None:
-    """Write the whole file or nothing."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text)
-    os.replace(beside, path)
 
 
 def link_packages(folder: Path) -> None:
@@ -99,8 +95,8 @@ def sources() -> str:
 
 def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table in Markdown: one line of heads, one line per row."""
-    lines = [_line(heads), "|---" * len(heads) + "|", *map(_line, rows)]
-    return "\n".join(lines)
+    lines = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
+    return "\n".join([next(lines), "|---" * len(heads) + "|", *lines])
 
 
 def filled(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -117,7 +113,3 @@ def percent(share: float, digits: int = 1) -> str:
 def link(name: str) -> str:
     """A link to a result, for a page in docs/."""
     return f"[{name}.json](../benchmarks/results/{name}.json)"
-
-
-def _line(cells: Iterable[object]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"

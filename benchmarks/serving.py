@@ -7,7 +7,6 @@ with prompts that are cached from the first of them; their difference is the dec
 """
 
 import contextlib
-import http.client
 import json
 import os
 import socket
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.loading import load_tokenizer
 
 PATIENCE = 600  # seconds until a server must be ready
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
 
 
@@ -50,10 +51,10 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         room = max(arguments.lengths) + arguments.new + 1
         asked = {"bpc": {"artifact": str(arguments.artifact.absolute())}}
+        words = ["--model", model, "--served-model-name", "model", "--dtype", "bfloat16"]
+        words += ["--max-model-len", str(room), "--max-num-seqs", str(most)]
         servers = {
-            name: stack.enter_context(
-                served(arguments.vllm, serve_options(model, room, most), name, options, Path(folder))
-            )
+            name: stack.enter_context(served(arguments.vllm, words, name, options, Path(folder)))
             for name, options in ((STOCK, None), (PLUGIN, {}), (BPC, asked))
         }
         for server in servers.values():
@@ -74,19 +75,11 @@ def main() -> None:
     report.write(arguments.output, {"settings": settings, "rows": rows})
 
 
-def serve_options(model: str, room: int, most: int) -> list[str]:
-    """Options of all servers."""
-    return [
-        "--model", model, "--served-model-name", "model", "--dtype", "bfloat16", "--max-model-len", str(room),
-        "--max-num-seqs", str(most),
-    ]  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Server:
-    """A process that serves on this port."""
+    """A process that serves at this address."""
 
-    port: int
+    address: str
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -111,7 +104,7 @@ def served(
     with log.open("w") as out:
         process = subprocess.Popen(start, stdout=out, stderr=out, env=environment)
         try:
-            yield Server(port, process, log)
+            yield Server(f"http://127.0.0.1:{port}", process, log)
         finally:
             process.terminate()
             process.wait(60)
@@ -121,11 +114,8 @@ def wait(server: Server) -> None:
     """Wait until a server is ready; end this script with the last line of its log if it is not."""
     end = time.monotonic() + PATIENCE
     while server.process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-            connection.request("GET", "/health")
-            if connection.getresponse().status == http.client.OK:
-                return
+        with contextlib.suppress(OSError), OPENER.open(f"{server.address}/health", timeout=10):
+            return
         time.sleep(1)
     sys.exit(f"{server.log.stem}: no server: {(server.log.read_text().strip().splitlines() or ['no log'])[-1]}")
 
@@ -138,12 +128,12 @@ def compared(
     texts: dict[str, list[str]] = {}
     speeds: dict[str, list[float]] = {name: [] for name in servers}
     for name, server in servers.items():
-        firsts[name], _ = answered(server.port, prompts, 1)
-        _, texts[name] = answered(server.port, prompts, new + 1)
+        firsts[name], _ = answered(server, prompts, 1)
+        _, texts[name] = answered(server, prompts, new + 1)
     for _ in range(repeats):
         for name, server in servers.items():
-            short, _ = answered(server.port, prompts, 1)
-            long, _ = answered(server.port, prompts, new + 1)
+            short, _ = answered(server, prompts, 1)
+            long, _ = answered(server, prompts, new + 1)
             speeds[name].append(len(prompts) * new / (long - short))
     return [
         {
@@ -159,15 +149,15 @@ def compared(
     ]
 
 
-def answered(port: int, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
+def answered(server: Server, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
     """Send all prompts at once; the seconds until the last answer, and the answers."""
 
     def ask(prompt: list[int]) -> str:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
         body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = json.loads(connection.getresponse().read())
-        return str(answer["choices"][0]["text"])
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{server.address}/v1/completions", json.dumps(body).encode(), headers)
+        with OPENER.open(request, timeout=PATIENCE) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         began = time.perf_counter()

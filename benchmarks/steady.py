@@ -82,12 +82,9 @@ def decode(model: Any, cache: Any, prompt: torch.Tensor, new: int) -> dict[str, 
         start = time.perf_counter()
         token = model(token, **with_cache(cache)).logits[:, -1].argmax(-1, keepdim=True)
         seconds.append(time.perf_counter() - start)
-    length = cache.get_seq_length()
-    filled = sum(buffer[:, :, :length].numel() * buffer.element_size() for buffer in buffers(cache))
-    return {
-        "seconds": seconds,
-        "bytes": {"after_prompt": before, "at_the_end": allocated(cache), "of_its_tokens": filled},
-    }
+    filled = sum(buffer[:, :, : cache.get_seq_length()].nbytes for buffer in buffers(cache))
+    sizes = {"after_prompt": before, "at_the_end": allocated(cache), "of_its_tokens": filled}
+    return {"seconds": seconds, "bytes": sizes}
 
 
 def allocated(cache: Any) -> int:
@@ -96,11 +93,8 @@ def allocated(cache: Any) -> int:
 
 
 def buffers(cache: Any) -> list[torch.Tensor]:
-    return [
-        buffer
-        for layer in cache.layers
-        for buffer in getattr(layer, "buffers", {"keys": layer.keys, "values": layer.values}).values()
-    ]
+    held = (getattr(layer, "buffers", {"keys": layer.keys, "values": layer.values}) for layer in cache.layers)
+    return [buffer for each in held for buffer in each.values()]
 
 
 def talk(model: Any, artifact: Any, minutes: float, *, tiny: bool) -> list[dict[str, Any]]:
@@ -116,10 +110,9 @@ def talk(model: Any, artifact: Any, minutes: float, *, tiny: bool) -> list[dict[
         del cache
         if (passed := time.monotonic() - began) > 60 * minutes / points * (len(rows) + 1):
             gc.collect()
-            rows.append(
-                {"minutes": round(passed / 60, 2), "turns": turns, "tokens": tokens, "resident_bytes": resident()}
-            )
-            print(f"{passed / 60:6.1f} min, {turns:,} turns: {resident() / 2**20:,.0f} MiB", flush=True)
+            about = {"minutes": round(passed / 60, 2), "turns": turns, "tokens": tokens}
+            rows.append(about | {"resident_bytes": resident()})
+            print(rows[-1], flush=True)
     return rows
 
 

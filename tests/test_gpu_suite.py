@@ -1,6 +1,8 @@
-"""`make gpu` gives results whatever breaks: crashes, hangs, a spoiled CUDA context, too little memory, signals."""
+"""`make gpu` keeps what was measured, whatever breaks: errors, crashes, hangs, a spoiled CUDA context, signals."""
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-BENCHMARKS = ROOT / "benchmarks"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 POISON = "CUDA error: an illegal memory access was encountered"
 
 
@@ -23,195 +24,153 @@ def scripts(monkeypatch):
 
 
 @pytest.fixture
-def watched(tmp_path):
-    """Watch a part whose steps are these, by name."""
-    from gpu_part import watch
+def part():
+    """Run a part whose process is this program, after a row, with what its libraries print."""
+    from gpu_suite import part
 
-    script = tmp_path / "part.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import argparse, os, sys, time
-        from pathlib import Path
-        sys.path.insert(0, {str(BENCHMARKS)!r})
-        import gpu_part
-        gpu_part.uses_cuda = lambda: True
+    good = """print('a warning'); print('{"what": "good", "median": 1}', flush=True)\n"""
 
-        def missing(emit):
-            raise ValueError("too little")
+    def run(program, seconds=20.0):
+        return part([sys.executable, "-c", "import os, subprocess, sys, time\n" + good + program], seconds)
 
-        STEPS = {{
-            "good": lambda emit: emit({{"what": "good", "median": 1}}),
-            "better": lambda emit: emit({{"what": "better", "median": 2}}),
-            "raises": missing,
-            "crashes": lambda emit: os._exit(9),
-            "hangs": lambda emit: time.sleep(60),
-            "spoils": lambda emit: (emit({{"what": "spoils", "exact": False, "note": {POISON!r}}}), os._exit(1)),
-        }}
-        parser = argparse.ArgumentParser()
-        parser.add_argument("names", nargs="*")
-        parser.add_argument("--rows", type=Path)
-        parser.add_argument("--start", type=int)
-        parser.add_argument("--seconds")
-        arguments = parser.parse_args()
-        gpu_part.run_steps([(name, STEPS[name]) for name in arguments.names], arguments.rows, arguments.start)
-        """)
-    )
-
-    def watched(*names, seconds=20.0):
-        return watch([sys.executable, str(script), *names], tmp_path / "rows.json", seconds, own_group=True)
-
-    return watched
+    return run
 
 
-@pytest.mark.parametrize(("bad", "said"), [("raises", "ValueError: too little"), ("crashes", "exit 9")])
-def test_what_breaks_in_a_step_costs_this_step(watched, bad, said):
-    made = watched("good", bad, "better")
-    assert [row["what"] for row in made.rows] == ["good", bad, "better"]
-    assert made.rows[1]["failed"] == 1
-    assert made.rows[1]["note"].startswith(said)
-    assert (made.fault, made.stopped) == (None, False)
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import not_there", "exit 1: .*ModuleNotFoundError: No module named 'not_there'"),
+        ("print('far', file=sys.stderr, flush=True); os._exit(9)", "exit 9: far"),
+        ("print('in test_x', file=sys.stderr, flush=True); time.sleep(60)", "ran out of its 4 s: in test_x"),
+    ],
+)
+def test_a_part_that_breaks_keeps_its_rows_and_says_why(part, program, said):
+    made = part("""print('{"what": "half a r', end="", flush=True)\n""" + program, 4.0)
+    assert made["rows"] == [{"what": "good", "median": 1}]
+    assert made["status"] == "failed"
+    assert re.match(said, made["fault"])
 
 
-def test_a_spoiled_context_ends_the_process_but_not_the_part(watched):
-    made = watched("spoils", "good", "spoils", "better")
-    assert [row["what"] for row in made.rows] == ["spoils", "good", "spoils", "better"]
-    assert made.fault is None
+@pytest.mark.parametrize(
+    ("row", "status"), [({"exact": True}, "measured"), ({"exact": False}, "failed"), ({"failed": 2}, "failed")]
+)
+def test_a_row_can_fail_its_part(part, row, status):
+    made = part(f"print({json.dumps(row)!r})")
+    assert (made["status"], "fault" in made) == (status, False)
 
 
-def test_a_step_that_hangs_leaves_time_for_the_others(watched):
-    made = watched("hangs", "better", seconds=8.0)
-    assert [row["what"] for row in made.rows] == ["hangs", "better"]
-    assert made.rows[0]["note"].startswith("stopped after")
+def test_what_a_part_started_ends_with_it(part, tmp_path):
+    program = f"p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'id')!r}, 'w').write(str(p.pid))"
+    part(program + "\ntime.sleep(60)", 3.0)
+    child = int((tmp_path / "id").read_text())
+    for _ in range(50):
+        if not running(child):
+            break
+        time.sleep(0.1)
+    assert not running(child)
 
 
-def test_a_part_that_runs_out_of_time_keeps_its_rows(watched):
-    made = watched("good", "hangs", seconds=4.0)
-    assert made.rows == [{"what": "good", "median": 1}]
-    assert made.fault == "ran out of its 4 s in: hangs"
-    assert made.stopped
-
-
-def test_a_part_that_cannot_be_imported_says_so(tmp_path):
-    from gpu_part import watch
-
-    made = watch([sys.executable, "-c", "import not_there"], tmp_path / "rows.json", 20.0)
-    assert made.rows == []
-    assert made.fault == "exit 1: ModuleNotFoundError: No module named 'not_there'"
+def running(number: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return False
 
 
 @pytest.fixture
-def tested(tmp_path):
-    """The row of a file with these tests."""
-    from gpu_tests import command, run_tests
+def counted(tmp_path):
+    """The row of these tests."""
+    from gpu_suite import counted
 
-    def tested(text, seconds=60.0):
-        file = tmp_path / "test_drawn.py"
-        file.write_text("import os, time, pytest\npytestmark = pytest.mark.gpu\n" + textwrap.dedent(text))
-        return run_tests("drawn", command("--rootdir", str(tmp_path), str(file)), seconds, tmp_path, lambda row: None)
+    def run(text):
+        file, xml = tmp_path / "test_drawn.py", tmp_path / "tests.xml"
+        file.write_text("import pytest\n" + textwrap.dedent(text))
+        words = ["-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, f"--junitxml={xml}", file]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *map(str, words)], cwd=tmp_path, capture_output=True, check=False
+        )
+        return counted(xml)
 
-    return tested
+    return run
 
 
-def test_a_poisoned_file_of_tests(tested):
-    row = tested(f"""
+def test_tests_are_counted_and_failures_named(counted):
+    row = counted(f"""
+        @pytest.fixture
+        def broken(): raise OSError("no disk")
         def test_good(): pass
         def test_first(): raise RuntimeError({POISON!r})
-        def test_later(): raise RuntimeError({POISON!r})
+        def test_later(broken): pass
+        def test_other(): pytest.skip("no GPU")
         """)
-    assert [row[kind] for kind in ("passed", "failed", "errors", "skipped")] == [1, 2, 0, 0]
-    assert "a CUDA error spoiled the process" in row["note"]
-    assert "test_drawn.py::test_first, " in row["note"]
-    assert row["note"].endswith(f"RuntimeError: {POISON}")
+    assert [row[kind] for kind in ("passed", "failed", "skipped")] == [1, 2, 1]
+    assert row["note"].startswith("test_drawn::test_first, test_drawn::test_later; first: ")
+    assert POISON in row["note"]
+    assert row["note"].endswith("failures after it say nothing")
+    assert "note" not in counted("def test_good(): pass")
 
 
-def test_a_test_that_hangs_or_kills_the_process_is_named(tested):
-    row = tested("def test_good(): pass\ndef test_hangs(): time.sleep(90)", seconds=12.0)
-    assert (row["passed"], row["errors"]) == (1, 1)
-    assert row["note"].endswith("test_drawn.py::test_hangs")
-    row = tested("def test_good(): pass\ndef test_dies(): os._exit(7)")
-    assert (row["passed"], row["errors"]) == (1, 1)
-    assert row["note"].startswith("exit 7 in ")
-    assert row["note"].endswith("test_drawn.py::test_dies")
+def test_a_file_of_tests_that_cannot_be_imported_has_failed(counted):
+    row = counted("import not_there")
+    assert (row["passed"], row["failed"]) == (0, 1)
 
 
-def test_the_tests_that_matter_run_first():
-    from gpu_tests import files
+def test_too_little_memory_is_no_failure():
+    from gpu_times import attempted
 
-    found = files(tiny=False)
-    assert found[:2] == ["tests/test_kernels.py::test_a_step_in_a_cuda_graph", "tests/test_gpu.py"]
-    assert {"tests/test_kernels.py", "tests/test_backends.py"} < set(found)
-    assert all((ROOT / each.split("::")[0]).is_file() for each in found)
+    def short():
+        yield {"what": "first"}
+        raise torch.OutOfMemoryError("2 GB")
 
-
-def test_too_little_memory_is_foreseen():
-    from gpu_part import lacking
-
-    assert lacking(5, 5) is None
-    assert lacking(10**11, 63 * 10**9) == "not measured: it needs 100.0 GB and 63.0 GB are free"
+    first, row = attempted("large", short)
+    assert first == {"what": "first"}
+    assert row == {"what": "large", "median": None, "note": "not measured: OutOfMemoryError: 2 GB"}
+    (row,) = attempted("wrong", lambda: [{}[0]])
+    assert row["failed"] == 1
 
 
-def test_the_longest_context_that_fits_is_decoded(monkeypatch):
-    """Half a million tokens beside 17 GB of weights need a large GPU; a `DynamicCache` in a graph needs them twice."""
-    import gpu_times
+def test_earlier_parts_are_kept_from_the_same_code_and_gpu(tmp_path):
+    from gpu_suite import earlier
 
-    from bpc_calib.bench import decode
-    from bpc_calib.bench.random_models import shape_config
-
-    class Model:
-        config, dtype = shape_config("llama-3.1-8b"), torch.bfloat16
-
-    def longest(bytes_free):
-        monkeypatch.setattr(decode, "available_memory", lambda device: bytes_free)
-        return next((each for each in gpu_times.DECODED[1] if gpu_times._fits(Model, each) is None), None)
-
-    assert longest(139_000_000_000 - 17_000_000_000) == 524_288  # an H200
-    assert gpu_times._fits(Model, 524_288, copies=2).startswith("not measured: decoding 2 x 524,288 tokens")
-    assert longest(63_000_000_000) in (262_144, 393_216)  # what 80 GB leave beside the weights
-    assert longest(1_000_000_000) is None
-
-
-def test_parts_are_merged_from_the_same_code_and_gpu(tmp_path):
-    from gpu_suite import merged
-
-    def result(gpu="H200", commit="abc", sources="1", **statuses):
+    def result(gpu="H200", commit="abc", sources="1"):
         machine = {"commit": commit, "gpu": gpu, "versions": {"torch": "2.13.0"}}
-        parts = {name: {"status": statuses.get(name, "not measured")} for name in ("tests", "kernels")}
+        parts = {"tests": {"status": "measured"}, "a part of an older suite": {"status": "measured"}}
         return {"machine": machine, "sources": sources, "tiny": False, "parts": parts}
 
-    def statuses(earlier, now):
+    def kept(old, now):
         path = tmp_path / "suite.json"
-        path.write_text(earlier if isinstance(earlier, str) else json.dumps(earlier))
-        return [part["status"] for part in merged(path, now, ["kernels"])["parts"].values()]
+        path.write_text(old if isinstance(old, str) else json.dumps(old))
+        return earlier(path, now)
 
-    earlier, now = result(tests="measured", kernels="failed"), result(commit="abc-dirty")
-    assert statuses(earlier, now) == ["measured", "not measured"]
+    assert kept(result(), result(commit="abc-dirty")) == {"tests": {"status": "measured"}}
     for other in (result(gpu="A100"), result(commit="abd"), result(sources="2")):
-        assert statuses(earlier, other) == ["not measured", "not measured"]
+        assert kept(result(), other) == {}
     for broken in ("", "[]", '{"machine": 1}'):
-        assert statuses(broken, now) == ["not measured", "not measured"]
-    assert merged(tmp_path / "none.json", now, []) is now
-    assert merged(None, now, []) is now
+        assert kept(broken, result()) == {}
+    assert earlier(tmp_path / "none.json", result()) == earlier(None, result()) == {}
 
 
-def test_a_signal_leaves_results_and_no_process(tmp_path):
-    words = [sys.executable, str(BENCHMARKS / "gpu_suite.py"), "--tiny", "--parts", "calibrate"]
-    words += ["-o", str(tmp_path / "suite.json"), "--logs", str(tmp_path / "logs")]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+def test_a_signal_ends_the_running_part_and_leaves_the_finished_ones(tmp_path):
+    words = [sys.executable, str(BENCHMARKS / "gpu_suite.py"), "--tiny", "--parts", "tests", "calibrate"]
+    environment = os.environ | {"BPC_TEST_MARK": str(tmp_path)}  # inherited by every process of the suite
+    with subprocess.Popen(
+        [*words, "-o", str(tmp_path / "suite.json")], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+        env=environment,
+    ) as process:  # fmt: skip
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("Calibration: up to")
-        while not (tmp_path / "logs" / "calibrate-0.log").exists():
-            time.sleep(0.05)
+        assert next(line for line in process.stderr if line.startswith("Calibration: up to"))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 128 + signal.SIGTERM
-    part = json.loads((tmp_path / "suite.json").read_text())["parts"]["calibrate"]
-    assert (part["status"], part["fault"]) == ("not measured", "a signal ended it")
-    if Path("/proc/self/cmdline").exists():
-        commands = [_command(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
-        assert not [each for each in commands if str(tmp_path).encode() in each]
+    parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
+    assert parts["tests"]["seconds"] > 0
+    assert (parts["calibrate"]["status"], parts["calibrate"]["fault"]) == ("failed", "a signal ended it")
+    assert parts["decode"] == {"status": "not measured"}
+    marked = [path for path in Path("/proc").glob("[0-9]*/environ") if str(tmp_path).encode() in _read(path)]
+    assert not marked
 
 
-def _command(path: Path) -> bytes:
+def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # it has ended, or is another user's
         return b""
