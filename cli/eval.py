@@ -54,7 +54,7 @@ class ComparisonOptions:
         ),
     ] = "text,needle"
     lengths: Annotated[str, typer.Option(help="Tokens per prompt.", metavar="TOKENS,...")] = "2048"
-    budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%,0.5%"
+    budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%,10%"
     methods: Annotated[
         str | None,
         typer.Option(

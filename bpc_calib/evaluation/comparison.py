@@ -64,7 +64,7 @@ class Comparison:
 
     tasks: Sequence[str] = (TEXT, "needle")  # names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`
     lengths: Sequence[int] = (2048,)  # tokens of a prompt, including its question and answer
-    budgets: Sequence[float | int] = (0.02, 0.005)  # shares or numbers of tokens
+    budgets: Sequence[float | int] = (0.02, 0.1)  # shares or numbers of tokens
     methods: Sequence[str] | None = None  # names of `METHODS`; None: all
     prompts: int = 20  # per task and length
     corpora: Sequence[Corpus] = ()  # sources of `TEXT`, which needs at least one
