@@ -83,7 +83,7 @@ def surface(root: Path) -> str:
         for package, source in PACKAGES.items():
             Path(folder, package).symlink_to(root / source)
         given = os.environ | {"PYTHONPATH": folder}
-        return subprocess.check_output([sys.executable, "-c", SURFACE], env=given, text=True)
+        return subprocess.check_output([sys.executable, "-c", SURFACE], env=given, cwd=folder, text=True)
 
 
 if __name__ == "__main__":
