@@ -139,6 +139,7 @@ def check_version(metadata: Mapping[str, Any]) -> None:
 def check(artifact: ProjectionArtifact) -> None:
     """Raise `ArtifactError` at the first value that its format version does not allow."""
     metadata = artifact.metadata
+    _expect("metadata", metadata, "a table", isinstance(metadata, dict))
     check_version(metadata)
     _check_value("metadata", metadata, _METADATA)
     if list(artifact.layers) != metadata["layers"]:

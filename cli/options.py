@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.defaults import DENSE_LAYERS as LAYERS
 from bpc_cli.console import fail
 
 __all__ = [
@@ -46,7 +48,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, neither bars nor lines.")]
 ONLINE = "online"
 
-MIN_TOKENS, DENSE_LAYERS = 128, "0,1"  # as in `bpc_calib.BPCCache`
+DENSE_LAYERS = ",".join(map(str, LAYERS))
 MinTokens = Annotated[int, typer.Option(help="Attend to at least this many tokens.")]
 DenseLayers = Annotated[
     str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
@@ -63,7 +65,7 @@ System = Annotated[
 class CacheOptions:
     """Which tokens each step attends to: the settings of `bpc_calib.BPCCache`."""
 
-    budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS")] = "2%"
+    budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS")] = f"{100 * BUDGET:g}%"
     min_tokens: MinTokens = MIN_TOKENS
     min_context: Annotated[
         int,

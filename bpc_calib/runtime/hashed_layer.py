@@ -25,6 +25,8 @@ from bpc_calib.runtime.rules import Rules
 __all__ = ["BPCLayer", "WholeStepLayer", "prepare"]
 
 HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary memory per bit and key
+# Heads of one fit: enough for every core of a CPU; with 1,024 keys of 128 numbers in float64 they take 67 MB.
+HEADS_AT_ONCE = 64
 
 
 class BPCLayer(SparseLayer):
@@ -204,10 +206,6 @@ class WholeStepLayer(BPCLayer):
             return None  # `append` makes room
         slots = Slots(buffers["keys"], buffers["values"], *kept)
         return Hashed(self.projection, encoder, slots, length, self.worst())
-
-
-# Heads of one fit: enough for every core of a CPU; with 1,024 keys of 128 numbers in float64 they take 67 MB.
-HEADS_AT_ONCE = 64
 
 
 def prepare(layers: Sequence[BPCLayer], mask: Tensor | None) -> None:

@@ -27,6 +27,8 @@ __all__ = [
     "rules",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -83,9 +85,6 @@ def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
         budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context,
         bits=artifact.metadata["algorithm"]["bits"], seed=0, **(chosen | {"safeguard": 0.0}),
     )  # fmt: skip
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
