@@ -9,6 +9,7 @@ from bpc_calib.backends import dispatch
 from bpc_calib.bench.inputs import ONE, LayerShape, make
 from bpc_calib.bench.timing import clock, summary, synchronize
 from bpc_calib.compat import with_cache
+from bpc_calib.method.defaults import BUDGET
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.enabling import disable, enable
 from bpc_calib.runtime.hashed_layer import HASHED_AT_ONCE, BPCLayer
@@ -40,7 +41,7 @@ def prefill_row(
     enable(model)
     try:
         for repeat in range(repeats + 1):
-            for name, budget in (("full", 1.0), ("bpc", 0.02)):
+            for name, budget in (("full", 1.0), ("bpc", BUDGET)):
                 cache = BPCCache(model.config, artifact, budget=budget, dense_layers=dense_layers)
                 synchronize(device)
 

@@ -14,8 +14,8 @@ from bpc_calib.models.description import describe
 __all__ = ["random_artifact", "random_model", "shape_config"]
 
 
-def shape_config(name: str, layers: int | None = None, mlp: int | None = None) -> Any:
-    """The config of a shape, with fewer layers or a narrower MLP to fit a machine.
+def shape_config(name: str, layers: int | None = None) -> Any:
+    """The config of a shape, with fewer layers to fit a machine.
 
     A shape is a name of `SHAPES`, or such as 8x128x4: 8 KV heads of dimension 128 with 4 query heads each, and all
     else in the proportions of Llama 3.1 8B.
@@ -34,10 +34,6 @@ def shape_config(name: str, layers: int | None = None, mlp: int | None = None) -
         if not 1 <= layers <= whole:
             raise InputError(f"layers must be 1 to {whole} for {name}, not {layers}")
         settings |= {"num_hidden_layers": layers, "vocab_size": -(-settings["vocab_size"] * layers // whole)}
-    if mlp is not None:
-        if mlp < 1:
-            raise InputError(f"mlp must be at least 1, not {mlp}")
-        settings["intermediate_size"] = mlp
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, bos_token_id=0, eos_token_id=0)
     config.name_or_path = name
     return config

@@ -6,6 +6,8 @@ Importing this file is cheap, so the command line shows both in its help.
 from dataclasses import dataclass
 from typing import Any
 
+from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS
+
 __all__ = ["DECODE_LENGTHS", "LENGTHS", "PARTS", "PREFILL_TOKENS", "SHAPES", "Settings"]
 
 PARTS = ("layer", "decode", "prefill")
@@ -49,7 +51,7 @@ class Settings:
     crossover: bool = False  # instead of the parts
     lengths: tuple[int, ...] | None = None
     batch_sizes: tuple[int, ...] = (1,)
-    budgets: tuple[float | int, ...] = (0.02,)
-    dense_layers: tuple[int, ...] = (0, 1)  # as in `BPCCache`
+    budgets: tuple[float | int, ...] = (BUDGET,)
+    dense_layers: tuple[int, ...] = DENSE_LAYERS
     prefill_tokens: int | None = None
     repeats: int = 7

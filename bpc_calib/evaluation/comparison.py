@@ -10,7 +10,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import BPC_LAYER, METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
-from bpc_calib.method.defaults import MIN_TOKENS
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.rules import ranking_defaults
@@ -64,7 +64,7 @@ class Comparison:
 
     tasks: Sequence[str] = (TEXT, "needle")  # names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`
     lengths: Sequence[int] = (2048,)  # tokens of a prompt, including its question and answer
-    budgets: Sequence[float | int] = (0.02, 0.1)  # shares or numbers of tokens
+    budgets: Sequence[float | int] = (BUDGET, 0.1)  # shares or numbers of tokens
     methods: Sequence[str] | None = None  # names of `METHODS`; None: all
     prompts: int = 20  # per task and length
     corpora: Sequence[Corpus] = ()  # sources of `TEXT`, which needs at least one
