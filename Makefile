@@ -86,17 +86,15 @@ gpu: .venv/ready
 real: .venv/ready
 	.venv/bin/python benchmarks/real_suite.py $(REAL_OPTIONS)
 
-# The speed tables of a CPU, in half an hour on a machine that does nothing else; the commands are those of the results.
+# The speed tables of a CPU, in half an hour on a machine that does nothing else. Those by group and of a narrow MLP are of
+# options that are gone (docs/performance.md).
 RESULTS := benchmarks/results
 BENCH := .venv/bin/bpc bench -q --force
 bench: .venv/ready
 	$(BENCH) --crossover -o $(RESULTS)/bench_cpu_crossover.json
 	$(BENCH) --parts layer --lengths 2048,8192,32768,131072,524288 --repeats 7 -o $(RESULTS)/bench_cpu_layer.json
-	$(BENCH) --parts layer --lengths 32768 --batch-sizes 1,4 --budgets 0.5%,2%,5%,2048 --group-sizes 1,4,8 --repeats 5 \
-	  -o $(RESULTS)/bench_cpu_scaling.json
-	$(BENCH) --parts decode,prefill --lengths 8192,32768,131072 --repeats 7 --prefill-tokens 2048 \
+	$(BENCH) --parts decode,prefill --dense-layers none --lengths 8192,32768,131072 --repeats 7 --prefill-tokens 2048 \
 	  -o $(RESULTS)/bench_cpu_decode.json
-	$(BENCH) --parts decode --lengths 65536 --layers 4 --mlp 512 --repeats 15 -o $(RESULTS)/bench_cpu_decode_small_mlp.json
 	.venv/bin/python benchmarks/tables.py
 
 # How large the project is.
