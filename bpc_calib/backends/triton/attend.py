@@ -218,6 +218,8 @@ def attention(
     dim_up = max(16, triton.next_power_of_2(dim))  # the least depth of a matrix product
     # As many bytes for wider dtypes and larger heads: the least of today's GPUs have 99 KB for a block.
     block = max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up)))
+    # Keys and values of 8 bits take registers twice: as they are read, and as they are multiplied.
+    wider = dim_up if source.keys.at.element_size() == 1 else 0
     # A power of two, so that few kernels are compiled while a list grows.
     chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, SPLITS)))
     splits = max(1, triton.cdiv(count, chunk))
@@ -231,7 +233,7 @@ def attention(
         strided(query), source.keys, source.values, indices, lengths, part, weight, largest,
         dim**-0.5 if scaling is None else scaling, count, source.scales,
         AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block, PAGE=source.page),
-        num_warps=4 if query.element_size() * dim_up <= 512 else 8,
+        num_warps=4 if query.element_size() * dim_up + wider <= 512 else 8,
         num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
