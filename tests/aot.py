@@ -26,7 +26,6 @@ import triton
 from ptx import driver, lints
 
 from bpc_calib.backends.triton import hashing, pipeline
-from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
@@ -68,7 +67,7 @@ SOME = {
     "largest": Case(dim=256, heads=16, bits=128),
     "float32": Case("choose sparse encode", dtype="float32", heads=5, group="max", gain=False, bits=32, centred=False),
     "padding": Case("choose", heads=7, group="sum", valid=True, forced=True, safeguard=True, strided=True),
-    "paper": Case("paper gram"),
+    "gram": Case("gram"),
     "long lists": Case("sparse", k=20000),
     "pages": Case("pages", batch=2),
 }
@@ -149,11 +148,6 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         pipeline.append(encoder, new, new, torch.tensor([tokens - 1]), Slots(**stores))
         pipeline.append(None, new, new, torch.tensor([tokens - 1]), Slots(keys=keys, values=values))
 
-    def paper() -> object:
-        return popcount_scores(
-            torch.empty(*rows, case.heads, 64, dtype=torch.int8), torch.empty(*rows, tokens, 1, dtype=torch.int64)
-        )
-
     def pages() -> object:
         count = tokens // case.page
         codes = torch.empty(count, rows[1], case.page, words, dtype=torch.int64)
@@ -179,7 +173,6 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         "encode": lambda: (pipeline.encode_with(encoder, keys[:, :, :1]), pipeline.encode_with(encoder, keys)),
         "append": append,
         "gram": gram,
-        "paper": paper,
         "pages": pages,
     }
     yield from ((entry, calls[entry]) for entry in entries)

@@ -408,7 +408,7 @@ def test_the_default_dtype_changes_nothing():
         chosen = kernels.choose(query, projection, cached, 9, choice)
         slots = Slots(keys.clone(), keys.clone(), encoded.codes, encoded.gain, encoded.error)
         out = kernels.step(query, Hashed(projection, encoder, slots, 90), 9, choice)
-        scale = kernels.quantize_query(query, projection).scale
+        scale = pipeline.quantize_query(query, projection).scale
         return encoded.error, chosen, kernels.sparse_attention(query, keys, keys, chosen), out, scale
 
     expected = everything()

@@ -102,14 +102,6 @@ def test_attention_over_everything():
         torch.testing.assert_close(found[row], expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
 
 
-@pytest.mark.emulated
-def test_the_papers_scores_by_popcount():
-    projection, encoded = cache(2, 2, 1100, 64, 64)
-    query = quantize_query(draw(2, 2, 4, 64, seed=3), projection)
-    found = backend.popcount_scores(query.values, encoded.codes)
-    assert torch.equal(found, hash_scores(query, encoded.codes, None).amax(-2))
-
-
 def test_the_same_every_time():
     """Of a GPU: the interpreter runs programs one after the other."""
     projection, encoded = cache(1, 2, 1500, 64, 64)
