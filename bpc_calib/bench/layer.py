@@ -155,7 +155,7 @@ def _rows(
         "cold": sets.cold,
     }
     dense_size = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
-    rows = [about | row for row in _dense_rows(taken | notes, dense_size, rate)]
+    rows = [about | row for row in _dense_rows({**taken, **notes}, dense_size, rate)]
     fastest = next((row["median"] for row in rows if row["best"]), None)
     for budget, k in ks.items():
         facts = about | {"budget": budget, "attended": k}
