@@ -41,14 +41,14 @@ CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (TOKENS, "relative", True, 64, 4, "safeguard"),
     (TOKENS, "max", False, 64, 4, "safeguard, ragged, padded"),
     (TOKENS, "relative", True, 64, 4, "ties"),
-    (ODD[1], "sum", True, 64, 4, ""),
+    (ODD[1], "max", True, 64, 4, ""),
     (TOKENS, "relative", True, 128, 8, ""),
     (TOKENS, "relative", True, 32, 1, ""),
     (TOKENS, "max", True, 128, 1, "ties"),
-    (ODD[0], "sum", False, 32, 8, "safeguard"),
+    (ODD[0], "relative", False, 32, 8, "safeguard"),
     (ODD[1], "relative", False, 64, 8, ""),
-    (TOKENS, "sum", True, 128, 5, "ragged"),
-    (4 * TOKENS, "sum", True, 128, 8, ""),
+    (TOKENS, "max", True, 128, 5, "ragged"),
+    (4 * TOKENS, "relative", True, 128, 8, ""),
 ]
 
 Check = Callable[[], dict[str, Any]]

@@ -41,7 +41,7 @@ PARTS = {
     "calibrate": (1, "gpu_times.calibrate", "Calibration"),
 }
 COLUMNS = (
-    "tokens what exact differing of unit median spread floor floor_share times_dense times_paper "
+    "tokens what exact differing of unit median spread floor floor_share times_dense "
     "tokens_per_second passed failed skipped note"
 ).split()
 received: list[int] = []  # signals, looked at again and again: an exception could leave a process behind

@@ -48,7 +48,7 @@ def attempted(what: str, run: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 
 def layer(*, tiny: bool) -> Iterator[Row]:
-    """A layer by stage, the paper's pipeline, and every form of dense attention."""
+    """A layer by stage, and every form of dense attention."""
     for tokens in (163,) if tiny else LENGTHS:
         yield from _bench(Settings(parts=("layer",), lengths=(tokens,), repeats=1 if tiny else 11), tiny)
 

@@ -1,4 +1,4 @@
-"""`bpc bench`: the speed of BPC on this machine, beside dense attention, the paper's pipeline and the byte floors."""
+"""`bpc bench`: the speed of BPC on this machine, beside dense attention and the byte floors."""
 
 import sys
 from dataclasses import dataclass
@@ -162,7 +162,7 @@ def bench(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time a step of BPC beside dense attention, the paper's pipeline and the bytes that must move.
+    """Time a step of BPC beside dense attention and the bytes that must move.
 
     Everything is compared in the same run, with the same random keys. Where BPC loses, the table shows it.
 

@@ -56,19 +56,16 @@ def _print_stages(rows: list[dict[str, Any]], shape: str) -> None:
 def _print_steps(rows: list[dict[str, Any]], shape: str) -> None:
     table = _table("tokens", "attended", "", "us", "spread", "of floor", "/ BPC")
     for ours in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step"):
-        here = [row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")]
-        dense = next((row for row in here if row["method"] == "dense"), None)
-        paper = next((row for row in here if row["method"] == "paper" and row["budget"] == ours["budget"]), None)
+        dense = next((row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")), None)
         lead = (f"{ours['tokens']:,}", f"{ours['attended']:,}")
-        for name, row, ratio in (("BPC", ours, 1.0), ("dense", dense, "times_dense"), ("paper", paper, "times_paper")):
-            times = ours.get(ratio) if isinstance(ratio, str) else ratio
+        for name, row, times in (("BPC", ours, 1.0), ("dense", dense, ours.get("times_dense"))):
             if row is None or row["median"] is None:
                 table.add_row(*lead, name, "-", "", "", "")
             else:
                 share = f"{row['floor_share']:.1%}"
                 table.add_row(*lead, name, _number(row["median"]), _spread(row["median"], row), share, _ratio(times))
             lead = ("", "")
-    print_table(f"A whole step, beside the fastest dense form and the paper's pipeline: {shape}", table)
+    print_table(f"A whole step, beside the fastest dense form: {shape}", table)
     _print_warm(rows)
     for row in rows:
         if row["median"] is None:

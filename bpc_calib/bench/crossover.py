@@ -87,7 +87,7 @@ def compared(
     k = attended(tokens, budget)
     sets = working_sets(shape, k, device)
     inputs = make(shape, replace(sets, codes=min(sets.codes, sets.steps)), device)
-    forms, notes = right_forms(inputs, device, papers=False)
+    forms, notes = right_forms(inputs, device)
     timed_forms = {"step", *(f"dense/{name}" for name in to_beat(device))}
     calls = {
         name: [

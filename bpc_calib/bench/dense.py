@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.backends import dispatch
 
-__all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "ours", "to_beat"]
+__all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "to_beat"]
 
 # Relative error against float64 that rounding to 16 bits explains; a larger error means a wrong result.
 TOLERANCE = 0.02

@@ -80,7 +80,6 @@ class LayerInputs:
     new: Tensor  # [B, H_KV, 1, D], the key of the new token
     projection: Tensor  # [H_KV, 64, D]
     encoder: Encoder  # with a metric and a mean, as from calibration
-    plain: Encoder  # without metric and mean, as in the paper
     codes: Tensor  # int64 [sets.codes, B, H_KV, N, 1]
     gains: Tensor  # uint8 [sets.codes, B, H_KV, N]
     keys: Tensor  # [sets.keys, B, H_KV, N, D]
@@ -141,7 +140,6 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
         new=normal(*heads, 1, dim).to(dtype),
         projection=projection.to(dtype),
         encoder=encoder,
-        plain=make_encoder(projection, dtype),
         codes=codes.unsqueeze(-1)[:, :, :, :tokens],
         gains=gains[..., :tokens],
         keys=repeated(dense, dtype, generator, device)[:, :, :, :tokens],
@@ -183,16 +181,14 @@ def dense_bytes(rows: int, tokens: int, dim: int, itemsize: int) -> int:
     return rows * tokens * dim * 2 * itemsize
 
 
-def code_bytes(rows: int, tokens: int, *, bits: int = 64, gain: bool = True) -> int:
-    """Return the bytes of codes and gains.
+def code_bytes(rows: int, tokens: int) -> int:
+    """Return the bytes of codes of 64 bits and gains of one byte.
 
     Args:
         rows: KV heads of all sequences.
         tokens: tokens of each row.
-        bits: code length; a code fills whole words of 64 bits.
-        gain: whether there is a gain, one byte per code.
     """
-    return rows * tokens * (8 * -(-bits // 64) + gain)
+    return rows * tokens * (BITS // 8 + 1)
 
 
 def stage_bytes(rows: int, tokens: int, k: int, dim: int, itemsize: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Time a decoding step of one attention layer by stage, with its byte floors, dense attention and the paper's step."""
+"""Time a decoding step of one attention layer by stage, with its byte floors, and dense attention."""
 
 import functools
 import time
@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends import dispatch
-from bpc_calib.bench import dense, paper
+from bpc_calib.bench import dense
 from bpc_calib.bench.inputs import (
     ONE,
     LayerInputs,
     LayerShape,
     Sets,
-    code_bytes,
     dense_bytes,
     least_microseconds,
     make,
@@ -55,7 +54,7 @@ def compile_seconds(shape: LayerShape, device: torch.device) -> float | None:
 def layer_rows(
     shape: LayerShape, budgets: Sequence[float | int], rate: float, repeats: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Return rows of microseconds for one shape: BPC by stage and the paper's step per budget, and every dense form.
+    """Return rows of microseconds for one shape: BPC by stage per budget, and every dense form.
 
     Args:
         rate: memory bandwidth for the floors, in bytes per second.
@@ -64,28 +63,24 @@ def layer_rows(
         Rows with `method`, `stage`, `form`, `budget`, `attended`, `median`, `spread`, `floor`, `floor_share` (floor /
         median), `best` (whether this form is the fastest), and `cold` (whether each working set had left the caches
         when it was read again). A row without a measurement has a `note` that says why. Rows of BPC's whole step have
-        the speedups `times_dense` and `times_paper`: the time of the other method divided by BPC's.
+        the speedup `times_dense`: the time of the fastest dense form divided by BPC's.
     """
     ks = {budget: attended(shape.tokens, budget) for budget in budgets}
     sets = working_sets(shape, min(ks.values()), device)
     inputs = make(shape, sets, device)
     forms, notes = right_forms(inputs, device)
-    calls: Calls = {}
-    for name, form in forms.items():
-        if name.startswith("dense/"):
-            calls[name] = [functools.partial(form, *set_of(inputs, i)) for i in range(sets.dense)]
-            continue
-        for budget, k in ks.items():
-            calls[f"{budget}/{name}"] = [functools.partial(form, *set_of(inputs, i), k) for i in range(sets.steps)]
+    ours = forms.pop("step")
+    calls: Calls = {
+        name: [functools.partial(form, *set_of(inputs, i)) for i in range(sets.dense)] for name, form in forms.items()
+    }
     calls["encode"] = [functools.partial(dispatch.encode_with, inputs.encoder, inputs.new)] * sets.steps
     for budget, k in ks.items():
+        calls[f"{budget}/step"] = [functools.partial(ours, *set_of(inputs, i), k) for i in range(sets.steps)]
         calls |= _stage_calls(f"{budget}/", inputs, k, sets, device)
     return _rows(shape, ks, timed(calls, repeats, device), notes, rate, sets)
 
 
-def right_forms(
-    inputs: LayerInputs, device: torch.device, *, papers: bool = True
-) -> tuple[dict[str, Form], dict[str, str]]:
+def right_forms(inputs: LayerInputs, device: torch.device) -> tuple[dict[str, Form], dict[str, str]]:
     """Return the correct whole steps, functions of codes, gains, keys, values and `k`; and why others are left out.
 
     A step is correct if, with all tokens attended, its result is close to dense attention in float64.
@@ -97,17 +92,11 @@ def right_forms(
     def ours(codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
         return step(inputs.encoder, inputs.new, inputs.query, inputs.projection, k, codes, gains, keys, values)
 
-    def the_papers(function: Any, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
-        dispatch.encode_with(inputs.plain, inputs.new)
-        return function(inputs.query, inputs.projection, codes, keys, values, k)
-
     def attention(function: Any, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int = 0) -> Tensor:
         return function(inputs.query, keys, values)
 
     forms: dict[str, Form] = {"step": ours}
     notes: dict[str, str] = {}
-    for name, each in paper.forms(device).items() if papers else ():
-        forms[f"paper/{name}"] = functools.partial(the_papers, each)
     for name, form in dense.forms(device).items():
         if isinstance(form, str):
             notes[f"dense/{name}"] = form
@@ -166,23 +155,16 @@ def _rows(
         "cold": sets.cold,
     }
     dense_size = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
-    dense_forms = {
-        name: taken.get(name, notes.get(name, "")) for name in {**taken, **notes} if name.startswith("dense/")
-    }
-    rows = [about | {"method": "dense", **row} for row in _forms(dense_forms, dense_size, rate)]
+    rows = [about | row for row in _dense_rows({**taken, **notes}, dense_size, rate)]
+    fastest = next((row["median"] for row in rows if row["best"]), None)
     for budget, k in ks.items():
         facts = about | {"budget": budget, "attended": k}
         sizes = stage_bytes(shape.rows, shape.tokens, k, shape.dim, shape.dtype.itemsize)
         for stage, samples in _stages(taken, f"{budget}/").items():
-            rows.append(facts | {"method": "BPC", "stage": stage} | figures(samples, sizes.get(stage), rate))
-        paper_size = code_bytes(shape.rows, shape.tokens, gain=False) + sizes["attend"]
-        prefix = f"{budget}/paper/"
-        papers = {name.partition("/")[2]: samples for name, samples in taken.items() if name.startswith(prefix)}
-        papers |= {name: note for name, note in notes.items() if name.startswith("paper/")}
-        rows += [facts | {"method": "paper", **row} for row in _forms(papers, paper_size, rate)]
-    for row in rows:
-        if row["method"] == "BPC" and row["stage"] == "step" and row["median"]:
-            row |= _ratios(row, rows)
+            row = facts | {"method": "BPC", "stage": stage} | figures(samples, sizes.get(stage), rate)
+            if stage == "step" and row["median"]:
+                row["times_dense"] = round(fastest / row["median"], 3) if fastest else None
+            rows.append(row)
     return rows
 
 
@@ -203,12 +185,13 @@ def _less(samples: list[float] | str, before: list[float] | str) -> list[float] 
     return [a - b for a, b in zip(samples, before, strict=True)]
 
 
-def _forms(found: dict[str, Any], size: int, rate: float) -> list[dict[str, Any]]:
-    """Return one row per form of a whole step, with the fastest marked as `best`."""
+def _dense_rows(found: dict[str, list[float] | str], size: int, rate: float) -> list[dict[str, Any]]:
+    """Return one row per dense form among samples and notes by name, with the fastest marked as `best`."""
     rows: list[dict[str, Any]] = []
     for name, samples in found.items():
-        form = name.partition("/")[2]
-        rows.append({"stage": "step", "form": form, "best": False} | figures(samples, size, rate))
+        if name.startswith("dense/"):
+            about = {"method": "dense", "stage": "step", "form": name.removeprefix("dense/"), "best": False}
+            rows.append(about | figures(samples, size, rate))
     measured = [row for row in rows if row["median"]]
     if measured:
         min(measured, key=lambda row: row["median"])["best"] = True
@@ -224,19 +207,6 @@ def figures(samples: list[float] | str, size: int | None, rate: float) -> dict[s
         floor = least_microseconds(size, rate)
         row |= {"floor": round(floor, 2), "floor_share": round(floor / row["median"], 4) if row["median"] > 0 else None}
     return row
-
-
-def _ratios(ours: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return the speedups of BPC's step over the fastest dense form and the fastest form of the paper's step."""
-    ratios: dict[str, float | None] = {}
-    for method in ("dense", "paper"):
-        best = [
-            row["median"]
-            for row in rows
-            if row["method"] == method and row["best"] and row.get("budget", ours["budget"]) == ours["budget"]
-        ]
-        ratios[f"times_{method}"] = round(best[0] / ours["median"], 3) if best else None
-    return ratios
 
 
 def _choice(query: Tensor) -> Choice:

@@ -6,7 +6,6 @@ from torch import Tensor
 from bpc_calib.backends.cpu import at_once, over_pages, pipeline
 from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.kernels import PROJECT, SCORE, SELECT
-from bpc_calib.backends.cpu.paper import popcount_scores
 from bpc_calib.backends.cpu.ready import make_ready
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
@@ -18,12 +17,11 @@ from bpc_calib.method.choosing import Cached, Choice, within
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
     "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into",
-    "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
+    "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 
@@ -129,9 +127,3 @@ def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[st
         return lambda codes, gain: pipeline.run_stages(query, projection, Cached(codes, gain), k, choice, last=last)[0]
 
     return {"project": until(PROJECT), "score": until(SCORE), "select": until(SELECT)}
-
-
-def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
-    """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
-    make_ready(query.dtype, "choose")
-    return pipeline.quantize_query(query, projection)
