@@ -93,7 +93,7 @@ def open_work(
                 )
             yield work
     except (KeyboardInterrupt, Terminated):
-        if folder.exists():
+        if folder.exists() and ranks.count == 1:  # several ranks end with one line: `joined_ranks`
             note(f"The finished work is in {folder}: the same command goes on with it")
         raise
 

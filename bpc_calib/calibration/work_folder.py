@@ -27,7 +27,7 @@ import torch
 from bpc_artifacts.errors import why
 from bpc_calib.calibration.durable import locked, make_folder, write_file
 from bpc_calib.calibration.plan import Plan
-from bpc_calib.calibration.ranks import Ranks
+from bpc_calib.calibration.ranks import JOIN, Ranks
 from bpc_calib.calibration.stored import LAYERS, MOMENTS, SAMPLES, intact_layers, intact_samples, summed_samples
 from bpc_calib.errors import WorkError
 
@@ -151,7 +151,7 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
             )
         time.sleep(0.1)
     check_same(path, seen["settings"], _new_journal(plan, device).settings)
-    ranks.barrier("folder")
+    ranks.barrier("folder", within=JOIN)
     ranks.advice = _advice(path, plan)
     left = ranks.receive("work")
     if left is None:
@@ -217,7 +217,7 @@ def _show(work: WorkFolder) -> None:
         write_file(sign, b"")
         table = {"sign": sign.name, "folder": str(work.path.absolute()), "settings": work.journal.settings}
         work.ranks.broadcast("folder", table)
-        work.ranks.barrier("folder")
+        work.ranks.barrier("folder", within=JOIN)
         sign.unlink()
 
 
