@@ -84,6 +84,8 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
     """Print the plan as a table or as JSON."""
     import torch
 
+    from bpc_calib.calibration.forecast import needs
+
     weights, device = model_without_weights(opened), torch.device(opened.device)
     model, dtype = plan.model, weights.dtype
     table: dict[str, Any] = {
@@ -108,28 +110,16 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "output": str(target),
         "output_bytes": plan.artifact_bytes,
     }
-    table |= _costs(plan, weights, device, table["weights_bytes"])
+    found = needs(plan, weights, device)
+    table |= calibration_memory(found, table["weights_bytes"], device) | {"work_bytes": found.disk_bytes}
     if as_json:
         print_json(table)
     else:
         print_rows("Plan (nothing was done)", _plan_rows(plan, table))
 
 
-def _costs(plan: "Plan", weights: Any, device: Any, weights_bytes: int) -> dict[str, Any]:
-    """Time, memory and disk."""
-    from bpc_calib.calibration.forecast import forecast
-
-    found = forecast(plan, weights, device)
-    return {
-        "collect_seconds": None if found.collect_seconds is None else round(found.collect_seconds, 1),
-        "decompose_seconds": round(found.decompose_seconds, 1),
-        **calibration_memory(found, weights_bytes, device),
-        "work_bytes": found.disk_bytes,
-    }
-
-
 def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
-    model, on_gpu, collecting = plan.model, table["gpu_memory_bytes"], table["collect_seconds"]
+    model, on_gpu = plan.model, table["gpu_memory_bytes"]
     memory = f"{size_text(table['memory_bytes'])} of main memory"
     if on_gpu:
         memory += f", {size_text(on_gpu)} on {table['device']}"
@@ -144,10 +134,6 @@ def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "weights": f"{size_text(table['weights_bytes'])} ({table['dtype']}, on {table['device']})",
         "memory": f"about {memory}",
         "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}, {size_text(table['work_bytes'])} until then",
-        "collecting": "unknown, because some layers of this model do not run alone"
-        if collecting is None
-        else f"about {duration_text(collecting)}, from some layers of each kind on one sample",
-        "decomposing": f"about {duration_text(table['decompose_seconds'])}, from a fit of some layers with fewer keys",
     }
 
 

@@ -181,7 +181,6 @@ def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, An
         **calibration_memory(found, held, device),
         "disk_bytes": found.disk_bytes,
         "output_bytes": plan.artifact_bytes,
-        "seconds": None,
     }
 
 
@@ -298,7 +297,6 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> N
         else "the config alone: some layers do not run without weights; bpc calibrate checks the rest first",
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens: {memory}, "
         f"{size_text(calibration['disk_bytes'])} of disk; the file takes {size_text(calibration['output_bytes'])}",
-        "its time": f"measure it: bpc calibrate -m {name} --dry-run",
         "faster from": f"not measured; measure it: bpc bench -m {name} --crossover",
     }
     print_rows(f"{printable(model['id'])} ({printable(model['model_type'])}): BPC serves it", rows)
