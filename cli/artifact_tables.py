@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bpc_cli.console import TextTable, heads_text, print_rows, print_table, print_text_table, printable
+from bpc_cli.console import TextTable, heads_text, print_rows, print_text_table, printable
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -44,7 +44,7 @@ def print_artifact(artifact: "ProjectionArtifact", file: str, commit: str | None
     from bpc_artifacts import verdict
 
     print_rows("Artifact", {"file": f"{file}{f' at {commit}' if commit else ''}"} | artifact_facts(artifact))
-    _print_text(artifact)
+    print_text_table(_text_table(artifact))
     print_text_table(residual_rows(artifact, MOST_HEADS))
     for sentence in verdict(artifact):
         print(sentence)
@@ -74,15 +74,12 @@ def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
     }
 
 
-def _print_text(artifact: "ProjectionArtifact") -> None:
-    from rich.table import Table
-
-    table = Table("source", "path", "revision", "samples", "tokens")
+def _text_table(artifact: "ProjectionArtifact") -> TextTable:
+    rows = []
     for source in artifact.metadata["calibration"]["sources"]:
         revision = source["revision"][:12] if source["revision"] else "local"
-        numbers = (str(source["samples"]), f"{source['tokens']:,}")
-        table.add_row(*map(printable, (source["name"], source["path"], revision, *numbers)))
-    print_table("Text", table)
+        rows.append((source["name"], source["path"], revision, str(source["samples"]), f"{source['tokens']:,}"))
+    return TextTable("Text", ("source", "path", "revision", "samples", "tokens"), rows)
 
 
 def residual_rows(artifact: "ProjectionArtifact", most_heads: int | None = None) -> TextTable:
