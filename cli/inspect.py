@@ -71,9 +71,20 @@ def inspect(
         write_page(found, html, force)
     if as_json:
         tables = [_facts(each, fit) for each, fit in zip(found, fits, strict=True)]
-        print_json(tables[0] if len(found) == 1 else {"artifacts": tables, "comparison": _comparison(found)})
+        if len(found) == 1:
+            print_json(tables[0])
+        else:
+            compared = vars(compare_artifacts(found[0].artifact, found[1].artifact))
+            shown = {name: value for name, value in compared.items() if name != "same"}
+            print_json({"artifacts": tables, "comparison": shown})
         return
-    _print(found)
+    if len(found) == 1:
+        print_artifact(found[0].artifact, found[0].name, found[0].commit)
+    else:
+        print_comparison(found[0], found[1])
+    for each in found:
+        if each.evaluation is not None:
+            print_evaluation(each.evaluation)
     if model is not None:
         print(f"Fits {printable(model)}." if len(found) == 1 else f"Both fit {printable(model)}.")
     for path in (plot, html):
@@ -118,20 +129,6 @@ def _fit(artifact: "ProjectionArtifact", model: str, trust_remote_code: bool) ->
     for doubt in doubts:
         note(f"Warning: {doubt}")
     return {"model": model, "fits": True, "warnings": doubts}
-
-
-def _print(found: list[Inspected]) -> None:
-    if len(found) == 1:
-        print_artifact(found[0].artifact, found[0].name, found[0].commit)
-    else:
-        print_comparison(found[0], found[1])
-    for each in found:
-        if each.evaluation is not None:
-            print_evaluation(each.evaluation)
-
-
-def _comparison(found: list[Inspected]) -> dict[str, Any]:
-    return compare_artifacts(found[0].artifact, found[1].artifact).as_json()
 
 
 def _facts(each: Inspected, fit: dict[str, Any]) -> dict[str, Any]:
