@@ -122,7 +122,7 @@ def split(text: str) -> list[str]:
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
     """The numbers of `2048,8192`, each once."""
     found = split(text)
-    if not found or not all(part.isdecimal() and int(part) for part in found):
+    if not found or not all(part.isdecimal() for part in found):
         fail(f"{option} {text}: expected numbers, like 2048,8192")
     return tuple(dict.fromkeys(map(int, found)))
 
