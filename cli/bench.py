@@ -46,9 +46,7 @@ class MeasureOptions:
 
     parts: Annotated[
         str | None,
-        typer.Option(
-            help=f"Parts to measure: {', '.join(PARTS)}. Default: all.", metavar="PART,...", show_default=False
-        ),
+        typer.Option(help=f"Parts to measure: {', '.join(PARTS)}. Default: all.", metavar="PART,..."),
     ] = None
     crossover: Annotated[
         bool,
@@ -62,7 +60,6 @@ class MeasureOptions:
             help=f"Tokens cached. Default: {_listed(LENGTHS)} for the layer, {_listed(DECODE_LENGTHS['cpu'])} for "
             f"decoding (on a GPU {_listed(DECODE_LENGTHS['cuda'])}). --crossover doubles the length up to the longest.",
             metavar="TOKENS,...",
-            show_default=False,
         ),
     ] = None
     batch_sizes: Annotated[str, typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...")] = "1"
@@ -71,8 +68,7 @@ class MeasureOptions:
     prefill_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Tokens of the prefill. Default: {PREFILL_TOKENS['cpu']}, on a GPU {PREFILL_TOKENS['cuda']}.",
-            show_default=False,
+            help=f"Tokens of the prefill. Default: {PREFILL_TOKENS['cpu']}, on a GPU {PREFILL_TOKENS['cuda']}."
         ),
     ] = None
     repeats: Annotated[int, typer.Option(help="Number of measurements; the tables show their medians.")] = 7
@@ -110,7 +106,6 @@ class BenchModelOptions:
             help=f"Shape of a model with random weights: {', '.join(SHAPES)}; or such as 8x128x4 (KV heads, head "
             f"dimension, query heads per KV head). Default: {SHAPE}. On a CPU it has {CPU_LAYERS} layers.",
             metavar="NAME|HEADSxDIMxGROUP",
-            show_default=False,
         ),
     ] = None
 

@@ -47,9 +47,7 @@ class TextOptions:
     ] = None
     text_field: Annotated[
         str | None,
-        typer.Option(
-            help="Field of local JSON and parquet files that holds the text. Default: text.", show_default=False
-        ),
+        typer.Option(help="Field of local JSON and parquet files that holds the text. Default: text."),
     ] = None
 
 
@@ -60,15 +58,12 @@ class PlanOptions:
     samples: Annotated[int, typer.Option(help="Number of text samples; every corpus gives an equal share.")] = 180
     sequence_length: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens per sample. Default: 8192, or the model's limit if that is lower.", show_default=False
-        ),
+        typer.Option(help="Tokens per sample. Default: 8192, or the model's limit if that is lower."),
     ] = None
     bits: Annotated[
         int | None,
         typer.Option(
-            help="Length of a code in bits: 32, 64 or 128. Default: 64, or 128 where a key has more than 128 numbers.",
-            show_default=False,
+            help="Length of a code in bits: 32, 64 or 128. Default: 64, or 128 where a key has more than 128 numbers."
         ),
     ] = None
     method: Annotated[
@@ -99,12 +94,7 @@ def calibrate(
     text: TextOptions,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="File to write. Default: MODEL-bpcBITS.safetensors in this folder.",
-            show_default=False,
-        ),
+        typer.Option("--output", "-o", help="File to write. Default: MODEL-bpcBITS.safetensors in this folder."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file if it exists.")] = False,
     work: WorkOptions,

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.forecast import Needs
     from bpc_calib.calibration.plan import Plan
 
-__all__ = ["STAGES", "calibration_memory", "peak_memory", "print_plan", "print_report", "report"]
-
-
 STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
 
 

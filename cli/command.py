@@ -19,8 +19,6 @@ import typer
 
 from bpc_cli.console import drop, note
 
-__all__ = ["Terminated", "command", "run_app"]
-
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function a command for Typer.

@@ -56,9 +56,7 @@ class ComparisonOptions:
     budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%,10%"
     methods: Annotated[
         str | None,
-        typer.Option(
-            help=f"Methods to compare: {', '.join(METHODS)}. Default: all.", metavar="METHOD,...", show_default=False
-        ),
+        typer.Option(help=f"Methods to compare: {', '.join(METHODS)}. Default: all.", metavar="METHOD,..."),
     ] = None
     prompts: Annotated[
         int, typer.Option(help="Prompts per task and length; tasks of lm_eval use their first documents.")
@@ -78,9 +76,7 @@ class ComparisonOptions:
     ] = False
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            help="Prompts decoded at once. Default: as many as 65,536 tokens hold.", min=1, show_default=False
-        ),
+        typer.Option(help="Prompts decoded at once. Default: as many as 65,536 tokens hold.", min=1),
     ] = None
     hard: Annotated[
         bool,

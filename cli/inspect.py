@@ -37,10 +37,7 @@ def inspect(
     ] = None,
     evaluation: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Show also this result of bpc eval --output with the artifact. Once for each artifact.",
-            show_default=False,
-        ),
+        typer.Option(help="Show also this result of bpc eval --output with the artifact. Once for each artifact."),
     ] = None,
     plot: Annotated[
         Path | None,

@@ -41,10 +41,7 @@ class LoadOptions(OneDeviceOptions):
 
     device_map: Annotated[
         Literal["auto"] | None,
-        typer.Option(
-            help="auto spreads a large model over all GPUs, main memory and disk (needs accelerate).",
-            show_default=False,
-        ),
+        typer.Option(help="auto spreads a large model over all GPUs, main memory and disk (needs accelerate)."),
     ] = None
 
 
