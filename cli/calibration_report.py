@@ -142,15 +142,10 @@ def calibration_memory(needs: "Needs", weights_bytes: int, device: Any) -> dict[
     on_device, on_cpu = weights_bytes + max(needs.pass_bytes, needs.fit_bytes), device.type == "cpu"
     added = on_device if on_cpu else needs.fit_bytes
     return {
-        "memory_bytes": (_memory_now() or 0) + added,
+        "memory_bytes": (_status("VmRSS") or 0) + added,
         "added_memory_bytes": added,
         "gpu_memory_bytes": None if on_cpu else on_device,
     }
-
-
-def _memory_now() -> int | None:
-    """Bytes of main memory in use; None where the system does not tell."""
-    return _status("VmRSS")
 
 
 def peak_memory() -> int | None:
@@ -163,6 +158,7 @@ def peak_memory() -> int | None:
 
 
 def _status(name: str) -> int | None:
+    """Bytes that Linux counts for this process; None on other systems."""
     if sys.platform != "linux":
         return None
     with open("/proc/self/status") as status:

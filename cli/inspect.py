@@ -10,6 +10,7 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.opening import find_artifact
+from bpc_cli.options import TrustRemoteCode
 from bpc_cli.report import check_page, draw_residuals, write_page
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the artifact on the Hub.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the picture or the page if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything except the projections as JSON.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Check a projection artifact and show what is in it, how it was made and how well it fits its keys.
 

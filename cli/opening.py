@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bpc_cli.console import fail, note
+from bpc_cli.options import TrustRemoteCode
 from bpc_cli.progress import working
 from bpc_cli.ranks import own_device, ranks
 
@@ -30,9 +31,7 @@ class OneDeviceOptions:
         typer.Option(help="Data type of the weights; auto is the model's own, bfloat16 for a quantised GGUF file."),
     ] = "auto"
     device: Device = "auto"
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)

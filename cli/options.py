@@ -31,6 +31,9 @@ DenseLayers = Annotated[
 Artifact = Annotated[
     str, typer.Option("--artifact", "-a", help=f"{PROJECTIONS} {ONLINE} finds projections in the prompt instead.")
 ]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+]
 System = Annotated[
     str | None, typer.Option("--system", help="System message: what the model is told before the first message.")
 ]
