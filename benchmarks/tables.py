@@ -195,17 +195,20 @@ def keys_per_head(results: Results) -> str:
 
 
 def calibration_plan(results: Results) -> str:
-    """Forecast and real figures by model."""
+    """What calibrations took by model; of memory and disk also what was forecast."""
     rows = results["calibration_plan"]["rows"]
+    both = ("plan", "real")
     shown = {
-        "collect_seconds": ("collecting keys", 1, "{:.0f} s"), "decompose_seconds": ("decomposing", 1, "{:.0f} s"),
-        "memory_bytes": ("memory", 1e9, "{:.2f} GB"), "work_bytes": ("disk", 1e6, "{:.0f} MB"),
-    }  # fmt: skip
+        "collect_seconds": ("collecting keys", 1, "{:.0f} s", ["real"]),
+        "decompose_seconds": ("decomposing", 1, "{:.0f} s", ["real"]),
+        "memory_bytes": ("memory: forecast, real", 1e9, "{:.2f} GB", both),
+        "work_bytes": ("disk: forecast, real", 1e6, "{:.0f} MB", both),
+    }
     lines = []
-    for name, (title, unit, form) in shown.items():
-        pairs = [[form.format(row[name][side] / unit) for side in ("plan", "real")] for row in rows]
+    for name, (title, unit, form, sides) in shown.items():
+        pairs = [[form.format(row[name][side] / unit) for side in sides] for row in rows]
         lines.append([title, *(", ".join(pair) for pair in pairs)])
-    return table(["", *(f"{row['model']}: forecast, real" for row in rows)], lines)
+    return table(["", *(row["model"] for row in rows)], lines)
 
 
 def fitting_time(results: Results) -> str:

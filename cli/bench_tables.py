@@ -6,8 +6,6 @@ from bpc_calib.bench.settings import SHAPES
 from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import print_table, printable
 
-__all__ = ["print_benchmark"]
-
 
 def print_benchmark(result: dict[str, Any]) -> None:
     """Print every table of a result."""

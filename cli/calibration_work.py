@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.ranks import Ranks
     from bpc_calib.calibration.work_folder import WorkFolder
 
-__all__ = ["WorkOptions", "finish", "finished", "open_work", "reused", "was_finished"]
-
 
 @dataclass(frozen=True)
 class WorkOptions:
@@ -29,8 +27,7 @@ class WorkOptions:
         Path | None,
         typer.Option(
             help="Folder for finished samples and layers: after a stop, the same command goes on with them. "
-            "Default: the output file's name with .work added.",
-            show_default=False,
+            "Default: the output file's name with .work added."
         ),
     ] = None
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep the work folder at the end.")] = False

@@ -12,16 +12,7 @@ from bpc_cli.console import fail
 from bpc_cli.options import System
 from bpc_cli.ranks import ranks
 
-__all__ = [
-    "Message",
-    "PromptOptions",
-    "check_system",
-    "has_template",
-    "message",
-    "read_prompt",
-    "template_tokens",
-    "tokenize",
-]
+Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -73,17 +64,11 @@ def tokenize(tokenizer: Any, text: str, options: PromptOptions, name: str) -> tu
     if not templated:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
     else:
-        messages = [message("user", text)]
-        if options.system is not None:
-            check_system(tokenizer, options.system, name)
-            messages.insert(0, message("system", options.system))
+        messages = [*opening_messages(tokenizer, options.system, name), message("user", text)]
         ids = template_tokens(tokenizer, messages, name)
     if not ids.shape[1]:
         fail("the prompt has no tokens")
     return ids, templated
-
-
-Message = dict[str, str]
 
 
 def message(role: str, text: str) -> Message:
@@ -104,11 +89,15 @@ def template_tokens(tokenizer: Any, messages: list[Message], name: str) -> Any:
     return made["input_ids"]
 
 
-def check_system(tokenizer: Any, system: str, name: str) -> None:
-    """Refuse a system message that the template refuses or silently leaves out."""
-    made = _applied(tokenizer, [message("system", system), message("user", "x")], tokenize=False)
+def opening_messages(tokenizer: Any, system: str | None, name: str) -> list[Message]:
+    """The messages before the first of the user; refuse a system message that the template refuses or leaves out."""
+    if system is None:
+        return []
+    opening = [message("system", system)]
+    made = _applied(tokenizer, [*opening, message("user", "x")], tokenize=False)
     if isinstance(made, Exception) or system.strip() not in made:
         fail(f"--system: the chat template of {name} takes no system message: write it into the first message instead")
+    return opening
 
 
 def _applied(tokenizer: Any, messages: list[Message], **how: Any) -> Any:
