@@ -40,7 +40,7 @@ def spoil(module, name, step, kind):
 
 
 if __name__ == "__main__":
-    ranks.STEP = 5.0
+    ranks.STEP, ranks.TIMES_SLOWER = 10.0, 2
     init = torch.distributed.init_process_group
     torch.distributed.init_process_group = lambda **settings: init(**(settings | {"timeout": timedelta(seconds=15)}))
     rank, stage, step, kind = os.environ["BPC_FAULT"].split(":")
