@@ -50,6 +50,15 @@ class TextOptions:
         typer.Option(help="Field of local JSON and parquet files that holds the text. Default: text."),
     ] = None
 
+    def corpora(self, model: str, samples: int) -> "list[Corpus]":
+        """Open the corpora: each text once, each with a sample; those of the Hub stay unopened."""
+        from bpc_calib.text.corpora import check_corpora, open_corpora
+
+        names = self.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
+        found = open_corpora(names, text_field=self.text_field or "text", hub=False)
+        check_corpora(found, samples)
+        return found
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -130,7 +139,6 @@ def calibrate(
         import bpc_calib
         from bpc_calib.calibration.calibrate import calibrate_in, help_calibrate
         from bpc_calib.calibration.run_text import read_text
-        from bpc_calib.text.corpora import check_corpora, open_corpora
 
         opened = open_model(model, load, shared=tensor_parallel)
         plan = bpc_calib.make_plan(opened.description, **asdict(numbers))
@@ -142,9 +150,7 @@ def calibrate(
             return
         overwrite = force or was_finished(target, work)
         check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
-        names = text.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
-        corpora = open_corpora(names, text_field=text.text_field or "text", hub=False)  # those of the Hub later
-        check_corpora(corpora, plan.samples)
+        corpora = text.corpora(model, plan.samples)
         for message in () if quiet else _idle_options(plan, corpora, text.text_field, numbers):
             note(message)
         if dry_run:

@@ -154,7 +154,7 @@ class _Stream:
     """
 
     decoder: Decoder
-    cache: Any
+    cache: Any  # a BPCCache, or None
     new: int  # most tokens
     shown: Any  # the TextStreamer that prints the text; None: nothing is printed
     arrived: list[float] = field(default_factory=list)  # when the prompt came, and each token
@@ -164,13 +164,11 @@ class _Stream:
         """Take the next tokens."""
         import torch
 
-        from bpc_calib import BPCCache
-
         self.arrived.append(time.perf_counter())
         if self.shown is not None:
             self.shown.put(value)
         another = 1 < len(self.arrived) <= self.new and int(value[0]) not in self.decoder.ends
-        if another and isinstance(self.cache, BPCCache):
+        if another and self.cache is not None:
             began = time.perf_counter()
             self.cache.prepare()
             if self.decoder.model.device.type == "cuda":

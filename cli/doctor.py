@@ -188,7 +188,7 @@ def installation() -> dict[str, Any]:
         `core` by package: `installed` (None: not), `needed`, `fits`. `extras` by name: `use`, `packages` in the same
         form, `complete` and `install`, the command that completes it.
     """
-    core, extras = _requirements("", alone=True), {}
+    core, extras = _requirements(""), {}
     for name, use in EXTRAS.items():
         packages = _requirements(name)
         extras[name] = {
@@ -208,8 +208,8 @@ def check_core(found: dict[str, Any]) -> None:
             fail(f"{name} {what}: pip install '{name}{each['needed']}'")
 
 
-def _requirements(extra: str, alone: bool = False) -> dict[str, dict[str, Any]]:
-    """The packages that an extra adds, those of the extras that it includes too; `alone`: those without an extra."""
+def _requirements(extra: str) -> dict[str, dict[str, Any]]:
+    """The packages that an extra adds, those of the extras that it includes too; of no extra (""), what BPC needs."""
     from packaging.requirements import Requirement
 
     found: dict[str, dict[str, Any]] = {}
@@ -219,9 +219,8 @@ def _requirements(extra: str, alone: bool = False) -> dict[str, dict[str, Any]]:
         fail(f"{PROJECT} is not installed as a package: pip install . in a checkout")
     for requirement in map(Requirement, lines):
         marker = requirement.marker
-        if marker is not None and not marker.evaluate({"extra": extra}):
-            continue
-        if not alone and (marker is None or marker.evaluate({"extra": ""})):
+        always, wanted = (marker is None or marker.evaluate({"extra": each}) for each in ("", extra))
+        if not wanted or (extra and always):
             continue
         if requirement.name == PROJECT:
             for included in requirement.extras:
