@@ -18,7 +18,6 @@ import transformers
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-ALWAYS = {"command", "machine"}
 
 
 @pytest.fixture(autouse=True)
@@ -40,21 +39,6 @@ def run(monkeypatch):
     return run
 
 
-@pytest.fixture
-def benchmark_result(run, tmp_path):
-    """Run a benchmark with --tiny and return the JSON that it writes."""
-
-    def benchmark_result(name: str) -> dict[str, Any]:
-        run(f"benchmarks/{name}.py", "--tiny", "-o", tmp_path / "result.json")
-        result = json.loads((tmp_path / "result.json").read_text())
-        assert set(result) > ALWAYS
-        assert result["command"] == f"python {name}.py --tiny -o result.json"
-        assert all(math.isfinite(number) for number in numbers(result))
-        return result
-
-    return benchmark_result
-
-
 def numbers(value: Any) -> list[float]:
     """Every number in a JSON document."""
     if isinstance(value, dict):
@@ -62,15 +46,6 @@ def numbers(value: Any) -> list[float]:
     if isinstance(value, list):
         return [number for each in value for number in numbers(each)]
     return [value] if isinstance(value, int | float) else []
-
-
-def test_steady(benchmark_result):
-    result = benchmark_result("steady")
-    bpc, full = result["rows"]
-    assert len(bpc["milliseconds_by_block"]) == len(full["milliseconds_by_block"]) == 2
-    assert full["of_its_tokens"] < bpc["of_its_tokens"] <= bpc["at_the_end"]  # codes come on top of keys and values
-    assert [row["turns"] % 3 for row in result["conversations"]] == [0, 0, 0]
-    assert all(row["tokens"] > 0 and row["resident_bytes"] > 1 << 20 for row in result["conversations"])
 
 
 def test_the_size_of_this_tree_and_of_another(tmp_path):
@@ -271,5 +246,5 @@ def test_no_script_is_left_out():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     scripts = [path for folder in ("benchmarks", "training") for path in (ROOT / folder).glob("*.py")]
     runs = [path.stem for path in scripts if '__name__ == "__main__"' in path.read_text()]
-    assert len(runs) >= 10
+    assert len(runs) >= 8
     assert not [name for name in runs if not re.search(rf'["/]{name}(\.py)?"', tests)]
