@@ -1,4 +1,4 @@
-"""What the scripts share: their arguments, the JSON that they write, the packages of this checkout, and tables."""
+"""What the scripts share: the JSON that they write, the packages of this checkout, and tables."""
 
 import argparse
 import functools
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "NOTHING", "ROOT", "Lines", "Results", "Row", "about", "by", "command", "keep", "link_packages", "machine",
-    "made_by", "make_parser", "parse", "percent", "settings", "sources", "table", "write",
+    "NOTHING", "ROOT", "Lines", "Results", "Row", "about", "by", "keep", "link_packages", "made_by", "make_parser",
+    "percent", "sources", "table",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
@@ -33,49 +33,18 @@ def about() -> dict[str, Any]:
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments of every benchmark."""
+    """A parser with the arguments of every benchmark that writes a result."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", "-o", type=Path, help="write the result to this file, as JSON")
-    parser.add_argument("--tiny", action="store_true", help="check the script in seconds: the figures mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="check the script itself: the figures mean nothing")
     return parser
-
-
-def parse(parser: argparse.ArgumentParser, **tiny: Any) -> argparse.Namespace:
-    """The arguments; `--tiny` replaces the defaults by those of `tiny`."""
-    if parser.parse_args().tiny:
-        parser.set_defaults(**tiny)
-    return parser.parse_args()
-
-
-def settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The arguments of these names."""
-    return {name: getattr(arguments, name) for name in names}
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores, versions and commit; imported late, because the suites choose the packages first."""
-    from bpc_calib.bench import machine
-
-    return machine.machine()
-
-
-def command() -> str:
-    """The command of this process; paths lose their folders."""
-    from bpc_calib.bench.machine import without_folder
-
-    return " ".join(["python", *map(without_folder, sys.argv)])
-
-
-def write(path: Path | None, result: dict[str, Any]) -> None:
-    """Write `result` with the command, the machine, the versions and the commit as JSON."""
-    keep(path, {"command": command(), "machine": machine(), **result})
 
 
 def keep(path: Path | None, result: dict[str, Any], *, quiet: bool = False) -> None:
     """Write a whole result as JSON or nothing; without a path nothing."""
     if path is None:
         return
-    from bpc_artifacts.replacing import replacing  # late, because the suites choose the packages first
+    from bpc_artifacts.replacing import replacing
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, overwrite=True) as beside:
