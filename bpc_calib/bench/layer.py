@@ -29,7 +29,6 @@ from bpc_calib.method.choosing import Cached
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 
-STAGES = ("encode", "project", "score", "select", "attend", "step")
 NOTABLE = 0.5  # seconds; shorter compilation is not reported
 
 Form = Callable[..., Tensor]
@@ -155,9 +154,7 @@ def _rows(
         "cold": sets.cold,
     }
     dense_size = dense_bytes(shape, shape.tokens)
-    dense_forms = {
-        name: taken.get(name, notes.get(name, "")) for name in {**taken, **notes} if name.startswith("dense/")
-    }
+    dense_forms = {name: found for name, found in (taken | notes).items() if name.startswith("dense/")}
     rows = [about | {"method": "dense", **row} for row in _forms(dense_forms, dense_size, rate)]
     for budget, k in ks.items():
         facts = about | {"budget": budget, "attended": k}
@@ -178,11 +175,10 @@ def _rows(
 def _stages(taken: dict[str, list[float] | str], prefix: str) -> dict[str, list[float] | str]:
     """Return the samples of each stage; a stage that cannot run alone is the difference between two runs per round."""
     before, scored, chosen = (taken[f"{prefix}up to {name}"] for name in ("project", "score", "select"))
-    samples = {
+    return {
         "encode": taken["encode"], "project": before, "score": _less(scored, before), "select": _less(chosen, scored),
         "attend": taken[f"{prefix}attend"], "step": taken[f"{prefix}step"],
     }  # fmt: skip
-    return {stage: samples[stage] for stage in STAGES}
 
 
 def _less(samples: list[float] | str, before: list[float] | str) -> list[float] | str:
