@@ -21,15 +21,13 @@ from bpc_calib.bench.inputs import (
     stage_bytes,
     working_sets,
 )
-from bpc_calib.bench.timing import reason, summary, synchronize, timed
+from bpc_calib.bench.timing import summary, synchronize, timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.choosing import Cached
 
 __all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
 
-STAGES = ("encode", "project", "score", "select", "attend", "step")
 NOTABLE = 0.5  # seconds; shorter compilation is not reported
 
 Form = Callable[..., Tensor]
@@ -43,7 +41,7 @@ def compile_seconds(shape: LayerShape, device: torch.device) -> float | None:
 
     def run() -> float:
         began = time.perf_counter()
-        step(inputs.encoder, inputs.new, inputs.query, inputs.projection, k, *set_of(inputs, 0))
+        step(inputs, *set_of(inputs, 0), k)
         synchronize(device)
         return time.perf_counter() - began
 
@@ -89,33 +87,19 @@ def right_forms(inputs: LayerInputs, device: torch.device) -> tuple[dict[str, Fo
         BPCError: BPC's own step is not correct, so no timing would mean anything.
     """
 
-    def ours(codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
-        return step(inputs.encoder, inputs.new, inputs.query, inputs.projection, k, codes, gains, keys, values)
-
     def attention(function: Any, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int = 0) -> Tensor:
         return function(inputs.query, keys, values)
 
-    forms: dict[str, Form] = {"step": ours}
-    notes: dict[str, str] = {}
-    for name, form in dense.forms(device).items():
-        if isinstance(form, str):
-            notes[f"dense/{name}"] = form
-        else:
-            forms[f"dense/{name}"] = functools.partial(attention, form)
+    ours = functools.partial(step, inputs)
     first_set = set_of(inputs, 0)
     expected = dense.exact(inputs.query, *first_set[2:])
-    for name in list(forms):
-        try:
-            off = dense.error(forms[name](*first_set, first_set[0].shape[2]), expected)
-            fault = "" if off < dense.TOLERANCE else f"not measured: its result is off by {off:.1e}"
-        except Exception as error:
-            fault = reason(error)
-        if fault and name == "step":
-            raise BPCError(f"with all tokens, BPC's step differs from dense attention ({fault}): nothing was timed")
-        if fault:
-            notes[name] = fault
-            del forms[name]
-    return forms, notes
+    fault = dense.fault(functools.partial(ours, *first_set, first_set[0].shape[2]), expected)
+    if fault:
+        raise BPCError(f"with all tokens, BPC's step differs from dense attention ({fault}): nothing was timed")
+    correct, faults = dense.correct_forms(inputs.query, *first_set[2:], expected)
+    forms: dict[str, Form] = {"step": ours}
+    forms |= {f"dense/{name}": functools.partial(attention, form) for name, form in correct.items()}
+    return forms, {f"dense/{name}": why for name, why in faults.items()}
 
 
 def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,12 +110,12 @@ def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _stage_calls(prefix: str, inputs: LayerInputs, k: int, sets: Sets, device: torch.device) -> Calls:
     calls: Calls = {}
-    stages = dispatch.find(device).stages(inputs.query, inputs.projection, k, _choice(inputs.query))
+    stages = dispatch.find(device).stages(inputs.query, inputs.projection, k, inputs.choice)
     for stage, function in stages.items():
         calls[f"{prefix}up to {stage}"] = [
             functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets.codes)
         ]
-    lists = [_choose(inputs.query, inputs.projection, *set_of(inputs, i)[:2], k) for i in range(sets.keys)]
+    lists = [_choose(inputs, *set_of(inputs, i)[:2], k) for i in range(sets.keys)]
     calls[f"{prefix}attend"] = [
         functools.partial(dispatch.sparse_attention, inputs.query, inputs.keys[i], inputs.values[i], lists[i])
         for i in range(sets.keys)
@@ -154,12 +138,12 @@ def _rows(
         "working_sets": sets.steps,
         "cold": sets.cold,
     }
-    dense_size = dense_bytes(shape.rows, shape.tokens, shape.dim, shape.dtype.itemsize)
+    dense_size = dense_bytes(shape, shape.tokens)
     rows = [about | row for row in _dense_rows({**taken, **notes}, dense_size, rate)]
     fastest = next((row["median"] for row in rows if row["best"]), None)
     for budget, k in ks.items():
         facts = about | {"budget": budget, "attended": k}
-        sizes = stage_bytes(shape.rows, shape.tokens, k, shape.dim, shape.dtype.itemsize)
+        sizes = stage_bytes(shape, k)
         for stage, samples in _stages(taken, f"{budget}/").items():
             row = facts | {"method": "BPC", "stage": stage} | figures(samples, sizes.get(stage), rate)
             if stage == "step" and row["median"]:
@@ -171,11 +155,10 @@ def _rows(
 def _stages(taken: dict[str, list[float] | str], prefix: str) -> dict[str, list[float] | str]:
     """Return the samples of each stage; a stage that cannot run alone is the difference between two runs per round."""
     before, scored, chosen = (taken[f"{prefix}up to {name}"] for name in ("project", "score", "select"))
-    samples = {
+    return {
         "encode": taken["encode"], "project": before, "score": _less(scored, before), "select": _less(chosen, scored),
         "attend": taken[f"{prefix}attend"], "step": taken[f"{prefix}step"],
     }  # fmt: skip
-    return {stage: samples[stage] for stage in STAGES}
 
 
 def _less(samples: list[float] | str, before: list[float] | str) -> list[float] | str:
@@ -209,41 +192,11 @@ def figures(samples: list[float] | str, size: int | None, rate: float) -> dict[s
     return row
 
 
-def _choice(query: Tensor) -> Choice:
-    """Return the default `Choice` of a cache, for queries `[B, H_KV, G, D]`."""
-    return Choice(scaling=query.shape[-1] ** -0.5)
+def step(inputs: LayerInputs, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
+    """Run a whole step on a working set as a cache does: encode the new key, choose `k` tokens, attend to them."""
+    dispatch.encode_with(inputs.encoder, inputs.new)
+    return dispatch.sparse_attention(inputs.query, keys, values, _choose(inputs, codes, gains, k))
 
 
-def _choose(query: Tensor, projection: Tensor, codes: Tensor, gain: Tensor | None, k: int) -> Tensor:
-    """Choose the attended tokens as a cache does."""
-    return dispatch.choose(query, projection, Cached(codes, gain), k, _choice(query))
-
-
-def step(
-    encoder: Encoder,
-    new: Tensor,
-    query: Tensor,
-    projection: Tensor,
-    k: int,
-    codes: Tensor,
-    gain: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> Tensor:
-    """Run a whole step as a cache does: encode the new key, choose tokens, compute attention over them.
-
-    Args:
-        encoder: made from the projection.
-        new: the new key, `[B, H_KV, 1, D]`.
-        query: `[B, H_KV, G, D]`.
-        projection: `[H_KV, H, D]`.
-        k: number of tokens.
-        codes: int64 `[B, H_KV, N, W]`.
-        gain: uint8 `[B, H_KV, N]`.
-        keys, values: `[B, H_KV, N, D]`.
-
-    Returns:
-        `[B, H_KV, G, D]`.
-    """
-    dispatch.encode_with(encoder, new)
-    return dispatch.sparse_attention(query, keys, values, _choose(query, projection, codes, gain, k))
+def _choose(inputs: LayerInputs, codes: Tensor, gains: Tensor, k: int) -> Tensor:
+    return dispatch.choose(inputs.query, inputs.projection, Cached(codes, gains), k, inputs.choice)

@@ -10,7 +10,7 @@ from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.positions import first_positions, key_positions
 from bpc_calib.calibration.ranks import LOADING, samples_of
-from bpc_calib.calibration.stored import read_sums, wait_for_samples, write_sample, write_sums
+from bpc_calib.calibration.stored import SAMPLES, read_sums, wait_for_files, write_sample, write_sums
 from bpc_calib.calibration.work_folder import WorkFolder, check_room, check_same
 from bpc_calib.models.loading import weights_identity
 from bpc_calib.models.observation import verify
@@ -74,7 +74,7 @@ def collect(
         done = show(int(writes))
     ranks.barrier("keys", show)
     if ranks.count > 1:
-        wait_for_samples(work.path, plan)
+        wait_for_files(work.path, SAMPLES, range(plan.samples))
 
 
 def _agree_on_weights(model: Any, work: WorkFolder) -> None:
