@@ -91,7 +91,7 @@ def test_fingerprint(run, capsys):
     lines = [line.split("  ", 1) for line in capsys.readouterr().out.splitlines()]
     found = {name: digits for digits, name in lines}
     assert all(re.fullmatch("[0-9a-f]{24}", digits) for digits in found.values())
-    assert len(found) == len(lines) == 2 * (2 + 4 * 7)  # per method: artifact and tokens, and seven hashes per layer
+    assert len(found) == len(lines) == 2 * (2 + 4 * 6)  # per method: artifact and tokens, and six hashes per layer
     assert found["score-aware layer 0 codes"] != found["paper layer 0 codes"]
 
 
