@@ -1,15 +1,16 @@
 """Long passes of a model in 16-bit numbers, in float32 where the processor lacks products of 16-bit numbers."""
 
 import functools
+import time
 from contextlib import ExitStack
-from functools import partial
-from timeit import timeit
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
+
+from bpc_calib.compat import set_torch_threads
 
 __all__ = ["LONG", "slow_products", "widen_long_passes"]
 
@@ -25,15 +26,28 @@ def slow_products(dtype: torch.dtype) -> float | None:
     """Return how many times longer than in float32 a product in a 16-bit dtype takes on this CPU; None: it is not slow.
 
     Measured once per process, in some milliseconds: a processor without such products (AMX, AVX512-BF16, Arm's BF16)
-    takes 2 to 6 times as long.
+    takes 2 to 6 times as long. One thread's own time is taken, so that other programs, which delay it and keep threads
+    waiting for each other, do not change what a calibration computes.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     wide = torch.ones(SIZE, SIZE)
     narrow = wide.to(dtype)
-    seconds = [[timeit(partial(linear, each, each), number=1) for each in (wide, narrow)] for _ in range(REPEATS)]
-    ratio = min(narrow for _, narrow in seconds) / min(wide for wide, _ in seconds)
+    threads = torch.get_num_threads()
+    set_torch_threads(1)
+    try:
+        taken = [[_seconds(each) for each in (wide, narrow)] for _ in range(REPEATS)]
+    finally:
+        set_torch_threads(threads)
+    ratio = min(narrow for _, narrow in taken) / min(wide for wide, _ in taken)
     return ratio if ratio > SLOWER else None
+
+
+def _seconds(matrix: Tensor) -> float:
+    """Return the seconds of the product of a matrix with itself, as this thread computes it."""
+    began = time.thread_time()
+    linear(matrix, matrix)
+    return time.thread_time() - began
 
 
 def widen_long_passes(model: Any) -> None:
