@@ -65,7 +65,7 @@ def hash_choices(method: str, artifact: Any, count: int) -> None:
             f"{method} layer {index} scores",
             hash_scores(quantize_query(query, projection), encoded.codes, encoded.gain),
         )
-        for group in ("relative", "max"):
+        for group in ("relative", "max", "sum"):
             choice = Choice(dim**-0.5, group, recent=3, sink=2)
             chosen = choose(query, projection.bfloat16(), Cached(encoded.codes, encoded.gain), 40, choice)
             show(f"{method} layer {index} chosen, {group}", chosen)

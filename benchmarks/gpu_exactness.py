@@ -1,5 +1,6 @@
 """Is every kernel exact at full size? From the same integers and products, all indices, codes and gains must match."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -7,7 +8,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from gpu_times import Row, attempted, seeded
+from gpu_times import attempted, device
 from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
@@ -26,7 +27,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}  # 
 TOKENS = 1 << 17
 ODD = (TOKENS - 77, 100_003)  # lengths that no block of a kernel divides
 
-SWITCHES = ("tokens", "group", "gain", "bits", "heads", "more")
+# What is ranked: how many keys, group, gain, bits, query heads; then special conditions.
 # Every value of every switch appears at least twice, the defaults first.
 CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (TOKENS, "relative", True, 64, 4, ""),
@@ -40,40 +41,50 @@ CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (TOKENS, "relative", True, 64, 4, "safeguard"),
     (TOKENS, "max", False, 64, 4, "safeguard, ragged, padded"),
     (TOKENS, "relative", True, 64, 4, "ties"),
-    (ODD[1], "max", True, 64, 4, ""),
+    (ODD[1], "sum", True, 64, 4, ""),
     (TOKENS, "relative", True, 128, 8, ""),
     (TOKENS, "relative", True, 32, 1, ""),
     (TOKENS, "max", True, 128, 1, "ties"),
-    (ODD[0], "relative", False, 32, 8, "safeguard"),
+    (ODD[0], "sum", False, 32, 8, "safeguard"),
     (ODD[1], "relative", False, 64, 8, ""),
-    (TOKENS, "max", True, 128, 5, "ragged"),
-    (4 * TOKENS, "relative", True, 128, 8, ""),
+    (TOKENS, "sum", True, 128, 5, "ragged"),
+    (4 * TOKENS, "sum", True, 128, 8, ""),
 ]
 
+Check = Callable[[], dict[str, Any]]
 WORKERS = 4  # side by side: most of the time goes to the compiler
 
 
-def rows(*, tiny: bool) -> Iterator[Row]:
-    """One row per check, in order of value, in case time runs out; `exact` is False where it failed."""
-    checks: list[tuple[Callable[..., Row], Row]] = []
-    checks += [(choice, dict(zip(SWITCHES, each, strict=True))) for each in CHOICES]
-    for form, tokens in (("plain", TOKENS), ("metric and mean", TOKENS), ("metric and mean", ODD[1])):
-        checks.append((encode, {"tokens": tokens, "form": form}))
-    for bits, tokens in ((64, TOKENS), (64, ODD[0]), (32, TOKENS), (128, ODD[1])):
-        checks.append((gram, {"tokens": tokens, "bits": bits}))
-    for dtype in TOLERANCE:
-        for form, tokens in (("list", TOKENS), ("ragged list", ODD[0]), ("dense", TOKENS), ("dense", ODD[1])):
-            checks.append((attention, {"tokens": tokens, "dtype": dtype, "form": form}))
-    if tiny:  # the interpreter is slow
-        checks = [(check, given | {"tokens": _few(given["tokens"])}) for check, given in checks[::5]]
+def rows(*, tiny: bool) -> Iterator[dict[str, Any]]:
+    """One row per check; `exact` is False where it failed."""
     with ProcessPoolExecutor(min(WORKERS, os.cpu_count() or 1), get_context("spawn")) as pool:
-        yield from pool.map(_row, *zip(*checks, strict=True))
+        yield from pool.map(_row, *zip(*_checks(tiny=tiny), strict=True))
 
 
-def _row(check: Callable[..., Row], given: Row) -> Row:
-    what = f"{check.__name__}: " + ", ".join(f"{name} {value}" for name, value in given.items() if value != "")
-    (row,) = attempted(what, lambda: [{"what": what, **check(**given)}])
+def _row(what: str, check: Check) -> dict[str, Any]:
+    (row,) = attempted(what, lambda: [{"what": what, **check()}])
     return row
+
+
+def _checks(*, tiny: bool) -> list[tuple[str, Check]]:
+    """What is checked, in order of value, in case time runs out."""
+    checks: list[tuple[str, Check]] = []
+    for tokens, group, gain, bits, heads, more in CHOICES:
+        tokens = _few(tokens) if tiny else tokens
+        switches = f"group {group}, gain {'on' if gain else 'off'}, {bits} bits, {heads} query heads"
+        run = functools.partial(choice, tokens, group, gain, bits, heads, more)
+        checks.append((f"choose, {tokens:,} keys, {switches}" + (f", {more}" if more else ""), run))
+    whole, odd, least = (_few(each) if tiny else each for each in (TOKENS, *ODD))
+    for form, tokens in (("plain", whole), ("metric and mean", whole), ("metric and mean", least)):
+        what = f"encode_with, {tokens:,} keys, bfloat16, {form}"
+        checks.append((what, functools.partial(encode, tokens, form)))
+    for bits, tokens in ((64, whole), (64, odd), (32, whole), (128, least)):
+        checks.append((f"encode_gram, {tokens:,} keys, {bits} bits", functools.partial(gram, tokens, bits)))
+    for dtype in TOLERANCE:
+        for form, tokens in (("list", whole), ("ragged list", odd), ("dense", whole), ("dense", least)):
+            what = f"attention, {tokens:,} keys, {str(dtype).removeprefix('torch.')}, {form}"
+            checks.append((what, functools.partial(attention, tokens, dtype, form)))
+    return checks[:: 5 if tiny else 1]  # the interpreter is slow
 
 
 def _few(tokens: int) -> int:
@@ -81,93 +92,111 @@ def _few(tokens: int) -> int:
     return 200 * (4 if tokens > TOKENS else 1) - (37 if tokens in ODD else 0)
 
 
-def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str) -> Row:
+def _generator() -> torch.Generator:
+    """Seeded anew, so that a check does not hang on those before it."""
+    return torch.Generator(device()).manual_seed(0)
+
+
+def random_codes(*shape: int, bits: int, generator: torch.Generator) -> Tensor:
+    """int64 `[*shape, W]`."""
+    words = torch.randint(-(1 << 31), 1 << 31, (*shape, bits // 32), generator=generator, device=device())
+    words = words.to(torch.int32)
+    if bits == 32:
+        words = torch.cat([words, torch.zeros_like(words)], -1)
+    return words.view(torch.int64)
+
+
+def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str) -> dict[str, Any]:
     """Compare the kernels' choice with that of plain torch from the same int8 queries."""
+    where, generator = device(), _generator()
     batch = 3 if "ragged" in more or "padded" in more else 1
+    query = torch.randn(batch, KV_HEADS, heads, DIM, generator=generator, device=where).bfloat16()
+    projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=where)
+    codes = random_codes(batch, KV_HEADS, tokens, bits=bits, generator=generator)
+    gains = torch.randint(256, (batch, KV_HEADS, tokens), generator=generator, device=where).to(torch.uint8)
+    if "ties" in more:  # eight codes and two gains in all
+        codes, gains = codes[:, :, torch.arange(tokens, device=where) % 8], gains % 2
     k: int | Tensor = attended(tokens, 0.02)
-    cached: dict[str, Tensor] = {}
+    cached: dict[str, Tensor | None] = {"gain": gains if gain else None}
     forced: dict[str, Any] = {}
-    with seeded():
-        query = torch.randn(batch, KV_HEADS, heads, DIM).bfloat16()
-        projection = torch.randn(KV_HEADS, bits, DIM)
-        ends = (0, 1 << 32) if bits == 32 else (-(1 << 63), (1 << 63) - 1)
-        codes = torch.randint(*ends, (batch, KV_HEADS, tokens, -(-bits // 64)))
-        gains = torch.randint(256, (batch, KV_HEADS, tokens), dtype=torch.uint8)
-        if "ties" in more:  # eight codes and two gains in all
-            codes, gains = codes[:, :, torch.arange(tokens) % 8], gains % 2
-        if gain:
-            cached["gain"] = gains
-        if "padded" in more:
-            forced |= {"recent": 3, "sink": 2}
-            cached["valid"] = torch.rand(batch, tokens) > 0.2
-        if "ragged" in more:
-            cached["lengths"] = torch.tensor([tokens, tokens * 2 // 3, tokens // 2 + 1])
-            k = torch.tensor([[attended(int(n), 0.02)] for n in cached["lengths"] // 2])
-        if "safeguard" in more:
-            forced |= {"recent": 1, "sink": 4, "safeguard": 0.1}
-            cached["worst"] = worst_first(torch.rand(batch, KV_HEADS, tokens))
+    if "padded" in more:
+        forced |= {"recent": 3, "sink": 2}
+        cached["valid"] = torch.rand(batch, tokens, generator=generator, device=where) > 0.2
+    if "ragged" in more:
+        lengths = torch.tensor([tokens, tokens * 2 // 3, tokens // 2 + 1], device=where)
+        cached["lengths"] = lengths
+        k = torch.tensor([[attended(int(n), 0.02)] for n in lengths // 2], device=where)
+    if "safeguard" in more:
+        forced |= {"recent": 1, "sink": 4, "safeguard": 0.1}
+        cached["worst"] = worst_first(torch.rand(batch, KV_HEADS, tokens, generator=generator, device=where))
+
     given = (Cached(codes, **cached), k, Choice(DIM**-0.5, group, **forced))
-    expected = choose_quantized(pipeline.quantize_query(query, projection), *given)
-    twice = (pipeline.choose(query, projection, *given) for _ in range(2))  # no order of atomics shows
-    return _compared(max(int((found != expected).sum()) for found in twice), expected.numel())
+    found = pipeline.choose(query, projection, *given)
+    rounded = pipeline.quantize_query(query, projection)
+    expected = choose_quantized(rounded, *given)
+    differing = int((found != expected).sum())
+    again = pipeline.choose(query, projection, *given)  # no order of atomics shows
+    differing = max(differing, int((again != expected).sum()))
+    return {"exact": differing == 0, "differing": differing, "of": expected.numel()}
 
 
-def gram(tokens: int, bits: int) -> Row:
+def gram(tokens: int, bits: int) -> dict[str, Any]:
     """Compare codes, errors and gains from the same products."""
-    with seeded():
-        scores, projection = torch.randn(KV_HEADS, tokens, bits), torch.randn(KV_HEADS, bits, DIM) / DIM**0.5
-        norm = 8 * torch.rand(KV_HEADS, tokens)
+    generator = _generator()
+    scores = torch.randn(KV_HEADS, tokens, bits, generator=generator, device=device())
+    projection = torch.randn(KV_HEADS, bits, DIM, generator=generator, device=device()) / DIM**0.5
+    norm = 8 * torch.rand(KV_HEADS, tokens, generator=generator, device=device())
     norm[:, ::1000] = 0
-    found, expected = (room.encode_gram(scores, projection @ projection.mT, norm) for room in (pipeline, encoding))
-    parts = (getattr(found, name) != getattr(expected, name) for name in ("codes", "error", "gain"))
-    return _compared(sum(int(part.sum()) for part in parts), 3 * norm.numel())
+    found = pipeline.encode_gram(scores, projection @ projection.mT, norm)
+    expected = encoding.encode_gram(scores, projection @ projection.mT, norm)
+    parts = [(getattr(found, name) != getattr(expected, name)).sum() for name in ("codes", "error", "gain")]
+    differing = int(sum(parts))
+    return {"exact": differing == 0, "differing": differing, "of": 3 * norm.numel()}
 
 
-def encode(tokens: int, form: str) -> Row:
+def encode(tokens: int, form: str) -> dict[str, Any]:
     """Compare codes across a matrix product, which rounds differently: at most one in a thousand may differ."""
+    generator = _generator()
+    keys = torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, device=device()).bfloat16()
+    projection = 0.3 * torch.randn(KV_HEADS, 64, DIM, generator=generator, device=device())
     metric = mean = None
-    with seeded():
-        keys = torch.randn(1, KV_HEADS, tokens, DIM).bfloat16()
-        projection = 0.3 * torch.randn(KV_HEADS, 64, DIM)
-        if form != "plain":
-            root, mean = torch.randn(KV_HEADS, 2 * DIM, DIM), torch.randn(KV_HEADS, DIM)
-            metric = root.mT @ root / (2 * DIM)
+    if form != "plain":
+        root = torch.randn(KV_HEADS, 2 * DIM, DIM, generator=generator, device=device())
+        metric, mean = root.mT @ root / (2 * DIM), torch.randn(KV_HEADS, DIM, generator=generator, device=device())
     encoder = make_encoder(projection, keys.dtype, metric=metric, mean=mean)
-    found, expected = (room.encode_with(encoder, keys) for room in (pipeline, encoding))
+    found = pipeline.encode_with(encoder, keys)
+    expected = encoding.encode_with(encoder, keys)
     codes = int((found.codes != expected.codes).any(-1).sum())
     gains = int(((found.gain.int() - expected.gain.int()).abs() > 1).sum())
-    count = found.gain.numel()
-    return _compared(codes, count) | {"exact": max(codes, gains) <= max(1, count // 1000)}
+    most = max(1, found.gain.numel() // 1000)
+    return {"exact": codes <= most and gains <= most, "differing": codes, "of": found.gain.numel()}
 
 
-def attention(tokens: int, dtype: torch.dtype, form: str) -> Row:
+def attention(tokens: int, dtype: torch.dtype, form: str) -> dict[str, Any]:
     """Compare attention with float64; also report the error of torch's own attention in the same dtype."""
-    batch = 2
-    with seeded():
-        query = torch.randn(batch, KV_HEADS, 4, DIM).to(dtype)
-        keys, values = (torch.randn(batch, KV_HEADS, tokens, DIM).to(dtype) for _ in range(2))
-        if form == "dense":
-            lengths = torch.tensor([tokens, tokens * 2 // 3 + 1])
-            listed = torch.arange(tokens).expand(batch, KV_HEADS, -1)
-            listed = listed.masked_fill(listed >= lengths[:, None, None], -1)
-        else:
-            k = attended(tokens, 0.02)
-            listed = torch.rand(batch, KV_HEADS, tokens).topk(k).indices.sort(-1).values
-            if form == "ragged list":
-                listed[1, :, k // 2 :] = -1
+    where, batch, generator = device(), 2, _generator()
+    query = torch.randn(batch, KV_HEADS, 4, DIM, generator=generator, device=where).to(dtype)
+    keys, values = (
+        torch.randn(batch, KV_HEADS, tokens, DIM, generator=generator, device=where).to(dtype) for _ in range(2)
+    )
     if form == "dense":
+        lengths = torch.tensor([tokens, tokens * 2 // 3 + 1], device=where)
         found = pipeline.dense_attention(query, keys, values, lengths)
+        listed = torch.arange(tokens, device=where).expand(batch, KV_HEADS, -1)
+        listed = listed.masked_fill(listed >= lengths[:, None, None], -1)
     else:
+        k = attended(tokens, 0.02)
+        listed = torch.rand(batch, KV_HEADS, tokens, generator=generator, device=where).topk(k).indices.sort(-1).values
+        if form == "ragged list":
+            listed[1, :, k // 2 :] = -1
         found = pipeline.sparse_attention(query, keys, values, listed)
-    one_by_one = zip(query.split(1), keys.split(1), values.split(1), listed.split(1), strict=True)  # float64 is large
-    exact = torch.cat([sparse_attention(q.double(), k.double(), v.double(), each) for q, k, v, each in one_by_one])
+    exact = torch.empty(found.shape, dtype=torch.float64, device=where)
+    for b in range(batch):  # one at a time: float64 takes much memory
+        one = slice(b, b + 1)
+        exact[one] = sparse_attention(query[one].double(), keys[one].double(), values[one].double(), listed[one])
     ours, torchs = (
         float((result.double() - exact).norm() / exact.norm())
         for result in (found, sparse_attention(query, keys, values, listed))
     )
     note = f"relative error {ours:.1e}, torch's own {torchs:.1e}"
     return {"exact": ours <= max(TOLERANCE[dtype], 2 * torchs), "note": note}
-
-
-def _compared(differing: int, of: int) -> Row:
-    return {"exact": differing == 0, "differing": differing, "of": of}

@@ -24,9 +24,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import report
-from report import ROOT, Row
+from report import ROOT
 
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
+Row = dict[str, Any]
 
 # Of each part: its share of the time (later parts get what an earlier one leaves), the module and the function that
 # yields its rows (imported by its process alone), and its title.
@@ -36,21 +37,26 @@ PARTS = {
     "layer": (7, "gpu_times.layer", "A step of a layer: 8 KV heads, 4 query heads each, D=128, 2 %, batch 1"),
     "prefill": (2, "gpu_times.prefill", "Hashing a prompt, and the prefill"),
     "decode": (5, "gpu_times.decode", "Decoding with a random Llama 3.1 8B, batch 1"),
-    "serving": (3, "gpu_times.serving", "A server's step of a layer, over pages of 16 tokens"),
+    "serving": (3, "gpu_serving.rows", "A server's step of a layer, over pages of 16 tokens"),
     "calibrate": (1, "gpu_times.calibrate", "Calibration"),
 }
-COLUMNS = "tokens what exact differing of unit median spread floor floor_share passed failed skipped note".split()
+COLUMNS = (
+    "tokens what exact differing of unit median spread floor floor_share times_dense times_paper "
+    "tokens_per_second passed failed skipped note"
+).split()
 received: list[int] = []  # signals, looked at again and again: an exception could leave a process behind
 
 
 def main() -> None:
-    parser = report.make_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--parts", nargs="+", choices=list(PARTS),
         help="default: all. The other parts of an existing results file stay if it has the same commit, sources, "
         "versions and GPU, so that several commands add up",
     )  # fmt: skip
     parser.add_argument("--minutes", type=float, default=8.0, help="for all parts together")
+    parser.add_argument("--output", "-o", type=Path, help="default: benchmarks/results/gpu_suite.json")
+    parser.add_argument("--tiny", action="store_true", help="check the script itself, without a GPU")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # for the process of a part
     arguments = parser.parse_args()
     if arguments.part:
@@ -74,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or (OUTPUT if gpu and not arguments.tiny else None)
     settings = {"minutes": arguments.minutes, "tiny": arguments.tiny, "sources": report.sources()}
     parts: dict[str, Row] = {name: {"status": "not measured"} for name in PARTS}
-    result = report.about() | settings | {"parts": parts}
+    result = {"command": report.command(), "machine": machine(), **settings, "parts": parts}
     if not gpu and not arguments.tiny:
         print("No NVIDIA GPU here: nothing was measured.")
         report.keep(output, result)
@@ -96,6 +102,19 @@ def run(arguments: argparse.Namespace) -> int:
         if received:
             break
     return int(any(parts[name]["status"] == "failed" for name in selected))
+
+
+def machine() -> Row:
+    import torch
+
+    found = report.machine()
+    if torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(0)
+        found |= {"gpu_capability": f"{facts.major}.{facts.minor}"}
+        words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            found["driver"] = subprocess.check_output(words, text=True, timeout=20).split("\n")[0]
+    return found
 
 
 def earlier(path: Path | None, result: Row) -> Row:
@@ -183,23 +202,29 @@ def counted(xml: Path) -> Row:
 
 
 def show(title: str, made: Row) -> None:
-    """Print what `bpc bench` measured as it prints it, and the other rows as a table."""
-    from bpc_cli.bench_tables import print_benchmark
+    """Print the part as a table."""
+    from rich.console import Console
+    from rich.table import Table
 
-    print(f"{title}: {made['status']}, {made['seconds']} s")
-    for row in (row for row in made["rows"] if "result" in row):
-        print_benchmark(row["result"])
-    if lines := [[_cell(row.get(column)) for column in COLUMNS] for row in made["rows"] if "result" not in row]:
-        print(report.table(COLUMNS, lines))
-    print(made.get("fault", ""), flush=True)
+    console = Console(width=max(160, Console().width))
+    table = Table(title=f"{title}: {made['status']}, {made['seconds']} s", title_justify="left")
+    columns = [each for each in COLUMNS if any(row.get(each) is not None for row in made["rows"])]
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if column in ("what", "note") else "right")
+    for row in made["rows"]:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    console.print(table, markup=False)
+    if "fault" in made:
+        console.print(made["fault"], markup=False)
+    sys.stdout.flush()
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: Any) -> str:
     if isinstance(value, list):
         return " to ".join(f"{each:,}" for each in value)
     if isinstance(value, bool):
         return "yes" if value else "NO"
-    return "" if value is None else value
+    return f"{value:,}" if isinstance(value, int | float) else str("" if value is None else value)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "0"  # read when the kernels are imported: this script compiles them
 
+import json
 import sys
 from collections import Counter
 from types import SimpleNamespace
@@ -43,7 +44,6 @@ from ptx import driver  # the tests' stand-in for the CUDA driver
 
 KV_HEADS, GROUP, DIM, BITS, BUDGET = 8, 4, 128, 64, 0.02
 DTYPE = torch.bfloat16
-LENGTHS = (32768, 131072, 524288)
 
 
 class Recorder(TorchDispatchMode):
@@ -79,9 +79,14 @@ class Recorder(TorchDispatchMode):
 
 
 def main() -> None:
-    arguments = report.make_parser(__doc__).parse_args()
-    steps = [step(length) for length in ([2048] if arguments.tiny else LENGTHS)]
-    for each in steps:
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 131072, 524288])
+    parser.add_argument("--json", action="store_true", help="print the result as JSON in place of a line per launch")
+    arguments = report.parse(parser, lengths=[2048])
+    steps = [step(length) for length in arguments.lengths]
+    if arguments.json:
+        print(json.dumps(steps))
+    for each in () if arguments.json else steps:
         for row in each["launches"]:
             print(f"{row['microseconds']:8.2f} us  {row['least_microseconds']:8.2f} with free loads  {row['kernel']}")
         print(
@@ -90,8 +95,10 @@ def main() -> None:
     for note in sorted({note for each in steps for row in each["launches"] for note in row["notes"]}):
         print(f"warning: {note}", file=sys.stderr)
     shape = {"kv_heads": KV_HEADS, "group": GROUP, "head_dim": DIM, "bits": BITS, "batch": 1, "dtype": "bfloat16"}
-    result = {"model": "H100, not measured", "constants": CONSTANTS, "shape": shape, "steps": steps}
-    report.keep(arguments.output, report.about() | result)
+    report.write(
+        arguments.output,
+        {"model": "H100, not measured", "constants": CONSTANTS, "shape": shape, "steps": steps},
+    )
 
 
 def step(tokens: int) -> dict[str, Any]:

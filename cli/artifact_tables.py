@@ -4,10 +4,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bpc_cli.console import TextTable, heads_text, print_rows, print_text_table, printable
+from bpc_cli.console import TextTable, heads_text, print_rows, print_table, print_text_table, printable
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
+
+__all__ = [
+    "Comparison",
+    "Inspected",
+    "artifact_facts",
+    "compare_artifacts",
+    "difference_table",
+    "fitted_residuals",
+    "new_text_residuals",
+    "print_artifact",
+    "print_comparison",
+    "residual_rows",
+    "residual_table",
+    "residual_title",
+]
 
 
 @dataclass(frozen=True)
@@ -29,7 +44,7 @@ def print_artifact(artifact: "ProjectionArtifact", file: str, commit: str | None
     from bpc_artifacts import verdict
 
     print_rows("Artifact", {"file": f"{file}{f' at {commit}' if commit else ''}"} | artifact_facts(artifact))
-    print_text_table(_text_table(artifact))
+    _print_text(artifact)
     print_text_table(residual_rows(artifact, MOST_HEADS))
     for sentence in verdict(artifact):
         print(sentence)
@@ -37,6 +52,7 @@ def print_artifact(artifact: "ProjectionArtifact", file: str, commit: str | None
 
 def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
     """What an artifact is, for which model, and how it was made, in words by name."""
+
     metadata = artifact.metadata
     algorithm, model, calibration = metadata["algorithm"], metadata["model"], metadata["calibration"]
     extras = [name for name, on in (("query metric", algorithm["metric"]), ("centred", algorithm["centred"])) if on]
@@ -58,12 +74,15 @@ def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
     }
 
 
-def _text_table(artifact: "ProjectionArtifact") -> TextTable:
-    rows = []
+def _print_text(artifact: "ProjectionArtifact") -> None:
+    from rich.table import Table
+
+    table = Table("source", "path", "revision", "samples", "tokens")
     for source in artifact.metadata["calibration"]["sources"]:
         revision = source["revision"][:12] if source["revision"] else "local"
-        rows.append((source["name"], source["path"], revision, str(source["samples"]), f"{source['tokens']:,}"))
-    return TextTable("Text", ("source", "path", "revision", "samples", "tokens"), rows)
+        numbers = (str(source["samples"]), f"{source['tokens']:,}")
+        table.add_row(*map(printable, (source["name"], source["path"], revision, *numbers)))
+    print_table("Text", table)
 
 
 def residual_rows(artifact: "ProjectionArtifact", most_heads: int | None = None) -> TextTable:
@@ -104,31 +123,50 @@ def new_text_residuals(artifact: "ProjectionArtifact") -> dict[int, float] | Non
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two artifacts A and B have in common, and what not; pairs have A first, and residuals are by layer."""
+    """What two artifacts A and B have in common, and what not."""
 
-    same: dict[str, str]
     differences: dict[str, tuple[str, str]]  # what was made differently, in words by name
+    same: dict[str, str]
     comparable: bool  # whether their residuals are shares of the same thing
     notes: list[str]  # what to know before the residuals are compared
-    residual: tuple[dict[int, float], dict[int, float]]  # on the fitted keys
-    residual_on_new_text: tuple[dict[int, float] | None, dict[int, float] | None]
+    fitted: tuple[dict[int, float], dict[int, float]]  # by layer
+    new_text: tuple[dict[int, float] | None, dict[int, float] | None]
     change: dict[int, float]  # B minus A: on new text if both have it, else on the fitted keys; empty: not comparable
+
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as JSON types; layers are strings, and pairs are lists, A first."""
+        return {
+            "differences": {name: list(pair) for name, pair in self.differences.items()},
+            "comparable": self.comparable,
+            "notes": self.notes,
+            "residual": [{str(layer): value for layer, value in each.items()} for each in self.fitted],
+            "residual_on_new_text": [
+                None if each is None else {str(layer): value for layer, value in each.items()} for each in self.new_text
+            ],
+            "change": {str(layer): value for layer, value in self.change.items()},
+        }
 
 
 def compare_artifacts(one: "ProjectionArtifact", two: "ProjectionArtifact") -> Comparison:
     """Compare two checked artifacts; they may belong to different models."""
-    facts = [artifact_facts(each) | _sources(each) for each in (one, two)]
+    facts = [artifact_facts(each) | _more_facts(each) for each in (one, two)]
     same = {name: text for name, text in facts[0].items() if facts[1][name] == text}
     differences = {name: (text, facts[1][name]) for name, text in facts[0].items() if name not in same}
     titles = [residual_title(each.metadata["algorithm"]) for each in (one, two)]
     comparable = titles[0] == titles[1]
-    notes = _notes(one, two, titles, "text" in differences)
-    fitted = (fitted_residuals(one), fitted_residuals(two))
     new_text = (new_text_residuals(one), new_text_residuals(two))
-    before, after = fitted if new_text[0] is None or new_text[1] is None else (new_text[0], new_text[1])
+    fitted = (fitted_residuals(one), fitted_residuals(two))
+    measured = fitted if new_text[0] is None or new_text[1] is None else (new_text[0], new_text[1])
     shared = [layer for layer in one.layers if layer in two.layers] if comparable else []
-    change = {layer: after[layer] - before[layer] for layer in shared}
-    return Comparison(same, differences, comparable, notes, fitted, new_text, change)
+    return Comparison(
+        differences,
+        same,
+        comparable,
+        list(_notes(one, two, titles, "text" in differences)),
+        fitted,
+        new_text,
+        {layer: measured[1][layer] - measured[0][layer] for layer in shared},
+    )
 
 
 def print_comparison(one: Inspected, two: Inspected) -> None:
@@ -158,12 +196,12 @@ def difference_table(found: Comparison) -> TextTable:
 def residual_table(found: Comparison) -> TextTable:
     """The residuals of every layer of either."""
     columns: dict[str, dict[int, float]] = {}
-    for name, fitted, new_text in zip("AB", found.residual, found.residual_on_new_text, strict=True):
+    for name, fitted, new_text in zip("AB", found.fitted, found.new_text, strict=True):
         columns[name] = fitted
         if new_text is not None:
             columns[f"{name}, new text"] = new_text
     rows = []
-    for layer in sorted({*found.residual[0], *found.residual[1]}):
+    for layer in sorted({*found.fitted[0], *found.fitted[1]}):
         values = [f"{column[layer]:.3f}" if layer in column else "" for column in columns.values()]
         change = [f"{found.change[layer]:+.3f}" if layer in found.change else ""] if found.change else []
         rows.append((str(layer), *values, *change))
@@ -172,7 +210,7 @@ def residual_table(found: Comparison) -> TextTable:
     )
 
 
-def _sources(artifact: "ProjectionArtifact") -> dict[str, str]:
+def _more_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
     sources = artifact.metadata["calibration"]["sources"]
     texts = [f"{each['name']}: {each['samples']} samples, sha256 {each['sha256'][:8]}" for each in sources]
     return {"text": "; ".join(texts), "config": f"sha256 {artifact.metadata['model']['config_sha256'][:16]}"}

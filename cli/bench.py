@@ -1,7 +1,6 @@
-"""`bpc bench`: the speed of BPC on this machine, beside dense attention and the byte floors."""
+"""`bpc bench`: the speed of BPC on this machine, beside dense attention, the paper's pipeline and the byte floors."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOK
 from bpc_cli.bench_tables import print_benchmark
 from bpc_cli.command import command
 from bpc_cli.console import fail, print_json, printable, quiet_libraries
-from bpc_cli.opening import OneDeviceOptions, load_artifact, open_model, open_weights, pick_device
+from bpc_cli.opening import Dtype, OneDeviceOptions, OpenedModel, load_artifact, open_model, open_weights, pick_device
 from bpc_cli.options import (
     BUDGET_HELP,
     DENSE_LAYERS,
@@ -46,7 +45,9 @@ class MeasureOptions:
 
     parts: Annotated[
         str | None,
-        typer.Option(help=f"Parts to measure: {', '.join(PARTS)}. Default: all.", metavar="PART,..."),
+        typer.Option(
+            help=f"Parts to measure: {', '.join(PARTS)}. Default: all.", metavar="PART,...", show_default=False
+        ),
     ] = None
     crossover: Annotated[
         bool,
@@ -60,6 +61,7 @@ class MeasureOptions:
             help=f"Tokens cached. Default: {_listed(LENGTHS)} for the layer, {_listed(DECODE_LENGTHS['cpu'])} for "
             f"decoding (on a GPU {_listed(DECODE_LENGTHS['cuda'])}). --crossover doubles the length up to the longest.",
             metavar="TOKENS,...",
+            show_default=False,
         ),
     ] = None
     batch_sizes: Annotated[str, typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...")] = "1"
@@ -68,7 +70,8 @@ class MeasureOptions:
     prefill_tokens: Annotated[
         int | None,
         typer.Option(
-            help=f"Tokens of the prefill. Default: {PREFILL_TOKENS['cpu']}, on a GPU {PREFILL_TOKENS['cuda']}."
+            help=f"Tokens of the prefill. Default: {PREFILL_TOKENS['cpu']}, on a GPU {PREFILL_TOKENS['cuda']}.",
+            show_default=False,
         ),
     ] = None
     repeats: Annotated[int, typer.Option(help="Number of measurements; the tables show their medians.")] = 7
@@ -106,31 +109,46 @@ class BenchModelOptions:
             help=f"Shape of a model with random weights: {', '.join(SHAPES)}; or such as 8x128x4 (KV heads, head "
             f"dimension, query heads per KV head). Default: {SHAPE}. On a CPU it has {CPU_LAYERS} layers.",
             metavar="NAME|HEADSxDIMxGROUP",
+            show_default=False,
         ),
     ] = None
 
 
-def open_bench_model(
-    options: BenchModelOptions, load: OneDeviceOptions, quiet: bool
-) -> tuple[Any, "torch.dtype", "torch.device", Callable[[], Any]]:
-    """Read the config of the model, or make that of the shape.
+@dataclass(frozen=True)
+class BenchModel:
+    """A model whose config is known; its weights are not loaded or made yet."""
 
-    Returns:
-        The config, the data type, the device, and the function that loads the weights, or makes them at random.
-    """
+    config: Any
+    dtype: "torch.dtype"
+    device: "torch.device"
+    opened: OpenedModel | None  # None: random weights
+
+
+def open_bench_model(options: BenchModelOptions, load: OneDeviceOptions) -> BenchModel:
+    """Read the config of the model, or make that of the shape."""
     import torch
 
-    wanted = None if load.dtype == "auto" else getattr(torch, load.dtype)
-    if options.model is None:
-        from bpc_calib.bench.random_models import random_model, shape_config
+    own, opened = None, None
+    if options.model is not None:
+        opened = open_model(options.model, load)
+        device, config = opened.device, opened.config
+        own = getattr(config.get_text_config(decoder=True), "dtype", None)
+    else:
+        from bpc_calib.bench.random_models import shape_config
 
-        device, dtype = torch.device(pick_device(load.device)), wanted or torch.bfloat16
-        config = shape_config(options.shape or SHAPE, CPU_LAYERS if device.type == "cpu" else None)
-        return config, dtype, device, lambda: random_model(config, dtype, device)
-    opened = open_model(options.model, load)
-    dtype = wanted or getattr(opened.config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
-    name = str(dtype).removeprefix("torch.")
-    return opened.config, dtype, torch.device(opened.device), lambda: open_weights(opened, quiet, dtype=name)
+        device = pick_device(load.device)
+        config = shape_config(options.shape or SHAPE, CPU_LAYERS if device == "cpu" else None)
+    dtype = getattr(torch, load.dtype.value) if load.dtype is not Dtype.auto else own or torch.bfloat16
+    return BenchModel(config, dtype, torch.device(device), opened)
+
+
+def make_model(model: BenchModel, quiet: bool) -> Any:
+    """Load the weights, or make them at random."""
+    if model.opened is not None:
+        return open_weights(model.opened, quiet, dtype=str(model.dtype).removeprefix("torch."))
+    from bpc_calib.bench.random_models import random_model
+
+    return random_model(model.config, model.dtype, model.device)
 
 
 @command
@@ -144,7 +162,7 @@ def bench(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time a step of BPC beside dense attention and the bytes that must move.
+    """Time a step of BPC beside dense attention, the paper's pipeline and the bytes that must move.
 
     Everything is compared in the same run, with the same random keys. Where BPC loses, the table shows it.
 
@@ -161,15 +179,24 @@ def bench(
     from bpc_calib.bench.machine import without_folder
     from bpc_calib.bench.measure import check, run
 
-    config, dtype, device, make_model = open_bench_model(subject, load, quiet)
-    check(settings, config, projections)
+    model = open_bench_model(subject, load)
+    check(settings, model.config, projections)
     typed = {"command": " ".join(["bpc", *map(without_folder, sys.argv[1:])])}
 
     def keep(result: dict[str, Any]) -> None:
         write(typed | result)
 
     with progress_bar("Benchmarking", quiet) as progress:
-        result = run(settings, config, make_model, projections, dtype, device, progress, keep)
+        result = run(
+            settings,
+            model.config,
+            lambda: make_model(model, quiet),
+            projections,
+            model.dtype,
+            model.device,
+            progress,
+            keep,
+        )
     if as_json:
         print_json(typed | result)
         return

@@ -6,6 +6,8 @@ from bpc_calib.bench.settings import SHAPES
 from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import print_table, printable
 
+__all__ = ["print_benchmark"]
+
 
 def print_benchmark(result: dict[str, Any]) -> None:
     """Print every table of a result."""
@@ -54,16 +56,19 @@ def _print_stages(rows: list[dict[str, Any]], shape: str) -> None:
 def _print_steps(rows: list[dict[str, Any]], shape: str) -> None:
     table = _table("tokens", "attended", "", "us", "spread", "of floor", "/ BPC")
     for ours in (row for row in rows if row["method"] == "BPC" and row["stage"] == "step"):
-        dense = next((row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")), None)
+        here = [row for row in rows if row["tokens"] == ours["tokens"] and row.get("best")]
+        dense = next((row for row in here if row["method"] == "dense"), None)
+        paper = next((row for row in here if row["method"] == "paper" and row["budget"] == ours["budget"]), None)
         lead = (f"{ours['tokens']:,}", f"{ours['attended']:,}")
-        for name, row, times in (("BPC", ours, 1.0), ("dense", dense, ours.get("times_dense"))):
+        for name, row, ratio in (("BPC", ours, 1.0), ("dense", dense, "times_dense"), ("paper", paper, "times_paper")):
+            times = ours.get(ratio) if isinstance(ratio, str) else ratio
             if row is None or row["median"] is None:
                 table.add_row(*lead, name, "-", "", "", "")
             else:
                 share = f"{row['floor_share']:.1%}"
                 table.add_row(*lead, name, _number(row["median"]), _spread(row["median"], row), share, _ratio(times))
             lead = ("", "")
-    print_table(f"A whole step, beside the fastest dense form: {shape}", table)
+    print_table(f"A whole step, beside the fastest dense form and the paper's pipeline: {shape}", table)
     _print_warm(rows)
     for row in rows:
         if row["median"] is None:

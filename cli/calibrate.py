@@ -47,17 +47,10 @@ class TextOptions:
     ] = None
     text_field: Annotated[
         str | None,
-        typer.Option(help="Field of local JSON and parquet files that holds the text. Default: text."),
+        typer.Option(
+            help="Field of local JSON and parquet files that holds the text. Default: text.", show_default=False
+        ),
     ] = None
-
-    def corpora(self, model: str, samples: int) -> "list[Corpus]":
-        """Open the corpora: each text once, each with a sample; those of the Hub stay unopened."""
-        from bpc_calib.text.corpora import check_corpora, open_corpora
-
-        names = self.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
-        found = open_corpora(names, text_field=self.text_field or "text", hub=False)
-        check_corpora(found, samples)
-        return found
 
 
 @dataclass(frozen=True)
@@ -67,12 +60,15 @@ class PlanOptions:
     samples: Annotated[int, typer.Option(help="Number of text samples; every corpus gives an equal share.")] = 180
     sequence_length: Annotated[
         int | None,
-        typer.Option(help="Tokens per sample. Default: 8192, or the model's limit if that is lower."),
+        typer.Option(
+            help="Tokens per sample. Default: 8192, or the model's limit if that is lower.", show_default=False
+        ),
     ] = None
     bits: Annotated[
         int | None,
         typer.Option(
-            help="Length of a code in bits: 32, 64 or 128. Default: 64, or 128 where a key has more than 128 numbers."
+            help="Length of a code in bits: 32, 64 or 128. Default: 64, or 128 where a key has more than 128 numbers.",
+            show_default=False,
         ),
     ] = None
     method: Annotated[
@@ -103,7 +99,12 @@ def calibrate(
     text: TextOptions,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write. Default: MODEL-bpcBITS.safetensors in this folder."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write. Default: MODEL-bpcBITS.safetensors in this folder.",
+            show_default=False,
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file if it exists.")] = False,
     work: WorkOptions,
@@ -150,7 +151,8 @@ def calibrate(
             return
         overwrite = force or was_finished(target, work)
         check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
-        corpora = text.corpora(model, plan.samples)
+        names = text.corpus or ([DEMO] if model == DEMO else list(DEFAULT_CORPORA))
+        corpora = _open_text(names, text.text_field, plan.samples)
         for message in () if quiet else _idle_options(plan, corpora, text.text_field, numbers):
             note(message)
         if dry_run:
@@ -184,6 +186,15 @@ def calibrate(
         print_json(result)
     else:
         print_report(result)
+
+
+def _open_text(specs: list[str], text_field: str | None, samples: int) -> "list[Corpus]":
+    """Open the corpora: each text once, each with a sample; those of the Hub stay unopened."""
+    from bpc_calib.text.corpora import check_corpora, open_corpora
+
+    corpora = open_corpora(specs, text_field=text_field or "text", hub=False)
+    check_corpora(corpora, samples)
+    return corpora
 
 
 def _idle_options(plan: "Plan", corpora: "list[Corpus]", text_field: str | None, given: PlanOptions) -> list[str]:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.forecast import Needs
     from bpc_calib.calibration.plan import Plan
 
+__all__ = ["STAGES", "calibration_memory", "peak_memory", "print_plan", "print_report", "report"]
+
+
 STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
 
 
@@ -81,8 +84,6 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
     """Print the plan as a table or as JSON."""
     import torch
 
-    from bpc_calib.calibration.forecast import needs
-
     weights, device = model_without_weights(opened), torch.device(opened.device)
     model, dtype = plan.model, weights.dtype
     table: dict[str, Any] = {
@@ -107,16 +108,28 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "output": str(target),
         "output_bytes": plan.artifact_bytes,
     }
-    found = needs(plan, weights, device)
-    table |= calibration_memory(found, table["weights_bytes"], device) | {"work_bytes": found.disk_bytes}
+    table |= _costs(plan, weights, device, table["weights_bytes"])
     if as_json:
         print_json(table)
     else:
         print_rows("Plan (nothing was done)", _plan_rows(plan, table))
 
 
+def _costs(plan: "Plan", weights: Any, device: Any, weights_bytes: int) -> dict[str, Any]:
+    """Time, memory and disk."""
+    from bpc_calib.calibration.forecast import forecast
+
+    found = forecast(plan, weights, device)
+    return {
+        "collect_seconds": None if found.collect_seconds is None else round(found.collect_seconds, 1),
+        "decompose_seconds": round(found.decompose_seconds, 1),
+        **calibration_memory(found, weights_bytes, device),
+        "work_bytes": found.disk_bytes,
+    }
+
+
 def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
-    model, on_gpu = plan.model, table["gpu_memory_bytes"]
+    model, on_gpu, collecting = plan.model, table["gpu_memory_bytes"], table["collect_seconds"]
     memory = f"{size_text(table['memory_bytes'])} of main memory"
     if on_gpu:
         memory += f", {size_text(on_gpu)} on {table['device']}"
@@ -131,6 +144,10 @@ def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "weights": f"{size_text(table['weights_bytes'])} ({table['dtype']}, on {table['device']})",
         "memory": f"about {memory}",
         "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}, {size_text(table['work_bytes'])} until then",
+        "collecting": "unknown, because some layers of this model do not run alone"
+        if collecting is None
+        else f"about {duration_text(collecting)}, from some layers of each kind on one sample",
+        "decomposing": f"about {duration_text(table['decompose_seconds'])}, from a fit of some layers with fewer keys",
     }
 
 
@@ -142,10 +159,15 @@ def calibration_memory(needs: "Needs", weights_bytes: int, device: Any) -> dict[
     on_device, on_cpu = weights_bytes + max(needs.pass_bytes, needs.fit_bytes), device.type == "cpu"
     added = on_device if on_cpu else needs.fit_bytes
     return {
-        "memory_bytes": (_status("VmRSS") or 0) + added,
+        "memory_bytes": (_memory_now() or 0) + added,
         "added_memory_bytes": added,
         "gpu_memory_bytes": None if on_cpu else on_device,
     }
+
+
+def _memory_now() -> int | None:
+    """Bytes of main memory in use; None where the system does not tell."""
+    return _status("VmRSS")
 
 
 def peak_memory() -> int | None:
@@ -158,7 +180,6 @@ def peak_memory() -> int | None:
 
 
 def _status(name: str) -> int | None:
-    """Bytes that Linux counts for this process; None on other systems."""
     if sys.platform != "linux":
         return None
     with open("/proc/self/status") as status:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.ranks import Ranks
     from bpc_calib.calibration.work_folder import WorkFolder
 
+__all__ = ["WorkOptions", "finish", "finished", "open_work", "reused", "was_finished"]
+
 
 @dataclass(frozen=True)
 class WorkOptions:
@@ -27,7 +29,8 @@ class WorkOptions:
         Path | None,
         typer.Option(
             help="Folder for finished samples and layers: after a stop, the same command goes on with them. "
-            "Default: the output file's name with .work added."
+            "Default: the output file's name with .work added.",
+            show_default=False,
         ),
     ] = None
     keep_work: Annotated[bool, typer.Option("--keep-work", help="Keep the work folder at the end.")] = False
@@ -90,7 +93,7 @@ def open_work(
                 )
             yield work
     except (KeyboardInterrupt, Terminated):
-        if folder.exists() and ranks.count == 1:  # several ranks end with one line: `joined_ranks`
+        if folder.exists():
             note(f"The finished work is in {folder}: the same command goes on with it")
         raise
 

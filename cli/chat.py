@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +17,13 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
+from bpc_cli.decoding_report import answer_line, why_empty
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, SamplingOptions, System
-from bpc_cli.prompt import Message, has_template, message, opening_messages, template_tokens
+from bpc_cli.prompt import Message, check_system, has_template, message, template_tokens
+
+__all__ = ["Conversation", "chat", "stopping_on_interrupt"]
+
 
 PROMPT = "> "
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
@@ -60,9 +63,7 @@ def chat(
     name = opened.description.id
     cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
     tokenizer = open_tokenizer(opened)
-    if not has_template(tokenizer):
-        fail(f"{name} has no chat template, so it cannot chat: bpc generate continues a text")
-    opening = opening_messages(tokenizer, system, name)
+    opening = _opening(tokenizer, system, name)
     ids = template_tokens(tokenizer, [*opening, message("user", "Hello")], name)
     loaded = open_weights(opened, quiet)
     enable(loaded)
@@ -144,14 +145,24 @@ def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> None:
     from bpc_calib import InputError
 
     held = cache.get_seq_length()
-    pairs = zip(tokens[:held], wanted[:-1], strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    pairs = enumerate(zip(tokens[:held], wanted[:-1], strict=False))
+    common = next((place for place, (one, other) in pairs if one != other), min(held, len(wanted) - 1))
     if common == held:
         return
     try:
         cache.crop(common - held)
     except InputError:  # a sliding window no longer has the tokens before
         cache.reset()
+
+
+def _opening(tokenizer: Any, system: str | None, name: str) -> list[Message]:
+    """The messages before the first of the user, for a model that can chat."""
+    if not has_template(tokenizer):
+        fail(f"{name} has no chat template, so it cannot chat: bpc generate continues a text")
+    if system is None:
+        return []
+    check_system(tokenizer, system, name)
+    return [message("system", system)]
 
 
 def _talk(conversation: Conversation, most: int, as_json: bool, quiet: bool) -> None:
@@ -195,8 +206,8 @@ def _report(turn: dict[str, Any], text: str, most: int, conversation: Conversati
     if quiet:
         return
     if not as_json:
-        note(decoding.answer_line(turn), dim=True)
-    if (why := decoding.why_empty(turn)) is not None:
+        note(answer_line(turn), dim=True)
+    if (why := why_empty(turn)) is not None:
         note(why)
     if turn["at_limit"] and turn["ended_by"] == "limit":
         note(f"The answer stops at the {conversation.limit:,} tokens of {conversation.name}: begin anew with /reset")

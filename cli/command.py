@@ -12,12 +12,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NoReturn
 
 import typer
 
 from bpc_cli.console import drop, note
+
+__all__ = ["Terminated", "command", "run_app"]
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -26,18 +28,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     A parameter that is annotated with a dataclass becomes one option per field. An exception becomes one line on stderr
     and an exit status; BPC_DEBUG=1 shows the traceback instead.
     """
-    parameters = inspect.signature(function).parameters.values()
-    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
 
     @functools.wraps(function)
-    def run(**given: Any) -> None:
-        arguments = {}
-        for each in parameters:
-            values = {option.name: given[option.name] for option in _options(each)}
-            arguments[each.name] = groups[each.name](**values) if each.name in groups else values[each.name]
+    def run(**options: Any) -> None:
         try:
             with _terminating():
-                function(**arguments)
+                function(**_collected(function, options))
             sys.stdout.flush()
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
@@ -56,18 +52,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             note(f"Error: {_line(fault)}")
             raise typer.Exit(1) from None
 
-    options = [option for each in parameters for option in _options(each)]
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    run.__annotations__ = {option.name: option.annotation for option in options}
+    signature = _signature(function)
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     return run
-
-
-def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The options that a parameter stands for: the fields of a group, or itself."""
-    if not is_dataclass(parameter.annotation):
-        return [parameter]
-    fields = inspect.signature(parameter.annotation).parameters.values()  # type: ignore[arg-type]
-    return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in fields]
 
 
 def _line(fault: Exception) -> str:
@@ -100,6 +88,41 @@ def run_app(app: typer.Typer) -> NoReturn:
             place = context.command_path if context is not None else "bpc"
             note(f"Error: {text.rstrip('.')} ({place} --help lists the options)")
         sys.exit(2)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature for Typer: the fields of each group stand in the group's place."""
+    found = []
+    for parameter in inspect.signature(function).parameters.values():
+        for name, annotation, default in _options(parameter):
+            found.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            )
+    return inspect.Signature(found)
+
+
+def _collected(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the function, its groups made from the options that Typer parsed."""
+    arguments = {}
+    for parameter in inspect.signature(function).parameters.values():
+        given = {name: options[name] for name, _, _ in _options(parameter)}
+        group = parameter.annotation if _is_group(parameter) else None
+        arguments[parameter.name] = group(**given) if group else given[parameter.name]
+    return arguments
+
+
+def _is_group(parameter: inspect.Parameter) -> bool:
+    return is_dataclass(parameter.annotation)
+
+
+def _options(parameter: inspect.Parameter) -> list[tuple[str, Any, Any]]:
+    """Name, annotation and default of each option that a parameter stands for."""
+    if not _is_group(parameter):
+        return [(parameter.name, parameter.annotation, parameter.default)]
+    return [
+        (field.name, field.type, inspect.Parameter.empty if field.default is MISSING else field.default)
+        for field in fields(parameter.annotation)
+    ]
 
 
 class Terminated(BaseException):

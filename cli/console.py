@@ -10,6 +10,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 if TYPE_CHECKING:
     from rich.table import Table
 
+__all__ = [
+    "TextTable",
+    "drop",
+    "duration_text",
+    "fail",
+    "heads_text",
+    "note",
+    "print_json",
+    "print_rows",
+    "print_table",
+    "print_text_table",
+    "printable",
+    "quiet_libraries",
+    "shows_bars",
+    "size_text",
+]
+
 
 class TextTable(NamedTuple):
     """A title, the names of the columns, and rows with one text per column."""
@@ -34,10 +51,10 @@ def print_table(title: str, table: "Table") -> None:
 
 
 def print_text_table(found: TextTable) -> None:
-    """A table of text below its title; without names of columns it has no header."""
+    """A table of text below its title."""
     from rich.table import Table
 
-    table = Table(*map(printable, found.columns), show_header=bool(found.columns))
+    table = Table(*map(printable, found.columns))
     for row in found.rows:
         table.add_row(*map(printable, row))
     print_table(printable(found.title), table)
@@ -45,7 +62,12 @@ def print_text_table(found: TextTable) -> None:
 
 def print_rows(title: str, rows: dict[str, Any]) -> None:
     """A table of two columns, names and values."""
-    print_text_table(TextTable(title, (), list(rows.items())))
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, printable(value))
+    print_table(title, table)
 
 
 def print_json(value: Any) -> None:
@@ -112,8 +134,11 @@ def quiet_libraries(*, quiet: bool = False, warnings: bool = True) -> None:
         quiet: hide the progress of downloads and loading, which only a terminal shows.
         warnings: show BPC's own warnings.
     """
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    handler.addFilter(_Once())
     ours = logging.getLogger("bpc_calib")
-    ours.handlers = [_Notes()]
+    ours.handlers = [handler]
     ours.setLevel(logging.WARNING if warnings else logging.ERROR)
     logging.getLogger().setLevel(logging.ERROR)  # of libraries without a setting of their own, such as accelerate
     for library in ("TRANSFORMERS", "DATASETS", "HF_HUB"):
@@ -124,15 +149,23 @@ def quiet_libraries(*, quiet: bool = False, warnings: bool = True) -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")
 
 
-class _Notes(logging.Handler):
-    """Notes each message once: a command may check the same artifact several times. Progress is no warning."""
+class _OneLine(logging.Formatter):
+    """Messages without line breaks and control characters; those that tell of progress warn of nothing."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = printable(super().format(record))
+        return text[:1].upper() + text[1:] if getattr(record, "progress", False) else f"Warning: {text}"
+
+
+class _Once(logging.Filter):
+    """Each message once: a command may check the same artifact several times."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[str] = set()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if text not in self.seen:
-            self.seen.add(text)
-            note(text[:1].upper() + text[1:] if getattr(record, "progress", False) else f"Warning: {text}")
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self.seen
+        self.seen.add(message)
+        return new

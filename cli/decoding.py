@@ -3,10 +3,14 @@
 import copy
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bpc_cli.console import note, printable
+
+__all__ = ["Decoder", "captures", "decode", "full_attention", "kv_bytes", "make_decoder", "warm_up"]
+
 
 FEW = 4  # tokens of a warm-up
 COUNTED = 64  # steps whose bytes are counted
@@ -55,26 +59,33 @@ def warm_up(
     No figure then includes compilation, and steps that cannot be captured are found before any text is printed.
     `online`: projections will be fitted. `compare`: a run with full attention follows.
     """
-    from bpc_calib import BPCError
     from bpc_calib.backends.dispatch import make_ready
 
     began = time.perf_counter()
     model = decoder.model
     make_ready(model.device, model.dtype, fitting=online)
     if captures(model.device):
-        static = replace(decoder, static=True)
-        try:
-            _decode_few(static, ids, cache, new, compare)
-            decoder = static
-        except BPCError as fault:
-            if not quiet:
-                note(f"Decoding without CUDA graphs: {fault}")
+        decoder = _with_graphs(decoder, ids, cache, new, compare, quiet)
     if compare and not decoder.static:
         _decode_few(decoder, ids, cache, new, compare)
     seconds = time.perf_counter() - began
     if seconds >= 1 and not quiet:
         note(f"Compiled or loaded the kernels in {seconds:.1f} s")
     return decoder, seconds
+
+
+def _with_graphs(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool, quiet: bool) -> Decoder:
+    """A decoder that replays its steps as CUDA graphs if that works for this model, else the same decoder."""
+    from bpc_calib import BPCError
+
+    static = replace(decoder, static=True)
+    try:
+        _decode_few(static, ids, cache, new, compare)
+    except BPCError as fault:
+        if not quiet:
+            note(f"Decoding without CUDA graphs: {fault}")
+        return decoder
+    return static
 
 
 def _decode_few(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool) -> None:
@@ -96,7 +107,7 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
     """
     import torch
 
-    from bpc_calib import static_generate
+    from bpc_calib import BPCCache, static_generate
     from bpc_calib.compat import with_cache
 
     model, tokenizer = decoder.model, decoder.tokenizer
@@ -105,30 +116,42 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
     else:
         generate = functools.partial(model.generate, **with_cache(cache))
     held = 0 if cache is None else cache.get_seq_length()
-    stream = _Stream(decoder, cache, new, _text_streamer(tokenizer) if show else None)
+
+    def prepare() -> None:
+        if isinstance(cache, BPCCache):
+            cache.prepare()
+            if model.device.type == "cuda":
+                torch.cuda.synchronize(model.device)
+
+    timing = _Timing()
     torch.manual_seed(decoder.seed)
     made = generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         eos_token_id=list(decoder.ends) or None,
-        streamer=stream,
+        streamer=_token_stream(
+            tokenizer,
+            timing,
+            show=show,
+            goes_on=lambda token, count: count < new and token not in decoder.ends,
+            prepare=prepare,
+        ),
         max_new_tokens=new,
         **decoder.sampling,
         **more,
     )
     tokens = made[0, ids.shape[1] :].tolist()
-    began, first, last = stream.arrived[0], stream.arrived[1], stream.arrived[-1]
-    seconds = max(0.0, last - first - stream.preparing)
+    ended = "model" if tokens[-1] in decoder.ends else "limit" if len(tokens) == new else "interrupt"
     return {
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": tokens,
-        "ended_by": "model" if tokens[-1] in decoder.ends else "limit" if len(tokens) == new else "interrupt",
+        "ended_by": ended,
         "prefill_tokens": ids.shape[1] - held,
-        "prefill_seconds": round(first - began, 4),
-        "prepare_seconds": round(stream.preparing, 4),
-        "decode_seconds": round(seconds, 4),
-        "tokens_per_second": round((len(tokens) - 1) / seconds, 3) if seconds else None,
+        "prefill_seconds": round(timing.prefill, 4),
+        "prepare_seconds": round(timing.preparing, 4),
+        "decode_seconds": round(timing.decoding, 4),
+        "tokens_per_second": round((len(tokens) - 1) / timing.decoding, 3) if timing.decoding else None,
     }
 
 
@@ -147,69 +170,48 @@ def kv_bytes(cache: Any, prompt: int, new: int) -> dict[str, Any]:
 
 
 @dataclass
-class _Stream:
-    """The streamer of `model.generate`, which gives it the prompt and then each token.
+class _Timing:
+    """When things happened in one generation, in seconds."""
 
-    It hashes the prompt and finds online projections before the step that would do so first, to time that apart.
+    arrived: list[float] = field(default_factory=list)  # the prompt, then each token
+    preparing: float = 0.0  # what hashing the prompt and finding online projections took in all
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from the prompt to the first token."""
+        return self.arrived[1] - self.arrived[0]
+
+    @property
+    def decoding(self) -> float:
+        """Seconds from the first token to the last, without preparing."""
+        return max(0.0, self.arrived[-1] - self.arrived[1] - self.preparing)
+
+
+def _token_stream(
+    tokenizer: Any, timing: _Timing, *, show: bool, goes_on: Callable[[int, int], bool], prepare: Callable[[], None]
+) -> Any:
+    """What `model.generate` gives the prompt and then each token, as its streamer.
+
+    `goes_on` takes a token and how many there are, and says whether a step follows; `prepare` is called before each
+    step, so that work which a step would do first is timed apart.
     """
-
-    decoder: Decoder
-    cache: Any  # a BPCCache, or None
-    new: int  # most tokens
-    shown: Any  # the TextStreamer that prints the text; None: nothing is printed
-    arrived: list[float] = field(default_factory=list)  # when the prompt came, and each token
-    preparing: float = 0.0  # seconds
-
-    def put(self, value: Any) -> None:
-        """Take the next tokens."""
-        import torch
-
-        self.arrived.append(time.perf_counter())
-        if self.shown is not None:
-            self.shown.put(value)
-        another = 1 < len(self.arrived) <= self.new and int(value[0]) not in self.decoder.ends
-        if another and self.cache is not None:
-            began = time.perf_counter()
-            self.cache.prepare()
-            if self.decoder.model.device.type == "cuda":
-                torch.cuda.synchronize(self.decoder.model.device)
-            self.preparing += time.perf_counter() - began
-
-    def end(self) -> None:
-        """Print what is left of the text."""
-        if self.shown is not None:
-            self.shown.end()
-
-
-def _text_streamer(tokenizer: Any) -> Any:
     from transformers import TextStreamer
 
-    def show(text: str, stream_end: bool = False) -> None:
-        print(printable(text, keep="\n\t"), end="\n" if stream_end else "", flush=True)
+    class Stream(TextStreamer):  # type: ignore[misc]
+        def put(self, value: Any) -> None:
+            timing.arrived.append(time.perf_counter())
+            if show:
+                super().put(value)
+            if (count := len(timing.arrived) - 1) and goes_on(int(value[0]), count):
+                began = time.perf_counter()
+                prepare()
+                timing.preparing += time.perf_counter() - began
 
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    streamer.on_finalized_text = show
-    return streamer
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(printable(text, keep="\n\t"), end="\n" if stream_end else "", flush=True)
 
+        def end(self) -> None:
+            if show:
+                super().end()
 
-def answer_line(run: dict[str, Any]) -> str:
-    """How long an answer took, and with BPC the bytes that its steps read."""
-    speed = f"{run['tokens_per_second']:.1f} tokens/s" if run["tokens_per_second"] else "too few to measure tokens/s"
-    line = f"{len(run['tokens']):,} tokens, {speed}"
-    if run.get("kv_bytes_share") is None:
-        return line
-    return f"{line}, {run['kv_bytes_share']:.1%} of the KV bytes of full attention"
-
-
-def why_empty(run: dict[str, Any]) -> str | None:
-    """One sentence about an answer without a visible character; None for any other, and for one that was stopped."""
-    if run["text"].strip() or run["ended_by"] == "interrupt":
-        return None
-    count = len(run["tokens"])
-    if count == 1 and run["ended_by"] == "model":
-        what = "the model ended its text at once"
-    elif run["text"]:
-        what = f"the model wrote only white space, in {count:,} tokens"
-    else:
-        what = f"the model wrote only special tokens, {count:,} of them"
-    return f"The answer is empty: {what}."
+    return Stream(tokenizer, skip_prompt=True, skip_special_tokens=True)

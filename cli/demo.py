@@ -8,7 +8,7 @@ import typer
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.calibration_report import STAGES
 from bpc_cli.command import command
-from bpc_cli.console import TextTable, print_json, print_text_table, printable, quiet_libraries
+from bpc_cli.console import print_json, print_table, printable, quiet_libraries
 from bpc_cli.opening import Device, OneDeviceOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Quiet
 from bpc_cli.progress import stage_bars
@@ -89,17 +89,23 @@ def demo(
 
 
 def _print_answers(rows: list[dict[str, Any]], prompts: int) -> None:
+    from rich.table import Table
+
     example = rows[0]["example"]
     print(f"3. Decoding: each text of {TOKENS:,} tokens hides 8 facts, then asks for one. The first question:")
     print(f"     ...{printable(example['fact'])} ...{printable(example['question'])}")
+    table = Table("attends to", "KV bytes read", "it answers", f"right, of {prompts}", "95 % interval")
     names = {"full": "every token", "bpc": "the best 0.5 % by their codes (BPC)", "random": "0.5 % drawn by chance"}
-    lines = []
     for row in rows:
-        said, score = row["example"]["said"].strip(), row["score"]
-        figures = (f"{score['value'] * prompts:.0f}", f"{score['low']:.0%} to {score['high']:.0%}")
-        lines.append((names[row["method"]], f"{row['read']:.1%}", said, *figures))
-    columns = ("attends to", "KV bytes read", "it answers", f"right, of {prompts}", "95 % interval")
-    print_text_table(TextTable("", columns, lines))
+        score = row["score"]
+        table.add_row(
+            names[row["method"]],
+            f"{row['read']:.1%}",
+            printable(row["example"]["said"].strip()),
+            f"{score['value'] * prompts:.0f}",
+            f"{score['low']:.0%} to {score['high']:.0%}",
+        )
+    print_table("", table)
     print(
         "On your own model:\n"
         "  bpc calibrate -m MODEL -o model.safetensors\n"

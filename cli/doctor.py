@@ -1,8 +1,7 @@
 """`bpc doctor`: whether a model is served, what BPC will do with it here, and what is missing."""
 
 import shutil
-from importlib.metadata import PackageNotFoundError, distributions, requires
-from itertools import groupby
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +21,8 @@ from bpc_cli.console import (
 )
 from bpc_cli.opening import OneDeviceOptions, OpenedModel, model_without_weights, open_model, pick_device, weight_bytes
 from bpc_cli.options import DENSE_LAYERS, MODEL_HELP, AsJson, parse_layers
+
+__all__ = ["doctor", "print_doctor"]
 
 
 @command
@@ -55,30 +56,37 @@ def doctor(
 def _machine(device: str) -> dict[str, Any]:
     """What is here to run on, and which backend will."""
     import torch
-    from huggingface_hub import constants
 
     from bpc_calib.backends.dispatch import backend, compiled, lacking
     from bpc_calib.bench.machine import available_memory, machine
     from bpc_calib.compat import untested
-    from bpc_calib.hub import online
     from bpc_calib.models.long_passes import slow_products
 
     where, facts = torch.device(device), machine()
     name = backend(where)
+    blind = facts["gpu"] is None and shutil.which("nvidia-smi") is not None
     return {
         **{key: facts[key] for key in ("cpu", "cores", "gpu", "python", "versions")},
         "device": device,
         "backend": name,
         "lacking": lacking(compiled(where), where) if name == "torch" else None,
-        "gpu_unseen": facts["gpu"] is None and shutil.which("nvidia-smi") is not None,
+        "gpu_unseen": blind,
         "slow_bfloat16": slow_products(torch.bfloat16) if where.type == "cpu" else None,
         "untested": untested(),
         "free_memory_bytes": available_memory(torch.device("cpu")),
         "free_gpu_memory_bytes": available_memory(where) if where.type == "cuda" else None,
         "free_disk_bytes": shutil.disk_usage(".").free,
-        # Offline mode forbids to ask.
-        "hub": {"address": constants.ENDPOINT, "reachable": None if constants.HF_HUB_OFFLINE else online()},
+        "hub": _hub(),
     }
+
+
+def _hub() -> dict[str, Any]:
+    """The address of the Hub, and whether it answers; None: offline mode forbids to ask."""
+    from huggingface_hub import constants
+
+    from bpc_calib.hub import online
+
+    return {"address": constants.ENDPOINT, "reachable": None if constants.HF_HUB_OFFLINE else online()}
 
 
 LENGTHS = (8_192, 32_768, 131_072)
@@ -95,7 +103,8 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
     from bpc_calib.method.codes import default_bits
     from bpc_calib.runtime.bytes_forecast import forecast_bytes
 
-    model, weights = opened.description, model_without_weights(opened)
+    model = opened.description
+    weights = model_without_weights(opened)
     looked_at = _look_at_layers(weights, opened)
     dense = [layer for layer in parse_layers(DENSE_LAYERS) if layer < model.num_layers]
     if set(model.full_layers) <= set(dense):  # the defaults would leave no layer to choose in
@@ -105,18 +114,23 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
         counted = forecast_bytes(opened.config, length, weights.dtype, dense_layers=dense)
         over = model.context_limit is not None and length > model.context_limit
         reads.append({"tokens": length, "beyond_the_model": over, **vars(counted), "read": counted.read})
-    kinds = list(enumerate(model.layer_types))
-    named = ("id", "revision", "model_type", "kv_heads", "query_heads", "head_dim", "context_limit")
+    kinds = {kind: [i for i, each in enumerate(model.layer_types) if each == kind] for kind in set(model.layer_types)}
     return {
-        **{name: getattr(model, name) for name in named},
+        "id": model.id,
+        "revision": model.revision,
+        "model_type": model.model_type,
         "served": True,
         "checked": "layers" if looked_at else "config",
         "layers": {
             "sparse": [layer for layer in model.full_layers if layer not in dense],
             "dense": [layer for layer in model.full_layers if layer in dense],
-            "sliding": [layer for layer, kind in kinds if kind == "sliding_attention"],
-            "other": [layer for layer, kind in kinds if kind not in ("sliding_attention", "full_attention")],
+            "sliding": kinds.pop("sliding_attention", []),
+            "other": sorted(layer for kind, layers in kinds.items() if kind != "full_attention" for layer in layers),
         },
+        "kv_heads": model.kv_heads,
+        "query_heads": model.query_heads,
+        "head_dim": model.head_dim,
+        "context_limit": model.context_limit,
         "bits": default_bits(model.head_dim),
         "dtype": str(weights.dtype).removeprefix("torch."),
         "reads": reads,
@@ -167,12 +181,12 @@ def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, An
         **calibration_memory(found, held, device),
         "disk_bytes": found.disk_bytes,
         "output_bytes": plan.artifact_bytes,
+        "seconds": None,
     }
 
 
 PROJECT = "bpc-calib"
 EXTRAS = {
-    "cpu": "fast kernels on a CPU",
     "plots": "pictures: --plot, --html",
     "accelerate": "quantised models, --device-map",
     "gguf": "GGUF files as models",
@@ -188,13 +202,14 @@ def installation() -> dict[str, Any]:
         `core` by package: `installed` (None: not), `needed`, `fits`. `extras` by name: `use`, `packages` in the same
         form, `complete` and `install`, the command that completes it.
     """
-    core, extras = _requirements(""), {}
+    core, extras = _requirements("", alone=True), {}
     for name, use in EXTRAS.items():
         packages = _requirements(name)
+        complete = all(each["fits"] for each in packages.values())
         extras[name] = {
             "use": use,
             "packages": packages,
-            "complete": all(each["fits"] for each in packages.values()),
+            "complete": complete,
             "install": f"pip install '{PROJECT}[{name}]'",
         }
     return {"core": core, "extras": extras}
@@ -208,8 +223,8 @@ def check_core(found: dict[str, Any]) -> None:
             fail(f"{name} {what}: pip install '{name}{each['needed']}'")
 
 
-def _requirements(extra: str) -> dict[str, dict[str, Any]]:
-    """The packages that an extra adds, those of the extras that it includes too; of no extra (""), what BPC needs."""
+def _requirements(extra: str, alone: bool = False) -> dict[str, dict[str, Any]]:
+    """The packages that an extra adds, those of the extras that it includes too; `alone`: those without an extra."""
     from packaging.requirements import Requirement
 
     found: dict[str, dict[str, Any]] = {}
@@ -219,17 +234,25 @@ def _requirements(extra: str) -> dict[str, dict[str, Any]]:
         fail(f"{PROJECT} is not installed as a package: pip install . in a checkout")
     for requirement in map(Requirement, lines):
         marker = requirement.marker
-        always, wanted = (marker is None or marker.evaluate({"extra": each}) for each in ("", extra))
-        if not wanted or (extra and always):
+        if marker is not None and not marker.evaluate({"extra": extra}):
+            continue
+        if not alone and (marker is None or marker.evaluate({"extra": ""})):
             continue
         if requirement.name == PROJECT:
             for included in requirement.extras:
                 found |= _requirements(included)
             continue
-        installed = next((each.version for each in distributions(name=requirement.name)), None)
+        installed = _version(requirement.name)
         fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
         found[requirement.name] = {"installed": installed, "needed": str(requirement.specifier), "fits": fits}
     return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 WIDENED = "long passes compute in float32, the weights stay as they are"
@@ -242,8 +265,7 @@ def print_doctor(found: dict[str, Any], name: str | None) -> None:
         _print_model(found["model"], found["machine"], str(name))
     _print_machine(found)
     if "model" not in found:
-        core = [(name, each["installed"], each["needed"]) for name, each in found["installation"]["core"].items()]
-        print_text_table(TextTable("Installed", ("package", "version", "needed"), core))
+        _print_core(found["installation"]["core"])
     _print_missing(found["installation"]["extras"], found["machine"])
 
 
@@ -275,6 +297,7 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> N
         else "the config alone: some layers do not run without weights; bpc calibrate checks the rest first",
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens: {memory}, "
         f"{size_text(calibration['disk_bytes'])} of disk; the file takes {size_text(calibration['output_bytes'])}",
+        "its time": f"measure it: bpc calibrate -m {name} --dry-run",
         "faster from": f"not measured; measure it: bpc bench -m {name} --crossover",
     }
     print_rows(f"{printable(model['id'])} ({printable(model['model_type'])}): BPC serves it", rows)
@@ -289,8 +312,10 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> N
     lines = []
     for row in model["reads"]:
         tokens = f"{row['tokens']:,}{' *' if row['beyond_the_model'] else ''}"
-        full, read, *cells = (size_text(row[key]) for key in ("full", "read", *shown))
-        lines.append((tokens, full, read, f"{row['read'] / row['full']:.0%}", *cells))
+        cells = [size_text(row[key]) for key in shown]
+        lines.append(
+            (tokens, size_text(row["full"]), size_text(row["read"]), f"{row['read'] / row['full']:.0%}", *cells)
+        )
     columns = ("cached tokens", "full attention", "BPC", "share", *shown.values())
     title = f"KV bytes that each new token reads, {model['dtype']}, with the defaults of bpc generate"
     print_text_table(TextTable(title, columns, lines))
@@ -335,6 +360,11 @@ def _print_machine(found: dict[str, Any]) -> None:
     print_rows("This machine", rows)
 
 
+def _print_core(core: dict[str, Any]) -> None:
+    rows = [(name, each["installed"], each["needed"]) for name, each in core.items()]
+    print_text_table(TextTable("Installed", ("package", "version", "needed"), rows))
+
+
 def _print_missing(extras: dict[str, Any], machine: dict[str, Any]) -> None:
     rows = []
     for each in extras.values():
@@ -353,5 +383,10 @@ def _print_missing(extras: dict[str, Any], machine: dict[str, Any]) -> None:
 
 def ranges(numbers: list[int]) -> str:
     """Ascending numbers, like 0-3, 5."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -1,6 +1,6 @@
 """`bpc eval`: what BPC and other methods keep of full attention."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +9,7 @@ import typer
 
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER, TASKS, TEXT
-from bpc_calib.method.defaults import MIN_TOKENS, budget_text
+from bpc_calib.method.defaults import budget_text
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, quiet_libraries
@@ -18,6 +18,7 @@ from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokeniz
 from bpc_cli.options import (
     BUDGET_HELP,
     DENSE_LAYERS,
+    MIN_TOKENS,
     PROJECTIONS,
     AsJson,
     DenseLayers,
@@ -27,7 +28,6 @@ from bpc_cli.options import (
     Output,
     Quiet,
     parse_budgets,
-    parse_counts,
     parse_layers,
     split,
 )
@@ -35,7 +35,8 @@ from bpc_cli.progress import progress_bar, working
 from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
-    from bpc_calib.evaluation.comparison import Comparison
+    from bpc_artifacts import ProjectionArtifact
+    from bpc_calib.evaluation.harness import HarnessTask
 
 HARNESS = "lm_eval:"
 
@@ -56,7 +57,9 @@ class ComparisonOptions:
     budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%,10%"
     methods: Annotated[
         str | None,
-        typer.Option(help=f"Methods to compare: {', '.join(METHODS)}. Default: all.", metavar="METHOD,..."),
+        typer.Option(
+            help=f"Methods to compare: {', '.join(METHODS)}. Default: all.", metavar="METHOD,...", show_default=False
+        ),
     ] = None
     prompts: Annotated[
         int, typer.Option(help="Prompts per task and length; tasks of lm_eval use their first documents.")
@@ -76,7 +79,9 @@ class ComparisonOptions:
     ] = False
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Prompts decoded at once. Default: as many as 65,536 tokens hold.", min=1),
+        typer.Option(
+            help="Prompts decoded at once. Default: as many as 65,536 tokens hold.", min=1, show_default=False
+        ),
     ] = None
     hard: Annotated[
         bool,
@@ -91,24 +96,16 @@ class ComparisonOptions:
         int, typer.Option(help="Random seed of the prompts and of the methods that draw by chance.", min=0)
     ] = 0
 
-    def arguments(self, context: typer.Context) -> dict[str, Any]:
-        """The arguments of `Comparison` but the tasks and the corpora, parsed."""
-        for name in ("min_tokens", "dense_layers") if self.hard else ():
-            if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT":
-                fail(f"--hard sets --min-tokens 1 --dense-layers none: leave out --{name.replace('_', '-')}")
-        return {
-            "lengths": parse_counts(self.lengths, "--lengths"),
-            "budgets": parse_budgets(self.budgets),
-            "methods": None if self.methods is None else split(self.methods),
-            "prompts": self.prompts,
-            "seed": self.seed,
-            "raw": self.raw,
-            "batch": self.batch_size,
-            "rules": {
-                "min_tokens": 1 if self.hard else self.min_tokens,
-                "dense_layers": () if self.hard else parse_layers(self.dense_layers),
-            },
-        }
+
+@dataclass(frozen=True)
+class _Comparison:
+    """The options of a comparison, parsed."""
+
+    tasks: list[str]  # of our own
+    harness_tasks: list[str]  # of lm_eval
+    lengths: list[int]
+    budgets: tuple[float | int, ...]
+    rules: dict[str, Any]  # of BPCCache
 
 
 @command
@@ -137,51 +134,57 @@ def eval_(
 
     Example: bpc eval -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --tasks needle,ruler --lengths 32768
     """
-    every = expand_tasks(options.tasks)
-    tasks = [task for task in every if not task.startswith(HARNESS)]
-    harness_tasks = [task.removeprefix(HARNESS) for task in every if task.startswith(HARNESS)]
-    given = options.arguments(context)
+    wanted = _parse(options, context)
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if artifact is None else load_artifact(artifact)
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
     from bpc_calib import enable
-    from bpc_calib.evaluation import harness, pictures
+    from bpc_calib.evaluation import pictures
     from bpc_calib.evaluation.comparison import Comparison, check
     from bpc_calib.evaluation.evaluate import evaluate
     from bpc_calib.text.corpora import open_corpora
 
-    if harness_tasks:
-        harness.check(harness_tasks)
+    _check_harness(wanted.harness_tasks)
     if plot is not None:
         pictures.check(plot, force)
     opened = open_model(model, load)
-    corpora = open_corpora(options.corpus or [DEMO]) if TEXT in tasks else []
-    comparison = Comparison(tasks=tasks, corpora=corpora, **given)
+    corpora = open_corpora(options.corpus or [DEMO]) if TEXT in wanted.tasks else []
+    rules = dict(wanted.rules)
+    comparison = Comparison(
+        tasks=wanted.tasks,
+        lengths=wanted.lengths,
+        budgets=wanted.budgets,
+        methods=None if options.methods is None else split(options.methods),
+        prompts=options.prompts,
+        corpora=corpora,
+        seed=rules.pop("seed"),
+        raw=options.raw,
+        batch=options.batch_size,
+        rules=rules,
+    )
     methods = check(opened.config, projections, comparison)
-    for message in () if quiet else _without_effect(options, comparison, projections is not None, methods):
+    for message in () if quiet else _without_effect(options, wanted, projections is not None and "bpc" not in methods):
         note(message)
-    tokenizer, prepared = open_tokenizer(opened), []
-    if harness_tasks:
-        with working("Loading the data of lm_eval's tasks", quiet):
-            prepared = harness.prepare(harness_tasks, tokenizer, comparison.lengths, options.seed)
+    tokenizer = open_tokenizer(opened)
+    harness_tasks = _prepare_harness(wanted, tokenizer, quiet)
     loaded = open_weights(opened, quiet)
     enable(loaded)
-    settings = {"prompts": options.prompts, "forced": comparison.forced, "raw": options.raw}
-    settings |= {"hard": is_hard(comparison.rules), "seed": options.seed, **comparison.rules}
     result: dict[str, Any] = {
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
         "payload_sha256": None if projections is None else projections.metadata["payload_sha256"],
-        "settings": settings,
+        "settings": {
+            "prompts": options.prompts,
+            "forced": comparison.forced,
+            "raw": options.raw,
+            "hard": is_hard(wanted.rules),
+            **wanted.rules,
+        },
     }
     with progress_bar("Evaluating", quiet) as progress:
         result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
-    again = {"limit": options.prompts, "raw": options.raw, "seed": options.seed, **comparison.rules}
-    for task in prepared:
-        if result["rows"]:
-            write(result)  # what is known, in case lm_eval fails
-        with working(f"Running {HARNESS}{task.name}{f', {task.tokens:,} tokens' if task.tokens else ''}", quiet):
-            result["rows"] += harness.run(loaded, tokenizer, projections, task, methods, comparison.budgets, **again)
+    if harness_tasks:
+        _run_harness(result, write, harness_tasks, wanted, methods, loaded, tokenizer, projections, quiet)
     write(result)
     if as_json:
         print_json(result)
@@ -191,19 +194,36 @@ def eval_(
         pictures.draw(result["rows"], plot, overwrite=force)
 
 
-def _without_effect(
-    options: ComparisonOptions, comparison: "Comparison", artifact: bool, methods: tuple[str, ...]
-) -> Iterator[str]:
-    """Say which options change nothing; `artifact`: whether --artifact was given."""
+def _parse(options: ComparisonOptions, context: typer.Context) -> _Comparison:
+    tasks = expand_tasks(options.tasks)
+    if not tasks:
+        fail("--tasks: give at least one")
+    for name in ("min_tokens", "dense_layers") if options.hard else ():
+        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT":
+            fail(f"--hard sets --min-tokens 1 --dense-layers none: leave out --{name.replace('_', '-')}")
+    return _Comparison(
+        tasks=[task for task in tasks if not task.startswith(HARNESS)],
+        harness_tasks=[task.removeprefix(HARNESS) for task in tasks if task.startswith(HARNESS)],
+        lengths=[_length(text) for text in split(options.lengths)],
+        budgets=parse_budgets(options.budgets),
+        rules={
+            "seed": options.seed,
+            "min_tokens": 1 if options.hard else options.min_tokens,
+            "dense_layers": () if options.hard else parse_layers(options.dense_layers),
+        },
+    )
+
+
+def _without_effect(options: ComparisonOptions, wanted: _Comparison, artifact: bool) -> Iterator[str]:
+    """Say which options change nothing; `artifact`: so does --artifact."""
     from bpc_calib.method.budget import attended
 
-    if options.corpus and TEXT not in comparison.tasks:
+    if options.corpus and TEXT not in wanted.tasks:
         yield f"--corpus has no effect: the task {TEXT} is not among --tasks"
-    if artifact and "bpc" not in methods:
+    if artifact:
         yield "--artifact has no effect: the method bpc is not among --methods"
-    least = comparison.rules["min_tokens"]
-    lengths_of_ours = comparison.lengths if comparison.tasks else ()
-    pairs = [(length, budget) for length in lengths_of_ours for budget in comparison.budgets]
+    least = wanted.rules["min_tokens"]
+    pairs = [(length, budget) for length in wanted.lengths for budget in wanted.budgets] if wanted.tasks else []
     small = [(length, budget) for length, budget in pairs if attended(length, budget, 1) < min(least, length)]
     if small:
         lengths, budgets = (dict.fromkeys(each) for each in zip(*small, strict=True))
@@ -215,7 +235,50 @@ def _without_effect(
 
 def expand_tasks(text: str) -> list[str]:
     """The tasks of `ruler,needle`, each once; `ruler` stands for several."""
-    tasks = list(dict.fromkeys(name for task in split(text) for name in (RULER if task == "ruler" else (task,))))
-    if not tasks:
-        fail("--tasks: give at least one")
-    return tasks
+    return list(dict.fromkeys(name for task in split(text) for name in (RULER if task == "ruler" else (task,))))
+
+
+def _length(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        fail(f"--lengths {text}: expected numbers of tokens, like 2048,8192")
+    return int(text)
+
+
+def _check_harness(tasks: list[str]) -> None:
+    if tasks:
+        from bpc_calib.evaluation.harness import check
+
+        check(tasks)
+
+
+def _prepare_harness(wanted: _Comparison, tokenizer: Any, quiet: bool) -> "list[HarnessTask]":
+    """The tasks of lm_eval with their data."""
+    if not wanted.harness_tasks:
+        return []
+    from bpc_calib.evaluation.harness import prepare
+
+    with working("Loading the data of lm_eval's tasks", quiet):
+        return prepare(wanted.harness_tasks, tokenizer, wanted.lengths, wanted.rules["seed"])
+
+
+def _run_harness(
+    result: dict[str, Any],
+    write: Callable[[dict[str, Any]], None],
+    tasks: "list[HarnessTask]",
+    wanted: _Comparison,
+    methods: tuple[str, ...],
+    model: Any,
+    tokenizer: Any,
+    artifact: "ProjectionArtifact | None",
+    quiet: bool,
+) -> None:
+    """Add the rows of lm_eval's tasks; what is known is written before each, in case lm_eval fails."""
+    from bpc_calib.evaluation import harness
+
+    settings = {"limit": result["settings"]["prompts"], "raw": result["settings"]["raw"], **wanted.rules}
+    for task in tasks:
+        if result["rows"]:
+            write(result)
+        length = "" if task.tokens is None else f", {task.tokens:,} tokens"
+        with working(f"Running {HARNESS}{task.name}{length}", quiet):
+            result["rows"] += harness.run(model, tokenizer, artifact, task, methods, wanted.budgets, **settings)

@@ -1,14 +1,22 @@
 """The result of `bpc eval` as tables."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from bpc_calib.evaluation.methods import FIGURES, METHODS
 from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import TextTable, print_table, printable
 
-# By method and column: the share of the KV bytes that the method read, and a figure as text.
-Cells = dict[tuple[str, str], tuple[float | None, str]]
+__all__ = ["evaluation_tables", "is_hard", "print_evaluation"]
+
+
+class _Cell(NamedTuple):
+    """A figure of a method, and the share of the KV bytes that the method read."""
+
+    method: str
+    column: str
+    read: float | None
+    figure: dict[str, Any]
 
 
 def is_hard(rules: Mapping[str, Any]) -> bool:
@@ -44,16 +52,14 @@ def evaluation_tables(rows: list[dict[str, Any]], model: str) -> list[TextTable]
     for tokens, budget in groups or {(row["tokens"], None): None for row in rows}:
         own = [row for row in rows if row["tokens"] == tokens and row["budget"] in (budget, None)]
         title = f"{model}, {_of_tokens(budget, tokens)}"
-        cells: Cells = {
-            (row["method"], row["task"]): (row.get("read"), _percent(row["score"])) for row in own if "score" in row
-        }
-        if cells:
-            tasks = list(dict.fromkeys(task for _, task in cells))
-            tables.append(_figures(f"{title}: right answers in %, and 95 % interval", cells, tasks))
-        cells = {(row["method"], key): (row["read"], _mean(row[key])) for row in own for key in FIGURES if key in row}
-        if cells:
-            keys = [key for key in FIGURES if any(key in row for row in own)]
-            tables.append(_figures(f"{title}: text compared with full attention, and 95 % interval", cells, keys))
+        answers = {row["task"]: _percent for row in own if "score" in row}
+        if answers:
+            cells = [_Cell(row["method"], row["task"], row.get("read"), row["score"]) for row in own if "score" in row]
+            tables.append(_figures(f"{title}: right answers in %, and 95 % interval", cells, answers))
+        figures = {key: _mean for key in FIGURES if any(key in row for row in own)}
+        if figures:
+            cells = [_Cell(row["method"], key, row["read"], row[key]) for row in own for key in figures if key in row]
+            tables.append(_figures(f"{title}: text compared with full attention, and 95 % interval", cells, figures))
     return tables
 
 
@@ -74,12 +80,12 @@ def _harness_tables(rows: list[dict[str, Any]], model: str) -> list[TextTable]:
     return tables
 
 
-def _figures(title: str, cells: Cells, columns: list[str]) -> TextTable:
+def _figures(title: str, cells: list[_Cell], columns: Mapping[str, Callable[[dict[str, Any]], str]]) -> TextTable:
     lines = []
-    for method in dict.fromkeys(method for method, _ in cells):
-        found = {column: cells[method, column] for column in columns if (method, column) in cells}
-        read, _ = next(iter(found.values()))
-        shown = [found[column][1] if column in found else "" for column in columns]
+    for method in dict.fromkeys(cell.method for cell in cells):
+        found = {cell.column: cell for cell in cells if cell.method == method}
+        read = next(iter(found.values())).read
+        shown = [as_text(found[name].figure) if name in found else "" for name, as_text in columns.items()]
         lines.append((METHODS[method].label, "" if read is None else f"{read:.1%}", *shown))
     return TextTable(title, ("method", "KV read", *(FIGURES.get(name, name) for name in columns)), lines)
 
@@ -89,7 +95,9 @@ def _of_tokens(budget: float | int | None, tokens: int | None) -> str:
         return f"{tokens:,} tokens" if tokens else "all tokens"
     if tokens is None:
         return f"{budget_text(budget)} of the context"
-    return f"{budget if isinstance(budget, int) else budget_text(budget)} of {tokens:,} tokens"
+    return (
+        f"{budget} of {tokens:,} tokens" if isinstance(budget, int) else f"{budget_text(budget)} of {tokens:,} tokens"
+    )
 
 
 def _percent(figure: dict[str, Any]) -> str:

@@ -1,25 +1,25 @@
 """`bpc generate`: text from a model whose steps attend to the best-ranked tokens only."""
 
-import json
-from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
 
 from bpc_cli import decoding
 from bpc_cli.command import command
-from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
+from bpc_cli.console import fail, note, print_json, quiet_libraries
+from bpc_cli.decoding_report import (
+    answer_line,
+    first_difference,
+    online_hint,
+    print_comparison,
+    prompt_line,
+    what_to_try,
+    why_empty,
+)
 from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, SamplingOptions
 from bpc_cli.prompt import PromptOptions, has_template, read_prompt, tokenize
 from bpc_cli.ranks import joined_ranks
-
-PARTS = {
-    "sliding": "sliding-window layers",
-    "dense": "dense layers",
-    "ranking": "codes",
-    "chosen": "chosen keys and values",
-}
 
 
 @command
@@ -94,8 +94,8 @@ def _note_result(result: dict[str, Any], model: str, summarise: bool, template: 
     online = result["artifact"] == ONLINE
     if summarise:
         note(f"Prompt: {prompt_line(result, online)}")
-        note(f"Answer: {decoding.answer_line(result)}")
-    if (why := decoding.why_empty(result)) is not None:
+        note(f"Answer: {answer_line(result)}")
+    if (why := why_empty(result)) is not None:
         note(f"{why} {what_to_try(result['chat_template'], template)}")
     if online and (hint := online_hint(result, model)) is not None:
         note(hint)
@@ -111,69 +111,3 @@ def _new_tokens(prompt: int, wanted: int, opened: OpenedModel, quiet: bool) -> i
     if not quiet:
         note(f"Stopping after {limit - prompt:,} tokens, at the limit of {name}")
     return limit - prompt
-
-
-def prompt_line(run: dict[str, Any], online: bool) -> str:
-    """How long the prompt took, and what was made of it before the first step."""
-    count, seconds = run["prefill_tokens"], run["prefill_seconds"]
-    line = f"{count:,} tokens in {seconds:.1f} s ({count / seconds:,.0f} tokens/s)"
-    if run["prepare_seconds"] < 0.05:
-        return line
-    return f"{line}, {'online projections' if online else 'hashing it'} {run['prepare_seconds']:.1f} s"
-
-
-def print_comparison(result: dict[str, Any], online: bool) -> None:
-    """Print the first difference, the times of both runs, and the bytes that BPC read."""
-    full = result["full_attention"]
-    print("--- comparison ---")
-    if (found := result["first_difference"]) is None:
-        print(f"first difference: none in {len(result['tokens']):,} tokens")
-    else:
-        texts = [printable(json.dumps(found[side], ensure_ascii=False)) for side in ("bpc", "full")]
-        print(f"first difference: token {found['token']:,}: {' instead of '.join(texts)}")
-    print(
-        f"BPC: prompt {prompt_line(result, online)}; answer {decoding.answer_line(result | {'kv_bytes_share': None})}"
-    )
-    print(f"full attention: prompt {prompt_line(full, online)}; answer {decoding.answer_line(full)}")
-    print(f"KV bytes read: {bytes_line(result)}")
-
-
-def bytes_line(result: dict[str, Any]) -> str:
-    """The share of the bytes that BPC read, and what they are; parts of less than 0.05 % are left out."""
-    parts = result["kv_bytes_parts"]
-    if parts is None:
-        return "too few tokens to count"
-    more = f"at least {result['min_tokens']:,} tokens"
-    if result["min_context"]:
-        more += f" and all below {result['min_context']:,}"
-    shown = [f"{name} {parts[part]:.1%}" for part, name in (PARTS | {"minimum": more}).items() if parts[part] >= 0.0005]
-    return f"{result['kv_bytes_share']:.1%} of full attention's: {', '.join(shown)}"
-
-
-def first_difference(tokenizer: Any, ours: list[int], theirs: list[int]) -> dict[str, Any] | None:
-    """The number of the first token that differs, counted from 1, and both texts from there; None for equal texts."""
-    for place, (one, other) in enumerate(zip_longest(ours, theirs)):
-        if one != other:
-            here = slice(place, place + 8)
-            return {"token": place + 1, "bpc": tokenizer.decode(ours[here]), "full": tokenizer.decode(theirs[here])}
-    return None
-
-
-def online_hint(run: dict[str, Any], model: str) -> str | None:
-    """One line if finding projections took a second or more, and a tenth of the run; else None."""
-    prepare = run["prepare_seconds"]
-    if prepare < 1 or prepare < 0.1 * (run["prefill_seconds"] + prepare + run["decode_seconds"]):
-        return None
-    return f"Online projections took {prepare:.1f} s; a calibrated file saves that: bpc calibrate -m {model}"
-
-
-def what_to_try(templated: bool, template: bool) -> str:
-    """One sentence for a prompt whose answer is empty.
-
-    `templated`: it was sent in the chat template. `template`: the model has one.
-    """
-    if templated:
-        return "A model that only continues text wants --raw; else change the prompt, or sample with --temperature 0.7."
-    if template:
-        return "This model has a chat template: leave --raw out."
-    return "Change the end of the prompt, or sample with --temperature 0.7."

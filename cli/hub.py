@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
     from bpc_calib.sharing.publishing import Target
 
+__all__ = ["pull", "push"]
+
 
 @command
 def push(
@@ -142,7 +144,13 @@ def pull(
     ],
     output: Annotated[
         str | None,  # a Path would lose the last slash
-        typer.Option("--output", "-o", metavar="PATH", help="File or folder to write to. Default: this folder."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            help="File or folder to write to. Default: this folder.",
+            show_default=False,
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit. Default: main.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace another artifact of the same name.")] = False,

@@ -10,7 +10,6 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.opening import find_artifact
-from bpc_cli.options import TrustRemoteCode
 from bpc_cli.report import check_page, draw_residuals, write_page
 
 if TYPE_CHECKING:
@@ -38,7 +37,10 @@ def inspect(
     ] = None,
     evaluation: Annotated[
         list[Path] | None,
-        typer.Option(help="Show also this result of bpc eval --output with the artifact. Once for each artifact."),
+        typer.Option(
+            help="Show also this result of bpc eval --output with the artifact. Once for each artifact.",
+            show_default=False,
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -47,7 +49,9 @@ def inspect(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the artifact on the Hub.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the picture or the page if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything except the projections as JSON.")] = False,
-    trust_remote_code: TrustRemoteCode = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
 ) -> None:
     """Check a projection artifact and show what is in it, how it was made and how well it fits its keys.
 
@@ -67,20 +71,9 @@ def inspect(
         write_page(found, html, force)
     if as_json:
         tables = [_facts(each, fit) for each, fit in zip(found, fits, strict=True)]
-        if len(found) == 1:
-            print_json(tables[0])
-        else:
-            compared = vars(compare_artifacts(found[0].artifact, found[1].artifact))
-            shown = {name: value for name, value in compared.items() if name != "same"}
-            print_json({"artifacts": tables, "comparison": shown})
+        print_json(tables[0] if len(found) == 1 else {"artifacts": tables, "comparison": _comparison(found)})
         return
-    if len(found) == 1:
-        print_artifact(found[0].artifact, found[0].name, found[0].commit)
-    else:
-        print_comparison(found[0], found[1])
-    for each in found:
-        if each.evaluation is not None:
-            print_evaluation(each.evaluation)
+    _print(found)
     if model is not None:
         print(f"Fits {printable(model)}." if len(found) == 1 else f"Both fit {printable(model)}.")
     for path in (plot, html):
@@ -125,6 +118,20 @@ def _fit(artifact: "ProjectionArtifact", model: str, trust_remote_code: bool) ->
     for doubt in doubts:
         note(f"Warning: {doubt}")
     return {"model": model, "fits": True, "warnings": doubts}
+
+
+def _print(found: list[Inspected]) -> None:
+    if len(found) == 1:
+        print_artifact(found[0].artifact, found[0].name, found[0].commit)
+    else:
+        print_comparison(found[0], found[1])
+    for each in found:
+        if each.evaluation is not None:
+            print_evaluation(each.evaluation)
+
+
+def _comparison(found: list[Inspected]) -> dict[str, Any]:
+    return compare_artifacts(found[0].artifact, found[1].artifact).as_json()
 
 
 def _facts(each: Inspected, fit: dict[str, Any]) -> dict[str, Any]:

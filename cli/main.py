@@ -19,6 +19,8 @@ from bpc_cli.inspect import inspect
 from bpc_cli.ranks import check_command, only_leader_prints, wait_for_leader
 from bpc_cli.serve import serve
 
+__all__ = ["app", "main"]
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,

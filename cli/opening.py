@@ -1,14 +1,14 @@
 """Opening a model and its artifact: the config first, so that mistakes are found before the weights are loaded."""
 
+import enum
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bpc_cli.console import fail, note
-from bpc_cli.options import TrustRemoteCode
 from bpc_cli.progress import working
 from bpc_cli.ranks import own_device, ranks
 
@@ -16,9 +16,42 @@ if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
     from bpc_calib.models.description import ModelDescription
 
+__all__ = [
+    "Device",
+    "Dtype",
+    "LoadOptions",
+    "OneDeviceOptions",
+    "OpenedModel",
+    "find_artifact",
+    "load_artifact",
+    "model_without_weights",
+    "open_model",
+    "open_tokenizer",
+    "open_weights",
+    "pick_device",
+    "split_revision",
+    "weight_bytes",
+]
+
+
+class Dtype(str, enum.Enum):
+    """Data type of the weights."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
 Device = Annotated[
     str, typer.Option(help="Device that runs the model: cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")
 ]
+
+
+class DeviceMap(str, enum.Enum):
+    """How a model that is too large for one device is spread."""
+
+    auto = "auto"
 
 
 @dataclass(frozen=True)
@@ -27,11 +60,13 @@ class OneDeviceOptions:
 
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the model on the Hub.")] = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        Dtype,
         typer.Option(help="Data type of the weights; auto is the model's own, bfloat16 for a quantised GGUF file."),
-    ] = "auto"
+    ] = Dtype.auto
     device: Device = "auto"
-    trust_remote_code: TrustRemoteCode = False
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -39,8 +74,11 @@ class LoadOptions(OneDeviceOptions):
     """The same, with the choice of several devices."""
 
     device_map: Annotated[
-        Literal["auto"] | None,
-        typer.Option(help="auto spreads a large model over all GPUs, main memory and disk (needs accelerate)."),
+        DeviceMap | None,
+        typer.Option(
+            help="auto spreads a large model over all GPUs, main memory and disk (needs accelerate).",
+            show_default=False,
+        ),
     ] = None
 
 
@@ -76,10 +114,11 @@ def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) ->
         raise InputError("--device-map spreads a model over all GPUs of a machine: start one rank per machine")
     device = own_device(options.device, shared=shared) if ranks() > 1 else pick_device(options.device)
     config, commit = load_config(name, revision=options.revision, trust_remote_code=options.trust_remote_code)
-    check_packages(name, config, device_map)
+    chosen = None if device_map is None else device_map.value
+    check_packages(name, config, chosen)
     if shared:
         config.distributed_config = tensor_parallel(config, ranks())
-    return OpenedModel(name, config, describe(config, revision=commit), device, options, device_map)
+    return OpenedModel(name, config, describe(config, revision=commit), device, options, chosen)
 
 
 def open_tokenizer(opened: OpenedModel) -> Any:
@@ -104,7 +143,7 @@ def open_weights(opened: OpenedModel, quiet: bool, dtype: str | None = None) -> 
             opened.name,
             config=opened.config,
             revision=opened.description.revision,
-            dtype=dtype or opened.options.dtype,
+            dtype=dtype or opened.options.dtype.value,
             device=opened.device,
             device_map=opened.device_map,
             trust_remote_code=opened.options.trust_remote_code,
@@ -143,11 +182,11 @@ def model_without_weights(opened: OpenedModel) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    options, config = opened.options, opened.config
+    chosen, config = opened.options.dtype, opened.config
     own = getattr(config, "dtype", None) or torch.float32
-    dtype = own if options.dtype == "auto" else getattr(torch, options.dtype)
+    dtype = own if chosen is Dtype.auto else getattr(torch, chosen.value)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=options.trust_remote_code)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=opened.options.trust_remote_code)
 
 
 def weight_bytes(model: Any) -> int:

@@ -12,6 +12,31 @@ from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
 from bpc_calib.method.defaults import DENSE_LAYERS as LAYERS
 from bpc_cli.console import fail
 
+__all__ = [
+    "BUDGET_HELP",
+    "DENSE_LAYERS",
+    "MIN_TOKENS",
+    "MODEL_HELP",
+    "ONLINE",
+    "PROJECTIONS",
+    "Artifact",
+    "AsJson",
+    "CacheOptions",
+    "DenseLayers",
+    "Force",
+    "MinTokens",
+    "Model",
+    "Output",
+    "Quiet",
+    "SamplingOptions",
+    "System",
+    "parse_budgets",
+    "parse_counts",
+    "parse_layers",
+    "split",
+]
+
+
 MODEL_HELP = "Folder, GGUF file or Hub id of a causal language model; demo is the bundled model."
 PROJECTIONS = "Projections made by bpc calibrate: a file or a Hub id, ORG/NAME or ORG/NAME@REVISION."
 BUDGET_HELP = "Cached tokens that each step attends to: a share (2% or 0.02) or a number (2048)."
@@ -30,9 +55,6 @@ DenseLayers = Annotated[
 ]
 Artifact = Annotated[
     str, typer.Option("--artifact", "-a", help=f"{PROJECTIONS} {ONLINE} finds projections in the prompt instead.")
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
 System = Annotated[
     str | None, typer.Option("--system", help="System message: what the model is told before the first message.")
@@ -73,7 +95,8 @@ class SamplingOptions:
         float | None,
         typer.Option(
             help="Sample only from the most likely tokens that together have this probability, such as 0.9; "
-            "without it the model's own setting holds."
+            "without it the model's own setting holds.",
+            show_default=False,
         ),
     ] = None
     seed: Annotated[int, typer.Option(help="Random seed of sampling and of online projections.", min=0)] = 0

@@ -1,16 +1,17 @@
 """Progress on stderr: bars on a terminal, a few plain lines elsewhere, nothing with --quiet."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from bpc_cli.console import duration_text, note, shows_bars
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+__all__ = ["StageTimes", "progress_bar", "progress_lines", "stage_bars", "working"]
 
 
 @contextmanager
@@ -58,16 +59,23 @@ def stage_bars(stages: Mapping[str, str], quiet: bool) -> Iterator[Callable[[str
 
 def _bars() -> "Progress":
     """Bars with elapsed and remaining time that never interpret markup."""
-    from rich import progress
     from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("ETA"),
-        progress.TimeRemainingColumn(),
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
         console=Console(stderr=True, markup=False, highlight=False, emoji=False),
         redirect_stdout=False,  # results stay on stdout
     )
@@ -76,14 +84,13 @@ def _bars() -> "Progress":
 BETWEEN = 60.0  # seconds between two lines of one stage
 
 
-@dataclass
-class _Stage:
-    """When a stage began, what was done then, when its last line was printed, and whether its end was."""
+@dataclass(frozen=True)
+class _Pace:
+    """When a stage began, what was done then, and when its last line was printed."""
 
     began: float
     first: float
     printed: float
-    ended: bool = False
 
 
 def progress_lines(
@@ -95,45 +102,51 @@ def progress_lines(
     arguments are the name of the stage, what is done, the total (None: done is a share from 0 to 1), and the current
     work.
     """
-    stages: dict[str, _Stage] = {}
+    paces: dict[str, _Pace] = {}
+    ended: set[str] = set()
     last = clock()
 
     def step(name: str, done: float, total: int | None, what: str) -> None:
         nonlocal last
-        now, stage = clock(), stages.get(name)
-        at_end = done >= (total or 1)
-        if stage is None or (stage.ended and not at_end):
-            # With something done, it began when the stage before it ended, and this is its first step.
-            first = done - 1 if total else 0
-            stages[name] = stage = _Stage(now, 0, -math.inf) if done == 0 else _Stage(last, first, last)
-        if at_end and not stage.ended:
-            say(_end(name, stage, total, now))
-            stage.ended = True
-        elif not at_end and now - stage.printed >= BETWEEN:
-            say(_state(name, stage, done, total, what, now))
-            stage.printed = now
+        now = clock()
+        if name in ended and done >= (total or 1):  # its end was said
+            return
+        ended.discard(name)
+        began = name not in paces and done == 0
+        if began:
+            paces[name] = _Pace(now, 0, now)
+        elif name not in paces:  # it began when the stage before it ended, and this is its first step
+            paces[name] = _Pace(last, done - 1 if total else 0, last)
+        pace = paces[name]
+        if done >= (total or 1):
+            say(_end(name, pace, total, now))
+            del paces[name]
+            ended.add(name)
+        elif began or now - pace.printed >= BETWEEN:
+            say(_state(name, pace, done, total, what, now))
+            paces[name] = replace(pace, printed=now)
         last = now
 
     return step
 
 
-def _state(name: str, stage: _Stage, done: float, total: int | None, what: str, now: float) -> str:
+def _state(name: str, pace: _Pace, done: float, total: int | None, what: str, now: float) -> str:
     parts = []
-    if (spent := now - stage.began) > 0:
+    if (spent := now - pace.began) > 0:
         parts.append(duration_text(spent))
-    if spent > 0 and done > stage.first:
-        left = spent * ((total or 1) - done) / (done - stage.first)
+    if spent > 0 and done > pace.first:
+        left = spent * ((total or 1) - done) / (done - pace.first)
         parts.append(f"about {duration_text(left)} left")
     times = f" ({', '.join(parts)})" if parts else ""
     reached = f"{done:,} of {total:,}" if total else f"{100 * done:.0f} %"
     return f"{name}: {reached}{times}{', ' if what else ''}{what}"
 
 
-def _end(name: str, stage: _Stage, total: int | None, now: float) -> str:
-    spent = duration_text(now - stage.began)
+def _end(name: str, pace: _Pace, total: int | None, now: float) -> str:
+    spent = duration_text(now - pace.began)
     if total is None:
         return f"{name}: done in {spent}"
-    own = f"{total - stage.first:,} of " if stage.first else ""
+    own = f"{total - pace.first:,} of " if pace.first else ""
     return f"{name}: done, {own}{total:,} in {spent}"
 
 
@@ -145,11 +158,13 @@ class StageTimes:
     clock: Callable[[], float] = time.monotonic
     seconds: dict[str, float] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
-    _first: dict[str, int] = field(default_factory=dict)
+    _reached: dict[str, int] = field(default_factory=dict)
 
     def add(self, stage: str, done: int = 1) -> None:
-        """Count the time since the last call, and the steps since the first call with this stage."""
+        """Count the time since the last call, and the steps since the last call with this stage."""
         now = self.clock()
+        before = self._reached.get(stage, done)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
-        self.steps[stage] = done - self._first.setdefault(stage, done)
+        self.steps[stage] = self.steps.get(stage, 0) + done - before
+        self._reached[stage] = done
         self.last = now

@@ -12,7 +12,16 @@ from bpc_cli.console import fail
 from bpc_cli.options import System
 from bpc_cli.ranks import ranks
 
-Message = dict[str, str]
+__all__ = [
+    "Message",
+    "PromptOptions",
+    "check_system",
+    "has_template",
+    "message",
+    "read_prompt",
+    "template_tokens",
+    "tokenize",
+]
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,17 @@ def tokenize(tokenizer: Any, text: str, options: PromptOptions, name: str) -> tu
     if not templated:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
     else:
-        messages = [*opening_messages(tokenizer, options.system, name), message("user", text)]
+        messages = [message("user", text)]
+        if options.system is not None:
+            check_system(tokenizer, options.system, name)
+            messages.insert(0, message("system", options.system))
         ids = template_tokens(tokenizer, messages, name)
     if not ids.shape[1]:
         fail("the prompt has no tokens")
     return ids, templated
+
+
+Message = dict[str, str]
 
 
 def message(role: str, text: str) -> Message:
@@ -89,15 +104,11 @@ def template_tokens(tokenizer: Any, messages: list[Message], name: str) -> Any:
     return made["input_ids"]
 
 
-def opening_messages(tokenizer: Any, system: str | None, name: str) -> list[Message]:
-    """The messages before the first of the user; refuse a system message that the template refuses or leaves out."""
-    if system is None:
-        return []
-    opening = [message("system", system)]
-    made = _applied(tokenizer, [*opening, message("user", "x")], tokenize=False)
+def check_system(tokenizer: Any, system: str, name: str) -> None:
+    """Refuse a system message that the template refuses or silently leaves out."""
+    made = _applied(tokenizer, [message("system", system), message("user", "x")], tokenize=False)
     if isinstance(made, Exception) or system.strip() not in made:
         fail(f"--system: the chat template of {name} takes no system message: write it into the first message instead")
-    return opening
 
 
 def _applied(tokenizer: Any, messages: list[Message], **how: Any) -> Any:

@@ -1,7 +1,6 @@
 """Many processes of torchrun, each on its own device, of which the leader alone prints."""
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from bpc_cli.command import Terminated
 from bpc_cli.console import drop, fail, note
 
 if TYPE_CHECKING:
@@ -22,11 +20,7 @@ __all__ = [
 
 IN_SEVERAL = ("calibrate", "generate")  # the commands that run in several processes
 LEADER_SECONDS = 30  # for the leader: it may still be importing
-REPORT_SECONDS = 1  # for the process that says why the run ends: torchrun ends it when another one has ended
-SIGNALS = {
-    signal.SIGINT: "interrupted",
-    signal.SIGTERM: "torchrun has ended the run (SIGTERM), as it does when a process has died",
-}
+SHOW_CURSOR = "\x1b[?25h"  # bars hide it
 
 
 def ranks() -> int:
@@ -73,8 +67,7 @@ def check_shared(shared: bool) -> None:
 def joined_ranks() -> Iterator["Ranks"]:
     """This process among the ranks of torchrun, where rank 0 alone prints; alone without torchrun.
 
-    Of the errors of all ranks, the first one leaves the block as it is, and its process may print; a signal of
-    `SIGNALS` is such an error. The other processes end with status 1.
+    Of the errors of all ranks, the first one leaves the block as it is, and its process may print.
     """
     from bpc_calib.calibration.ranks import Ranks, join
 
@@ -82,38 +75,22 @@ def joined_ranks() -> Iterator["Ranks"]:
         yield Ranks()
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or its store warns where we say what to do
+    from bpc_calib.calibration.watching import watching
+
     joined = join()
     if joined.rank:
         _be_silent()
-    before = {each: signal.signal(each, _end) for each in SIGNALS}
-    try:
-        yield joined
-        _leave()
-    except (Exception, Terminated) as fault:
-        _ignore_signals()
-        if not joined.claim():
-            time.sleep(REPORT_SECONDS)
-            os._exit(1)
-        if sys.__stderr__ is not None:
-            sys.stderr = sys.__stderr__
-        if isinstance(fault, Terminated):
-            fail(f"{fault}: {joined.advice}")
-        if _is_lost_rank(fault):
-            fail(f"a rank has ended, or cannot be reached: {joined.advice}")
-        raise
-    for each, handler in before.items():
-        signal.signal(each, handler)
-
-
-def _end(number: int, frame: object) -> None:
-    """Raise what stands for a signal, once: torchrun may send a second one."""
-    _ignore_signals()
-    raise Terminated(SIGNALS[signal.Signals(number)])
-
-
-def _ignore_signals() -> None:
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    with watching(joined, _say):
+        try:
+            yield joined
+            _leave()
+        except Exception as fault:
+            if not joined.claim():
+                raise typer.Exit(1) from None
+            _speak()
+            if _is_lost_rank(fault):
+                fail(f"a rank has ended, or cannot be reached: {joined.advice}")
+            raise
 
 
 def own_device(name: str, *, shared: bool) -> str:
@@ -143,6 +120,18 @@ def _results_apart() -> None:
 
 def _be_silent() -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+
+
+def _speak() -> None:
+    if sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
+
+
+def _say(message: str) -> None:
+    _speak()
+    if sys.stderr.isatty():
+        print(SHOW_CURSOR, end="", file=sys.stderr)
+    note(f"Error: {message}")
 
 
 def _is_lost_rank(fault: Exception) -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
     from bpc_artifacts.replacing import Kind
 
+__all__ = ["check_page", "draw_residuals", "write_page"]
+
 INK = "#6b6b6c"  # of lines and letters; a page shows them in the colour of its text
 COLOURS, WARNING = ("#3b82d6", "#e07a1f"), "#d64541"  # to be seen on white and on black
 MOST_NAMES = 16  # of layers or heads, along an axis

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+__all__ = ["open_result_file"]
+
 
 def open_result_file(path: Path | None, force: bool, keys: frozenset[str]) -> Callable[[dict[str, Any]], None]:
     """Check that the file can be written, before any work; give the function that writes a result to it.

@@ -13,6 +13,8 @@ from bpc_cli.console import fail
 from bpc_cli.opening import find_artifact
 from bpc_cli.options import PROJECTIONS, CacheOptions, Model
 
+__all__ = ["serve"]
+
 OWN = ("--model", "--additional-config")  # of vLLM's options
 ATTENTION = ("--attention-backend", "--attention_backend", "--attention-config", "--attention_config", "-ac")
 

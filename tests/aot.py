@@ -26,6 +26,7 @@ import triton
 from ptx import driver, lints
 
 from bpc_calib.backends.triton import hashing, pipeline
+from bpc_calib.backends.triton.paper import popcount_scores
 from bpc_calib.method.appending import Slots
 from bpc_calib.method.choosing import Cached, Choice
 from bpc_calib.method.encoding import make_encoder
@@ -66,8 +67,8 @@ SOME = {
     "dense": Case("dense", dim=256),
     "largest": Case(dim=256, heads=16, bits=128),
     "float32": Case("choose sparse encode", dtype="float32", heads=5, group="max", gain=False, bits=32, centred=False),
-    "padding": Case("choose", heads=7, valid=True, forced=True, safeguard=True, strided=True),
-    "gram": Case("gram"),
+    "padding": Case("choose", heads=7, group="sum", valid=True, forced=True, safeguard=True, strided=True),
+    "paper": Case("paper gram"),
     "long lists": Case("sparse", k=20000),
     "pages": Case("pages", batch=2),
 }
@@ -83,8 +84,8 @@ MORE = {
             "choose encode gram append", heads=heads, bits=bits, group=group, gain=gain, centred=gain
         )
         for heads, bits, group, gain in (
-            (1, 64, "relative", True), (5, 32, "max", False), (8, 128, "relative", True), (7, 64, "max", True),
-            (16, 64, "relative", False), (16, 128, "relative", True), (4, 64, "max", False), (16, 32, "max", True),
+            (1, 64, "relative", True), (5, 32, "max", False), (8, 128, "relative", True), (7, 64, "sum", True),
+            (16, 64, "relative", False), (16, 128, "relative", True), (4, 64, "max", False), (16, 32, "sum", True),
         )
     },
     **{f"{dtype}, largest": Case(dtype=dtype, dim=256, heads=16, bits=128) for dtype in ("float32", "float64")},
@@ -102,7 +103,7 @@ MORE = {
     **{f"pages, head_dim {dim}": Case("pages", dim=dim, page=64) for dim in (64, 256)},
     "pages of 8 bits": Case("pages", eight_bits=True, forced=True),
     "pages of 8 bits, float16": Case("pages", eight_bits=True, dtype="float16", dim=256),
-    "pages, largest": Case("pages", dim=256, heads=16, bits=128),
+    "pages, largest": Case("pages", dim=256, heads=16, bits=128, group="sum"),
     "pages, one head of 32 bits": Case("pages", heads=1, bits=32, gain=False, group="max", page=32),
 }  # fmt: skip
 
@@ -148,6 +149,11 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         pipeline.append(encoder, new, new, torch.tensor([tokens - 1]), Slots(**stores))
         pipeline.append(None, new, new, torch.tensor([tokens - 1]), Slots(keys=keys, values=values))
 
+    def paper() -> object:
+        return popcount_scores(
+            torch.empty(*rows, case.heads, 64, dtype=torch.int8), torch.empty(*rows, tokens, 1, dtype=torch.int64)
+        )
+
     def pages() -> object:
         count = tokens // case.page
         codes = torch.empty(count, rows[1], case.page, words, dtype=torch.int64)
@@ -173,6 +179,7 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
         "encode": lambda: (pipeline.encode_with(encoder, keys[:, :, :1]), pipeline.encode_with(encoder, keys)),
         "append": append,
         "gram": gram,
+        "paper": paper,
         "pages": pages,
     }
     yield from ((entry, calls[entry]) for entry in entries)

@@ -54,6 +54,8 @@ def gain(key: Tensor, approximation: Tensor, in_metric: Tensor | None = None) ->
 
 def group_scores(scores: list[list[float]], group: str, limit: float | None = None) -> list[float]:
     """Return one score per key from the scores per query head; all keys are valid."""
+    if group == "sum":
+        return [sum(column) for column in zip(*scores, strict=True)]
     if group == "relative":
         below = list(zip(*([score - max(head) for score in head] for head in scores), strict=True))
         least = -float("inf") if limit is None else -limit

@@ -1,18 +1,15 @@
 """Run `bpc` as a rank of torchrun, with a fault in one rank: `BPC_FAULT` is RANK:STAGE:STEP:KIND.
 
 STAGE is keys or layers, STEP counts the steps of that rank from 0, and KIND is what happens then: kill, stop, hang or
-error. The file `fault` gets the time. All ranks wait seconds only where they would wait minutes.
+error. The file `fault` gets the time.
 """
 
 import os
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed
-
-from bpc_calib.calibration import collecting, projecting, ranks
+from bpc_calib.calibration import collecting, projecting, watching
 from bpc_calib.errors import ModelError
 from bpc_cli.main import main
 
@@ -22,6 +19,7 @@ def fault(kind: str) -> None:
     if kind == "error":
         raise ModelError("the moon is full: wait until it wanes")
     if kind == "hang":
+        watching.FIRST_STEP = watching.STEP = 3.0
         time.sleep(1000)
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
@@ -40,9 +38,6 @@ def spoil(module, name, step, kind):
 
 
 if __name__ == "__main__":
-    ranks.STEP, ranks.TIMES_SLOWER = 10.0, 2
-    init = torch.distributed.init_process_group
-    torch.distributed.init_process_group = lambda **settings: init(**(settings | {"timeout": timedelta(seconds=15)}))
     rank, stage, step, kind = os.environ["BPC_FAULT"].split(":")
     if rank == os.environ["RANK"]:
         spoil(*((collecting, "sample_keys") if stage == "keys" else (projecting, "write_layer")), int(step), kind)

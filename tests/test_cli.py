@@ -122,7 +122,8 @@ def test_dry_run_plans_and_writes_nothing(calibrate, tmp_path):
     assert plan["keys_bytes"] == 3 * 2 * 512 * 8 * 4
     assert plan["output_bytes"] == 3 * 2 * (32 * 8 + 33 + 8 * 8 + 8) * 4  # projection, residual, metric, mean
     assert plan["weights_bytes"] == 4 * sum(p.numel() for p in tiny.model().parameters())
-    assert 0 < plan["added_memory_bytes"] < plan["memory_bytes"]
+    assert plan["collect_seconds"] >= 0
+    assert plan["decompose_seconds"] >= 0
     assert plan["gpu_memory_bytes"] is None
     assert list(tmp_path.iterdir()) == []
 

@@ -24,7 +24,7 @@ def random_keys(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) 
 def assert_same(one: Decomposition, other: Decomposition) -> None:
     """Assert equality up to the rounding of sums. Ignore the codes of bits whose residual is only rounding error.
 
-    Squares are compared: `norms_by_bit` subtracts from `|K|^2`, so a residual of 0 keeps the rounding of `|K|^2`.
+    Squares are compared: `norms_by_bit` subtracts from `|K|^2`, whose last digits are all that is left of a residual of 0.
     """
     ours, others = one.residual_norms.square(), other.residual_norms.square()
     rounding = 1e-14 * float(ours[0])

@@ -24,10 +24,10 @@ BACKENDS = ["torch", "triton", *COMPILED_HERE]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("BPC_BACKEND", raising=False)
-    for cached in (dispatch._warn_once, dispatch._not_installed):
+    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_library):
         cached.cache_clear()
     yield
-    for cached in (dispatch._warn_once, dispatch._not_installed):
+    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_library):
         cached.cache_clear()
 
 

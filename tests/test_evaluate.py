@@ -262,7 +262,7 @@ def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
     [
         (("--tasks", "no-task"), "unknown task 'no-task': the tasks are text, needle,"),
         (("--lengths", "4096"), "prompts of 4,096 tokens are too long: the model's limit is 2,048"),
-        (("--lengths", "many"), "--lengths many: expected numbers, like 2048,8192"),
+        (("--lengths", "many"), "--lengths many: expected numbers of tokens, like 2048,8192"),
         (("--budgets", "0.1%", "--hard"), "a budget of 0.001 is 1 of 700 tokens"),
         (
             ("--hard", "--dense-layers", "0,1"),

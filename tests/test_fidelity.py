@@ -9,7 +9,7 @@ import torch
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.comparison import make_cache
-from bpc_calib.evaluation.fidelity import METRICS, FullAttention, probe
+from bpc_calib.evaluation.fidelity import METRICS, measure, probe
 from bpc_calib.evaluation.forcing import force, fork, prefill
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.statistics import mean, proportion
@@ -47,7 +47,7 @@ def test_metrics_are_the_sums_of_their_definitions(scaling):
     )
     rng = random.Random(0)
     chosen = torch.tensor([[sorted(rng.sample(range(20), 5)) for _ in range(3)] for _ in range(2)])
-    found = FullAttention(query, keys, values, scaling).kept(chosen)
+    found = measure(query, keys, values, chosen, scaling)
     assert found.shape == (2, 3, 4)
     for row in range(2):
         for head in range(3):
@@ -58,7 +58,7 @@ def test_metrics_are_the_sums_of_their_definitions(scaling):
 
 def test_choosing_all_tokens_keeps_everything():
     keys = torch.randn(1, 1, 9, 4, generator=torch.Generator().manual_seed(1))
-    found = FullAttention(keys[:, :, :2], keys, keys).kept(torch.arange(9).expand(1, 1, 9))
+    found = measure(keys[:, :, :2], keys, keys, torch.arange(9).expand(1, 1, 9))
     torch.testing.assert_close(found, torch.ones(1, 1, 4))
 
 
@@ -67,8 +67,7 @@ def test_a_choice_without_the_one_important_key_keeps_nothing():
     keys[0, 0, 3] = 40.0  # all weight is here
     values = torch.eye(10).unsqueeze(0).unsqueeze(0)[..., :4].contiguous()
     query = torch.ones(1, 1, 1, 4)
-    full = FullAttention(query, keys, values)
-    hit, miss = (full.kept(torch.tensor([[[i]]])) for i in (3, 0))
+    hit, miss = (measure(query, keys, values, torch.tensor([[[i]]])) for i in (3, 0))
     torch.testing.assert_close(hit[0, 0], torch.ones(4))
     torch.testing.assert_close(miss[0, 0], torch.zeros(4), atol=1e-6, rtol=0)
 

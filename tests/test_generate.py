@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from bpc_artifacts import save
 from bpc_calib import BPCCache, enable
 from bpc_calib.compat import with_cache
-from bpc_cli.decoding import decode, kv_bytes, make_decoder, why_empty
-from bpc_cli.generate import online_hint, print_comparison, what_to_try
+from bpc_cli.decoding import decode, kv_bytes, make_decoder
+from bpc_cli.decoding_report import online_hint, print_comparison, what_to_try, why_empty
 
 PROMPT = "the old stone bridge over the river saw a small lantern"
 ALL_SPARSE = ("--dense-layers", "none", "--min-tokens", "1")

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 @pytest.mark.emulated(group=["relative"], heads=[1, 16])
-@pytest.mark.parametrize("group", ["relative", "max"])
+@pytest.mark.parametrize("group", ["relative", "max", "sum"])
 @pytest.mark.parametrize(("heads", "bits"), [(1, 64), (4, 128), (16, 128)])
 def test_the_largest_scores_there_can_be(group, heads, bits):
     projection = torch.eye(bits, device=DEVICE).unsqueeze(0)
@@ -100,6 +100,14 @@ def test_attention_over_everything():
         everything = torch.arange(length, device=DEVICE).expand(2, -1)
         expected = sparse_attention(query[row], keys[row, :, :length], values[row, :, :length], everything)
         torch.testing.assert_close(found[row], expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
+
+
+@pytest.mark.emulated
+def test_the_papers_scores_by_popcount():
+    projection, encoded = cache(2, 2, 1100, 64, 64)
+    query = quantize_query(draw(2, 2, 4, 64, seed=3), projection)
+    found = backend.popcount_scores(query.values, encoded.codes)
+    assert torch.equal(found, hash_scores(query, encoded.codes, None).amax(-2))
 
 
 def test_the_same_every_time():

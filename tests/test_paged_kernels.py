@@ -43,7 +43,7 @@ STEPS = {  # lengths, k, heads on a KV head, head_dim, bits, tokens of a page, d
     "usual": ((300, 33, 288), (20, 33, 7), 4, 128, 64, 16, torch.bfloat16, {}),
     "float32": ((70, 96), (9, 11), 1, 64, 64, 32, torch.float32, {"recent": 4, "sink": 2}),
     "long": ((2600, 1), (60, 1), 2, 64, 64, 16, torch.float16, {}),
-    "128 bits": ((90,), (11,), 16, 64, 128, 48, torch.bfloat16, {}),
+    "128 bits": ((90,), (11,), 16, 64, 128, 48, torch.bfloat16, {"group": "sum"}),
     "32 bits": ((257, 40), (5, 6), 5, 80, 32, 16, torch.bfloat16, {"group": "max", "recent": 1}),
 }
 

@@ -132,7 +132,7 @@ def test_keys_are_hashed_into_their_slots(tokens, metric, dtype):
         ((70, 33), (9, 33), 3, {}),
         ((90, 96, 1), (9, 11, 1), 5, {"recent": 4, "sink": 2}),
         ((64,), (5,), 1, {"group": "max"}),
-        ((300, 280, 31, 32, 250, 33, 288), (20, 1, 3, 32, 30, 8, 13), 4, {"group": "max", "recent": 1}),
+        ((300, 280, 31, 32, 250, 33, 288), (20, 1, 3, 32, 30, 8, 13), 4, {"group": "sum", "recent": 1}),
     ],
     ids=["two", "three", "one", "seven"],
 )

@@ -88,7 +88,7 @@ RULES = [
     PAPER,
     PAPER | {"gain": True, "group": "relative", "sink": 3, "recent": 2},
     {"safeguard": 1.0, "recent": 0},
-    {"group": "max", "sink": 2},
+    {"group": "sum", "sink": 2},
     {"bits": 128},
 ]
 

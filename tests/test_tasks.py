@@ -229,11 +229,12 @@ def test_a_prompt_has_the_exact_length_if_tokens_span_sentences():
     parts = ["\nif x:\n", "\nfor y:\n"]
     assert len(tokenizer("".join(parts))["input_ids"]) < sum(len(tokenizer(part)["input_ids"]) for part in parts)
     problem = needle(random.Random(1))
-    prompt = hide(problem, tokenizer, 40_000, random.Random(2))
-    assert len(prompt.ids) == 40_000
-    text = tokenizer.decode(prompt.ids)
-    assert all(statement in text for statement in problem.statements)
-    assert text.endswith(problem.question + problem.start)
+    for style in (None, "code"):
+        prompt = hide(problem, tokenizer, 40_000, random.Random(2), style=style)
+        assert len(prompt.ids) == 40_000
+        text = tokenizer.decode(prompt.ids)
+        assert all(statement in text for statement in problem.statements)
+        assert text.endswith(problem.question + problem.start)
 
 
 def test_depth_is_the_place_of_the_needle():

@@ -1,22 +1,22 @@
 """Train the small Llama that comes with the package: from random weights, on made text, on a CPU.
 
     python training/demo_model.py FOLDER
+    python training/demo_model.py FOLDER --layers 3 --kv-heads 1 --head-dim 128   # the second model of the study
 
 Training is seeded; a run that was stopped goes on where it stopped when it is started again. Every sequence is filler
 with facts, and questions about them further on; the stages go from short and dense to long and sparse. `--tiny` checks
 the script in seconds.
 """
 
-import argparse
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import transformers
-from loop import Batch, make_model, run
+from loop import Batch, make_parser, run
+from small_llama import make_model
 from tokenizer import make_tokenizer
 from torch import Tensor
 
@@ -71,18 +71,22 @@ TINY = (Stage(2, 64, 2, (31, 32), MIXED, drills=0.5), Stage(1, 512, 1, (35, 100)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--tiny", action="store_true", help="three steps on short sequences, to check the script")
+    parser = make_parser(__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2, help="of 4 query heads")
+    parser.add_argument("--head-dim", type=int, default=64)
     arguments = parser.parse_args()
+
     tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    model = make_model(len(tokenizer))
+    torch.manual_seed(arguments.seed)
+    model = make_model(
+        len(tokenizer), layers=arguments.layers, kv_heads=arguments.kv_heads, head_dim=arguments.head_dim
+    )
     stages = TINY if arguments.tiny else STAGES
     steps = [stage for stage in stages for _ in range(stage.steps)]
 
     def batch(step: int) -> Batch:
-        drawn = [random.Random(f"0/{step}/{i}") for i in range(steps[step].batch)]
+        drawn = [random.Random(f"{arguments.seed}/{step}/{i}") for i in range(steps[step].batch)]
         ids, weights, answers = zip(*(sequence(rng, tokenizer, steps[step]) for rng in drawn), strict=True)
         return torch.stack(ids), torch.stack(weights), torch.stack(answers)
 

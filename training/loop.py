@@ -1,5 +1,6 @@
-"""A small Llama, trained in steps; a run that was stopped goes on where it stopped when it is started again."""
+"""Train a small model in steps; a run that was stopped goes on where it stopped when it is started again."""
 
+import argparse
 import json
 import time
 from collections.abc import Callable
@@ -7,62 +8,25 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_llama import make_optimizers
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-__all__ = ["Batch", "make_model", "run"]
+__all__ = ["Batch", "make_parser", "run"]
 
 Batch = tuple[Tensor, Tensor, Tensor]
 SAVE_EVERY = 100  # steps
-MUON_RATE, ADAM_RATE = 2e-3, 3e-3
 
 
-def make_model(vocabulary: int) -> transformers.LlamaForCausalLM:
-    """A Llama with random weights, whose residual stream starts with room for what layers write."""
-    hidden = 256
-    config = transformers.LlamaConfig(
-        vocab_size=-(-vocabulary // 64) * 64,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("embed_tokens.weight"):
-                weight.normal_()
-                weight[:, 0] = 1.0
-            elif name.endswith("model.norm.weight"):
-                weight.fill_(0.06)
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                weight.normal_(0, 0.01)
-            elif weight.dim() == 2:
-                weight.normal_(0, hidden**-0.5)
-    return model
-
-
-def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=ADAM_RATE, weight_decay=0.0, betas=(0.9, 0.95)),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return optimizers
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the arguments of every training."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="three steps on short sequences, to check the script")
+    return parser
 
 
 def run(
@@ -82,7 +46,7 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     optimizers = make_optimizers(model)
-    checkpoint = folder / "checkpoint.pt"
+    checkpoint = folder / "checkpoint.safetensors"
     step = resume(checkpoint, model, optimizers) if checkpoint.exists() else 0
     began = time.perf_counter()
     while step < steps:
@@ -135,15 +99,27 @@ def train(
 
 
 def save(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    held = {"model": model.state_dict(), "optimizers": [each.state_dict() for each in optimizers], "step": step}
+    tensors = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    for place, optimizer in enumerate(optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                tensors[f"optimizer.{place}.{index}.{key}"] = value
     part = path.with_suffix(".part")
-    torch.save(held, part)
+    save_file(tensors, part, metadata={"step": str(step)})
     part.replace(path)
 
 
 def resume(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    held = torch.load(path, weights_only=True)
-    model.load_state_dict(held["model"])
-    for optimizer, state in zip(optimizers, held["optimizers"], strict=True):
+    tensors = load_file(path)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(tensors[f"model.{name}"])
+    for place, optimizer in enumerate(optimizers):
+        state = optimizer.state_dict()
+        for name, value in tensors.items():
+            kind, *rest = name.split(".")
+            if kind == "optimizer" and int(rest[0]) == place:
+                state["state"].setdefault(int(rest[1]), {})[rest[2]] = value
         optimizer.load_state_dict(state)
-    return int(held["step"])
+    with safe_open(path, "pt") as file:
+        return int(file.metadata()["step"])

@@ -11,8 +11,15 @@ from bpc_calib.evaluation.tasks import TASKS
 from bpc_calib.text import made_text
 
 TRAINED = (  # tasks whose words are in the vocabulary
-    "needle", "single", "multi-key", "multi-value", "multi-query", "tracking", "common-words", "frequent-words",
-)  # fmt: skip
+    "needle",
+    "single",
+    "multi-key",
+    "multi-value",
+    "multi-query",
+    "tracking",
+    "common-words",
+    "frequent-words",
+)
 SPECIAL = ("<pad>", "<s>", "</s>")
 PATTERN = r" ?[A-Za-z]+| ?[0-9]{1,2}| ?[^\sA-Za-z0-9]+|\s"
 

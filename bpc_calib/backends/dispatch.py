@@ -1,4 +1,4 @@
-"""Where a step is computed: by Triton on a GPU, numba on a CPU, or plain torch. `BPC_BACKEND` names one for all.
+"""Where a step is computed: by Triton on a GPU, C++ on a CPU, or plain torch. `BPC_BACKEND` names one for all.
 
 Every function here has the signature of its plain torch function and returns what that returns.
 """
@@ -43,8 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("torch", "triton", "numba")
-OLDEST = {"triton": (3, 6), "numba": (0, 61)}
-INSTALL = {"triton": "pip install triton", "numba": "pip install 'bpc-calib[cpu]'"}
+OLDEST_TRITON = (3, 6)
 
 
 def find(device: torch.device) -> Backend:
@@ -79,12 +78,11 @@ def compiled(device: torch.device) -> str:
 def lacking(name: str, device: torch.device) -> str | None:
     """What a backend lacks to run on a device, and how to get it, if that helps; None: nothing."""
     if name == "triton":
-        return _not_installed("triton") or unfit(device)
+        return _without_triton() or unfit(device)
+    if name == "numba" and device.type != "cpu":
+        return f"needs tensors on the CPU, and they are on {device.type}"
     if name == "numba":
-        missing = _not_installed("numba")
-        if missing is None and device.type != "cpu":
-            missing = f"needs tensors on the CPU, and they are on {device.type}"
-        return missing
+        return _without_library()
     return None
 
 
@@ -109,7 +107,7 @@ def make_ready(device: torch.device, dtype: torch.dtype, *, fitting: bool) -> No
         return
     from bpc_calib.backends.cpu import ready
 
-    ready.make_ready(dtype, *ready.DECODING, *(("fit",) if fitting else ()))
+    ready.make_ready(dtype, *ready.DECODING)
 
 
 def begin_ready(device: torch.device, dtype: torch.dtype) -> None:
@@ -241,7 +239,7 @@ def _serving(request: Request) -> Backend:
     """The backend of the request's device where it serves the request, else plain torch."""
     device = request.tensor.device
     if torch.compiler.is_compiling() and device.type == "cpu" and named() != "triton":
-        return _load("torch")  # the compiler cannot see into what numba compiled
+        return _load("torch")  # the compiler cannot see into what was compiled before
     name = backend(device)
     found = _load(name)
     if (fault := found.serves(request)) is None:
@@ -258,28 +256,35 @@ def _load(name: str) -> Backend:
 
         return in_triton
     if name == "numba":
-        from bpc_calib.backends.cpu import backend as in_numba
+        from bpc_calib.backends.cpu import backend as on_cpu
 
-        return in_numba
+        return on_cpu
     from bpc_calib.backends import plain
 
     return plain
 
 
 @functools.cache
-def _not_installed(package: str) -> str | None:
-    """What is missing for a package; None: nothing."""
+def _without_triton() -> str | None:
+    """What about Triton is missing; None: nothing."""
     try:
-        if package == "triton":
-            from triton import __version__ as found
-        else:
-            from numba import __version__ as found
+        from triton import __version__ as found
     except ImportError:
-        return f"{package.replace('triton', 'Triton')} is not installed ({INSTALL[package]})"
+        return "Triton is not installed (pip install triton)"
     # As numbers: torch.compile cannot trace `packaging.version` with torch 2.8.
-    if tuple(map(int, found.split(".")[:2])) >= OLDEST[package]:
+    if tuple(map(int, found.split(".")[:2])) >= OLDEST_TRITON:
         return None
-    return f"{package.replace('triton', 'Triton')} {found} is older than {'.'.join(map(str, OLDEST[package]))}"
+    return f"Triton {found} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+
+
+@functools.cache
+def _without_library() -> str | None:
+    """Why the library of the kernels for a CPU cannot be used; None: it can."""
+    try:
+        from bpc_calib.backends.cpu import native  # noqa: F401
+    except ImportError as fault:
+        return str(fault)
+    return None
 
 
 @functools.cache

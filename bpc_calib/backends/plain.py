@@ -1,5 +1,6 @@
 """The plain torch backend: serves everything, on any device."""
 
+import torch
 from torch import Tensor
 
 from bpc_calib.backends.protocol import Request, Stage
@@ -9,14 +10,14 @@ from bpc_calib.method.dense_attention import dense_attention
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.paging import attend_pages, hash_into
-from bpc_calib.method.scoring import hash_scores, quantize_query
+from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.selection import select
 from bpc_calib.method.sparse_attention import sparse_attention
 from bpc_calib.method.stepping import step
 
 __all__ = [
     "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into",
-    "serves", "sparse_attention", "stages", "step",
+    "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 
@@ -45,3 +46,14 @@ def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[st
         "score": score,
         "select": lambda codes, gain: select(score(codes, gain), k),
     }
+
+
+def popcount_scores(values: Tensor, codes: Tensor) -> Tensor:
+    """The paper's scores, int32 `[B, H_KV, N]`, by the look-up tables of `hash_scores`.
+
+    Args:
+        values: int8 `[B, H_KV, G, H]`, of `quantize_query`.
+        codes: int64 `[B, H_KV, N, W]`.
+    """
+    scale = torch.ones(values.shape[:2], dtype=torch.float32, device=values.device)
+    return hash_scores(QuantizedQuery(values, scale), codes).amax(-2)

@@ -13,6 +13,7 @@ from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.stepping import Hashed
 
 __all__ = ["Backend", "Request", "Stage"]
@@ -111,3 +112,14 @@ class Backend(Protocol):
 
     def stages(self, query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
         """The stages `project`, `score` and `select` of `choose`, each with those before it: for benchmarks."""
+
+    def quantize_query(self, query: Tensor, projection: Tensor) -> QuantizedQuery:
+        """`bpc_calib.method.scoring.quantize_query` for queries `[B, H_KV, G, D]`, as `choose` rounds them."""
+
+    def popcount_scores(self, values: Tensor, codes: Tensor) -> Tensor:
+        """The paper's scores, to compare with: int32 `[B, H_KV, N]`, the largest over the heads of a group.
+
+        Args:
+            values: int8 `[B, H_KV, G, 64]`, rounded queries.
+            codes: int64 `[B, H_KV, N, 1]`.
+        """

@@ -1,1 +1,1 @@
-"""Speed beside its floors and dense attention: what `bpc bench` runs."""
+"""Speed beside its floors, dense attention and the paper's pipeline: what `bpc bench` runs."""

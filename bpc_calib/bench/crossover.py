@@ -7,39 +7,47 @@ from typing import Any
 
 import torch
 
-from bpc_calib.bench.dense import OURS
+from bpc_calib.bench.dense import to_beat
 from bpc_calib.bench.inputs import LayerShape, make, working_sets
 from bpc_calib.bench.layer import figures, right_forms, set_of
 from bpc_calib.bench.timing import timed
-from bpc_calib.errors import BPCError
+from bpc_calib.errors import BPCError, InputError
 from bpc_calib.method.budget import attended
 
 __all__ = ["compared", "find_crossover"]
 
 SHORTEST = 256  # at shorter lengths, the minimum of attended tokens is most of the context
 GRAIN = 256  # tokens; the result is a multiple
-BISECTIONS = 2
 
 
-def find_crossover(measure: Callable[[int], dict[str, Any]], longest: int) -> dict[str, Any]:
+def find_crossover(
+    measure: Callable[[int], dict[str, Any]], longest: int, *, shortest: int = SHORTEST, refinements: int = 2
+) -> dict[str, Any]:
     """Double the length until sparse wins twice in a row, then bisect between the last loss and the first win.
 
     Args:
         measure: returns the row of `compared` for a length.
-        longest: the largest length to measure, at least `SHORTEST`.
+        longest: the largest length to measure.
+        shortest: the first length to measure.
+        refinements: the number of bisections.
 
     Returns:
         `rows`, sorted by length, and `min_context`: the shortest measured length from which sparse always won; 0 if it
         won at every length, None if at no length.
+
+    Raises:
+        InputError: `longest` is below `shortest`.
     """
+    if longest < shortest:
+        raise InputError(f"the longest of --lengths is {longest:,}, but the crossover starts at {shortest:,}")
     rows: dict[int, dict[str, Any]] = {}
-    length = SHORTEST
+    length = shortest
     while length <= longest:
         rows[length] = measure(length)
         if rows[length]["sparse_wins"] and length // 2 in rows and rows[length // 2]["sparse_wins"]:
             break
         length *= 2
-    for _ in range(BISECTIONS):
+    for _ in range(refinements):
         first_win = _won_from(rows)
         below = [length for length in rows if first_win is not None and length < first_win]
         if first_win is None or not below or first_win - max(below) <= GRAIN:
@@ -79,22 +87,24 @@ def compared(
     k = attended(tokens, budget)
     sets = working_sets(shape, k, device)
     inputs = make(shape, replace(sets, codes=min(sets.codes, sets.steps)), device)
-    forms, notes = right_forms(inputs, device)
-    # Below `min_context` a model on a CPU runs torch's attention, not this package's.
-    rivals = [name for name in forms if name.startswith("dense/") and (device.type == "cuda" or OURS not in name)]
-    counts = {"step": sets.steps} | dict.fromkeys(rivals, sets.dense)
+    forms, notes = right_forms(inputs, device, papers=False)
+    timed_forms = {"step", *(f"dense/{name}" for name in to_beat(device))}
     calls = {
-        name: [functools.partial(forms[name], *set_of(inputs, i), k) for i in range(count)]
-        for name, count in counts.items()
+        name: [
+            functools.partial(form, *set_of(inputs, i), k) for i in range(sets.steps if name == "step" else sets.dense)
+        ]
+        for name, form in forms.items()
+        if name in timed_forms
     }
-    timings = {name: figures(samples, None, rate) for name, samples in timed(calls, repeats, device).items()}
-    ours = timings.pop("step")
-    dense = {name: row for name, row in timings.items() if row["median"]}
-    if not dense or not ours["median"]:
+    taken = timed(calls, repeats, device)
+    notes |= {name: samples for name, samples in taken.items() if isinstance(samples, str)}
+    timings = {name: figures(samples, None, rate) for name, samples in taken.items()}
+    dense = {name: row for name, row in timings.items() if name != "step" and row["median"]}
+    if not dense or not timings["step"]["median"]:
         what = "a step of BPC cannot be timed" if dense else "no dense form can be timed"
-        notes |= {name: row["note"] for name, row in ({"step": ours} | timings).items() if "note" in row}
         raise BPCError(f"{what} ({'; '.join(f'{name}: {note}' for name, note in notes.items())})")
     best = min(dense, key=lambda name: dense[name]["median"])
+    ours = timings["step"]
     row = {"tokens": tokens, "attended": k, "cold": sets.cold, "sparse": ours, "dense": dense[best]}
     row |= {"form": best.partition("/")[2], "times_dense": round(dense[best]["median"] / ours["median"], 3)}
     return row | {"sparse_wins": ours["median"] < dense[best]["median"]}

@@ -3,7 +3,6 @@
 import functools
 import math
 import resource
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.bench import dense
-from bpc_calib.bench.inputs import least_microseconds, repeated, room
+from bpc_calib.bench.inputs import decode_bytes, least_microseconds, repeated, room
 from bpc_calib.bench.machine import available_memory
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
 from bpc_calib.compat import attention_name, with_cache
@@ -69,15 +68,15 @@ def decode_rows(
     Raises:
         BPCError: no dense form is correct, or none could be timed in the model.
     """
-    device, length = model.device, tokens + 1
+    device = model.device
     description = describe(model.config)
-    heads, dim, dtype = description.kv_heads, description.head_dim, model.dtype
-    layer = (batch, heads, description.query_heads // heads, tokens, dim)
-    best, forms, faults = fastest(layer, dtype, device)
+    heads, group = description.kv_heads, description.query_heads // description.kv_heads
+    best, forms, faults = fastest((batch, heads, group, tokens, description.head_dim), model.dtype, device)
     cache = BPCCache(model.config, artifact, budget=1.0, dense_layers=dense_layers)
     sparse = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
+    rows = []
     with baseline(model, forms[best]) as switch:
-        fill(cache, model.config, batch, tokens, dtype, device)
+        fill(cache, model.config, batch, tokens, model.dtype, device)
         ids = torch.ones(batch, 1, dtype=torch.long, device=device)
 
         def use(budget: float | int, free: bool = False, form: str = best) -> None:
@@ -88,52 +87,35 @@ def decode_rows(
         variants |= {"free": functools.partial(use, 1.0, True)}
         variants |= {str(budget): functools.partial(use, budget) for budget in budgets}
         taken, peaks = _timed_variants(model, ids, cache, tokens, variants, repeats)
-    weights, experts = weight_bytes_read(model), has_experts(model.config)
+        weights = weight_bytes_read(model)
+        counted = not has_experts(model.config)
+        for budget in budgets:
+            use(budget)
+            read, full = cache.kv_bytes(tokens + 1)
+            token = 2 * heads * description.head_dim * model.dtype.itemsize
+            rest = full - len(sparse) * token * (tokens + 1)
+            row: dict[str, Any] = {"batch": batch, "tokens": tokens, "budget": budget}
+            row |= {"attended": sparse[0].count(tokens + 1)}
 
-    def figures(name: str, cached: int) -> dict[str, Any]:
-        """Return the figures of a variant that reads so many `cached` bytes per sequence."""
-        samples, peak = taken[name], {"peak_bytes": peaks.get(name)}
-        if isinstance(samples, str):
-            return {"milliseconds": None, "note": samples} | peak
-        median, spread = summary(samples, 3).values()
-        floor = None if experts else least_microseconds(weights + batch * cached, rate) / 1e3
-        return {
-            "milliseconds": median,
-            "spread": spread,
-            "tokens_per_second": round(1e3 * batch / median, 2),
-            "floor": None if floor is None else round(floor, 3),
-            "floor_share": None if floor is None else round(floor / median, 4),
-        } | peak
+            def figures_of(name: str, size: int) -> dict[str, Any]:
+                floor = least_microseconds(decode_bytes(weights, batch, size), rate) / 1e3 if counted else None
+                return _figures(taken[name], batch, floor) | {"peak_bytes": peaks.get(name)}
 
-    _, whole = cache.kv_bytes(length)
-    free = figures("free", whole - len(sparse) * length * 2 * heads * dim * dtype.itemsize)
-    dense_forms = {name: figures(f"dense/{name}", whole) for name in forms}
-    measured = {name: form for name, form in dense_forms.items() if form["milliseconds"]}
-    if not measured:
-        reasons = "; ".join(f"{name}: {form['note']}" for name, form in dense_forms.items())
-        raise BPCError(f"no dense attention could be timed in the model ({reasons})")
-    name = min(measured, key=lambda name: measured[name]["milliseconds"])
-    full = {"form": name} | measured[name]
-    rows = []
-    for budget in budgets:
-        cache.set_budget(budget)
-        ours = figures(str(budget), cache.kv_bytes(length)[0])
-        compared = {name: form | {"times_bpc": _ratio(form, ours)} for name, form in dense_forms.items()}
-        rows.append(
-            {
-                "batch": batch,
-                "tokens": tokens,
-                "budget": budget,
-                "attended": sparse[0].count(length),
-                "bpc": ours,
-                "free": free,
-                "full": full,
-                "dense_forms": compared | {name: {"milliseconds": None, "note": why} for name, why in faults.items()},
-                "times_full": _ratio(full, ours),
-                "limit_times_full": _ratio(full, free),
-                "limit_reached": _ratio(free, ours),
-            }
-        )
+            row["bpc"], row["free"] = figures_of(str(budget), read), figures_of("free", rest)
+            dense_forms = {name: figures_of(f"dense/{name}", full) for name in forms}
+            measured = {name: figures for name, figures in dense_forms.items() if figures["milliseconds"]}
+            if not measured:
+                reasons = "; ".join(f"{name}: {figures['note']}" for name, figures in dense_forms.items())
+                raise BPCError(f"no dense attention could be timed in the model ({reasons})")
+            name = min(measured, key=lambda name: measured[name]["milliseconds"])
+            row["full"] = {"form": name} | measured[name]
+            row["dense_forms"] = {
+                name: figures | {"times_bpc": _ratio(figures, row["bpc"])} for name, figures in dense_forms.items()
+            } | {name: {"milliseconds": None, "note": fault} for name, fault in faults.items()}
+            row["times_full"] = _ratio(row["full"], row["bpc"])
+            row["limit_times_full"] = _ratio(row["full"], row["free"])
+            row["limit_reached"] = _ratio(row["free"], row["bpc"])
+            rows.append(row)
     return rows
 
 
@@ -146,37 +128,45 @@ def _timed_variants(
         variants: by name, a function that switches model and cache to the variant.
     """
     device = model.device
-
-    def again() -> None:
-        step(model, ids, cache)
-        cache.rewind(tokens)
-
-    runs: dict[str, Callable[[], Any]] = {}
-    notes: dict[str, str] = {}
+    runs: dict[str, Callable[[], float]] = {}
+    taken: dict[str, list[float]] = {}
+    notes: dict[str, list[float] | str] = {}
     peaks: dict[str, int] = {}
     for name, use in variants.items():
         use()
         try:
-            again()  # hashes all keys before the timing
+            step(model, ids, cache)  # hashes all keys before the timing
+            cache.rewind(tokens)
             _reset_peak(device)
-            # Every replay of a graph writes the same slot, so the time is that of a step at this length.
-            run = captured([again], device)
-            run()
-            synchronize(device)
-            runs[name], peaks[name] = run, _peak(device)
+            runs[name] = prepared(model, ids, cache)
+            taken[name] = []
+            peaks[name] = _peak(device)
         except Exception as error:
             notes[name] = reason(error)
             cache.rewind(tokens)
-    taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        for name in [name for name in runs if name not in notes]:
+        for name, run in list(runs.items()):
             variants[name]()
             try:
-                taken[name].append(1e3 * clock(runs[name], device))
+                taken[name].append(1e3 * run())
             except Exception as error:
                 notes[name] = reason(error)
+                del runs[name]
                 cache.rewind(tokens)
-    return taken | notes, peaks
+    return {**taken, **notes}, peaks
+
+
+def _figures(samples: list[float] | str, batch: int, floor: float | None) -> dict[str, Any]:
+    if isinstance(samples, str):
+        return {"milliseconds": None, "note": samples}
+    about = summary(samples, 3)
+    return {
+        "milliseconds": about["median"],
+        "spread": about["spread"],
+        "tokens_per_second": round(1e3 * batch / about["median"], 2),
+        "floor": None if floor is None else round(floor, 3),
+        "floor_share": None if floor is None else round(floor / about["median"], 4),
+    }
 
 
 def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
@@ -189,6 +179,36 @@ def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
 def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """Run a decoding step of `ids [B, 1]`, which adds a token to the cache; return its logits `[B, 1, vocabulary]`."""
     return model(ids, **with_cache(cache), use_cache=True).logits
+
+
+def prepared(model: Any, ids: Tensor, cache: Any) -> Callable[[], float]:
+    """Return a function that times one step in seconds (a CUDA graph on a GPU) and restores the cache.
+
+    Args:
+        model: an enabled model.
+        ids: int64 `[B, 1]`, the token to feed.
+        cache: a `BPCCache` with the tokens before it.
+    """
+    device, length = model.device, cache.get_seq_length()
+
+    def again() -> None:
+        step(model, ids, cache)
+        cache.rewind(length)
+
+    if device.type == "cuda":
+        # Every replay writes the same slot, so the time is that of a step at this length.
+        run = captured([again], device)
+        run()
+        synchronize(device)
+        return lambda: clock(run, device)
+
+    def timed_step() -> float:
+        seconds = clock(lambda: step(model, ids, cache), device)
+        cache.rewind(length)
+        return seconds
+
+    timed_step()
+    return timed_step
 
 
 def fill(cache: Any, config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -267,14 +287,34 @@ def fastest(
     query = repeated((batch, heads, group, dim), dtype, generator, device)
     whole = (batch, heads, room(tokens), dim)
     keys, values = (repeated(whole, dtype, generator, device)[:, :, :tokens] for _ in range(2))
-    forms, faults = dense.correct_forms(query, keys, values, dense.exact(query[:1], keys[:1], values[:1]))
-    taken = timed({name: [functools.partial(form, query, keys, values)] for name, form in forms.items()}, 3, device)
-    faults |= {name: samples for name, samples in taken.items() if isinstance(samples, str)}
-    medians = {name: statistics.median(samples) for name, samples in taken.items() if not isinstance(samples, str)}
+    expected = dense.exact(query[:1], keys[:1], values[:1])
+    correct: dict[str, dense.Dense] = {}
+    faults: dict[str, str] = {}
+    for name, form in dense.forms(device).items():
+        if isinstance(form, str):
+            faults[name] = form
+            continue
+        try:
+            error = dense.error(form(query, keys, values)[:1], expected)
+        except Exception as fault:
+            faults[name] = reason(fault)
+            continue
+        if error < dense.TOLERANCE:
+            correct[name] = form
+        else:
+            faults[name] = f"not measured: its result is off by {error:.1e}"
+    calls = {name: [functools.partial(form, query, keys, values)] for name, form in correct.items()}
+    taken = timed(calls, 3, device)
+    medians: dict[str, float] = {}
+    for name, samples in taken.items():
+        if isinstance(samples, str):
+            faults[name] = samples
+        else:
+            medians[name] = sorted(samples)[1]
     if not medians:
         reasons = "; ".join(f"{name}: {note}" for name, note in faults.items())
         raise BPCError(f"no dense attention is correct on this machine ({reasons})")
-    return min(medians, key=lambda name: medians[name]), {name: forms[name] for name in medians}, faults
+    return min(medians, key=lambda name: medians[name]), {name: correct[name] for name in medians}, faults
 
 
 def weight_bytes_read(model: Any) -> int:

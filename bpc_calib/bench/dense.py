@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,54 +11,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.backends import dispatch
-from bpc_calib.bench.timing import reason
 
-__all__ = ["OURS", "Dense", "correct_forms", "exact", "fault", "folded", "forms", "matmul", "ours"]
+__all__ = ["TOLERANCE", "Dense", "error", "exact", "folded", "forms", "gpu_forms", "matmul", "ours", "to_beat"]
 
 # Relative error against float64 that rounding to 16 bits explains; a larger error means a wrong result.
 TOLERANCE = 0.02
-OURS = "(ours)"  # in the names of this package's own forms
 
 Dense = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def forms(device: torch.device) -> tuple[dict[str, Dense], dict[str, str]]:
-    """Return the dense forms by name, and why others are missing.
+def forms(device: torch.device) -> dict[str, Dense | str]:
+    """Return the dense forms by name, or a string that says why one is missing.
 
     A form accepts queries `[B, H_KV, G, D]` and keys and values `[B, H_KV, N, D]`. On a CPU the group is folded into
     the query's length, because SDPA with `enable_gqa` is 3 to 9 times slower there.
     """
-    if device.type == "cuda":
-        return _gpu_forms(device)
-    found: dict[str, Dense] = {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
-    if (name := dispatch.backend(device)) != "torch":
-        found[f"every token in {name} {OURS}"] = ours(device)
-    return found, {}
+    found = to_beat(device)
+    if device.type != "cuda" and (name := dispatch.backend(device)) != "torch":
+        found[f"every token in {name} (ours)"] = ours(device)
+    return found
 
 
-def correct_forms(
-    query: Tensor, keys: Tensor, values: Tensor, expected: Tensor
-) -> tuple[dict[str, Dense], dict[str, str]]:
-    """Return those of `forms` that compute attention, and why the others are left out.
+def to_beat(device: torch.device) -> dict[str, Dense | str]:
+    """Return those of `forms` that sparse attention must beat to be switched on: all on a GPU, torch's on a CPU.
 
-    Args:
-        query: `[B, H_KV, G, D]`.
-        keys, values: `[B, H_KV, N, D]`.
-        expected: `exact` attention of the first sequences, which are compared.
+    Below `min_context` a model on a CPU runs torch's, not this package's.
     """
-    found, missing = forms(query.device)
-    faults = {name: fault(functools.partial(form, query, keys, values), expected) for name, form in found.items()}
-    correct = {name: form for name, form in found.items() if not faults[name]}
-    return correct, {name: why for name, why in faults.items() if why} | missing
-
-
-def fault(form: Callable[[], Tensor], expected: Tensor) -> str:
-    """Return why a form is not measured: it fails, or its first sequences are not as expected; empty if it is right."""
-    try:
-        off = float((form()[: len(expected)].float() - expected).norm() / expected.norm())
-    except Exception as error:
-        return reason(error)
-    return "" if off < TOLERANCE else f"not measured: its result is off by {off:.1e}"
+    if device.type == "cuda":
+        return gpu_forms(device)
+    return {"SDPA, group folded": folded, "matmul, softmax, matmul": matmul}
 
 
 def folded(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -89,7 +70,13 @@ def exact(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.stack(heads, 1).float()
 
 
-def _gpu_forms(device: torch.device) -> tuple[dict[str, Dense], dict[str, str]]:
+def error(found: Tensor, right: Tensor) -> float:
+    """Return the relative error |found - right| / |right|."""
+    return float((found.float() - right).norm() / right.norm())
+
+
+def gpu_forms(device: torch.device) -> dict[str, Dense | str]:
+    """Return every dense form for an NVIDIA GPU, as `forms` does."""
 
     def through(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -101,22 +88,20 @@ def _gpu_forms(device: torch.device) -> tuple[dict[str, Dense], dict[str, str]]:
                 query.flatten(1, 2).unsqueeze(2), keys, values, enable_gqa=True
             ).unflatten(1, query.shape[1:3]).squeeze(3)  # fmt: skip
 
-    found: dict[str, Dense] = {}
-    missing: dict[str, str] = {}
+    found: dict[str, Dense | str] = {}
     makers = (
-        (f"split-KV in Triton {OURS}", functools.partial(ours, device)), ("FlashInfer", _flashinfer),
-        ("FlashAttention 3", functools.partial(_flash, "flash_attn_interface")),
-        ("FlashAttention 2", functools.partial(_flash, "flash_attn")),
+        ("split-KV in Triton (ours)", functools.partial(ours, device)), ("FlashInfer", _flashinfer),
+        ("FlashAttention 3", _flash3), ("FlashAttention 2", _flash2),
     )  # fmt: skip
     for name, make in makers:
         try:
             found[name] = make()
         except ImportError:
-            missing[name] = "not installed"
+            found[name] = "not installed"
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
         found[f"SDPA {name}, group folded"] = functools.partial(through, backend)
         found[f"SDPA {name}, enable_gqa"] = functools.partial(grouped, backend)
-    return found, missing
+    return found
 
 
 def ours(device: torch.device) -> Dense:
@@ -152,12 +137,18 @@ def _flashinfer() -> Dense:
     return decode
 
 
-def _flash(module: str) -> Dense:
-    """Return FlashAttention's decoding from the package of one of its versions."""
-    with_cache = import_module(module).flash_attn_with_kvcache
+def _flash2() -> Dense:
+    from flash_attn import flash_attn_with_kvcache
 
-    def decode(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        out = with_cache(query.flatten(1, 2).unsqueeze(1), keys.transpose(1, 2), values.transpose(1, 2))
-        return (out[0] if isinstance(out, tuple) else out).view_as(query)
+    return functools.partial(_flash, flash_attn_with_kvcache)
 
-    return decode
+
+def _flash3() -> Dense:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    return functools.partial(_flash, flash_attn_with_kvcache)
+
+
+def _flash(function: Callable[..., Any], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    out = function(query.flatten(1, 2).unsqueeze(1), keys.transpose(1, 2), values.transpose(1, 2))
+    return (out[0] if isinstance(out, tuple) else out).view_as(query)

@@ -11,7 +11,6 @@ from torch import Tensor
 from bpc_calib.backends.pages import in_huge_pages
 from bpc_calib.bench.machine import available_memory, cache_bytes
 from bpc_calib.errors import InputError
-from bpc_calib.method.choosing import Choice
 from bpc_calib.method.encoding import Encoder, make_encoder
 from bpc_calib.runtime.growing import LEAST_ROOM
 
@@ -21,6 +20,7 @@ __all__ = [
     "LayerShape",
     "Sets",
     "code_bytes",
+    "decode_bytes",
     "dense_bytes",
     "least_microseconds",
     "make",
@@ -54,7 +54,8 @@ class LayerShape:
     @property
     def cached_bytes(self) -> int:
         """The bytes of keys, values, codes and gains, including the spare room of their buffers."""
-        return dense_bytes(self, room(self.tokens)) + code_bytes(self.rows, room(self.tokens))
+        dense = dense_bytes(self.rows, room(self.tokens), self.dim, self.dtype.itemsize)
+        return dense + code_bytes(self.rows, room(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class LayerInputs:
     new: Tensor  # [B, H_KV, 1, D], the key of the new token
     projection: Tensor  # [H_KV, 64, D]
     encoder: Encoder  # with a metric and a mean, as from calibration
-    choice: Choice  # the default of a cache
+    plain: Encoder  # without metric and mean, as in the paper
     codes: Tensor  # int64 [sets.codes, B, H_KV, N, 1]
     gains: Tensor  # uint8 [sets.codes, B, H_KV, N]
     keys: Tensor  # [sets.keys, B, H_KV, N, D]
@@ -101,7 +102,10 @@ def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
     wanted = 4 * cache_bytes(device)
     most = min(free // 3, MOST_BYTES["cuda" if device.type == "cuda" else "cpu"])
     held = code_bytes(shape.rows, room(shape.tokens))
-    codes, dense, kept = code_bytes(shape.rows, shape.tokens), dense_bytes(shape, shape.tokens), dense_bytes(shape, k)
+    codes, dense, kept = (
+        code_bytes(shape.rows, shape.tokens),
+        *(dense_bytes(shape.rows, tokens, shape.dim, shape.dtype.itemsize) for tokens in (shape.tokens, k)),
+    )
     code_sets = max(1, min(-(-wanted // codes), most // 2 // held))
     fitting = max(1, (most - code_sets * held) // (shape.cached_bytes - held))
     key_sets = min(max(2, -(-wanted // kept)), fitting)
@@ -137,7 +141,7 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
         new=normal(*heads, 1, dim).to(dtype),
         projection=projection.to(dtype),
         encoder=encoder,
-        choice=Choice(scaling=dim**-0.5),
+        plain=make_encoder(projection, dtype),
         codes=codes.unsqueeze(-1)[:, :, :, :tokens],
         gains=gains[..., :tokens],
         keys=repeated(dense, dtype, generator, device)[:, :, :, :tokens],
@@ -167,20 +171,47 @@ def repeated(size: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     return whole
 
 
-def dense_bytes(shape: LayerShape, tokens: int) -> int:
-    """Return the bytes of the keys and values of so many tokens of each sequence."""
-    return shape.rows * tokens * shape.dim * 2 * shape.dtype.itemsize
+def dense_bytes(rows: int, tokens: int, dim: int, itemsize: int) -> int:
+    """Return the bytes of keys and values.
+
+    Args:
+        rows: KV heads of all sequences.
+        tokens: tokens of each row.
+        dim: head_dim.
+        itemsize: bytes of a number.
+    """
+    return rows * tokens * dim * 2 * itemsize
 
 
-def code_bytes(rows: int, tokens: int) -> int:
-    """Return the bytes of the codes of so many tokens of each row, and of their gains."""
-    return rows * tokens * (BITS // 8 + 1)
+def code_bytes(rows: int, tokens: int, *, bits: int = 64, gain: bool = True) -> int:
+    """Return the bytes of codes and gains.
+
+    Args:
+        rows: KV heads of all sequences.
+        tokens: tokens of each row.
+        bits: code length; a code fills whole words of 64 bits.
+        gain: whether there is a gain, one byte per code.
+    """
+    return rows * tokens * (8 * -(-bits // 64) + gain)
 
 
-def stage_bytes(shape: LayerShape, k: int) -> dict[str, int]:
-    """Return the byte floors of scoring, of attention to `k` tokens, and of both, since scores need not be written."""
-    codes, kept = code_bytes(shape.rows, shape.tokens), dense_bytes(shape, k)
+def stage_bytes(rows: int, tokens: int, k: int, dim: int, itemsize: int) -> dict[str, int]:
+    """Return the byte floors of scoring, of attention and of the whole step; scores need not leave the processor.
+
+    Args:
+        rows: KV heads of all sequences.
+        tokens: cached tokens of each row.
+        k: attended tokens of each row.
+        dim: head_dim.
+        itemsize: bytes of a number of keys and values.
+    """
+    codes, kept = code_bytes(rows, tokens), dense_bytes(rows, k, dim, itemsize)
     return {"score": codes, "attend": kept, "step": codes + kept}
+
+
+def decode_bytes(weights: int, batch: int, cache: int) -> int:
+    """Return the byte floor of a model's step: `weights` once, and `cache` bytes per sequence."""
+    return weights + batch * cache
 
 
 def least_microseconds(size: int, bytes_per_second: float) -> float:

@@ -1,11 +1,9 @@
 """Run the benchmark: check the settings, measure every part, and return the result with all that explains it."""
 
-import functools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -34,7 +32,6 @@ FEWEST, MOST = 16, limits.MOST_TOKENS  # tokens
 Progress = Callable[[float, str], None]
 Load = Callable[[], Any]
 Keep = Callable[[dict[str, Any]], None]
-Step = tuple[str, float, Callable[[Progress], None]]  # what is measured, about how long it takes, and the work
 
 
 def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) -> None:
@@ -46,7 +43,7 @@ def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) 
         raise InputError("--parts: give at least one")
     for name, values, least, most in (
         ("--lengths", settings.lengths, FEWEST, MOST - 1),
-        ("--prefill-tokens", None if settings.prefill_tokens is None else [settings.prefill_tokens], FEWEST, MOST - 1),
+        ("--prefill-tokens", _one(settings.prefill_tokens), FEWEST, MOST - 1),
         ("--batch-sizes", settings.batch_sizes, 1, 4096),
         ("--repeats", (settings.repeats,), 1, 1000),
     ):
@@ -93,7 +90,6 @@ def run(
     """
     check(settings, config, artifact)
     began = time.monotonic()
-    parts = ("crossover",) if settings.crossover else tuple(part for part in PARTS if part in settings.parts)
     description = describe(config)
     group = description.query_heads // description.kv_heads
     base = LayerShape(1, description.kv_heads, group, description.head_dim, FEWEST, dtype)
@@ -106,13 +102,14 @@ def run(
         for batch in settings.batch_sizes
         for tokens in ((max(lengths),) if settings.crossover else lengths)
     ]
-    decoded = [(batch, tokens) for batch in settings.batch_sizes for tokens in decode_lengths]
-    for shape in shapes if {"layer", "crossover"} & set(parts) else ():
-        working_sets(shape, shape.tokens, device)
-    if "decode" in parts:
+    if settings.crossover or "layer" in settings.parts:
+        for shape in shapes:
+            working_sets(shape, shape.tokens, device)
+    if "decode" in settings.parts and not settings.crossover:
         weights = decode.total_bytes(config, dtype)
-        for batch, tokens in decoded:
-            decode.check_memory(config, weights, batch, tokens, dtype, device)
+        for batch in settings.batch_sizes:
+            for tokens in decode_lengths:
+                decode.check_memory(config, weights, batch, tokens, dtype, device)
     resolved = asdict(settings) | {
         "lengths": lengths, "decode_lengths": decode_lengths, "prefill_tokens": prefill_tokens, "group_size": group,
         "kv_heads": base.kv_heads, "head_dim": base.dim, "dtype": str(dtype).removeprefix("torch."),
@@ -130,33 +127,11 @@ def run(
     rate = result["memory_bandwidth"]["bytes_per_second"]
     if (seconds := compile_seconds(replace(base, tokens=256), device)) is not None:
         result["compile_seconds"] = seconds
-    for part in parts:
-        result[part] = {"rows": []} if part in ("decode", "prefill") else []
-    work = _Run(settings, config, load, artifact, base, device, rate, result)
-    steps: list[Step] = []
-    if "layer" in parts:
-        steps += [
-            (f"layer, {shape.tokens:,} tokens", 60_000 + shape.batch * shape.tokens, partial(work.layer, shape))
-            for shape in shapes
-        ]
-    if "decode" in parts:
-        steps += [
-            (f"decode, {tokens:,} tokens", 60_000 + batch * tokens, partial(work.decode, batch, tokens))
-            for batch, tokens in decoded
-        ]
-    if "prefill" in parts:
-        steps.append((f"prefill, {prefill_tokens:,} tokens", 100_000, partial(work.prefill, prefill_tokens)))
-    if "crossover" in parts:
-        steps += [
-            (
-                f"crossover, batch {shape.batch}, group {group}, budget {budget}",
-                1,
-                partial(work.crossover, shape, budget),
-            )
-            for shape in shapes
-            for budget in settings.budgets
-        ]
-    if not _measure(steps, result, progress, keep):
+    if settings.crossover:
+        measured = _crossovers(settings, shapes, rate, device, progress, result, keep)
+    else:
+        measured = _parts(settings, config, load, artifact, base, shapes, result, progress, keep)
+    if not measured:
         raise BPCError("; ".join(f"{missing['what']}: {missing['note']}" for missing in result["left_out"]))
     progress(1.0, "done")
     result["seconds"] = round(time.monotonic() - began, 1)
@@ -164,93 +139,143 @@ def run(
     return result
 
 
-def _measure(steps: Sequence[Step], result: dict[str, Any], progress: Progress, keep: Keep) -> bool:
-    """Do all steps, and note which ones failed; return whether anything was measured."""
-    measured, done, total = False, 0.0, sum(weight for _, weight, _ in steps)
-    for what, weight, add in steps:
-
-        def report(share: float, what: str, done: float = done, weight: float = weight) -> None:
-            progress((done + share * weight) / total, what)
-
-        report(0.0, what)
+def _parts(
+    settings: Settings,
+    config: Any,
+    load: Load,
+    artifact: ProjectionArtifact | None,
+    base: LayerShape,
+    shapes: list[LayerShape],
+    result: dict[str, Any],
+    progress: Progress,
+    keep: Keep,
+) -> bool:
+    """Add every part to the result; return whether anything was measured."""
+    resolved, rate, device = result["settings"], result["memory_bandwidth"]["bytes_per_second"], result["device"]
+    steps = _steps(settings, shapes, resolved["decode_lengths"], resolved["prefill_tokens"])
+    done, total = 0.0, sum(weight for _, _, weight in steps)
+    model = None
+    for part in PARTS:
+        if part in settings.parts:
+            result[part] = [] if part == "layer" else {"rows": []}
+    measured = False
+    for part, what, weight in steps:
+        progress(done / total, _say(part, what))
         try:
-            add(report)
+            if part == "layer":
+                result[part] += layer_rows(what, settings.budgets, rate, settings.repeats, torch.device(device))
+            else:
+                if model is None:
+                    model, projections = load(), artifact or random_artifact(config)
+                facts = _model_facts(model, describe(config), artifact, resolved["decode_lengths"])
+                rows = result[part]["rows"]
+                result[part] = facts | {"rows": rows}
+                for row in _of_model(part, model, projections, what, settings, base, rate, torch.device(device)):
+                    rows.append(row)
             measured = True
         except Exception as error:
-            result.setdefault("left_out", []).append({"what": what, "note": reason(error)})
+            result.setdefault("left_out", []).append({"what": _say(part, what), "note": reason(error)})
         keep(result)
         done += weight
-        if torch.cuda.is_available():
+        if device.startswith("cuda"):
             torch.cuda.empty_cache()
     return measured
 
 
-@dataclass
-class _Run:
-    """The measurements of a run. Each adds its rows to `result`, and may report its progress."""
+def _one(value: int | None) -> tuple[int, ...] | None:
+    return None if value is None else (value,)
 
-    settings: Settings
-    config: Any
-    load: Load
-    artifact: ProjectionArtifact | None
-    base: LayerShape
-    device: torch.device
-    rate: float  # memory bandwidth, in bytes per second
-    result: dict[str, Any]
 
-    def layer(self, shape: LayerShape, report: Progress) -> None:
-        settings = self.settings
-        self.result["layer"] += layer_rows(shape, settings.budgets, self.rate, settings.repeats, self.device)
+def _steps(
+    settings: Settings, shapes: list[LayerShape], decode_lengths: tuple[int, ...], prefill_tokens: int
+) -> list[tuple[str, Any, float]]:
+    """Return the measurements in order, each with its part and its approximate relative duration."""
+    steps: list[tuple[str, Any, float]] = []
+    if "layer" in settings.parts:
+        steps += [("layer", shape, 60_000 + shape.batch * shape.tokens) for shape in shapes]
+    if "decode" in settings.parts:
+        steps += [
+            ("decode", (batch, tokens), 60_000 + batch * tokens)
+            for batch in settings.batch_sizes
+            for tokens in decode_lengths
+        ]
+    if "prefill" in settings.parts:
+        steps.append(("prefill", prefill_tokens, 100_000))
+    return steps
 
-    def decode(self, batch: int, tokens: int, report: Progress) -> None:
-        settings, rows = self.settings, self.rows_of_model("decode")
-        decode.check_memory(self.model.config, 0, batch, tokens, self.model.dtype, self.device)
-        rows += decode.decode_rows(
-            self.model, self.projections, batch, tokens, settings.budgets, settings.dense_layers, self.rate,
-            settings.repeats,
-        )  # fmt: skip
 
-    def prefill(self, tokens: int, report: Progress) -> None:
-        rows, repeats = self.rows_of_model("prefill"), math.ceil(self.settings.repeats / 3)
-        rows.append(prefill.prefill_row(self.model, self.projections, tokens, self.settings.dense_layers, repeats))
-        for length in sorted({tokens, *(self.settings.lengths or (PROMPT,))}):
-            rows.append(prefill.hashing_row(replace(self.base, tokens=length), repeats, self.device))
+def _say(part: str, what: Any) -> str:
+    if part == "layer":
+        return f"layer, {what.tokens:,} tokens"
+    return f"decode, {what[1]:,} tokens" if part == "decode" else f"prefill, {what:,} tokens"
 
-    def crossover(self, shape: LayerShape, budget: float | int, report: Progress) -> None:
-        def measure(tokens: int) -> dict[str, Any]:
+
+def _of_model(
+    part: str,
+    model: Any,
+    artifact: ProjectionArtifact,
+    what: Any,
+    settings: Settings,
+    base: LayerShape,
+    rate: float,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    if part == "decode":
+        batch, tokens = what
+        decode.check_memory(model.config, 0, batch, tokens, model.dtype, device)
+        yield from decode.decode_rows(
+            model, artifact, batch, tokens, settings.budgets, settings.dense_layers, rate, settings.repeats
+        )
+        return
+    yield prefill.prefill_row(model, artifact, what, settings.dense_layers, math.ceil(settings.repeats / 3))
+    for tokens in sorted({what, *(settings.lengths or (PROMPT,))}):
+        yield prefill.hashing_row(replace(base, tokens=tokens), math.ceil(settings.repeats / 3), device)
+
+
+def _crossovers(
+    settings: Settings,
+    shapes: list[LayerShape],
+    rate: float,
+    device: torch.device,
+    progress: Progress,
+    result: dict[str, Any],
+    keep: Keep,
+) -> bool:
+    """Add every crossover to the result; return whether anything was measured."""
+    result["crossover"] = []
+    cases = [(shape, budget) for shape in shapes for budget in settings.budgets]
+    for i, (shape, budget) in enumerate(cases):
+
+        def measure(tokens: int, i: int = i, shape: LayerShape = shape, budget: float | int = budget) -> dict[str, Any]:
             walked = math.log2(tokens / SHORTEST) / max(1.0, math.log2(shape.tokens / SHORTEST))
-            report(0.9 * min(1.0, walked), f"crossover, {tokens:,} tokens")
-            return compared(shape, tokens, budget, self.rate, self.settings.repeats, self.device)
+            progress((i + 0.9 * min(1.0, walked)) / len(cases), f"crossover, {tokens:,} tokens")
+            return compared(shape, tokens, budget, rate, settings.repeats, device)
 
         about = {"batch": shape.batch, "group": shape.group, "budget": budget}
-        self.result["crossover"].append(about | find_crossover(measure, shape.tokens))
+        try:
+            result["crossover"].append(about | find_crossover(measure, shape.tokens))
+        except Exception as error:
+            what = f"crossover, batch {shape.batch}, group {shape.group}, budget {budget}"
+            result.setdefault("left_out", []).append({"what": what, "note": reason(error)})
+        keep(result)
+    return bool(result["crossover"])
 
-    @functools.cached_property
-    def model(self) -> Any:
-        """The model, loaded when a part needs it."""
-        return self.load()
 
-    @functools.cached_property
-    def projections(self) -> ProjectionArtifact:
-        """The projections of the model, or random ones."""
-        return self.artifact or random_artifact(self.config)
-
-    def rows_of_model(self, part: str) -> list[dict[str, Any]]:
-        """Return the rows of a part that measures the model, after writing what is known about it beside them."""
-        description, on_gpu = describe(self.config), self.model.device.type == "cuda"
-        limit = description.context_limit
-        rows: list[dict[str, Any]] = self.result[part]["rows"]
-        self.result[part] = {
-            "model": description.id,
-            "layers": description.num_layers,
-            "mlp": getattr(self.model.config.get_text_config(), "intermediate_size", None),
-            "vocabulary": description.vocab_size,
-            "experts": decode.has_experts(self.model.config),
-            "weight_bytes_read": decode.weight_bytes_read(self.model),
-            "projections": "random" if self.artifact is None else self.artifact.metadata["algorithm"]["name"],
-            "positions_beyond_limit": limit is not None and max(self.result["settings"]["decode_lengths"]) >= limit,
-            "peak_memory": "allocated on the GPU" if on_gpu else "resident set of the process, libraries included",
-            "graphs": on_gpu,
-            "rows": rows,
-        }
-        return rows
+def _model_facts(
+    model: Any, description: Any, artifact: ProjectionArtifact | None, lengths: tuple[int, ...]
+) -> dict[str, Any]:
+    limit = description.context_limit
+    text = model.config.get_text_config()
+    on_gpu = model.device.type == "cuda"
+    return {
+        "model": description.id,
+        "layers": description.num_layers,
+        "mlp": getattr(text, "intermediate_size", None),
+        "vocabulary": description.vocab_size,
+        "experts": decode.has_experts(model.config),
+        "weight_bytes_read": decode.weight_bytes_read(model),
+        "projections": "random" if artifact is None else artifact.metadata["algorithm"]["name"],
+        "positions_beyond_limit": limit is not None and max(lengths) >= limit,
+        "peak_memory": "allocated on the GPU" if on_gpu else "resident set of the process, libraries included",
+        "graphs": on_gpu,
+    }

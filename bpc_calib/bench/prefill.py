@@ -1,6 +1,5 @@
 """The cost of hashing: in the prefill of a whole model, and for the keys of one layer."""
 
-import functools
 from typing import Any
 
 import torch
@@ -45,13 +44,17 @@ def prefill_row(
             for name, budget in (("full", 1.0), ("bpc", BUDGET)):
                 cache = BPCCache(model.config, artifact, budget=budget, dense_layers=dense_layers)
                 synchronize(device)
-                run = functools.partial(model, ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
-                seconds = {name: clock(run, device)}
+
+                def run(cache: Any = cache) -> None:
+                    model(ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
+
+                seconds = clock(run, device)
+                hashing = 0.0
                 if name == "bpc":
-                    seconds["hashing"] = clock(functools.partial(hash_all, cache), device)
-                    seconds["bpc"] += seconds["hashing"]
-                for each, taken in seconds.items() if repeat else ():  # the first repeat is a warm-up
-                    samples[each].append(taken)
+                    hashing = clock(lambda cache=cache: hash_all(cache), device)  # type: ignore[misc]
+                if repeat:  # the first repeat is a warm-up
+                    samples[name].append(seconds + hashing)
+                    samples["hashing"] += [hashing] if name == "bpc" else []
     finally:
         disable(model)
     seconds_of = {name: summary(values, 4) for name, values in samples.items()}

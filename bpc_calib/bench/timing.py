@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bpc_calib.bench.machine import cache_bytes
 
@@ -14,7 +15,6 @@ __all__ = ["Call", "bandwidth", "captured", "clock", "copies", "reason", "summar
 
 STEPS = 32  # minimum number of calls per timed sample on a GPU
 WARM_UP = 3
-REPEATS = 7  # of a measurement of the bandwidth
 
 Call = Callable[[], Any]
 
@@ -26,6 +26,8 @@ def reason(error: Exception) -> str:
 
 def summary(samples: Sequence[float], digits: int = 2) -> dict[str, Any]:
     """Return the rounded median and, as `spread`, minimum and maximum."""
+    if not samples:
+        return {"median": None, "spread": None}
     median, least, most = statistics.median(samples), min(samples), max(samples)
     return {"median": round(median, digits), "spread": [round(least, digits), round(most, digits)]}
 
@@ -68,19 +70,22 @@ def captured(calls: Sequence[Call], device: torch.device) -> Call:
     return graph.replay
 
 
-def timed(forms: Mapping[str, Sequence[Call]], repeats: int, device: torch.device) -> dict[str, list[float] | str]:
+def timed(
+    forms: Mapping[str, Sequence[Call]], repeats: int, device: torch.device, *, graphs: bool = True
+) -> dict[str, list[float] | str]:
     """Return microseconds per call of each form, in `repeats` samples taken in turn; or why it was not timed.
 
     Args:
         forms: a list of calls per form. The calls do the same work on different working sets, so that a set has left
             the caches when it is used again.
+        graphs: whether to replay the calls of a form as a CUDA graph on a GPU.
     """
     runs: dict[str, tuple[Call, int]] = {}
     samples: dict[str, list[float] | str] = {}
     for name, calls in forms.items():
         try:
             calls[0]()
-            run = captured(calls, device)
+            run = captured(calls, device) if graphs else functools.partial(_in_turn, calls)
             run()
             synchronize(device)
         except Exception as error:
@@ -96,12 +101,13 @@ def timed(forms: Mapping[str, Sequence[Call]], repeats: int, device: torch.devic
     return samples | taken
 
 
-def copies(size: int, device: torch.device) -> list[float]:
+def copies(size: int, device: torch.device, repeats: int = 7) -> list[float]:
     """Return bytes per second of copies of `size` bytes in the device's memory, counting reads and writes."""
     source = torch.ones(size // 4, device=device)
-    copy = functools.partial(torch.empty_like(source).copy_, source)
+    target: Tensor = torch.empty_like(source)
+    copy = functools.partial(target.copy_, source)
     copy()
-    return [2 * source.nbytes / clock(copy, device) for _ in range(REPEATS)]
+    return [2 * source.nbytes / clock(copy, device) for _ in range(repeats)]
 
 
 def bandwidth(device: torch.device) -> dict[str, Any]:
@@ -114,12 +120,17 @@ def bandwidth(device: torch.device) -> dict[str, Any]:
     size = max(1 << 28, 4 * cache_bytes(device)) if device.type != "cuda" else 1 << 31
     source = torch.ones(size // 8, dtype=torch.int64, device=device)
     source.sum()
-    rates = {"streaming read": [source.nbytes / clock(source.sum, device) for _ in range(REPEATS)]}
+    rates = {"streaming read": [source.nbytes / clock(source.sum, device) for _ in range(7)]}
     del source
     rates["copy, bytes read and written"] = copies(size, device)
     best = max(rates, key=lambda name: statistics.median(rates[name]))
-    rate, spread = summary(rates[best], 0).values()
-    return {"bytes_per_second": rate, "spread": spread, "by": best, "working_set_bytes": size}
+    about = summary(rates[best], 0)
+    return {
+        "bytes_per_second": about["median"],
+        "spread": about["spread"],
+        "by": best,
+        "working_set_bytes": size,
+    }
 
 
 def _in_turn(calls: Sequence[Call]) -> None:

@@ -17,7 +17,7 @@ from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projecting import project
 from bpc_calib.calibration.ranks import Ranks
 from bpc_calib.calibration.run_text import Text, read_text, stored_text
-from bpc_calib.calibration.stored import LAYERS, read_layers, wait_for_files
+from bpc_calib.calibration.stored import read_layers, wait_for_layers
 from bpc_calib.calibration.work_folder import WorkFolder, broadcast_work, join_work_folder, open_work_folder
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
@@ -94,7 +94,7 @@ def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress
     broadcast_work(work)
     _finish(load, text.tokens, work, progress)
     if work.ranks.count > 1:
-        wait_for_files(work.path, LAYERS, work.plan.model.full_layers)
+        wait_for_layers(work.path, work.plan)
     fits = read_layers(work.path, work.plan)
     return contents(work.plan, text.sources, work.journal.weights["dtype"], fits)
 

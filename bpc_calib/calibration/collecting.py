@@ -9,8 +9,8 @@ from torch import Tensor
 from bpc_calib.calibration.keys import sample_keys
 from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.positions import first_positions, key_positions
-from bpc_calib.calibration.ranks import LOADING, samples_of
-from bpc_calib.calibration.stored import SAMPLES, read_sums, wait_for_files, write_sample, write_sums
+from bpc_calib.calibration.ranks import samples_of
+from bpc_calib.calibration.stored import read_sums, wait_for_samples, write_sample, write_sums
 from bpc_calib.calibration.work_folder import WorkFolder, check_room, check_same
 from bpc_calib.models.loading import weights_identity
 from bpc_calib.models.observation import verify
@@ -41,7 +41,6 @@ def collect(
     mine = samples_of(plan, work.samples, ranks.rank, ranks.count)
     model = load() if mine else None
     _agree_on_weights(model, work)
-    ranks.barrier("weights", within=LOADING)  # from here on no rank loads, so that slow steps are stuck
     positions, offsets, summed = key_positions(plan), first_positions(plan), set(plan.summed)
 
     def show(more: int = 0) -> int:
@@ -74,7 +73,7 @@ def collect(
         done = show(int(writes))
     ranks.barrier("keys", show)
     if ranks.count > 1:
-        wait_for_files(work.path, SAMPLES, range(plan.samples))
+        wait_for_samples(work.path, plan)
 
 
 def _agree_on_weights(model: Any, work: WorkFolder) -> None:

@@ -1,7 +1,6 @@
 """Fit every layer from the keys in a work folder, a few layers in memory at a time."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -16,7 +15,7 @@ from bpc_calib.calibration.ranks import layers_of
 from bpc_calib.calibration.stored import LayerFit, read_layer, total_moments, write_layer
 from bpc_calib.calibration.work_folder import WorkFolder
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.fitting import mean_key, residual_norms
+from bpc_calib.method.fitting import Fit, mean_key, residual_norms
 from bpc_calib.method.metric import score_metric
 
 __all__ = ["fit_layers", "layers_at_once", "project"]
@@ -116,42 +115,64 @@ def fit_layers(
     """
     method, shape = plan.method, keys.shape[:2]
     keys, held_out = keys.flatten(0, 1), None if held_out is None else held_out.flatten(0, 1)
-    metric = None if moments is None else score_metric(moments.flatten(0, 1))
     heads = max(1, FITTED_AT_ONCE // (keys[0].numel() * 8))
     if device.type == "cpu":
         heads = max(heads, torch.get_num_threads())  # each thread fits a head
-    parts: dict[str, list[Tensor]] = defaultdict(list)
+    metric = None
+    if moments is not None and method.metric:
+        metric = score_metric(moments.flatten(0, 1))
+    fits: list[Fit] = []
+    measured: list[Tensor] = []
     for first in range(0, len(keys), heads):
         part = slice(first, first + heads)
         some = keys[part].to(device)
-        mean = None
-        if method.centred:
-            mean = mean_key(some, None if centring is None else centring.to(device).expand(some.shape[:-1]))
-        found = fit(
-            some,
-            plan.bits,
-            iterations=method.iterations,
-            rounds=method.rounds,
-            metric=None if metric is None else metric[part].to(device),
-            mean=mean,
-            generator=torch.Generator().manual_seed(plan.seed),
-        )
-        made = {"projection": found.projection, "metric": found.metric, "mean": found.mean}
-        made["residual"] = _relative(found.residual_norms).float()
+        mean = _mean(some, centring) if method.centred else None
+        found = _fit(some, None if metric is None else metric[part].to(device), mean, plan)
+        fits.append(found)
         if held_out is not None:
             other = held_out[part].to(device)
-            norms = residual_norms(other, found.projection, metric=found.metric, mean=found.mean)
-            made["held_out"] = _relative(norms)[..., -1]
-        for name, tensor in made.items():
-            if tensor is not None:
-                parts[name].append(tensor.cpu())
-    whole = {name: torch.cat(each).unflatten(0, shape) for name, each in parts.items()}
-    fits = []
-    for i in range(shape[0]):
-        tensors = {name: each[i] for name, each in whole.items()}
-        measured = tensors.pop("held_out", None)
-        fits.append(LayerFit(LayerProjection(**{name: each.numpy() for name, each in tensors.items()}), measured))
-    return fits
+            measured.append(residual_norms(other, found.projection, metric=found.metric, mean=found.mean).cpu())
+
+    def by_layer(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.cpu() for part in parts]).unflatten(0, shape)
+
+    projection = by_layer([found.projection for found in fits])
+    residual = _relative(by_layer([found.residual_norms for found in fits])).float()
+    measure = _relative(by_layer(measured))[..., -1] if measured else None
+    mean, metrics = (
+        by_layer(parts) if (parts := [part for found in fits if (part := getattr(found, name)) is not None]) else None
+        for name in ("mean", "metric")
+    )
+    return [
+        LayerFit(
+            LayerProjection(
+                projection=projection[i].numpy(),
+                residual=residual[i].numpy(),
+                metric=None if metrics is None else metrics[i].numpy(),
+                mean=None if mean is None else mean[i].numpy(),
+            ),
+            None if measure is None else measure[i],
+        )
+        for i in range(shape[0])
+    ]
+
+
+def _mean(keys: Tensor, centring: Tensor | None) -> Tensor:
+    """The mean of some keys of each head."""
+    return mean_key(keys, None if centring is None else centring.to(keys.device).expand(keys.shape[:-1]))
+
+
+def _fit(keys: Tensor, metric: Tensor | None, mean: Tensor | None, plan: Plan) -> Fit:
+    method, generator = plan.method, torch.Generator().manual_seed(plan.seed)
+    return fit(
+        keys,
+        plan.bits,
+        iterations=method.iterations,
+        rounds=method.rounds,
+        metric=metric,
+        mean=mean,
+        generator=generator,
+    )
 
 
 def _relative(norms: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpc_calib.calibration.stored import read_intact, read_tensors, read_whole, write_tensors
+from bpc_calib.calibration.stored import DamagedError, is_intact, keep_intact, read_tensors, write_tensors
 from bpc_calib.calibration.work_folder import WorkFolder, check_same
 from bpc_calib.errors import WorkError
 from bpc_calib.text.corpora import pin
@@ -59,8 +59,7 @@ def read_text(
         noted = work.journal.sources[place] if place < len(work.journal.sources) else None
         if corpus.repo and corpus.revision is None:
             corpus = replace(corpus, revision=noted["revision"]) if noted else pin(corpus)
-        kept = {place: stored} if corpus.repo and noted else {}
-        drawn = read_intact(kept, lambda path: read_whole(path, {"tokens"})["tokens"].clone()).get(place)
+        drawn = _stored_tokens(stored) if corpus.repo and noted else None
         if drawn is None:
             drawn = draw_corpus(
                 corpus,
@@ -91,11 +90,21 @@ def stored_text(work: WorkFolder) -> Tensor:
     Raises:
         WorkError: a file is damaged.
     """
-    return torch.cat([read_tensors(_file(work, place))["tokens"] for place in range(len(work.journal.sources))])
+    try:
+        return torch.cat(
+            [read_tensors(_file(work, place))["tokens"].clone() for place in range(len(work.journal.sources))]
+        )
+    except DamagedError as fault:
+        raise WorkError(f"{fault}: damaged since it was written: run the same command again") from None
 
 
 def _file(work: WorkFolder, place: int) -> Path:
     return work.path / "text" / f"{place}.safetensors"
+
+
+def _stored_tokens(path: Path) -> Tensor | None:
+    intact = keep_intact({0: path}, lambda path: is_intact(path, {"tokens"}))
+    return read_tensors(path)["tokens"].clone() if intact else None
 
 
 def _check_text(folder: Path, noted: dict[str, Any], found: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeVar
 
 import safetensors
 import safetensors.torch
@@ -25,12 +24,11 @@ from bpc_calib.calibration.plan import Plan
 from bpc_calib.errors import WorkError
 
 __all__ = [
-    "LAYERS", "SAMPLES", "DamagedError", "LayerFit", "intact_layers", "intact_samples", "read_intact", "read_layer",
-    "read_layers", "read_sums", "read_tensors", "read_whole", "summed_samples", "total_moments", "wait_for_files",
-    "write_layer", "write_sample", "write_sums", "write_tensors",
+    "DamagedError", "LayerFit", "intact_layers", "intact_samples", "is_intact", "keep_intact", "read_layer",
+    "read_layers", "read_sums", "read_tensors", "summed_samples", "total_moments", "wait_for_layers",
+    "wait_for_samples", "write_layer", "write_sample", "write_sums", "write_tensors",
 ]  # fmt: skip
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SAMPLES, MOMENTS, LAYERS = "samples", "moments", "layers"  # folders; a file per sample, group of samples, and layer
@@ -38,11 +36,8 @@ LAST = "last"  # the last sample of a running sum
 HELD_OUT = "held_out"
 
 
-class DamagedError(WorkError):
+class DamagedError(Exception):
     """A file is missing, or is not what was written."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path}: damaged since it was written: run the same command, which makes it again")
 
 
 @dataclass(frozen=True)
@@ -59,33 +54,29 @@ def write_sample(folder: Path, sample: int, keys: dict[int, Tensor]) -> None:
 
 
 def read_layer(folder: Path, layer: int, samples: list[int]) -> Tensor:
-    """Read the keys of one layer: `[kv_heads, N, head_dim]`, of all these samples in order. Raises `DamagedError`."""
-    name = str(layer)
-    return torch.cat([read_tensors(_file(folder, SAMPLES, sample), [name])[name] for sample in samples], dim=1)
+    """Read the keys of one layer: `[kv_heads, N, head_dim]`, of all these samples in order.
+
+    Raises:
+        WorkError: a file is damaged.
+    """
+    found = []
+    for sample in samples:
+        try:
+            found.append(read_tensors(_file(folder, SAMPLES, sample), [str(layer)])[str(layer)])
+        except DamagedError:
+            raise _damaged(_file(folder, SAMPLES, sample)) from None
+    return torch.cat(found, dim=1)
 
 
 def intact_samples(folder: Path, plan: Plan) -> set[int]:
     """Return the samples with an intact file; remove damaged files, with one warning."""
     names = {str(layer) for layer in plan.model.full_layers}
-
-    def check(path: Path) -> None:
-        read_whole(path, names)
-
-    return set(read_intact({sample: _file(folder, SAMPLES, sample) for sample in range(plan.samples)}, check))
+    return keep_intact({i: _file(folder, SAMPLES, i) for i in range(plan.samples)}, lambda path: is_intact(path, names))
 
 
-def wait_for_files(folder: Path, kind: str, numbers: Iterable[int]) -> None:
-    """Wait until the files of these samples or layers, which other machines may have written, are seen.
-
-    Args:
-        folder: the work folder.
-        kind: `SAMPLES` or `LAYERS`.
-        numbers: of the samples or layers.
-
-    Raises:
-        WorkError: some are not seen.
-    """
-    wait_for([_file(folder, kind, number) for number in numbers])
+def wait_for_samples(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all samples, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, SAMPLES, sample) for sample in range(plan.samples)])
 
 
 def write_sums(folder: Path, group: int, sample: int, sums: dict[int, Tensor]) -> None:
@@ -107,8 +98,18 @@ def write_sums(folder: Path, group: int, sample: int, sums: dict[int, Tensor]) -
 def summed_samples(folder: Path, plan: Plan) -> dict[int, int]:
     """Return the last sample in the sums of each group that has some; remove damaged files, with one warning."""
     names = {LAST, *map(str, plan.model.full_layers)}
-    files = {group: _file(folder, MOMENTS, group) for group in range(len(plan.groups))}
-    return read_intact(files, lambda path: int(read_whole(path, names)[LAST]))
+    last: dict[int, int] = {}
+
+    def read(path: Path) -> bool:
+        try:
+            tensors = read_tensors(path)
+        except DamagedError:
+            return False
+        last[int(path.stem)] = int(tensors.get(LAST, -1))
+        return set(tensors) == names
+
+    intact = keep_intact({group: _file(folder, MOMENTS, group) for group in range(len(plan.groups))}, read)
+    return {group: last[group] for group in intact}
 
 
 def read_sums(folder: Path, group: int, sample: int, layers: list[int]) -> dict[int, Tensor]:
@@ -121,12 +122,15 @@ def read_sums(folder: Path, group: int, sample: int, layers: list[int]) -> dict[
         layers: the layers to read.
 
     Raises:
-        DamagedError: the file is damaged, or ends with another sample.
+        WorkError: the file is damaged, or ends with another sample.
     """
     path = _file(folder, MOMENTS, group)
-    found = read_tensors(path, [LAST, *map(str, layers)])
-    if int(found[LAST]) != sample:
-        raise DamagedError(path)
+    try:
+        found = read_tensors(path, [LAST, *map(str, layers)])
+        if int(found[LAST]) != sample:
+            raise DamagedError(path)
+    except DamagedError:
+        raise _damaged(path) from None
     return {layer: found[str(layer)].clone() for layer in layers}
 
 
@@ -134,7 +138,7 @@ def total_moments(folder: Path, plan: Plan, layers: list[int]) -> Tensor:
     """Return the sums over all fitted samples, float64 `[layers, kv_heads, head_dim, head_dim]`.
 
     Raises:
-        DamagedError: a file is damaged.
+        WorkError: a file is damaged.
     """
     total: list[Tensor] = []
     for group, samples in enumerate(plan.groups):
@@ -156,12 +160,32 @@ def write_layer(folder: Path, layer: int, found: LayerFit) -> None:
 
 def intact_layers(folder: Path, plan: Plan) -> set[int]:
     """Return the finished layers; remove damaged files, with one warning."""
-    return set(read_intact({layer: _file(folder, LAYERS, layer) for layer in plan.model.full_layers}, _read_fit))
+
+    def intact(path: Path) -> bool:
+        try:
+            _read_fit(path)
+        except DamagedError:
+            return False
+        return True
+
+    return keep_intact({layer: _file(folder, LAYERS, layer) for layer in plan.model.full_layers}, intact)
 
 
 def read_layers(folder: Path, plan: Plan) -> dict[int, LayerFit]:
-    """Read every layer. Raises `DamagedError` if one is missing or damaged."""
-    return {layer: _read_fit(_file(folder, LAYERS, layer)) for layer in plan.model.full_layers}
+    """Read every layer. Raises `WorkError` if one is missing or damaged."""
+    found = {}
+    for layer in plan.model.full_layers:
+        path = _file(folder, LAYERS, layer)
+        try:
+            found[layer] = _read_fit(path)
+        except DamagedError:
+            raise _damaged(path) from None
+    return found
+
+
+def wait_for_layers(folder: Path, plan: Plan) -> None:
+    """Wait until the files of all layers, which other machines may have written, are seen. Raises `WorkError`."""
+    wait_for([_file(folder, LAYERS, layer) for layer in plan.model.full_layers])
 
 
 def _read_fit(path: Path) -> LayerFit:
@@ -199,28 +223,23 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Te
     return tensors
 
 
-def read_whole(path: Path, names: set[str]) -> dict[str, Tensor]:
-    """Read all tensors of a file that has exactly these. Raises `DamagedError`."""
-    tensors = read_tensors(path)
-    if set(tensors) != names:
-        raise DamagedError(path)
-    return tensors
+def is_intact(path: Path, names: set[str]) -> bool:
+    """Return True if the file has exactly these tensors, unchanged."""
+    try:
+        return set(read_tensors(path)) == names
+    except DamagedError:
+        return False
 
 
-def read_intact(files: dict[int, Path], read: Callable[[Path], T]) -> dict[int, T]:
-    """Return what `read` returns of each file that exists and is intact; remove the damaged ones, with one warning."""
-    found: dict[int, T] = {}
-    damaged = []
-    for number, path in files.items():
-        if path.exists():
-            try:
-                found[number] = read(path)
-            except DamagedError:
-                damaged.append(path)
-                path.unlink()
+def keep_intact(files: dict[int, Path], intact: Callable[[Path], bool]) -> set[int]:
+    """Return the numbers of the files that exist and are intact; remove the damaged ones, with one warning."""
+    present = {number: path for number, path in files.items() if path.exists()}
+    damaged = [path for path in present.values() if not intact(path)]
+    for path in damaged:
+        path.unlink()
     if damaged:
         log.warning("%s: %d damaged and made again; the first: %s", damaged[0].parent, len(damaged), damaged[0].name)
-    return found
+    return {number for number, path in present.items() if path not in damaged}
 
 
 def _digest(tensor: Tensor) -> str:
@@ -234,3 +253,7 @@ def _sha256(blob: bytes) -> str:
 
 def _file(folder: Path, kind: str, number: int) -> Path:
     return folder / kind / f"{number:06}.safetensors"
+
+
+def _damaged(path: Path) -> WorkError:
+    return WorkError(f"{path}: damaged since it was written: run the same command, which makes it again")

@@ -27,7 +27,7 @@ import torch
 from bpc_artifacts.errors import why
 from bpc_calib.calibration.durable import locked, make_folder, write_file
 from bpc_calib.calibration.plan import Plan
-from bpc_calib.calibration.ranks import JOIN, Ranks
+from bpc_calib.calibration.ranks import Ranks
 from bpc_calib.calibration.stored import LAYERS, MOMENTS, SAMPLES, intact_layers, intact_samples, summed_samples
 from bpc_calib.errors import WorkError
 
@@ -77,8 +77,7 @@ class WorkFolder:
 
     def note(self, journal: Journal) -> None:
         """Replace the journal. Raises `WorkError`."""
-        table = asdict(journal) | {"sha256": _sha256(journal)}
-        write_file(self.path / JOURNAL, json.dumps(table, indent=1).encode())
+        _write_journal(self.path / JOURNAL, journal)
         self.journal = journal
 
 
@@ -111,16 +110,14 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
             if journal is None:
                 _remove(path, [*FOLDERS, ARTIFACT])  # left by a run that was removing it
                 journal = fresh
-            elif (changed := _changed(journal.settings, fresh.settings)) and FIT.issuperset(changed):
-                # The kept keys and the sums of moments are the same.
+            elif _only_fitted_otherwise(journal, fresh):
                 _remove(path, [LAYERS, ARTIFACT])
                 journal = replace(journal, settings=fresh.settings)
             check_same(path, journal.settings, fresh.settings)
             for name in FOLDERS:
                 make_folder(path / name)
             summed = summed_samples(path, plan)
-            unsummed = {sample for sample in plan.summed if sample > summed.get(sample // plan.group_size, -1)}
-            samples = intact_samples(path, plan) - unsummed
+            samples = intact_samples(path, plan) - _without_sums(plan, summed)
             work = WorkFolder(path, plan, device, journal, samples, summed, intact_layers(path, plan), ranks)
             check_room(work, LEAST_ITEMSIZE)
             work.note(journal)
@@ -154,7 +151,7 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
             )
         time.sleep(0.1)
     check_same(path, seen["settings"], _new_journal(plan, device).settings)
-    ranks.barrier("folder", within=JOIN)
+    ranks.barrier("folder")
     ranks.advice = _advice(path, plan)
     left = ranks.receive("work")
     if left is None:
@@ -193,7 +190,7 @@ def check_room(work: WorkFolder, itemsize: int) -> None:
 def check_same(folder: Path, before: Any, now: Any) -> None:
     """Raise `WorkError` if two tables are not equal; the message has the entries that differ."""
     old, new = dict(_entries(before)), dict(_entries(now))
-    names = _changed(old, new)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     if names:
         shown = "; ".join(
             f"{name}: {_short(old, name)} in the work folder, {_short(new, name)} now" for name in names[:SHOWN]
@@ -220,13 +217,18 @@ def _show(work: WorkFolder) -> None:
         write_file(sign, b"")
         table = {"sign": sign.name, "folder": str(work.path.absolute()), "settings": work.journal.settings}
         work.ranks.broadcast("folder", table)
-        work.ranks.barrier("folder", within=JOIN)
+        work.ranks.barrier("folder")
         sign.unlink()
 
 
 def _advice(path: Path, plan: Plan) -> str:
     number = "any number" if plan.model.ranks == 1 else "the same number"  # shards of a model round otherwise
     return f"the finished work is in {path}, and the same command goes on, with {number} of ranks"
+
+
+def _without_sums(plan: Plan, summed: dict[int, int]) -> set[int]:
+    """The samples whose queries' moments are still to be summed."""
+    return {sample for sample in plan.summed if sample > summed.get(sample // plan.group_size, -1)}
 
 
 def _has_work(path: Path) -> bool:
@@ -287,9 +289,17 @@ def _read_journal(path: Path) -> Journal | None:
     return found
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names of the entries that differ."""
-    return [name for name in {**before, **now} if before.get(name) != now.get(name)]
+def _write_journal(path: Path, journal: Journal) -> None:
+    """Write a journal in one step. Raises `WorkError`."""
+    write_file(path, json.dumps(asdict(journal) | {"sha256": _sha256(journal)}, indent=1).encode())
+
+
+def _only_fitted_otherwise(before: Journal, now: Journal) -> bool:
+    """Return True if the settings differ, but the kept keys and the sums of moments are the same."""
+    names = {
+        name for name in {**before.settings, **now.settings} if before.settings.get(name) != now.settings.get(name)
+    }
+    return bool(names) and names <= FIT
 
 
 def _entries(table: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -116,7 +116,10 @@ class SignsLayer(RankingLayer):
     """64 random signs per key, scored by the query's products with the same random directions."""
 
     BITS = 64
-    derived = 0  # number of tokens whose signs are stored
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.derived = 0  # number of tokens whose signs are stored
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -128,7 +131,7 @@ class SignsLayer(RankingLayer):
         return ranked(self, query.float() @ directions.T @ signs.mT, visible, in_products=False)
 
     def ranking_bytes(self, length: int) -> int:
-        return length * self.keys.shape[1] * -(-self.BITS // 8)
+        return length * self.keys.shape[1] * self.BITS // 8
 
     def _derived(self, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `make(keys)` for all keys; compute it only for new keys, in blocks, and store it."""
@@ -149,7 +152,6 @@ class MagicPIGLayer(SignsLayer):
     """
 
     SIGNS, TABLES = 10, 150
-    BITS = SIGNS * TABLES
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         return self.collisions(query, visible).amax(-2)
@@ -171,9 +173,12 @@ class MagicPIGLayer(SignsLayer):
             self.buffers["centre"] = (keys * weights).sum(2, keepdim=True) / weights.sum(2, keepdim=True)
         return self.buffers["centre"]
 
+    def ranking_bytes(self, length: int) -> int:
+        return length * self.keys.shape[1] * -(-self.SIGNS * self.TABLES // 8)
+
     def _tables(self, vectors: Tensor) -> Tensor:
         """Return the signs of each table as one number, int16 `[..., TABLES]`."""
-        signs = vectors @ _normal(self.BITS, vectors, self.rules.seed).T >= 0
+        signs = vectors @ _normal(self.SIGNS * self.TABLES, vectors, self.rules.seed).T >= 0
         powers = 2.0 ** torch.arange(self.SIGNS, device=vectors.device)
         return (signs.float().unflatten(-1, (self.TABLES, self.SIGNS)) @ powers).short()
 
@@ -189,7 +194,9 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
 
     SINKS, NEWEST = 4, 64
 
-    attended = steps = 0.0
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.attended = self.steps = 0.0
 
     def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
         length = self.get_seq_length()
@@ -230,19 +237,15 @@ class SnapKVLayer(RankingLayer):
 
     WINDOW, KERNEL = 32, 5
 
-    prompt = 0  # length of the first step with several tokens; 0: no such step, and all tokens are kept
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.prompt = 0  # length of the first step with several tokens; 0: no such step, and all tokens are kept
 
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
-        if self.prompt:
-            return
-        self.prompt = length = self.get_seq_length()
-        query = query[:, :, -self.window(length) :].unflatten(1, (self.keys.shape[1], -1)).float()
-        window = query.shape[3]
-        logits = query @ self.keys.float().unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-        later = torch.ones(window, length, dtype=torch.bool, device=query.device).triu(length - window + 1)
-        weights = logits.masked_fill(later, -math.inf).softmax(-1)[..., : length - window]
-        mean = weights.mean((2, 3))  # [batch, kv_heads, prompt - window]
-        self.buffers["importance"] = F.avg_pool1d(mean, self.KERNEL, stride=1, padding=self.KERNEL // 2)
+        if not self.prompt:
+            self.prompt = self.get_seq_length()
+            grouped = query[:, :, -self.window(self.prompt) :].unflatten(1, (self.keys.shape[1], -1))
+            self.buffers["importance"] = self._importance(grouped.float(), scaling)
 
     def window(self, length: int) -> int:
         """Return the length of the observation window: its queries rank the prompt, and its tokens are always kept."""
@@ -261,6 +264,21 @@ class SnapKVLayer(RankingLayer):
         importance = self.buffers["importance"]  # of the prompt without its window; at most 1
         newest = torch.arange(2, 2 + length - importance.shape[2], device=importance.device).float()
         return sortable(torch.cat([importance, newest.expand(*importance.shape[:2], -1)], dim=2))
+
+    def _importance(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Return importances, float32 `[batch, kv_heads, prompt - window]`.
+
+        Args:
+            query: queries of the window, `[batch, kv_heads, G, window, head_dim]`.
+            scaling: factor on the products q k; None: `head_dim ** -0.5`.
+        """
+        window = query.shape[3]
+        keys = self.keys.float()
+        logits = query @ keys.unsqueeze(2).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        later = torch.ones(window, keys.shape[2], dtype=torch.bool, device=keys.device).triu(self.prompt - window + 1)
+        weights = logits.masked_fill(later, -math.inf).softmax(-1)[..., : self.prompt - window]
+        mean = weights.mean((2, 3))
+        return F.avg_pool1d(mean, self.KERNEL, stride=1, padding=self.KERNEL // 2)
 
 
 class PyramidKVLayer(SnapKVLayer):

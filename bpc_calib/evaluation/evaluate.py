@@ -4,6 +4,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.text.samples import beginning, draw_samples
 
-__all__ = ["draw_prompts", "evaluate"]
+__all__ = ["DEPTHS", "Answers", "ask", "draw_prompts", "evaluate", "hide_all"]
 
 DEPTHS = 10  # needles are in the middle of each tenth of the text
 BATCH_TOKENS = 1 << 16
@@ -30,8 +31,25 @@ MEASURED = 64  # decoding steps per text at which choices are compared: measurin
 OTHER_TEXT = 1 << 32  # added to the seed, so that made text differs from that of a calibration with the same seed
 
 Progress = Callable[[float, str], None]
-Variant = tuple[str, float | int | None]  # a method and its budget
-Makers = Mapping[Variant, Callable[[], BPCCache]]  # of an empty cache
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """The settings that all tasks share."""
+
+    model: Any
+    tokenizer: Any
+    artifact: ProjectionArtifact | None
+    methods: Sequence[str]
+    comparison: Comparison
+
+    def caches(self) -> dict[tuple[str, float | int | None], Callable[[], BPCCache]]:
+        """Return a function per variant that makes an empty cache."""
+        rules = self.comparison.rules
+        return {
+            (name, budget): functools.partial(make_cache, name, self.model.config, self.artifact, budget, **rules)
+            for name, budget in variants(self.methods, self.comparison.budgets)
+        }
 
 
 def evaluate(
@@ -47,7 +65,7 @@ def evaluate(
     The prefix of a prompt is computed once, densely, and copied to every method. A task's question is fed token by
     token, then the answer is decoded greedily. `TEXT` forces the last tokens of texts from the corpora, the same at
     every length, and measures perplexity, the divergence of the predictions from full attention's, and the part of full
-    attention that each method's choice keeps (`FullAttention.kept`).
+    attention that each method's choice keeps (`measure`).
 
     Args:
         model: an enabled model (`bpc_calib.enable`).
@@ -64,35 +82,28 @@ def evaluate(
         InputError: a task or method is unknown, a prompt is longer than the model's limit, or a budget leaves nothing
             to choose; the message names it.
     """
-    methods = check(model.config, artifact, comparison)
-    makers = {
-        (name, budget): functools.partial(make_cache, name, model.config, artifact, budget, **comparison.rules)
-        for name, budget in variants(methods, comparison.budgets)
-    }
-    steps = [(length, task) for length in comparison.lengths for task in comparison.tasks]
-    if TEXT in comparison.tasks:
-        texts, corpora = _draw_texts(model, tokenizer, comparison)
-        start = len(beginning(tokenizer))
-    frame = None if set(comparison.tasks) == {TEXT} else make_frame(tokenizer, comparison.raw)
+    setting = _Setting(model, tokenizer, artifact, check(model.config, artifact, comparison), comparison)
+    tasks, prompts, seed = comparison.tasks, comparison.prompts, comparison.seed
+    texts = _draw_texts(setting) if TEXT in tasks else None
+    steps = [(length, task) for length in comparison.lengths for task in tasks]
+    frame = None if set(tasks) == {TEXT} else make_frame(tokenizer, comparison.raw)
     drawn = {
-        (length, task): draw_prompts(task, tokenizer, length, comparison.prompts, comparison.seed, frame)
+        (length, task): draw_prompts(task, tokenizer, length, prompts, seed, frame)
         for length, task in steps
         if task != TEXT
     }
     rows = []
     for number, (length, task) in enumerate(steps):
-        batch = comparison.batch or max(1, BATCH_TOKENS // length)
+        batch_size = comparison.batch or max(1, BATCH_TOKENS // length)
 
         def report(part: float, number: int = number, length: int = length, task: str = task) -> None:
             progress((number + part) / len(steps), f"{task}, {length:,} tokens")
 
         report(0.0)
-        if task == TEXT:
-            # The same last tokens at every length, so that only the context differs.
-            cut = torch.cat([texts[:, :start], texts[:, start - length :]], dim=1)
-            rows += _text(model, makers, cut, corpora, comparison.forced, batch, report)
+        if texts is not None and task == TEXT:
+            rows += _text(setting, texts, length, batch_size, report)
         else:
-            rows += _task(model, tokenizer, makers, task, length, drawn[length, task], batch, report)
+            rows += _task(setting, task, length, drawn[length, task], batch_size, report)
     progress(1.0, "done")
     return rows
 
@@ -122,11 +133,7 @@ def draw_prompts(
         drawn = list(map(random.Random, seeds))
         problems = [TASKS[task](rng) for rng in drawn]
     try:
-        new = max(count_answer(problem, tokenizer) for problem in problems)
-        return [
-            hide(problem, tokenizer, length - new, rng, depth, frame=frame)
-            for problem, rng, depth in zip(problems, drawn, depths, strict=True)
-        ]
+        return hide_all(problems, tokenizer, length, drawn, depths, frame=frame)
     except InputError as fault:
         raise InputError(f"task {task!r} at {length:,} tokens: {fault}") from fault
 
@@ -146,136 +153,211 @@ def _grow(
 
 
 def _task(
-    model: Any,
-    tokenizer: Any,
-    makers: Makers,
-    task: str,
-    length: int,
-    prompts: Sequence[Prompt],
-    batch: int,
-    report: Callable[[float], None],
+    setting: _Setting, task: str, length: int, prompts: Sequence[Prompt], batch: int, report: Callable[[float], None]
 ) -> list[dict[str, Any]]:
-    """Return the rows of one task at one length: decode the answers with a new cache from every maker."""
-    said: dict[Variant, str] = {}  # the answer to the first prompt
-    scores: dict[Variant, list[float]] = {key: [] for key in makers}
-    read: dict[Variant, float] = {}
-    fed, new = len(prompts[0].ids), max(prompt.answer for prompt in prompts)
-    for first in range(0, len(prompts), batch):
-        part = prompts[first : first + batch]
-        ids = torch.tensor([prompt.ids for prompt in part], device=model.device)
-        # Cut before the longest question of the batch; with a shorter question, text before it is forced too.
-        cut = fed - max(prompt.question for prompt in part)
-        prefix = prefill(model, ids[:, :cut])
-        for number, (key, make) in enumerate(makers.items(), start=1):
-            cache = fork(prefix, make())
-            tokens = complete(model, cache, ids[:, cut:], new)
-            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            said.setdefault(key, texts[0])
-            scores[key] += [score(prompt.problem, text) for prompt, text in zip(part, texts, strict=True)]
-            read[key] = _read(cache, fed + new)
-            report((first + len(part) * number / len(makers)) / len(prompts))
+    """Return the rows of one task at one length."""
     count, problem = len(prompts), prompts[0].problem
     all_or_nothing = all(len(prompt.problem.wanted) == 1 for prompt in prompts)
+    answers = ask(setting.model, setting.tokenizer, prompts, setting.caches(), batch, report)
     rows = []
-    for key, own in scores.items():
-        figure = proportion(sum(own), count) if all_or_nothing else mean(own, least=0.0, most=1.0)
-        row = _row(task, length, *key, count) | {"score": figure, "read": read[key]}
-        asked = problem.question + problem.start
-        row["example"] = {"fact": problem.statements[0], "question": asked, "said": said[key]}
+    for (name, budget), answer in answers.items():
+        figure = proportion(sum(answer.scores), count) if all_or_nothing else mean(answer.scores, least=0.0, most=1.0)
+        row = _row(task, length, name, budget, count) | {"score": figure, "read": round(answer.read, 6)}
+        row["example"] = {
+            "fact": problem.statements[0],
+            "question": problem.question + problem.start,
+            "said": answer.said[0],
+        }
         if task == "needle":
-            by_depth = [own[place::DEPTHS] for place in range(min(DEPTHS, count))]
-            row["depths"] = [proportion(sum(each), len(each)) for each in by_depth]
+            by_depth = [answer.scores[place::DEPTHS] for place in range(min(DEPTHS, count))]
+            row["depths"] = [proportion(sum(scores), len(scores)) for scores in by_depth]
         rows.append(row)
     return rows
 
 
-def _draw_texts(model: Any, tokenizer: Any, comparison: Comparison) -> tuple[Tensor, list[str]]:
-    """Return plain text of the greatest length, int64 `[prompts, tokens]`, and the corpus of each prompt."""
+def hide_all(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    length: int,
+    drawn: Sequence[random.Random],
+    depths: Sequence[float | None],
+    style: str | None = None,
+    frame: Frame | None = None,
+) -> list[Prompt]:
+    """Return prompts that all leave room for the longest answer within `length` tokens.
+
+    Args:
+        problems: what is asked.
+        tokenizer: the tokenizer of the model.
+        length: tokens of a prompt with the longest answer.
+        drawn: a source of draws for each problem.
+        depths: where the first statement of each problem stands, from 0 to 1; None: anywhere.
+        style, frame: as in `hide`.
+
+    Raises:
+        InputError: a problem needs more tokens.
+    """
+    new = max(count_answer(problem, tokenizer) for problem in problems)
+    return [
+        hide(problem, tokenizer, length - new, rng, depth, style=style, frame=frame)
+        for problem, rng, depth in zip(problems, drawn, depths, strict=True)
+    ]
+
+
+@dataclass
+class Answers:
+    """A method's answer to each prompt, the scores of the answers, and the share of KV bytes that a step reads."""
+
+    said: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    read: float = 0.0
+
+
+def ask(
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[Prompt],
+    makers: Mapping[Any, Callable[[], BPCCache]],
+    batch: int,
+    report: Callable[[float], None] = lambda part: None,
+) -> dict[Any, Answers]:
+    """Feed prompts of one length, and decode each answer with a new cache from every maker.
+
+    Args:
+        asked: the prompts.
+        makers: functions that make an empty cache, by any key.
+        batch: prompts per batch.
+        report: called with the finished share.
+
+    Returns:
+        Answers by the same keys.
+    """
+    answers = {key: Answers() for key in makers}
+    length, new = len(asked[0].ids), max(prompt.answer for prompt in asked)
+    for first in range(0, len(asked), batch):
+        part = asked[first : first + batch]
+        ids = torch.tensor([prompt.ids for prompt in part], device=model.device)
+        # Cut before the longest question of the batch; with a shorter question, text before it is forced too.
+        cut = length - max(prompt.question for prompt in part)
+        prefix = prefill(model, ids[:, :cut])
+        for number, (key, make) in enumerate(makers.items(), start=1):
+            cache, answer = fork(prefix, make()), answers[key]
+            tokens = complete(model, cache, ids[:, cut:], new)
+            texts = [tokenizer.decode(row, skip_special_tokens=True) for row in tokens.tolist()]
+            answer.said += texts
+            answer.scores += [score(prompt.problem, text) for prompt, text in zip(part, texts, strict=True)]
+            answer.read = _read(cache, length + new)
+            report((first + len(part) * number / len(makers)) / len(asked))
+    return answers
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """Plain text of the greatest length: int64 `[prompts, tokens]`, and the corpus of each prompt."""
+
+    tokens: Tensor
+    corpora: list[str]
+    start: int  # tokens at the beginning that are not of a text: a BOS
+
+    def cut(self, length: int) -> Tensor:
+        """Return `[prompts, length]`: the same last tokens at every length, so that only the context differs."""
+        return torch.cat([self.tokens[:, : self.start], self.tokens[:, self.start - length :]], dim=1)
+
+
+def _draw_texts(setting: _Setting) -> _Texts:
+    comparison = setting.comparison
     tokens, sources = draw_samples(
         list(comparison.corpora),
-        tokenizer,
+        setting.tokenizer,
         samples=comparison.prompts,
         sequence_length=max(comparison.lengths),
         seed=comparison.seed + OTHER_TEXT,
-        vocab_size=describe(model.config).vocab_size,
+        vocab_size=describe(setting.model.config).vocab_size,
     )
-    return tokens, [source["name"] for source in sources for _ in range(source["samples"])]
+    names = [source["name"] for source in sources for _ in range(source["samples"])]
+    return _Texts(tokens, names, len(beginning(setting.tokenizer)))
 
 
 def _text(
-    model: Any,
-    makers: Makers,
-    texts: Tensor,
-    corpora: list[str],
-    forced: int,
-    batch: int,
-    report: Callable[[float], None],
+    setting: _Setting, texts: _Texts, length: int, batch: int, report: Callable[[float], None]
 ) -> list[dict[str, Any]]:
-    """Return the rows of plain text: perplexity, and the metrics of each method's choice.
-
-    Args:
-        texts: int64 `[prompts, length]`.
-        corpora: that of each prompt.
-        forced: last tokens of a text, which are fed one at a time.
-    """
-    prompts, length = texts.shape
-    choosing = [key for key in makers if METHODS[key[0]].takes_budget]
-    likely, apart, kept = ({key: list[Tensor]() for key in makers} for _ in range(3))
-    read: dict[Variant, float] = {}
+    """Return the rows of plain text: perplexity, and the metrics of each method's choice."""
+    prompts, forced = len(texts.corpora), setting.comparison.forced
+    makers = setting.caches()
+    likely: dict[Any, list[Tensor]] = {key: [] for key in makers}
+    apart: dict[Any, list[Tensor]] = {key: [] for key in makers}
+    kept: dict[Any, list[Tensor]] = {key: [] for key in makers if METHODS[key[0]].takes_budget}
+    read: dict[Any, float] = {}
     layers: list[int] = []
     done = 0
-    for part in texts.split(batch):
-        part = part.to(model.device)
-        prefix = prefill(model, part[:, :-forced])
+    for part in texts.cut(length).split(batch):
+        part = part.to(setting.model.device)
+        prefix = prefill(setting.model, part[:, :-forced])
         tail, predicted = part[:, -forced:], list[Tensor]()
-        if choosing:
-            probed = probe(model.config, {key: makers[key]() for key in choosing}, -(-forced // MEASURED))
-            predicted = keep(model, fork(prefix, probed), tail)
+        if kept:
+            probed = probe(setting.model.config, {key: makers[key]() for key in kept}, -(-forced // MEASURED))
+            predicted = keep(setting.model, fork(prefix, probed), tail)
             layers = probed.asked_layers()
             for key, metrics in probed.found().items():
                 kept[key].append(metrics)
         for key, make in makers.items():
             cache = fork(prefix, make())
-            likelihood, divergence = compare(model, cache, tail, predicted)
+            likelihood, divergence = compare(setting.model, cache, tail, predicted)
             likely[key].append(likelihood)
             apart[key].append(divergence)
             read[key] = _read(cache, length)
             done += len(part)
             report(done / (prompts * len(makers)))
+    full = torch.cat(likely["full", None]) if ("full", None) in likely else None
     rows = []
-    for key, parts in likely.items():
+    for (name, budget), parts in likely.items():
         likelihood = torch.cat(parts)
-        values = {}  # of each prompt
-        if ("full", None) in likely:
-            # Both losses are of the same texts, so the interval is that of their differences.
-            values["loss_difference"] = torch.cat(likely["full", None]) - likelihood
-        if choosing:
-            values["kl"] = torch.cat(apart[key])
-        row = _row(TEXT, length, *key, prompts) | {"read": read[key]}
+        chosen = torch.cat(kept[name, budget], dim=1) if (name, budget) in kept else None
+        row = _row(TEXT, length, name, budget, prompts) | {"read": round(read[name, budget], 6)}
+        from_full = torch.cat(apart[name, budget]) if kept else None
+        row |= _text_figures(likelihood, full, from_full, chosen)
         row["log_likelihoods"] = [round(value, 6) for value in likelihood.tolist()]  # to compare runs text by text
-        if key in choosing:
-            chosen = torch.cat(kept[key], dim=1)  # [layers, prompts, kv_heads, metrics]
+        if chosen is not None:
             row["layers"] = layers
             for place, metric in enumerate(METRICS):
-                values[metric] = chosen[..., place].mean((0, 2))
                 by_head = chosen[..., place].mean(1).tolist()
                 row[f"{metric}_by_head"] = [[round(v, 4) for v in layer] for layer in by_head]
-        row |= _text_figures(likelihood, values)
-        if len(names := list(dict.fromkeys(corpora))) > 1:
+        if len(names := list(dict.fromkeys(texts.corpora))) > 1:
             row["by_corpus"] = {}
             for corpus in names:
-                own = torch.tensor([each == corpus for each in corpora])
-                of_corpus = {name: each[own] for name, each in values.items()}
-                row["by_corpus"][corpus] = {"prompts": int(own.sum())} | _text_figures(likelihood[own], of_corpus)
+                own = torch.tensor([each == corpus for each in texts.corpora])
+                row["by_corpus"][corpus] = {"prompts": int(own.sum())} | _text_figures(
+                    likelihood[own],
+                    None if full is None else full[own],
+                    None if from_full is None else from_full[own],
+                    None if chosen is None else chosen[:, own],
+                )
         rows.append(row)
     return rows
 
 
-def _text_figures(likelihood: Tensor, values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the perplexity of some prompts, by the mean log-likelihood of each, and the means of other values."""
-    perplexity = {side: round(math.exp(-value), 6) for side, value in mean(likelihood.tolist()).items()}
+def _text_figures(
+    likelihood: Tensor, full: Tensor | None, divergence: Tensor | None, metrics: Tensor | None
+) -> dict[str, Any]:
+    """Return the figures of a method over some prompts.
+
+    Args:
+        likelihood, full: mean log-likelihood per prompt, of the method and of full attention.
+        divergence: mean Kullback-Leibler divergence of full attention's predictions per prompt.
+        metrics: `METRICS`, `[layers, prompts, kv_heads, metrics]`.
+    """
+    interval = mean(likelihood.tolist())
+    perplexity = {side: round(math.exp(-value), 6) for side, value in interval.items()}
     figures = {"perplexity": perplexity | {"low": perplexity["high"], "high": perplexity["low"]}}
-    return figures | {name: mean(each.tolist()) for name, each in values.items()}
+    if full is not None:
+        # Both losses are of the same texts, so the interval is that of their differences.
+        figures["loss_difference"] = mean((full - likelihood).tolist())
+    if divergence is not None:
+        figures["kl"] = mean(divergence.tolist())
+    if metrics is not None:
+        for place, metric in enumerate(METRICS):
+            figures[metric] = mean(metrics[..., place].mean((0, 2)).tolist())
+    return figures
 
 
 def _row(task: str, length: int, name: str, budget: float | int | None, prompts: int) -> dict[str, Any]:
@@ -283,6 +365,5 @@ def _row(task: str, length: int, name: str, budget: float | int | None, prompts:
 
 
 def _read(cache: BPCCache, length: int) -> float:
-    """Return the share of the KV bytes that a step reads."""
     read, full = cache.kv_bytes(length)
-    return round(read / full, 6)
+    return read / full

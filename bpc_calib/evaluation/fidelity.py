@@ -5,6 +5,7 @@ full attention.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,52 +19,61 @@ from bpc_calib.method.sparse_attention import sparse_attention
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import SparseLayer
 
-__all__ = ["METRICS", "FullAttention", "ProbeCache", "probe"]
+__all__ = ["METRICS", "ProbeCache", "measure", "probe"]
 
 METRICS = ("recall", "mass", "best_kept", "cosine")
 
 
-class FullAttention:
-    """Full attention of one step, computed once for all methods.
+def measure(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None) -> Tensor:
+    """Return four metrics per KV head of the choice `indices`, `[batch, kv_heads, 4]` in the order of `METRICS`.
+
+    - recall: share of the true top-k tokens, ranked by exact products (`group_scores`, "relative"), that were chosen;
+    - mass: share of full attention's softmax weight on the chosen tokens, mean over the group;
+    - best_kept: share of the query heads whose token with the largest weight was chosen;
+    - cosine: cosine similarity of the attention outputs over the chosen tokens and over all, mean over the group.
 
     Args:
         query: `[batch, kv_heads, G, head_dim]`.
         keys, values: `[batch, kv_heads, N, head_dim]`.
+        indices: int64 `[batch, kv_heads, k]`, the chosen tokens, without duplicates.
         scaling: factor on the products q k; None: `head_dim ** -0.5`.
     """
+    return _kept(_full_attention(query, keys, values, scaling), indices)
 
-    def __init__(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None = None) -> None:
-        self.query, self.keys, self.values = (
-            x if x.dtype == torch.float64 else x.float() for x in (query, keys, values)
-        )
-        self.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        products = self.query @ self.keys.mT
-        self.weights = (products * self.scaling).softmax(-1)  # [batch, kv_heads, G, N]
-        self.heaviest = products.argmax(-1)  # [batch, kv_heads, G], the token with the largest weight
-        self.ranks = sortable(group_scores(products, "relative", limit=RELATIVE_LIMIT / self.scaling))  # of the group
-        self.output = self.weights @ self.values
 
-    def kept(self, indices: Tensor) -> Tensor:
-        """Return four metrics per KV head of a choice of tokens, `[batch, kv_heads, 4]` in the order of `METRICS`.
+@dataclass(frozen=True)
+class _Full:
+    """Full attention of one step, computed once for all methods."""
 
-        - recall: share of the true top-k tokens, ranked by exact products (`group_scores`, "relative"), that were
-          chosen;
-        - mass: share of full attention's softmax weight on the chosen tokens, mean over the group;
-        - best_kept: share of the query heads whose token with the largest weight was chosen;
-        - cosine: cosine similarity of the attention outputs over the chosen tokens and over all, mean over the group.
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    scaling: float
+    weights: Tensor  # [batch, kv_heads, G, N]
+    heaviest: Tensor  # [batch, kv_heads, G], the token with the largest weight
+    ranks: Tensor  # [batch, kv_heads, N], of the group
+    output: Tensor  # [batch, kv_heads, G, head_dim]
 
-        Args:
-            indices: int64 `[batch, kv_heads, k]`, the chosen tokens, without duplicates.
-        """
-        dtype = self.query.dtype
-        chosen = torch.zeros(self.ranks.shape, dtype=torch.bool, device=self.query.device)
-        chosen.scatter_(-1, indices, True)
-        recall = chosen.gather(-1, select(self.ranks, indices.shape[-1])).to(dtype).mean(-1)
-        mass = (self.weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
-        kept = chosen.gather(-1, self.heaviest).to(dtype).mean(-1)
-        sparse = sparse_attention(self.query, self.keys, self.values, indices, self.scaling)
-        cosine = F.cosine_similarity(self.output, sparse.to(dtype), dim=-1).mean(-1)
-        return torch.stack([recall, mass, kept, cosine], dim=-1)
+
+def _full_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> _Full:
+    query, keys, values = (x if x.dtype == torch.float64 else x.float() for x in (query, keys, values))
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    products = query @ keys.mT
+    weights = (products * scaling).softmax(-1)
+    ranks = sortable(group_scores(products, "relative", limit=RELATIVE_LIMIT / scaling))
+    return _Full(query, keys, values, scaling, weights, products.argmax(-1), ranks, weights @ values)
+
+
+def _kept(full: _Full, indices: Tensor) -> Tensor:
+    query, weights = full.query, full.weights
+    chosen = torch.zeros(full.ranks.shape, dtype=torch.bool, device=query.device)
+    chosen.scatter_(-1, indices, True)
+    recall = chosen.gather(-1, select(full.ranks, indices.shape[-1])).to(query.dtype).mean(-1)
+    mass = (weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
+    kept = chosen.gather(-1, full.heaviest).to(query.dtype).mean(-1)
+    sparse = sparse_attention(query, full.keys, full.values, indices, full.scaling)
+    cosine = F.cosine_similarity(full.output, sparse.to(full.output.dtype), dim=-1).mean(-1)
+    return torch.stack([recall, mass, kept, cosine], dim=-1)
 
 
 class ProbeLayer(FullLayer):
@@ -89,10 +99,10 @@ class ProbeLayer(FullLayer):
         grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
         length = self.get_seq_length()
         if self.probed and self.steps % self.every == 0:
-            full = FullAttention(grouped, self.keys, self.values, scaling)
+            full = _full_attention(grouped, self.keys, self.values, scaling)
             for method, layer in self.probed.items():
                 layer.borrow(self)
-                metrics = full.kept(layer.choose(grouped, layer.count(length), visible)).double()
+                metrics = _kept(full, layer.choose(grouped, layer.count(length), visible)).double()
                 self.sums[method] = self.sums[method] + metrics if self.measured else metrics
             self.measured += 1
         self.steps += 1

@@ -6,7 +6,6 @@ every cache under comparison.
 
 import copy
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -105,20 +104,18 @@ def log_likelihoods(model: Any, cache: BPCCache, ids: Tensor) -> tuple[Tensor, T
         float32 `[batch, tokens - 1]`, and bool of the same shape: whether the token was the most likely one.
     """
     likely, greedy = [], []
-    for predicted, wanted in predictions(model, cache, ids):
+    for place, predicted in enumerate(predictions(model, cache, ids[:, :-1])):
+        wanted = ids[:, place + 1, None]
         likely.append(predicted.gather(-1, wanted))
         greedy.append(predicted.argmax(-1, keepdim=True) == wanted)
     return torch.cat(likely, dim=1), torch.cat(greedy, dim=1)
 
 
 @torch.inference_mode()
-def predictions(model: Any, cache: BPCCache, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Feed all tokens but the last, one at a time; yield log-probabilities, and the token that follows.
-
-    The log-probabilities are float32 `[batch, vocabulary]`, and the token is `[batch, 1]`.
-    """
-    for token, wanted in pairwise(ids.split(1, dim=1)):
-        yield force(model, cache, token).float().log_softmax(-1), wanted
+def predictions(model: Any, cache: BPCCache, ids: Tensor) -> Iterator[Tensor]:
+    """Feed `ids` one token at a time; yield the log-probabilities after each, float32 `[batch, vocabulary]`."""
+    for token in ids.split(1, dim=1):
+        yield force(model, cache, token).float().log_softmax(-1)
 
 
 @torch.inference_mode()
@@ -127,7 +124,7 @@ def keep(model: Any, cache: BPCCache, ids: Tensor) -> list[Tensor]:
 
     They are float16 on the CPU: an error of 2^-11 of each logarithm, which counts as much as its probability.
     """
-    return [predicted.to("cpu", torch.float16) for predicted, _ in predictions(model, cache, ids)]
+    return [each.to("cpu", torch.float16) for each in predictions(model, cache, ids[:, :-1])]
 
 
 @torch.inference_mode()
@@ -146,8 +143,8 @@ def compare(model: Any, cache: BPCCache, ids: Tensor, kept: Sequence[Tensor]) ->
         predictions to compare with.
     """
     likely, apart = [], []
-    for place, (predicted, wanted) in enumerate(predictions(model, cache, ids)):
-        likely.append(predicted.gather(-1, wanted).squeeze(-1))
+    for place, predicted in enumerate(predictions(model, cache, ids[:, :-1])):
+        likely.append(predicted.gather(-1, ids[:, place + 1, None]).squeeze(-1))
         if kept:
             rounded = kept[place].to(predicted).log_softmax(-1)  # probabilities that add up to 1 again
             full, own = (each.clamp(min=IMPOSSIBLE) for each in (rounded, predicted))

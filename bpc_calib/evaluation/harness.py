@@ -27,6 +27,8 @@ __all__ = ["HarnessTask", "check", "harness_model", "prepare", "run"]
 
 NEW_TOKENS = 256  # of an answer, if a task sets no limit
 
+Managers = Callable[[Path | None], Any]
+
 
 @dataclass(frozen=True)
 class HarnessTask:
@@ -47,9 +49,9 @@ def check(tasks: Sequence[str]) -> None:
         import lm_eval  # noqa: F401
     except ImportError as fault:
         raise InputError("tasks of lm_eval need the package lm_eval: pip install 'bpc-calib[eval]'") from fault
-    find = _finder({})
+    managers = _managers({})
     for task in tasks:
-        find(task)
+        _find(task, managers)
 
 
 def prepare(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int], seed: int) -> list[HarnessTask]:
@@ -71,9 +73,9 @@ def prepare(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int], seed: 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         metadata: dict[str, Any] = {"tokenizer": folder}
-        find = _finder(metadata)
+        managers = _managers(metadata)
         for task in tasks:
-            name, manager = find(task)
+            name, manager = _find(task, managers)
             for length in lengths:
                 metadata["max_seq_lengths"] = [length]  # the manager reads this when it loads a task
                 loaded = _load(task, name, manager, seed)
@@ -84,30 +86,36 @@ def prepare(tasks: Sequence[str], tokenizer: Any, lengths: Sequence[int], seed: 
     return found
 
 
-def _finder(metadata: dict[str, Any]) -> Callable[[str], tuple[str, Any]]:
-    """Return a function from a task to its name and the `TaskManager` that has it; FOLDER/NAME.yaml is the user's own.
+def _managers(metadata: dict[str, Any]) -> Managers:
+    """Return a function of a folder with the user's tasks, or None for those of lm_eval, to its `TaskManager`.
 
-    Each manager is made once, because lm_eval reads every task's file for that, which takes seconds.
+    Each is made once, because lm_eval reads every task's file for that, which takes seconds.
     """
     from lm_eval.tasks import TaskManager
 
-    make = functools.cache(functools.partial(TaskManager, metadata=metadata))
+    @functools.cache
+    def make(folder: Path | None) -> Any:
+        if folder is None:
+            return TaskManager(metadata=metadata)
+        return TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)
 
-    def find(task: str) -> tuple[str, Any]:
-        path = Path(task)
-        if path.suffix == ".yaml":
-            if not path.is_file():
-                raise InputError(f"{task}: there is no such file")
-            name, manager = path.stem, make(include_path=str(path.parent), include_defaults=False)
-            fault = f"{task} does not define a task named {name!r}"
-        else:
-            name, manager = task, make()
-            fault = f"lm_eval has no task {task!r}: `lm_eval ls tasks` lists its tasks"
-        if not manager.match_tasks([name]):
-            raise InputError(fault)
-        return name, manager
+    return make
 
-    return find
+
+def _find(task: str, managers: Managers) -> tuple[str, Any]:
+    """Return the name of a task and the `TaskManager` that has it; FOLDER/NAME.yaml is a task of the user's."""
+    path = Path(task)
+    if path.suffix == ".yaml":
+        if not path.is_file():
+            raise InputError(f"{task}: there is no such file")
+        manager = managers(path.parent)
+        name, fault = path.stem, f"{task} does not define a task named {path.stem!r}"
+    else:
+        manager, name = managers(None), task
+        fault = f"lm_eval has no task {task!r}: `lm_eval ls tasks` lists its tasks"
+    if not manager.match_tasks([name]):
+        raise InputError(fault)
+    return name, manager
 
 
 def _load(task: str, name: str, manager: Any, seed: int) -> list[Any]:
@@ -155,6 +163,9 @@ def harness_model(model: Any, tokenizer: Any, empty: Callable[[], BPCCache]) -> 
             if add_special_tokens is None:
                 add_special_tokens = not (tokenizer.bos_token and string.startswith(tokenizer.bos_token))
             return list(tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            return str(tokenizer.chat_template) if chat_template else ""
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             from jinja2 import TemplateError
@@ -252,7 +263,10 @@ def run(
 
     rows = []
     for name, budget in variants(methods, budgets):
-        empty = functools.partial(make_cache, name, model.config, artifact, budget, seed=seed, **rules)
+
+        def empty(name: str = name, budget: float | int | None = budget) -> BPCCache:
+            return make_cache(name, model.config, artifact, budget, seed=seed, **rules)
+
         report = simple_evaluate(
             harness_model(model, tokenizer, empty),
             tasks=task.tasks,
@@ -267,12 +281,15 @@ def run(
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-        for label, found in report["results"].items():
-            figures = {key: v for key, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+        for label, metrics in report["results"].items():
+            figures = {key: v for key, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
             count = report["n-samples"][label]["effective"] if label in report["n-samples"] else limit
-            # RULER's tasks set the metrics of other lengths to -1.
-            others = {key.split(",")[0] for key, value in figures.items() if value == -1 and key[0].isdecimal()}
-            metrics = {key: v for key, v in figures.items() if key.split(",")[0].removesuffix("_stderr") not in others}
             row = {"task": f"lm_eval:{label}", "tokens": task.tokens, "method": name, "budget": budget}
-            rows.append(row | {"prompts": count, "metrics": metrics})
+            rows.append(row | {"prompts": count, "metrics": _measured(figures)})
     return rows
+
+
+def _measured(figures: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the metrics of other lengths, which RULER's tasks set to -1."""
+    others = {key.split(",")[0] for key, value in figures.items() if value == -1 and key[0].isdecimal()}
+    return {key: value for key, value in figures.items() if key.split(",")[0].removesuffix("_stderr") not in others}

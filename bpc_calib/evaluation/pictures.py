@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bpc_artifacts.replacing import PICTURE, check_matplotlib, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
@@ -55,51 +53,44 @@ def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     if not budgets:
         return
     least = budgets[0]
-    maps = [
-        (row["method"], row["recall_by_head"], row["layers"])
-        for row in rows
-        if row["budget"] == least and row["tokens"] == lengths[-1] and "recall_by_head" in row
-    ]
+    maps = [row for row in rows if row["budget"] == least and "recall_by_head" in row and row["tokens"] == lengths[-1]]
     if maps:
         title = f"Recall of the true top-k by layer and KV head, {budget_text(least)} of {lengths[-1]:,} tokens"
-        yield NAMES["recall"], _maps(maps, "KV head", "layer", title)
-    grids = []
-    for name in METHODS:
-        own = [row for row in rows if row["method"] == name and row["budget"] in (least, None) and "depths" in row]
-        own.sort(key=lambda row: row["tokens"])
-        if own:
-            values = [[depth["value"] for depth in row["depths"]] for row in own]
-            grids.append((name, values, [f"{row['tokens']:,}" for row in own]))
+        values = [row["recall_by_head"] for row in maps]
+        yield NAMES["recall"], _maps(maps, values, "KV head", "layer", title, [row["layers"] for row in maps])
+    grids = [row for row in rows if row["budget"] in (least, None) and "depths" in row]
+    names = [name for name in METHODS if any(row["method"] == name for row in grids)]
     if grids:
+        heads, values, marks = [], [], []
+        for name in names:
+            own = sorted((row for row in grids if row["method"] == name), key=lambda row: row["tokens"])
+            heads.append(own[0])
+            values.append([[depth["value"] for depth in row["depths"]] for row in own])
+            marks.append([f"{row['tokens']:,}" for row in own])
         title = f"Needles found by depth (0 is the beginning) and length, {budget_text(least)} of the tokens"
-        yield NAMES["needle"], _maps(grids, "depth, tenths", "tokens", title)
+        yield NAMES["needle"], _maps(heads, values, "depth, tenths", "tokens", title, marks)
     if len(budgets) > 1:
         yield NAMES["budget"], _curves(rows, budgets)
 
 
-def _grid(count: int, most: int, size: tuple[float, float], margin: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """Return a figure and its panels, at most so many in a row, each of a size in inches."""
+def _maps(rows: list[dict[str, Any]], values: list[Any], across: str, down: str, title: str, marks: list[Any]) -> Any:
+    """Draw one heat map per method, all on the scale from 0 to 1."""
     from matplotlib import pyplot
 
-    columns = min(most, count)
-    lines = -(-count // columns)
-    width, height = size[0] * columns + margin[0], size[1] * lines + margin[1]
-    figure, axes = pyplot.subplots(lines, columns, figsize=(width, height), layout="constrained", squeeze=False)
-    for axis in axes.flat[count:]:
+    columns = min(4, len(rows))
+    lines = -(-len(rows) // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(3 * columns + 1, 2.2 * lines + 0.8), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(rows) :]:
         axis.set_axis_off()
-    return figure, list(axes.flat[:count])
-
-
-def _maps(maps: list[tuple[str, Any, Any]], across: str, down: str, title: str) -> Any:
-    """Draw a heat map per method on the scale from 0 to 1, from its name, its rows of values and their labels."""
-    figure, axes = _grid(len(maps), 4, (3, 2.2), (1, 0.8))
-    for axis, (name, values, marks) in zip(axes, maps, strict=True):
-        picture = axis.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
-        axis.set_title(METHODS[name].label, fontsize="medium")
+    for axis, row, value, mark in zip(axes.flat, rows, values, marks, strict=False):
+        picture = axis.imshow(value, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
+        axis.set_title(METHODS[row["method"]].label, fontsize="medium")
         axis.set(xlabel=across, ylabel=down)
-        axis.set_yticks(range(len(values)), marks)
-        axis.set_xticks(range(len(values[0])))
-    figure.colorbar(picture, ax=figure.axes)
+        axis.set_yticks(range(len(value)), mark)
+        axis.set_xticks(range(len(value[0])))
+    figure.colorbar(picture, ax=axes)
     figure.suptitle(title)
     return figure
 
@@ -109,10 +100,16 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
     from matplotlib import pyplot
 
     panels = sorted({(row["task"], row["tokens"]) for row in rows})
-    figure, axes = _grid(len(panels), 3, (4.5, 3.2), (2, 0))
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(4.5 * columns + 2, 3.2 * lines), layout="constrained", squeeze=False
+    )
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
     names = [name for name in METHODS if any(row["method"] == name for row in rows)]
     colors = dict(zip(names, pyplot.get_cmap("tab20").colors, strict=False))
-    for axis, (task, tokens) in zip(axes, panels, strict=True):
+    for axis, (task, tokens) in zip(axes.flat, panels, strict=False):
         key = "mass" if task == "text" else "score"
         for name in names:
             own = [row for row in rows if (row["task"], row["tokens"], row["method"]) == (task, tokens, name)]
@@ -121,14 +118,25 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
                 for row in own:
                     axis.axhline(row[key]["value"], color=colors[name], linestyle="--", label=METHODS[name].label)
                 continue
+            middle = [row[key]["value"] for row in own]
+            around = [
+                [row[key]["value"] - row[key]["low"] for row in own],
+                [row[key]["high"] - row[key]["value"] for row in own],
+            ]
             if own:
-                middle, low, high = (np.array([row[key][side] for row in own]) for side in ("value", "low", "high"))
                 places = [budgets.index(row["budget"]) for row in own]
-                style = {"marker": "o", "capsize": 2, "color": colors[name], "label": METHODS[name].label}
-                axis.errorbar(places, middle, (middle - low, high - middle), **style)
+                axis.errorbar(
+                    places,
+                    middle,
+                    around,
+                    marker="o",
+                    capsize=2,
+                    color=colors[name],
+                    label=METHODS[name].label,
+                )
         axis.set_title(f"{task}, {tokens:,} tokens", fontsize="medium")
         axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "correct answers", ylim=(-0.03, 1.03))
         axis.set_xticks(range(len(budgets)), [budget_text(budget) for budget in budgets])
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes.flat), key=lambda pair: len(pair[1]))
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
     return figure

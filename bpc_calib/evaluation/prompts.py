@@ -64,6 +64,7 @@ def hide(
     rng: random.Random,
     depth: float | None = None,
     *,
+    style: str | None = None,
     frame: Frame | None = None,
 ) -> Prompt:
     """Put the statements of a problem into made text, and its question at the end.
@@ -72,6 +73,7 @@ def hide(
         tokens: number of tokens of the whole prompt, including those of the frame.
         depth: position of the first statement, from 0 (beginning of the text) to 1 (end). All other statements are at
             random positions, and None makes the first random too. Statements keep their order only if it is None.
+        style: style of the text, one of `made_text.STYLES`; None: a mix of all.
         frame: what stands around the text and the question; None: the tokenizer's BOS alone.
 
     Raises:
@@ -87,7 +89,7 @@ def hide(
     left = _left(problem, tokenizer, tokens, frame)
     if left < 0:
         raise InputError(f"{tokens:,} tokens are too few: the question and its statements need {tokens - left:,}")
-    source = filler(rng)
+    source = filler(rng, style)
     sentences: list[str] = []
     # A joined text has fewer tokens than its sentences one by one, so count the text again until it is nearly full.
     before_round = -1

@@ -1,7 +1,6 @@
 """The tasks of `bpc eval` by name: questions about facts, words or passages that are hidden in a text or fill it.
 
-A task is a function that draws a `Problem` from a `random.Random`. `held_out` says whether its names are those that no
-other text contains, or those of other text. The tasks of `GROWING` also take a size.
+A task is a function of a `random.Random` that returns a `Problem`. The tasks of `GROWING` also take a size.
 Importing this file is cheap, so the command line lists the tasks in its help.
 RULER: Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", 2024.
 """
@@ -11,7 +10,6 @@ import random
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import eq
 
 from bpc_calib.text import made_text
 from bpc_calib.text.made_text import ATTRIBUTES, fact, opening, question
@@ -19,12 +17,9 @@ from bpc_calib.text.made_text import ATTRIBUTES, fact, opening, question
 __all__ = ["GROWING", "RULER", "TASKS", "TEXT", "Problem", "needle", "score", "single"]
 
 TEXT = "text"  # the task without a question: plain text
-ASKED = 4  # values that one question asks for
-HOPS = 3  # from the first variable of a chain to its last
-COMMON, UNCOMMON = 5, 25  # words in a list of common words, and others
+UNCOMMON = 25  # other words in a list of common words
 FREQUENT = 24  # words in a list of frequent words
 PER_LINE = 10  # words
-SENTENCES = 4  # of a passage to copy
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,10 @@ class Problem:
 
 def score(problem: Problem, said: str) -> float:
     """Return the share of the wanted parts that `said` contains, as in RULER; or the share of words at their places."""
-    found = map(eq, problem.wanted, said.split()) if problem.in_order else (part in said for part in problem.wanted)
-    return sum(found) / len(problem.wanted)
+    if problem.in_order:
+        pairs = zip(problem.wanted, said.split(), strict=False)
+        return sum(wanted == word for wanted, word in pairs) / len(problem.wanted)
+    return sum(part in said for part in problem.wanted) / len(problem.wanted)
 
 
 def needle(rng: random.Random, held_out: bool = True, *, facts: int = 8) -> Problem:
@@ -73,13 +70,13 @@ def multi_key(rng: random.Random, held_out: bool = True) -> Problem:
     return _one_of(rng, rng.sample(list(words), 16))
 
 
-def multi_value(rng: random.Random, held_out: bool = True) -> Problem:
+def multi_value(rng: random.Random, held_out: bool = True, *, values: int = 4) -> Problem:
     """Return a problem with several values for each of two names; the question is about all values of one name.
 
     RULER: niah_multivalue.
     """
     attribute, (target, other) = rng.choice(ATTRIBUTES), _names(rng, 2, held_out)
-    wanted, others = _numbers(rng, ASKED), _numbers(rng, ASKED)
+    wanted, others = _numbers(rng, values), _numbers(rng, values)
     statements = [f" One {attribute} of {target} is {value}." for value in wanted]
     for value in others:
         statements.insert(rng.randrange(len(statements) + 1), f" One {attribute} of {other} is {value}.")
@@ -87,30 +84,29 @@ def multi_value(rng: random.Random, held_out: bool = True) -> Problem:
     return Problem(tuple(statements), asked, start, f" {', '.join(wanted)}.", tuple(wanted))
 
 
-def multi_query(rng: random.Random, held_out: bool = True) -> Problem:
-    """Return a problem with eight facts; the question is about four of them at once (niah_multiquery)."""
+def multi_query(rng: random.Random, held_out: bool = True, *, asked: int = 4) -> Problem:
+    """Return a problem with eight facts; the question is about `asked` of them at once (niah_multiquery)."""
     attribute, names = rng.choice(ATTRIBUTES), _names(rng, 8, held_out)
     values = _numbers(rng, 8)
     facts = [fact(attribute, name, value) for name, value in zip(names, values, strict=True)]
     start = f" The {attribute} of"
-    *most, last = names[:ASKED]
-    asked = f" What are the {attribute}s of {', '.join(most)} and {last}?"
-    answer = "".join(facts[:ASKED]).removeprefix(start)
+    question_text = f" What are the {attribute}s of {', '.join(names[: asked - 1])} and {names[asked - 1]}?"
+    answer = "".join(facts[:asked]).removeprefix(start)
     rng.shuffle(facts)
-    return Problem(tuple(facts), asked, start, answer, tuple(values[:ASKED]))
+    return Problem(tuple(facts), question_text, start, answer, tuple(values[:asked]))
 
 
-def tracking(rng: random.Random, held_out: bool = True) -> Problem:
+def tracking(rng: random.Random, held_out: bool = True, *, hops: int = 3) -> Problem:
     """Return a problem with two chains of variables, where each variable has the value of the previous one.
 
     The question is about all variables of one chain (RULER: variable tracking).
     """
-    variables = rng.sample(made_text.SECOND, 2 * (HOPS + 1))
+    variables = rng.sample(made_text.SECOND, 2 * (hops + 1))
     value, other = _numbers(rng, 2)
-    chains = [variables[: HOPS + 1], variables[HOPS + 1 :]]
+    chains = [variables[: hops + 1], variables[hops + 1 :]]
     lines = []
-    for chain, first in zip(chains, (value, other), strict=True):
-        sources = [first, *(f"VAR {variable}" for variable in chain)]
+    for chain, start in zip(chains, (value, other), strict=True):
+        sources = [start, *(f"VAR {variable}" for variable in chain)]
         lines.append([f" VAR {variable} = {source}." for variable, source in zip(chain, sources, strict=False)])
     statements: list[str] = []
     while lines := [line for line in lines if line]:
@@ -168,23 +164,22 @@ def _numbers(rng: random.Random, count: int) -> list[str]:
 
 
 def _one_of(rng: random.Random, names: list[str]) -> Problem:
-    """Return a problem with a fact about each name; the question is about the first."""
     attributes = [rng.choice(ATTRIBUTES) for _ in names]
-    facts = list(zip(attributes, names, _numbers(rng, len(names)), strict=True))
-    return _about(facts[0], facts)
+    values = _numbers(rng, len(names))
+    statements = map(fact, attributes, names, values)
+    return Problem(tuple(statements), *_ask(attributes[0], names[0], values[0]))
 
 
 def _one_in_all(rng: random.Random, facts: list[tuple[str, str, str]]) -> Problem:
     """Return a problem with these facts in any order; the question is about the first."""
     asked = facts[0]
     rng.shuffle(facts)
-    return _about(asked, facts)
+    return Problem(tuple(fact(*each) for each in facts), *_ask(*asked))
 
 
-def _about(asked: tuple[str, str, str], facts: list[tuple[str, str, str]]) -> Problem:
-    attribute, whose, value = asked
-    statements = tuple(fact(*each) for each in facts)
-    return Problem(statements, question(attribute, whose), opening(attribute, whose), f" {value}.", (value,))
+def _ask(attribute: str, whose: str, value: str) -> tuple[str, str, str, tuple[str]]:
+    """Return question, start, answer and wanted parts of a problem about one fact."""
+    return question(attribute, whose), opening(attribute, whose), f" {value}.", (value,)
 
 
 @functools.cache
@@ -196,17 +191,23 @@ def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def common_words(rng: random.Random, held_out: bool = True, *, size: int = 75) -> Problem:
-    """Return a problem with a list of `size` words; the question is about the five that occur ten times as often.
+def common_words(rng: random.Random, held_out: bool = True, *, size: int = 75, common: int = 5) -> Problem:
+    """Return a problem with a list of words; the question is about the words that occur ten times as often.
 
     RULER: common words.
+
+    Args:
+        rng: source of the draws.
+        held_out: of no effect, since there are no names.
+        size: words of the list.
+        common: how many words occur often.
     """
-    drawn = rng.sample(made_text.words(), COMMON + UNCOMMON)
-    listed = drawn[:COMMON] * (10 * size // (10 * COMMON + UNCOMMON))
+    drawn = rng.sample(made_text.words(), common + UNCOMMON)
+    listed = drawn[:common] * (10 * size // (10 * common + UNCOMMON))
     others = size - len(listed)
-    listed += (drawn[COMMON:] * (others // UNCOMMON + 1))[:others]
+    listed += (drawn[common:] * (others // UNCOMMON + 1))[:others]
     rng.shuffle(listed)
-    return _lists(listed, sorted(drawn[:COMMON], key=listed.index))
+    return _lists(listed, sorted(drawn[:common], key=listed.index))
 
 
 def frequent_words(rng: random.Random, held_out: bool = True, *, size: int = 100) -> Problem:
@@ -252,9 +253,16 @@ def passages(rng: random.Random, held_out: bool = True, *, size: int = 8) -> Pro
     return Problem(statements, question, f" The best friend of {asked} lives in the", f" {home}.", (home,))
 
 
-def copying(rng: random.Random, held_out: bool = True, *, size: int = 8) -> Problem:
-    """Return a problem with `size` passages of some sentences; one must be repeated word for word."""
-    texts = ["".join(made_text.prose(rng) for _ in range(SENTENCES)) for _ in range(size)]
+def copying(rng: random.Random, held_out: bool = True, *, size: int = 8, sentences: int = 4) -> Problem:
+    """Return a problem with passages of some sentences; one must be repeated word for word.
+
+    Args:
+        rng: source of the draws.
+        held_out: of no effect, since there are no names.
+        size: passages.
+        sentences: of a passage.
+    """
+    texts = ["".join(made_text.prose(rng) for _ in range(sentences)) for _ in range(size)]
     asked = rng.randrange(size)
     statements = tuple(f"\nPassage {number}:{text}" for number, text in enumerate(texts, start=1))
     question, start = f"\nRepeat passage {asked + 1} word for word.", f" Passage {asked + 1}:"

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 # Rules to combine the scores of the query heads of one KV head: see `group_scores`.
-GROUPS = ("relative", "max")
+GROUPS = ("relative", "max", "sum")
 RELATIVE_LIMIT = 16.0  # logits: a key that far below the best key has e^-16 of its weight
 LARGEST_LIMIT = 1 << 24  # largest limit in the unit of scores, whose absolute values are below 2^23
 LARGEST_QUERY = 127  # largest absolute int8 value of a quantized query
@@ -97,7 +97,8 @@ def group_scores(
       head; that is `G` times the sum of their mean and four times the smallest distance. A head whose scores are all
       large gets no extra weight, just as its softmax ignores a constant. The best keys of every head rank first. Among
       keys that are equally good for one head, the keys that suit the other heads rank first;
-    - "max": the largest score, as in the paper's release.
+    - "max": the largest score, as in the paper's release;
+    - "sum": the sum.
 
     Args:
         scores: int32 with absolute values below 2^23 (`hash_scores`), or floats.
@@ -112,6 +113,8 @@ def group_scores(
     check_group(group)
     if group == "max":
         return scores.amax(-2)
+    if group == "sum":
+        return scores.sum(-2, dtype=scores.dtype)
     heads, exact = scores.shape[-2], not scores.dtype.is_floating_point
     counted = scores
     if valid is not None:

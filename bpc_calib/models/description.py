@@ -10,10 +10,7 @@ from typing import Any
 from bpc_calib.compat import can_set_attention
 from bpc_calib.errors import InputError, ModelError, first_line
 
-__all__ = [
-    "ModelDescription", "describe", "first_head", "heads_per_rank", "held_heads", "rank_among", "rope_tables",
-    "tensor_ranks",
-]  # fmt: skip
+__all__ = ["ModelDescription", "describe", "first_head", "heads_per_rank", "held_heads", "rank_among", "tensor_ranks"]
 
 # Their frequencies depend on the length of the context, so a shift of the positions changes the model's function.
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -58,7 +55,7 @@ class ModelDescription:
     @property
     def rope_follows_length(self) -> bool:
         """True if the frequencies of RoPE change with the length of the context."""
-        return any(table.get("rope_type") in LENGTH_DEPENDENT_ROPE for table in rope_tables(self.rope or {}))
+        return any(table.get("rope_type") in LENGTH_DEPENDENT_ROPE for table in _rope_tables(self.rope or {}))
 
     @property
     def can_shift(self) -> bool:
@@ -148,7 +145,7 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
         context_limit=limit,
         vocab_size=text.vocab_size,
         scales_by_position=any(
-            table.get(key) for table in (vars(text), *rope_tables(rope or {})) for key in PER_POSITION
+            table.get(key) for table in (vars(text), *_rope_tables(rope or {})) for key in PER_POSITION
         ),
     )
 
@@ -184,7 +181,7 @@ def _refuse_unserved(config: Any, text: Any, name: str) -> None:
             raise ModelError(f"{kind} does not use transformers' attention interface, so BPC does not support it")
 
 
-def rope_tables(rope: dict[str, Any]) -> list[dict[str, Any]]:
+def _rope_tables(rope: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the one table of RoPE parameters, or one table per layer type (gemma3)."""
     return [v for v in rope.values() if isinstance(v, dict)] or [rope]
 

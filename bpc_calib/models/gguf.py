@@ -11,9 +11,8 @@ import numpy as np
 from bpc_calib.compat import gguf_tokenizer_is_wrong, read_gguf
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.hub import explain, fetch
-from bpc_calib.models.description import rope_tables
 
-__all__ = ["find_gguf", "gguf_config", "is_gguf", "require"]
+__all__ = ["find_gguf", "gguf_config", "is_gguf", "require", "unpacking"]
 
 # `general.file_type` of the files whose weights are not quantised. All others hold a few bits per weight, and
 # bfloat16 loses nothing of these that matters.
@@ -69,11 +68,7 @@ def gguf_config(file: Path) -> Any:
             f"{file}: transformers cannot read this GGUF file, which may be cut off or of a kind that it does not "
             f"know: {first_line(fault)}"
         ) from fault
-    scaling = f"{metadata['general.architecture']}.rope.scaling"
-    scaled = metadata.get(f"{scaling}.type", "none") != "none" and metadata.get(f"{scaling}.factor") != 1
-    scaled = scaled or any(name.startswith(("rope_freqs", "rope_factors")) for name in tensors)
-    rope = rope_tables(getattr(config, "rope_parameters", None) or {})
-    if scaled and all(table.get("rope_type", "default") == "default" for table in rope):
+    if _scales_rope(metadata, tensors) and not _scaled(getattr(config, "rope_parameters", None) or {}):
         raise ModelError(
             f"{file}: transformers loses the RoPE scaling of this GGUF file: use the model's folder or Hub id instead"
         )
@@ -83,6 +78,26 @@ def gguf_config(file: Path) -> Any:
     config.name_or_path = file.stem
     config.dtype = FLOAT_TYPES.get(metadata.get("general.file_type", -1), "bfloat16")
     return config
+
+
+def unpacking() -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that unpack all weights: packed ones are computed in float32 only."""
+    from transformers import GgufConfig
+
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _scales_rope(metadata: dict[str, Any], tensors: tuple[str, ...]) -> bool:
+    """Return True if the file has frequencies of RoPE other than those of its base."""
+    prefix = f"{metadata['general.architecture']}.rope.scaling"
+    scaled = metadata.get(f"{prefix}.type", "none") != "none" and metadata.get(f"{prefix}.factor") != 1
+    return scaled or any(name.startswith(("rope_freqs", "rope_factors")) for name in tensors)
+
+
+def _scaled(rope: dict[str, Any]) -> bool:
+    """Return True if some table of a config's RoPE parameters is not the plain one."""
+    tables = [table for table in rope.values() if isinstance(table, dict)] or [rope]
+    return any(table.get("rope_type", "default") != "default" for table in tables)
 
 
 def require(what: str, extra: str, packages: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.hub import explain, fetch, online
 from bpc_calib.models.description import tensor_ranks
-from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, require
+from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, require, unpacking
 
 __all__ = ["check_packages", "load_config", "load_model", "load_tokenizer", "weights_identity"]
 
@@ -113,13 +113,10 @@ def load_model(
         arguments["distributed_config"] = config.distributed_config
     else:
         arguments |= _placement(model, config, device, device_map)
-    if is_gguf(model):  # unpack all weights: packed ones are computed in float32 only
-        from transformers import GgufConfig
-
-        arguments["quantization_config"] = GgufConfig(dequantize=True)
     try:
         loaded, report = AutoModelForCausalLM.from_pretrained(
             **arguments,
+            **(unpacking() if is_gguf(model) else {}),
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             use_safetensors=True,  # a pickle could run code
@@ -138,11 +135,7 @@ def load_model(
             raise ModelError(f"the weights of {model} lack tensors of the model: {lacking[0]}{others}")
         loaded.config.name_or_path = config.name_or_path
         loaded = loaded.eval() if shared or "device_map" in arguments else loaded.eval().to(device)
-        if loaded.device.type == "meta":  # where the tokens of a forward pass would go
-            raise ModelError(f"model {model} does not fit: not even its first layer found room in memory")
-        if _is_quantised(config):  # compressed-tensors unpack in the first pass, but only in one of the whole model
-            with torch.no_grad():
-                loaded(torch.zeros(1, 1, dtype=torch.long, device=loaded.device), use_cache=False)
+        _settle(model, config, loaded)
         if loaded.device.type == "cpu" and slow_products(loaded.dtype):
             widen_long_passes(loaded)
         return loaded
@@ -217,6 +210,21 @@ def _placement(name: str, config: Any, device: str, device_map: DeviceMap | None
     if _is_quantised(config):
         return {"device_map": {"": device}}
     return {}
+
+
+def _settle(name: str, config: Any, model: Any) -> None:
+    """Finish what loading left for the first forward pass.
+
+    Raises:
+        ModelError: the first weights are not on a device: the tokens of a forward pass go where these are.
+    """
+    import torch
+
+    if model.device.type == "meta":
+        raise ModelError(f"model {name} does not fit: not even its first layer found room in memory")
+    if _is_quantised(config):  # compressed-tensors unpack in the first pass, but only in one of the whole model
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
 
 
 def _is_quantised(config: Any) -> bool:

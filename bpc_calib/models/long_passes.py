@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from bpc_calib.compat import set_torch_threads
-
 __all__ = ["LONG", "slow_products", "widen_long_passes"]
 
 LONG = 32  # tokens of a pass from which products in float32 save more than reading the weights anew costs
@@ -26,28 +24,21 @@ def slow_products(dtype: torch.dtype) -> float | None:
     """Return how many times longer than in float32 a product in a 16-bit dtype takes on this CPU; None: it is not slow.
 
     Measured once per process, in some milliseconds: a processor without such products (AMX, AVX512-BF16, Arm's BF16)
-    takes 2 to 6 times as long. One thread's own time is taken, so that other programs, which delay it and keep threads
-    waiting for each other, do not change what a calibration computes.
+    takes 2 to 6 times as long.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     wide = torch.ones(SIZE, SIZE)
     narrow = wide.to(dtype)
-    threads = torch.get_num_threads()
-    set_torch_threads(1)
-    try:
-        taken = [[_seconds(each) for each in (wide, narrow)] for _ in range(REPEATS)]
-    finally:
-        set_torch_threads(threads)
-    ratio = min(narrow for _, narrow in taken) / min(wide for wide, _ in taken)
+    seconds = [[_seconds(each) for each in (wide, narrow)] for _ in range(REPEATS)]
+    ratio = min(narrow for _, narrow in seconds) / min(wide for wide, _ in seconds)
     return ratio if ratio > SLOWER else None
 
 
 def _seconds(matrix: Tensor) -> float:
-    """Return the seconds of the product of a matrix with itself, as this thread computes it."""
-    began = time.thread_time()
+    began = time.perf_counter()
     linear(matrix, matrix)
-    return time.thread_time() - began
+    return time.perf_counter() - began
 
 
 def widen_long_passes(model: Any) -> None:

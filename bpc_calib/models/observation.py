@@ -83,10 +83,7 @@ def verify(model: Any, description: ModelDescription) -> None:
             attention sinks, or has other shapes than the description.
     """
     seen: list[int] = []
-    query_heads, kv_heads, ranks = description.query_heads, description.kv_heads, description.ranks
-    expected = [(query_heads, kv_heads, description.head_dim)]
-    if ranks > 1 and (held := heads_per_rank(kv_heads, ranks)) is not None:  # or a process's shard
-        expected.append((query_heads // ranks, held, description.head_dim))
+    expected = _expected(description)
     check_shards(model, description)
 
     def check(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> None:
@@ -113,9 +110,7 @@ def verify(model: Any, description: ModelDescription) -> None:
             raise ModelError(f"{description.id} ({description.model_type}): layer {layer} {fault}")
         seen.append(layer)
 
-    # On the device "meta", where accelerate's hooks will not load offloaded weights either.
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    weightless = not hooked and all(weight.is_meta for weight in model.parameters())
+    weightless = _has_no_weights(model)
     device = torch.device("meta") if weightless else input_device(model)
     ids = torch.arange(4, device=device).unsqueeze(0) % description.vocab_size
     # Without a mask, transformers looks at the values of the positions, which "meta" does not have.
@@ -131,6 +126,15 @@ def verify(model: Any, description: ModelDescription) -> None:
         )
 
 
+def _expected(description: ModelDescription) -> list[tuple[int, int, int]]:
+    """Return the query heads, KV heads and head_dim that a layer may have: all heads, or a process's shard."""
+    query_heads, kv_heads, ranks = description.query_heads, description.kv_heads, description.ranks
+    expected = [(query_heads, kv_heads, description.head_dim)]
+    if ranks > 1 and (held := heads_per_rank(kv_heads, ranks)) is not None:
+        expected.append((query_heads // ranks, held, description.head_dim))
+    return expected
+
+
 def input_device(model: Any) -> torch.device:
     """Return the device for the token ids: where the embedding computes, even if its weights are offloaded."""
     embedding = model.get_input_embeddings()
@@ -140,3 +144,9 @@ def input_device(model: Any) -> torch.device:
             return torch.device(device)
     device = embedding.weight.device
     return device if device.type != "meta" else torch.device("cpu")
+
+
+def _has_no_weights(model: Any) -> bool:
+    """Return True for a model on the device "meta", where accelerate's hooks will not load offloaded weights either."""
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not hooked and all(weight.is_meta for weight in model.parameters())

@@ -28,14 +28,12 @@ def tensor_parallel(config: Any, ranks: int) -> Any:
     Raises:
         ModelError: BPC cannot serve the model, or its heads have no equal parts; the message names numbers that fit.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     description = describe(config)
     if ranks == 1 or not description.kv_heads % ranks:
         return DistributedConfig(tp_size=ranks, tp_plan="auto")
-    with torch.device("meta"):  # transformers' plan, by the names of modules, depends on the class of the model
-        plan: dict[str, Any] = dict(AutoModelForCausalLM.from_config(config).tp_plan or {})
+    plan = _plan(config)
     if not _shards_keys(plan):
         return DistributedConfig(tp_size=ranks, tp_plan="auto")
     attentions = [name.removesuffix(".k_proj") for name in plan if name.endswith(".k_proj")]
@@ -79,6 +77,14 @@ def from_ranks(mine: dict[int, Tensor], description: ModelDescription, device: t
     copies = description.ranks * layers.shape[1] // description.kv_heads
     heads = parts.unflatten(0, (-1, copies)).movedim((2, 1), (0, 1)).flatten(2, 3)
     return dict(zip(mine, heads, strict=True))
+
+
+def _plan(config: Any) -> dict[str, str]:
+    """Return transformers' plan for the model, which depends on its class: by the names of its modules."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return dict(AutoModelForCausalLM.from_config(config).tp_plan or {})
 
 
 def _shards_keys(plan: dict[str, str]) -> bool:

@@ -56,7 +56,7 @@ class BPCCache(Cache):  # type: ignore[misc]
             else 0.
         sink: number of first tokens that are always attended.
         dense_layers: indices of layers that attend to everything.
-        group: rule that reduces the scores of the query heads of a KV head to one score: "relative" or "max"
+        group: rule that reduces the scores of the query heads of a KV head to one score: "relative", "max" or "sum"
             (`group_scores`); None: "max" for projections of the paper's method, else "relative".
         gain: whether scores include the gain; None: False for projections of the paper's method, else True.
         bits: code length of online projections; None: 64, or 128 where `head_dim` is more than 128.

@@ -41,7 +41,7 @@ def model_card(
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    metadata, repository = artifact.metadata, reference.partition("@")[0]
+    metadata = artifact.metadata
     base = _hub_id(metadata["model"]["id"], metadata["model"]["revision"])
     sources = metadata["calibration"]["sources"]
     datasets = [found for source in sources if (found := _hub_id(source["path"], source["revision"]))]
@@ -54,10 +54,10 @@ def model_card(
         datasets=sorted(set(datasets)) or None,
     )
     parts = [
-        f"# {repository.split('/')[1]}",
+        f"# {_repository(reference).split('/')[1]}",
         _what(metadata, base),
         "## Use",
-        _use(metadata["model"]["id"], base, reference, repository),
+        _use(metadata, base, reference),
         "## Calibration",
         _calibration(metadata),
         "## Residuals",
@@ -67,6 +67,10 @@ def model_card(
         parts += ["## Measured quality", quality(evaluation)]
         parts += [f"![Quality by budget, one line per method]({BUDGETS})"] if BUDGETS in pictures else []
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+
+
+def _repository(reference: str) -> str:
+    return reference.partition("@")[0]
 
 
 def _hub_id(path: str, revision: str | None) -> str | None:
@@ -88,7 +92,8 @@ def _what(metadata: Mapping[str, Any], base: str | None) -> str:
     )
 
 
-def _use(local: str, base: str | None, reference: str, repository: str) -> str:
+def _use(metadata: Mapping[str, Any], base: str | None, reference: str) -> str:
+    local = metadata["model"]["id"]
     model = base if base is None or local == base else local  # a GGUF file in the repository of the model
     if model is None:
         model = "demo" if local == "demo" else "MODEL"
@@ -98,7 +103,7 @@ def _use(local: str, base: str | None, reference: str, repository: str) -> str:
         "Install BPC (the Python package `bpc-calib`), then:\n\n"
         f"```console\n$ bpc generate -m {model} -a {reference} --prompt-file long.txt\n"
         f"$ bpc chat -m {model} -a {reference}\n$ bpc inspect {reference}\n$ bpc pull {reference}\n```\n\n"
-        f"`-a {repository}@COMMIT` always takes the same file; `bpc pull` prints the commit."
+        f"`-a {_repository(reference)}@COMMIT` always takes the same file; `bpc pull` prints the commit."
     )
 
 
@@ -182,7 +187,7 @@ def quality(evaluation: Mapping[str, Any]) -> str:
     if texts:
         parts += ["Plain text, compared with full attention:", _grid(texts, _SHOWN, _figure)]
     harness = [
-        [code(row["task"]), *_setting(row), code(name), f"{value:.4g}"]
+        [code(row["task"]), _tokens(row), _budget(row), METHODS[row["method"]].label, code(name), f"{value:.4g}"]
         for row in rows
         if "metrics" in row
         for name, value in row["metrics"].items()
@@ -196,27 +201,27 @@ def quality(evaluation: Mapping[str, Any]) -> str:
 def _grid(rows: list[dict[str, Any]], columns: Mapping[str, str], cell: Any) -> str:
     """Return one line per length, budget and method, with one column per task or figure."""
     groups = dict.fromkeys((row["tokens"], row["budget"], row["method"]) for row in rows)
-
-    def place(key: tuple[int, float | int | None, str]) -> tuple[float, ...]:
-        """Return where a line stands: full attention, which has no budget, comes first."""
-        tokens, budget, method = key
-        read = -1 if budget is None else budget if isinstance(budget, int) else budget * tokens
-        return tokens, read, list(METHODS).index(method)
-
+    order = sorted(groups, key=lambda key: (key[0], _attended(*key[:2]), list(METHODS).index(key[2])))
     lines = []
-    for key in sorted(groups, key=place):
+    for key in order:
         own = [row for row in rows if (row["tokens"], row["budget"], row["method"]) == key]
         read = next((f"{100 * row['read']:.1f} %" for row in own if row.get("read") is not None), "")
         cells = [next((text for row in own if (text := cell(row, name))), "") for name in columns]
-        lines.append([*_setting(own[0]), read, *cells])
+        lines.append([_tokens(own[0]), _budget(own[0]), METHODS[key[2]].label, read, *cells])
     return table(["tokens", "attended", "method", "KV bytes read", *columns.values()], lines)
 
 
-def _setting(row: Mapping[str, Any]) -> list[str]:
-    """Return tokens, budget and method of a row in words."""
-    tokens = "" if row["tokens"] is None else f"{row['tokens']:,}"
-    budget = "" if row["budget"] is None else budget_text(row["budget"])
-    return [tokens, budget, METHODS[row["method"]].label]
+def _attended(tokens: int, budget: float | int | None) -> float:
+    """Return a number to sort by: full attention, which has no budget, comes first."""
+    return -1 if budget is None else budget if isinstance(budget, int) else budget * tokens
+
+
+def _tokens(row: Mapping[str, Any]) -> str:
+    return "" if row["tokens"] is None else f"{row['tokens']:,}"
+
+
+def _budget(row: Mapping[str, Any]) -> str:
+    return "" if row["budget"] is None else budget_text(row["budget"])
 
 
 def _answer(row: Mapping[str, Any], task: str) -> str:

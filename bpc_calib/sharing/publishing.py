@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bpc_calib.errors import BPCError, first_line
 from bpc_calib.hub import explain, status_of
@@ -50,17 +51,9 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
             spite of `private`, `branch` is a tag, or the Hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    try:
-        validate_repo_id(repository)
-        if "/" not in repository:
-            raise HFValidationError
-    except HFValidationError:
-        raise PublishingError(
-            "expected the repository as ORG/NAME, such as alice/Llama-3.1-8B-Instruct-bpc64"
-        ) from None
+    _check_name(repository)
     if get_token() is None:
         raise PublishingError("publishing needs a token: run hf auth login, or set HF_TOKEN to one that may write")
     if re.fullmatch("[0-9a-f]{40}", branch):
@@ -80,7 +73,25 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
         raise PublishingError(f"{repository} exists and is public: make it private on its page, or omit --private")
     if branch in [tag.name for tag in refs.tags]:
         raise PublishingError(f"{repository}: {branch} is a tag, which never changes: name a branch")
-    # Refuse to replace or to confuse what is not ours.
+    _check_contents(repository, info, filename)
+    return Target(repository, branch, bool(info.private), info.sha, new_branch)
+
+
+def _check_name(repository: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(repository)
+        valid = repository.count("/") == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
+        raise PublishingError("expected the repository as ORG/NAME, such as alice/Llama-3.1-8B-Instruct-bpc64")
+
+
+def _check_contents(repository: str, info: Any, filename: str) -> None:
+    """Refuse a repository in which a push would replace or confuse what is not ours; `info` is a `ModelInfo`."""
     names = [file.rfilename for file in info.siblings or []]
     foreign = [name for name in names if not _HARMLESS.fullmatch(name)]
     if foreign and (info.card_data is None or info.card_data.get("library_name") != LIBRARY):
@@ -92,7 +103,6 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
             f"{repository} has another safetensors file, {others[0]}, and must have one: delete it on the page, "
             "or choose another name"
         )
-    return Target(repository, branch, bool(info.private), info.sha, new_branch)
 
 
 def publish(target: Target, files: Mapping[str, bytes]) -> str:

@@ -7,7 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,27 +120,50 @@ def documents(corpus: Corpus, rng: random.Random) -> Iterator[str]:
     else:
         places = [(str(file), _file_rows(file, corpus.field)) for file in corpus.files]
         rng.shuffle(places)
-    bad, first = 0, None  # the bad files and rows: there may be millions
+    left_out = _LeftOut()
     try:
         for where, rows in places:
             try:
-                for number, row in enumerate(rows):
-                    if isinstance(row, str) and "\0" in row:
-                        row = CorpusError("binary, not text (it contains NUL)")
-                    if isinstance(row, CorpusError):
-                        if number == 0:  # then the other rows are bad too
-                            raise row
-                        bad, first = bad + 1, first or f"{where}: {row}"
-                    elif row and not row.isspace():
-                        # JSON can contain a lone surrogate, which has no UTF-8 encoding and no token.
-                        yield row.encode("utf-8", "replace").decode("utf-8")
+                yield from _usable(where, rows, left_out)
             except CorpusError as fault:
                 if len(places) == 1:
-                    raise CorpusError(f"{where}: {fault}") from fault.__cause__
-                bad, first = bad + 1, first or f"{where}: {fault}"
+                    raise
+                left_out.add(fault)
     finally:  # also when the reader stops early
-        if bad:
-            log.warning("corpus %s: skipped %d bad files or rows; the first: %s", corpus.name, bad, first)
+        if left_out.count:
+            log.warning(
+                "corpus %s: skipped %d bad files or rows; the first: %s", corpus.name, left_out.count, left_out.first
+            )
+
+
+@dataclass
+class _LeftOut:
+    """The number of bad files and rows, and the first of them: there may be millions."""
+
+    count: int = 0
+    first: CorpusError | None = None
+
+    def add(self, fault: CorpusError) -> None:
+        self.count += 1
+        self.first = self.first or fault
+
+
+def _usable(where: str, rows: Iterator[str | CorpusError], left_out: _LeftOut) -> Iterator[str]:
+    """Yield the good rows of one file. Raise a bad first row, because then the other rows are bad too."""
+    try:
+        for number, row in enumerate(rows):
+            if isinstance(row, str) and "\0" in row:
+                row = CorpusError("binary, not text (it contains NUL)")
+            if isinstance(row, str):
+                if row and not row.isspace():
+                    # JSON can contain a lone surrogate, which has no UTF-8 encoding and no token.
+                    yield row.encode("utf-8", "replace").decode("utf-8")
+            elif number == 0:
+                raise row
+            else:
+                left_out.add(CorpusError(f"{where}: {row}"))
+    except CorpusError as fault:
+        raise CorpusError(f"{where}: {fault}") from fault.__cause__
 
 
 def pin(corpus: Corpus) -> Corpus:

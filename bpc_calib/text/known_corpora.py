@@ -25,31 +25,51 @@ class Corpus:
     style: str | None = None
 
 
-def _on_hub(
-    name: str, repo: str, *, field: str = "text", file: str | None = None, revision: str | None = None
-) -> Corpus:
-    path = repo if file is None else f"{repo}/{file}"
-    return Corpus(name, path, field, repo=repo, revision=revision, split="train", data_file=file)
-
-
 _AUTHORS = "namespace-Pt/long-llm-data"  # the data of the paper's authors
-_AT = "48e96d937d87395c9223caf467ad30ae8e525191"
 
 HUB_CORPORA = {
     corpus.name: corpus
     for corpus in (
-        _on_hub("pg19", "emozilla/pg19"),
-        _on_hub(
+        Corpus("pg19", "emozilla/pg19", "text", repo="emozilla/pg19", split="train"),
+        Corpus(
             "proofpile",
-            "hoskinson-center/proof-pile",
-            file="test/proofpile_test.jsonl.gz",
+            "hoskinson-center/proof-pile/test/proofpile_test.jsonl.gz",
+            "text",
+            repo="hoskinson-center/proof-pile",
             revision="490b980249446f2f3bd2df3a8cf085d0f2de240a",
+            split="train",
+            data_file="test/proofpile_test.jsonl.gz",
         ),
-        _on_hub("codeparrot", "codeparrot/codeparrot-clean-valid", field="content"),
-        _on_hub("proofpile-parquet", "emozilla/proofpile-test-tokenized-mistral"),
-        _on_hub("authors-pg19", _AUTHORS, file="lm/pg19.json", revision=_AT),
-        _on_hub("authors-proofpile", _AUTHORS, file="lm/proof-pile.json", revision=_AT),
-        _on_hub("authors-codeparrot", _AUTHORS, file="lm/codeparrot.json", revision=_AT),
+        Corpus(
+            "codeparrot",
+            "codeparrot/codeparrot-clean-valid",
+            "content",
+            repo="codeparrot/codeparrot-clean-valid",
+            split="train",
+        ),
+        Corpus(
+            "proofpile-parquet",
+            "emozilla/proofpile-test-tokenized-mistral",
+            "text",
+            repo="emozilla/proofpile-test-tokenized-mistral",
+            split="train",
+        ),
+        *(
+            Corpus(
+                f"authors-{name}",
+                f"{_AUTHORS}/lm/{file}",
+                "text",
+                repo=_AUTHORS,
+                revision="48e96d937d87395c9223caf467ad30ae8e525191",
+                split="train",
+                data_file=f"lm/{file}",
+            )
+            for name, file in (
+                ("pg19", "pg19.json"),
+                ("proofpile", "proof-pile.json"),
+                ("codeparrot", "codeparrot.json"),
+            )
+        ),
     )
 }
 DEMO = "demo"  # short for all of DEMO_CORPORA

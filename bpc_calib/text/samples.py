@@ -29,6 +29,7 @@ def draw_samples(
     sequence_length: int,
     seed: int,
     vocab_size: int,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[Tensor, list[dict[str, Any]]]:
     """Draw token sequences, evenly from each corpus, and the `sources` of the artifact's metadata.
 
@@ -41,6 +42,7 @@ def draw_samples(
         sequence_length: tokens of each sequence.
         seed: of the draw.
         vocab_size: tokens that the model knows.
+        progress: called with the number of samples so far.
 
     Returns:
         int64 `[samples, sequence_length]`, and one table per corpus; its `sha256` is the hash of the token ids in
@@ -50,10 +52,19 @@ def draw_samples(
         CorpusError: a corpus has too little text for its samples; the message has their number.
         ModelError: the tokenizer does not belong to the model.
     """
-    drawn, sources = [], []
+    drawn: list[Tensor] = []
+    sources = []
     for corpus, wanted in zip(corpora, samples_by_corpus(samples, len(corpora)), strict=True):
         if wanted:
-            tokens = draw_corpus(corpus, tokenizer, samples=wanted, sequence_length=sequence_length, seed=seed)
+            before = sum(map(len, drawn))
+            tokens = draw_corpus(
+                corpus,
+                tokenizer,
+                samples=wanted,
+                sequence_length=sequence_length,
+                seed=seed,
+                progress=lambda done, before=before: progress(before + done),  # type: ignore[misc]
+            )
             check_vocabulary(tokens, vocab_size)
             drawn.append(tokens)
             sources.append(source(corpus, tokens))

@@ -38,6 +38,7 @@ RULES = {
     "metric, centred, 128 bits": {"metric": True, "centred": True, "bits": 128},
     "metric, no gain, safeguard alone": {"metric": True, "gain": False, "safeguard": 1.0, "recent": 0},
     "max": {"group": "max"},
+    "sum": {"group": "sum"},
     "one token": {"budget": 1},
     "a number of tokens": {"budget": 9},
     "a share": {"budget": 0.4},

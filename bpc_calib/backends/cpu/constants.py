@@ -11,6 +11,7 @@ __all__ = [
     "GAIN_UNIT",
     "LARGEST_LIMIT",
     "LARGEST_QUERY",
+    "MAGNITUDE_BITS",
     "RELATIVE_LIMIT",
 ]
 
@@ -20,3 +21,4 @@ GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT = (
 RELATIVE_LIMIT, LARGEST_LIMIT, LARGEST_QUERY = (
     np.float32(each) for each in (scoring.RELATIVE_LIMIT, scoring.LARGEST_LIMIT, scoring.LARGEST_QUERY)
 )
+MAGNITUDE_BITS = scoring.LARGEST_QUERY.bit_length()  # of the absolute values of a rounded query

@@ -8,16 +8,11 @@ import time
 from pathlib import Path
 from subprocess import DEVNULL
 
-import numpy as np
 import torch
 from filelock import FileLock
 
 from bpc_calib.backends.cpu.at_once import step
 from bpc_calib.backends.cpu.compiling import kernel_folder
-from bpc_calib.backends.cpu.decompose import WORD, decompose_kernel
-from bpc_calib.backends.cpu.language import WIDE
-from bpc_calib.backends.cpu.layout import LIKE
-from bpc_calib.backends.cpu.least_squares import norm_kernel, products_kernel
 from bpc_calib.backends.cpu.over_pages import attend_pages, hash_into
 from bpc_calib.backends.cpu.pipeline import FEW, choose, encode_with, sparse_attention
 from bpc_calib.method.appending import Slots
@@ -98,15 +93,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _fit(dtype: torch.dtype) -> None:
-    like, keys = np.empty(0, LIKE[dtype]), torch.zeros(WORD, WIDE, dtype=dtype)
-    mean, square, wide = np.zeros(WIDE), np.eye(WIDE), np.zeros((32, WIDE))
-    arguments = (like, keys.data_ptr(), 1, mean)
-    norm_kernel(*arguments, square)
-    decompose_kernel(*arguments, square, wide, 1, np.zeros_like(wide))
-    products_kernel(*arguments, np.zeros((WIDE, 32)), np.zeros((32, 32)), np.zeros((32, 32)), wide)
-
-
 def _pages(dtype: torch.dtype) -> None:
     make_ready(dtype, "hash")  # many tokens are hashed by its kernels
     query, projection = torch.zeros(1, 1, 1, 16, dtype=dtype), torch.zeros(1, 32, 16, dtype=dtype)
@@ -143,5 +129,5 @@ def _step(dtype: torch.dtype) -> None:
 
 
 # Each calls its kernels once, on next to nothing. No kernel is in two groups, so processes compile them side by side.
-GROUPS = {"choose": _choose, "step": _step, "hash": _hash, "attend": _attend, "fit": _fit, "pages": _pages}
+GROUPS = {"choose": _choose, "step": _step, "hash": _hash, "attend": _attend, "pages": _pages}
 DECODING = ("choose", "step", "hash", "attend")  # what a cache may call

@@ -30,7 +30,7 @@ BLOCK = 1024  # keys whose products are in the nearest cache
 AHEAD = 4096  # bytes of codes between what is read and what is prefetched
 SAMPLE = 1024  # keys of each row that are ranked first
 PAD = 64  # tokens of room behind each row of products
-GROUP_CODES = {"relative": 0, "max": 1}
+GROUP_CODES = {"relative": 0, "max": 1, "sum": 2}
 
 F32, I16, I32, I64 = (np.empty(0, kind) for kind in (np.float32, np.int16, np.int32, np.int64))
 U8, U64, BOOL = (np.empty(0, kind) for kind in (np.uint8, np.uint64, np.bool_))
@@ -113,7 +113,7 @@ def largest(products, stride, gains, gained, valid, masked, count, best):
     best[0], best[1], best[2], best[3] = best_a, best_b, best_c, best_d
 
 
-def _ranker(name: str, relative: bool, gained: bool, whole: bool = False):
+def _ranker(name: str, group: int, gained: bool, whole: bool = False):
     """A function that ranks keys by the scores of 4 heads, one per case: numba leaves a branch inside the loop.
 
     With `whole` there are no other heads, and `total` becomes the relative rank itself.
@@ -132,17 +132,18 @@ def _ranker(name: str, relative: bool, gained: bool, whole: bool = False):
                 weight = np.int32(np.int32(gains[i]) + GAIN_OFFSET)
                 one, two = np.int32(one * weight), np.int32(two * weight)
                 three, four = np.int32(three * weight), np.int32(four * weight)
-            if relative:
+            if group == 0:
                 one, two = np.int32(one - best_a), np.int32(two - best_b)
                 three, four = np.int32(three - best_c), np.int32(four - best_d)
-            most = max(max(one, two), max(three, four))
-            if not whole:
-                top[i] = most if first else max(most, top[i])
-            if relative:
+            if group != 2:
+                most = max(max(one, two), max(three, four))
+                if not whole:
+                    top[i] = most if first else max(most, top[i])
+            if group == 0:
                 one, two, three, four = max(one, limit), max(two, limit), max(three, limit), max(four, limit)
             if whole:
                 total[i] = np.int32(np.int32(16) * most) + np.int32(np.int32(one + two) + np.int32(three + four))
-            elif relative:
+            elif group != 1:
                 three, four = np.int32(three & mask_c), np.int32(four & mask_d)
                 both = np.int32(np.int32(one + np.int32(two & mask_b)) + np.int32(three + four))
                 total[i] = both if first else np.int32(both + total[i])
@@ -152,9 +153,10 @@ def _ranker(name: str, relative: bool, gained: bool, whole: bool = False):
     return inlined(rank_four)
 
 
-relative, relative_gain = _ranker("relative", True, False), _ranker("relative_gain", True, True)
-whole_plain, whole_gain = _ranker("whole_plain", True, False, True), _ranker("whole_gain", True, True, True)
-largest_plain, largest_gain = _ranker("largest_plain", False, False), _ranker("largest_gain", False, True)
+relative, relative_gain = _ranker("relative", 0, False), _ranker("relative_gain", 0, True)
+whole_plain, whole_gain = _ranker("whole_plain", 0, False, True), _ranker("whole_gain", 0, True, True)
+largest_plain, largest_gain = _ranker("largest_plain", 1, False), _ranker("largest_gain", 1, True)
+sum_plain, sum_gain = _ranker("sum_plain", 2, False), _ranker("sum_gain", 2, True)
 
 
 @inlined
@@ -196,15 +198,19 @@ def rank(address, stride, gains, gained, group, heads, most, masks, limit, top, 
             relative_gain(a, b, c, d, gains, best, mask, limit, first, top, total)
         elif group == 0:
             relative(a, b, c, d, gains, best, mask, limit, first, top, total)
-        elif gained:
+        elif group == 1 and gained:
             largest_gain(a, b, c, d, gains, best, mask, limit, first, top, total)
-        else:
+        elif group == 1:
             largest_plain(a, b, c, d, gains, best, mask, limit, first, top, total)
+        elif gained:
+            sum_gain(a, b, c, d, gains, best, mask, limit, first, top, total)
+        else:
+            sum_plain(a, b, c, d, gains, best, mask, limit, first, top, total)
     if group == 0:
         for i in range(count):
             ranks[i] = np.int32(np.int32(4 * heads) * top[i] + total[i])
     else:
-        ranks[:] = top
+        ranks[:] = top if group == 1 else total
 
 
 @inlined

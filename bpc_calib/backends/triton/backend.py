@@ -6,6 +6,8 @@ from torch import Tensor
 from bpc_calib.backends.limits import DTYPES, MOST_ROWS, MOST_TOKENS, capability, unserved
 from bpc_calib.backends.protocol import Request, Stage
 from bpc_calib.backends.triton import hashing, ops, pipeline
+from bpc_calib.backends.triton.paper import popcount_scores
+from bpc_calib.backends.triton.pipeline import quantize_query
 from bpc_calib.method import appending, paging, stepping
 from bpc_calib.method import dense_attention as plain_dense
 from bpc_calib.method import sparse_attention as plain_sparse
@@ -19,7 +21,7 @@ from bpc_calib.method.stepping import Hashed
 
 __all__ = [
     "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into",
-    "serves", "sparse_attention", "stages", "step",
+    "popcount_scores", "quantize_query", "serves", "sparse_attention", "stages", "step",
 ]  # fmt: skip
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64

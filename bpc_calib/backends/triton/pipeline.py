@@ -85,6 +85,8 @@ def middle_bins(group: str, heads: int, largest: int, gain: bool) -> int:
     span = 2 * reach
     if group == "relative":
         span = 5 * heads * min(2 * reach, ((1 << 31) - 1) // (5 * heads))
+    elif group == "sum":
+        span *= heads
     return int(1 << max(0, span.bit_length() - (FINE.bit_length() - 1) - (COARSE.bit_length() - 1)))
 
 

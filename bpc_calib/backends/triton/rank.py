@@ -44,7 +44,9 @@ def grouped(scores, best, limit, padded: tl.constexpr, shape: tl.constexpr):
     G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
     real = tl.arange(0, G_UP)[None, :] < G
-    if shape.GROUP == "max":
+    if shape.GROUP == "sum":
+        return tl.sum(scores, 1)  # the scores of padding heads are 0
+    elif shape.GROUP == "max":
         return tl.max(scores if G == G_UP else tl.where(real, scores, NEVER), 1)
     else:
         # With 16 heads and fewer, the clamp of `group_scores` changes nothing.

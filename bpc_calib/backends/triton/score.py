@@ -137,7 +137,8 @@ def score_kernel(
         at = (row * G + g[:, None]) * H + bit[None, :]
         tl.store(made.rounded + at, values.to(tl.int8), mask=g[:, None] < G)
         tl.store(made.scale + row, scale)
-        most = tl.max(tl.sum(tl.abs(values), 1), 0)
+        reach = tl.sum(tl.abs(values), 1)
+        most = tl.sum(reach, 0) if shape.GROUP == "sum" else tl.max(reach, 0)
         make_plan(made.plan, limits, row, length, k, most, scale, scaling, shape)
     clear(made.counts, row, shape.COUNTS)
 
