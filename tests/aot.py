@@ -1,7 +1,6 @@
 """Compiles what run time compiles, for a GPU that is not here, and prints what came out: one JSON line a kernel.
 
     python tests/aot.py 90                every case
-    python tests/aot.py 90 some           those that a push compiles
     python tests/aot.py 86 dense          one case, by its name
 
 The entry points of `pipeline` run on tensors that nobody fills, and Triton compiles what it is asked to launch. Runs on
@@ -60,7 +59,7 @@ class Case:
     eight_bits: bool = False  # keys and values in pages are float8_e4m3fn
 
 
-# Those of a push: each kernel, and the settings that change its code most.
+# Each kernel, and the settings that change its code most.
 SOME = {
     "usual": Case("choose sparse encode append"),
     "dense": Case("dense", dim=256),
