@@ -167,7 +167,7 @@ def score(
         strided(query), strided(projection), _placed(codes, table), _placed(cached.gain, table),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
         tokens, each, choice.scaling, shape,
-        num_warps=4 if heads <= 8 and bits <= 64 else 8, num_stages=1,
+        num_warps=4 if bits <= 64 and heads <= (8 if cached.valid is None else 4) else 8, num_stages=1,
         **few_registers(heads, bits, cached.valid is not None), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
