@@ -29,11 +29,13 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     parameters = inspect.signature(function).parameters.values()
     groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
 
+    options = {each.name: _options(each) for each in parameters}
+
     @functools.wraps(function)
     def run(**given: Any) -> None:
         arguments = {}
         for each in parameters:
-            values = {option.name: given[option.name] for option in _options(each)}
+            values = {option.name: given[option.name] for option in options[each.name]}
             arguments[each.name] = groups[each.name](**values) if each.name in groups else values[each.name]
         try:
             with _terminating():
@@ -56,9 +58,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             note(f"Error: {_line(fault)}")
             raise typer.Exit(1) from None
 
-    options = [option for each in parameters for option in _options(each)]
-    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    run.__annotations__ = {option.name: option.annotation for option in options}
+    flat = [option for each in parameters for option in options[each.name]]
+    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    run.__annotations__ = {option.name: option.annotation for option in flat}
     return run
 
 

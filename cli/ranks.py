@@ -16,10 +16,6 @@ from bpc_cli.console import drop, fail, note
 if TYPE_CHECKING:
     from bpc_calib.calibration.ranks import Ranks
 
-__all__ = [
-    "check_command", "check_shared", "joined_ranks", "only_leader_prints", "own_device", "ranks", "wait_for_leader",
-]  # fmt: skip
-
 IN_SEVERAL = ("calibrate", "generate")  # the commands that run in several processes
 LEADER_SECONDS = 30  # for the leader: it may still be importing
 REPORT_SECONDS = 1  # for the process that says why the run ends: torchrun ends it when another one has ended

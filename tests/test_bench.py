@@ -64,7 +64,7 @@ def test_floors_are_the_bytes_of_the_definition():
     # 8 KV heads, 1,024 tokens, D=128, keys and values, 2 bytes per number: 8 * 1024 * 128 * 2 * 2.
     shape = LayerShape(batch=2, kv_heads=4, group=3, dim=128, tokens=1024, dtype=torch.bfloat16)
     assert inputs.dense_bytes(shape, 1024) == 4_194_304
-    assert inputs.code_bytes(8, 1024) == 8 * 1024 * 9
+    assert inputs.code_bytes(shape, 1024) == 8 * 1024 * 9
     assert inputs.stage_bytes(shape, 20) == {"score": 73_728, "attend": 81_920, "step": 155_648}
     assert inputs.least_microseconds(2_000_000, 1e9) == pytest.approx(2000)
 

@@ -54,7 +54,7 @@ class LayerShape:
     @property
     def cached_bytes(self) -> int:
         """The bytes of keys, values, codes and gains, including the spare room of their buffers."""
-        return dense_bytes(self, room(self.tokens)) + code_bytes(self.rows, room(self.tokens))
+        return dense_bytes(self, room(self.tokens)) + code_bytes(self, room(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
         )
     wanted = 4 * cache_bytes(device)
     most = min(free // 3, MOST_BYTES["cuda" if device.type == "cuda" else "cpu"])
-    held = code_bytes(shape.rows, room(shape.tokens))
-    codes, dense, kept = code_bytes(shape.rows, shape.tokens), dense_bytes(shape, shape.tokens), dense_bytes(shape, k)
+    held = code_bytes(shape, room(shape.tokens))
+    codes, dense, kept = code_bytes(shape, shape.tokens), dense_bytes(shape, shape.tokens), dense_bytes(shape, k)
     code_sets = max(1, min(-(-wanted // codes), most // 2 // held))
     fitting = max(1, (most - code_sets * held) // (shape.cached_bytes - held))
     key_sets = min(max(2, -(-wanted // kept)), fitting)
@@ -172,14 +172,14 @@ def dense_bytes(shape: LayerShape, tokens: int) -> int:
     return shape.rows * tokens * shape.dim * 2 * shape.dtype.itemsize
 
 
-def code_bytes(rows: int, tokens: int) -> int:
-    """Return the bytes of the codes of so many tokens of each row, and of their gains."""
-    return rows * tokens * (BITS // 8 + 1)
+def code_bytes(shape: LayerShape, tokens: int) -> int:
+    """Return the bytes of the codes of so many tokens of each sequence, and of their gains."""
+    return shape.rows * tokens * (BITS // 8 + 1)
 
 
 def stage_bytes(shape: LayerShape, k: int) -> dict[str, int]:
     """Return the byte floors of scoring, of attention to `k` tokens, and of both, since scores need not be written."""
-    codes, kept = code_bytes(shape.rows, shape.tokens), dense_bytes(shape, k)
+    codes, kept = code_bytes(shape, shape.tokens), dense_bytes(shape, k)
     return {"score": codes, "attend": kept, "step": codes + kept}
 
 
