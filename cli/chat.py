@@ -56,7 +56,7 @@ def chat(
     projections = None if artifact == ONLINE else load_artifact(artifact)
     from bpc_calib import BPCCache, enable
 
-    opened, online = open_model(model, load), projections is None
+    opened = open_model(model, load)
     name = opened.description.id
     cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
     tokenizer = open_tokenizer(opened)
@@ -67,9 +67,7 @@ def chat(
     loaded = open_weights(opened, quiet)
     enable(loaded)
     decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
-    decoder, _ = decoding.warm_up(
-        decoder, ids, cache, sampling.max_new_tokens, online=online, compare=False, quiet=quiet
-    )
+    decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
     conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
     _talk(conversation, sampling.max_new_tokens, as_json, quiet)
 

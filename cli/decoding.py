@@ -47,20 +47,16 @@ def full_attention(decoder: Decoder) -> Any:
     return BPCCache(decoder.model.config, budget=1.0, dense_layers=()) if decoder.static else None
 
 
-def warm_up(
-    decoder: Decoder, ids: Any, cache: Any, new: int, *, online: bool, compare: bool, quiet: bool
-) -> tuple[Decoder, float]:
+def warm_up(decoder: Decoder, ids: Any, cache: Any, new: int, *, compare: bool, quiet: bool) -> tuple[Decoder, float]:
     """Compile what the runs need; return the decoder to use, with CUDA graphs if they work, and the seconds.
 
     No figure then includes compilation, and steps that cannot be captured are found before any text is printed.
-    `online`: projections will be fitted. `compare`: a run with full attention follows.
+    `compare`: a run with full attention follows.
     """
     from bpc_calib import BPCError
-    from bpc_calib.backends.dispatch import make_ready
 
     began = time.perf_counter()
     model = decoder.model
-    make_ready(model.device, model.dtype, fitting=online)
     if captures(model.device):
         static = replace(decoder, static=True)
         try:

@@ -37,14 +37,12 @@ def demo(
     import torch
 
     from bpc_calib import calibrate, enable, make_plan
-    from bpc_calib.backends.dispatch import begin_ready
     from bpc_calib.evaluation.comparison import HARD, Comparison
     from bpc_calib.evaluation.evaluate import evaluate
 
     opened = open_model(DEMO, OneDeviceOptions(device=device))
     tokenizer, model = open_tokenizer(opened), open_weights(opened, quiet)
     torch.set_num_threads(1)  # a small model gains little from more, and they wait for each other where cores are busy
-    begin_ready(model.device, model.dtype)
     show = not as_json
     if show:
         count = sum(weight.numel() for weight in model.parameters())

@@ -172,7 +172,6 @@ def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, An
 
 PROJECT = "bpc-calib"
 EXTRAS = {
-    "cpu": "fast kernels on a CPU",
     "plots": "pictures: --plot, --html",
     "accelerate": "quantised models, --device-map",
     "gguf": "GGUF files as models",

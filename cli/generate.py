@@ -66,7 +66,7 @@ def generate(
         if templated and not quiet:
             note(f"Sending the prompt in the chat template of {name}; --raw continues it as it is")
         decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
-        decoder, seconds = decoding.warm_up(decoder, ids, cache, new, online=online, compare=compare, quiet=quiet)
+        decoder, seconds = decoding.warm_up(decoder, ids, cache, new, compare=compare, quiet=quiet)
 
         show = not as_json
         if compare and show:

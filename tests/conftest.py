@@ -103,16 +103,8 @@ def text_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def fitting_kernels():
-    """Compile the kernels that fit the keys of tiny models: the first command would say so on stderr."""
-    from bpc_calib.backends.cpu.ready import make_ready
-
-    make_ready(torch.float32, "fit")
-
-
 @pytest.fixture
-def bpc(monkeypatch, fitting_kernels):
+def bpc(monkeypatch):
     """Run the command line in this process: `bpc("inspect", file)`; `stdin` is the piped input."""
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -127,7 +119,7 @@ def bpc(monkeypatch, fitting_kernels):
 
 
 @pytest.fixture
-def bpc_process(tmp_path, fitting_kernels):
+def bpc_process(tmp_path):
     """Run the command line in a new process, in an empty folder: `bpc_process("--version", HF_HOME=...)`."""
 
     def run(*words: object, cwd: Path = tmp_path, **environment: str) -> Ran:

@@ -31,8 +31,7 @@ from bpc_calib.method.paging import read_tokens
 from bpc_calib.models.description import describe
 from bpc_calib.serving.plugin import register
 
-# Every engine replaces Triton's kernels by others, for which vLLM looks through all modules, and stumbles over one of
-# llvmlite. Once is enough, before numba brings llvmlite.
+# Every engine replaces Triton's kernels by others, for which vLLM looks through all modules. Once is enough.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # it reads names that torch will drop
     current_platform.register_triton_kernel_overrides()
@@ -44,13 +43,11 @@ PAGE = 128  # tokens
 
 
 def made_artifact(model_folder, target, samples=4):
-    """Projections of a model, from a little of the demo's text; in plain torch, since to compile takes longer."""
+    """Projections of a model, from a little of the demo's text."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     plan = make_plan(describe(model.config), samples=samples, sequence_length=256)
     text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BPC_BACKEND", "torch")
-        bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
+    bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
     return target
 
 
@@ -59,9 +56,6 @@ class Engine:
 
     def __init__(self, model, artifact, *, backend=None, **arguments):
         self.model, self.artifact = model, artifact
-        from bpc_calib.backends.cpu import ready  # brings llvmlite
-
-        self.compiling = ready.begin(torch.float32, "choose")  # what `checked` calls, while the engine waits for others
         load_general_plugins()  # once in a process: so that no engine registers again what it finds
         register()
         if backend is not None:

@@ -1,4 +1,4 @@
-"""Every backend against plain torch, bit for bit: Triton's kernels, interpreted or on a GPU, and numba's on a CPU."""
+"""Every backend against plain torch, bit for bit: Triton's kernels, interpreted or on a GPU, and those of a CPU."""
 
 import importlib
 import inspect
@@ -9,7 +9,6 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 
 from bpc_calib import InputError
 from bpc_calib.backends import dispatch
-from bpc_calib.backends.cpu import at_once
 from bpc_calib.backends.protocol import Backend
 from bpc_calib.method import appending, stepping
 from bpc_calib.method.appending import Slots
@@ -332,7 +331,7 @@ def test_appends_a_token(dtype, dim, width, bits, form, pipeline):
 
 
 @pytest.mark.parametrize(("dtype", "heads", "bits", "rules"), STEPS)
-def test_a_whole_step_is_its_stages(dtype, heads, bits, rules, pipeline, monkeypatch):
+def test_a_whole_step_is_its_stages(dtype, heads, bits, rules, pipeline):
     """The same codes, gains and errors in the slots, bit for bit; and attention over the same tokens."""
     backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
     batch, kv_heads, dim, length, k = 2, 3, 64, 150, 20
@@ -358,13 +357,10 @@ def test_a_whole_step_is_its_stages(dtype, heads, bits, rules, pipeline, monkeyp
     right = sparse_attention(query, keys[:, :, :length], values[:, :, :length], chosen, 0.2)
     within = {torch.bfloat16: 2e-2, torch.float16: 1e-3}.get(dtype, 1e-5)  # about one step of the dtype
     close = {"rtol": within, "atol": within}
-    limits = (1 << 15, 0) if backend.__name__ == "bpc_calib.backends.cpu.backend" else (None,)
-    for most in limits:  # codes for one kernel, where a backend has such a limit
-        monkeypatch.setattr(at_once, "FEW_CODES", most)
-        given = hashed()
-        torch.testing.assert_close(backend.step(query, given, k, choice), right, **close)
-        for name in ("codes", "gain", "error") if kept else ("codes",):
-            assert torch.equal(getattr(given.slots, name), getattr(expected.slots, name)), name
+    given = hashed()
+    torch.testing.assert_close(backend.step(query, given, k, choice), right, **close)
+    for name in ("codes", "gain", "error") if kept else ("codes",):
+        assert torch.equal(getattr(given.slots, name), getattr(expected.slots, name)), name
 
 
 def test_a_step_refuses_what_does_not_fit(pipeline):

@@ -302,7 +302,7 @@ def test_a_shape_of_ones_own_has_the_proportions_of_llama():
 
 def test_machine_facts_name_no_folder():
     facts = machine()
-    assert set(facts["versions"]) == {"bpc-calib", "torch", "transformers", "triton", "numba"}
+    assert set(facts["versions"]) == {"bpc-calib", "torch", "transformers", "triton"}
     assert str(Path.home()) not in json.dumps(facts)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from bpc_calib import InputError
 from bpc_calib.backends.cpu import backend
-from bpc_calib.backends.cpu.decompose import WORD
+from bpc_calib.backends.cpu.fitting import WORD
 from bpc_calib.backends.dispatch import fit as dispatched
 from bpc_calib.method import fitting
 

@@ -17,17 +17,17 @@ from bpc_calib.method.choosing import Cached, Choice
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
-COMPILED_HERE = ["numba"] if DEVICE.type == "cpu" else []
+COMPILED_HERE = ["native"] if DEVICE.type == "cpu" else []
 BACKENDS = ["torch", "triton", *COMPILED_HERE]
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("BPC_BACKEND", raising=False)
-    for cached in (dispatch._warn_once, dispatch._not_installed):
+    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_library):
         cached.cache_clear()
     yield
-    for cached in (dispatch._warn_once, dispatch._not_installed):
+    for cached in (dispatch._warn_once, dispatch._without_triton, dispatch._without_library):
         cached.cache_clear()
 
 
@@ -37,22 +37,22 @@ def warned(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_numba_serves_the_cpu_and_triton_the_gpu(monkeypatch):
-    assert dispatch.backend(CPU) == "numba"
+def test_native_serves_the_cpu_and_triton_the_gpu(monkeypatch):
+    assert dispatch.backend(CPU) == "native"
     assert dispatch.backend(torch.device("cuda")) == "triton"
     assert dispatch.backend(torch.device("mps")) == "torch"
     monkeypatch.setenv("BPC_BACKEND", "torch")
     assert dispatch.backend(torch.device("cuda")) == dispatch.backend(CPU) == "torch"
     monkeypatch.setenv("BPC_BACKEND", "")
-    assert dispatch.backend(CPU) == "numba"
-    monkeypatch.setenv("BPC_BACKEND", "numba")
+    assert dispatch.backend(CPU) == "native"
+    monkeypatch.setenv("BPC_BACKEND", "native")
     with pytest.raises(InputError, match="needs tensors on the CPU, and they are on cuda"):
         dispatch.backend(torch.device("cuda"))
 
 
 def test_an_unknown_backend_is_refused(monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "cuda")
-    with pytest.raises(InputError, match=r"^BPC_BACKEND must be one of torch, triton, numba, not 'cuda'$"):
+    with pytest.raises(InputError, match=r"^BPC_BACKEND must be one of torch, triton, native, not 'cuda'$"):
         dispatch.backend(CPU)
 
 
@@ -97,7 +97,8 @@ def test_a_gpu_too_old_falls_back(monkeypatch, warned):
 
 
 def test_the_package_imports_no_compiler():
-    code = "import sys, bpc_calib; assert not {'triton', 'numba', 'torch._dynamo'} & set(sys.modules)"
+    named = "'triton', 'bpc_calib.backends.cpu.native', 'torch._dynamo'"
+    code = f"import sys, bpc_calib; assert not {{{named}}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

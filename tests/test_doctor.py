@@ -168,7 +168,7 @@ def test_the_installation(bpc):
         assert each["fits"] is True
     extras = found["installation"]["extras"]
     assert set(extras["gguf"]["packages"]) == {"gguf", "accelerate", "transformers"}
-    for name, module in (("cpu", "numba"), ("plots", "matplotlib"), ("accelerate", "accelerate"), ("vllm", "vllm")):
+    for name, module in (("plots", "matplotlib"), ("accelerate", "accelerate"), ("vllm", "vllm")):
         assert (extras[name]["packages"][module]["installed"] is not None) == (
             importlib.util.find_spec(module) is not None
         )
@@ -178,7 +178,7 @@ def test_the_installation(bpc):
     assert machine["hub"]["reachable"] is None  # the tests are offline
     assert machine["free_disk_bytes"] <= shutil.disk_usage(".").total
     assert machine["free_memory_bytes"] > 1e8
-    assert machine["backend"] in ("torch", "numba", "triton")
+    assert machine["backend"] in ("torch", "native", "triton")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_backend_that_is_named(bpc, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", "best")
     ran = bpc("doctor")
     assert (ran.code, ran.out) == (1, "")
-    assert "BPC_BACKEND must be one of torch, triton, numba" in ran.err
+    assert "BPC_BACKEND must be one of torch, triton, native" in ran.err
 
 
 def test_a_model_on_the_hub(bpc_process, tmp_path):

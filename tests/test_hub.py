@@ -99,7 +99,7 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture
-def client(tmp_path, served, fitting_kernels):
+def client(tmp_path, served):
     """Run commands one after the other in one new process, in an empty folder: `client([words, ...], HF_HOME=...)`.
 
     A process reads the address of the Hub when it starts, and its start takes seconds. By default it talks to the local

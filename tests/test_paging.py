@@ -12,7 +12,7 @@ from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows, read_codes, read_tokens, write_codes
 
-numba = pytest.importorskip("bpc_calib.backends.cpu.backend")
+native = pytest.importorskip("bpc_calib.backends.cpu.backend")
 
 SIZE, HEADS, PAGES = 32, 3, 9
 DIMS = ("words", [1, 2])
@@ -117,10 +117,10 @@ def test_keys_are_hashed_into_their_slots(tokens, metric, dtype):
     if tokens > 1:
         slots[1] = -1
     wanted, found = empty_pages(1), empty_pages(1)
-    one_by_one = [numba.encode_with(encoder, keys[:, :, i : i + 1]) for i in range(tokens)]
+    one_by_one = [native.encode_with(encoder, keys[:, :, i : i + 1]) for i in range(tokens)]
     for i, each in enumerate(one_by_one):
         write_codes(each, slots[i : i + 1], wanted)
-    numba.hash_into(Fresh(encoder, keys, slots), found)
+    native.hash_into(Fresh(encoder, keys, slots), found)
     assert torch.equal(found.codes, wanted.codes)
     assert torch.equal(found.gain, wanted.gain)
 
@@ -157,23 +157,23 @@ def test_a_step_over_pages_is_a_step_over_rows(lengths, k, heads, rules, words, 
     choice, rows = Choice(0.3, **rules), Rows(table, torch.tensor(lengths), torch.tensor(k), max(k))
     copied, weights = read_codes(paged.codes, table, rows.lengths)
     cached = Cached(copied, weights if gain else None, lengths=rows.lengths)
-    wanted = numba.choose(query, projection, cached, rows.k.unsqueeze(-1), choice, width=rows.width)
+    wanted = native.choose(query, projection, cached, rows.k.unsqueeze(-1), choice, width=rows.width)
     threads = torch.get_num_threads()
     for used in (1, 2):
         torch.set_num_threads(used)
-        out, chosen = numba.attend_pages(query, projection, paged, rows, choice, gain=gain)
+        out, chosen = native.attend_pages(query, projection, paged, rows, choice, gain=gain)
         torch.set_num_threads(threads)
         assert torch.equal(chosen, wanted)
     keys, values = read_tokens(paged, table, wanted)
     listed = torch.arange(rows.width).expand_as(wanted).where(wanted >= 0, -1)
-    assert torch.equal(out, numba.sparse_attention(query, keys, values, listed, choice.scaling))
+    assert torch.equal(out, native.sparse_attention(query, keys, values, listed, choice.scaling))
     exact, same = plain.attend_pages(query, projection, paged, rows, choice, gain=gain)
     if torch.equal(same, wanted):  # unless the int8 queries round differently
         torch.testing.assert_close(out, exact, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("new", [1, 5, 20])
-@pytest.mark.parametrize("backend", [plain, numba], ids=["torch", "numba"])
+@pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
 def test_new_keys_are_hashed_before_the_choice(backend, new):
     """In one call what two calls do; the keys that are new are among those that are ranked."""
     generator, dim = torch.Generator().manual_seed(new), 16
@@ -211,7 +211,7 @@ def test_wrong_shapes_are_refused():
     paged = Paged(pages, torch.zeros(PAGES, HEADS, 2 * SIZE * 8), Packing(where, where))
     query, projection = torch.zeros(2, HEADS, 1, 8), torch.zeros(HEADS, 64, 8)
     rows = Rows(table, torch.tensor([1, 2]), torch.tensor([1, 1]), 1)
-    for backend in (plain, numba):
+    for backend in (plain, native):
         for wrong in (
             (query.bfloat16(), projection, paged, rows), (query, projection[:2], paged, rows),
             (query[:1], projection, paged, rows), (query, projection, paged, replace(rows, k=rows.k[:1])),

@@ -59,7 +59,7 @@ def free_port():
 
 
 @pytest.fixture
-def start(words, tmp_path, fitting_kernels):
+def start(words, tmp_path):
     """Start `bpc calibrate` under torchrun in a folder; a fault is RANK:STAGE:STEP:KIND."""
     started = []
 

@@ -37,7 +37,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, model_folder, text_folder, fitting_kernels) -> list[Path]:
+def pair(tmp_path_factory, model_folder, text_folder) -> list[Path]:
     """Two artifacts of the tiny model, of 32 and 64 bits."""
     from bpc_calib.models.loading import load_model, load_tokenizer
 

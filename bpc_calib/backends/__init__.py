@@ -1,1 +1,1 @@
-"""Where a step is computed: plain torch, Triton on a GPU, numba on a CPU; reached through `dispatch` alone."""
+"""Where a step is computed: plain torch, Triton on a GPU, C++ on a CPU; reached through `dispatch` alone."""

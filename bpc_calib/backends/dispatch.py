@@ -1,4 +1,4 @@
-"""Where a step is computed: by Triton on a GPU, numba on a CPU, or plain torch. `BPC_BACKEND` names one for all.
+"""Where a step is computed: by Triton on a GPU, C++ on a CPU, or plain torch. `BPC_BACKEND` names one for all.
 
 Every function here has the signature of its plain torch function and returns what that returns.
 """
@@ -10,7 +10,7 @@ import os
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.limits import DTYPES, unfit
+from bpc_calib.backends.limits import unfit
 from bpc_calib.backends.protocol import Backend, Request
 from bpc_calib.errors import InputError
 from bpc_calib.method.appending import Slots
@@ -24,7 +24,6 @@ __all__ = [
     "BACKENDS",
     "append",
     "backend",
-    "begin_ready",
     "choose",
     "compiled",
     "dense_attention",
@@ -33,7 +32,6 @@ __all__ = [
     "fit",
     "for_pages",
     "lacking",
-    "make_ready",
     "named",
     "sparse_attention",
     "step",
@@ -42,9 +40,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("torch", "triton", "numba")
-OLDEST = {"triton": (3, 6), "numba": (0, 61)}
-INSTALL = {"triton": "pip install triton", "numba": "pip install 'bpc-calib[cpu]'"}
+BACKENDS = ("torch", "triton", "native")
+OLDEST_TRITON = (3, 6)
 
 
 def find(device: torch.device) -> Backend:
@@ -73,18 +70,17 @@ def backend(device: torch.device) -> str:
 
 def compiled(device: torch.device) -> str:
     """The name of the backend that is compiled for a kind of devices; "torch" where there is none."""
-    return {"cuda": "triton", "cpu": "numba"}.get(device.type, "torch")
+    return {"cuda": "triton", "cpu": "native"}.get(device.type, "torch")
 
 
 def lacking(name: str, device: torch.device) -> str | None:
     """What a backend lacks to run on a device, and how to get it, if that helps; None: nothing."""
     if name == "triton":
-        return _not_installed("triton") or unfit(device)
-    if name == "numba":
-        missing = _not_installed("numba")
-        if missing is None and device.type != "cpu":
-            missing = f"needs tensors on the CPU, and they are on {device.type}"
-        return missing
+        return _without_triton() or unfit(device)
+    if name == "native" and device.type != "cpu":
+        return f"needs tensors on the CPU, and they are on {device.type}"
+    if name == "native":
+        return _without_library()
     return None
 
 
@@ -100,28 +96,8 @@ def named() -> str | None:
     return given
 
 
-def make_ready(device: torch.device, dtype: torch.dtype, *, fitting: bool) -> None:
-    """Compile or load what the first step for keys of this dtype would wait for; `fitting`: also to fit projections.
-
-    Only the kernels for a CPU are compiled for a dtype alone. Those for a GPU are compiled for sizes, by a step.
-    """
-    if backend(device) != "numba" or dtype not in DTYPES:
-        return
-    from bpc_calib.backends.cpu import ready
-
-    ready.make_ready(dtype, *ready.DECODING, *(("fit",) if fitting else ()))
-
-
-def begin_ready(device: torch.device, dtype: torch.dtype) -> None:
-    """Start compiling what the steps of one sequence call, in other processes; the first call of a kernel waits."""
-    if backend(device) == "numba" and dtype in DTYPES:
-        from bpc_calib.backends.cpu import ready
-
-        ready.begin(dtype, "step", "hash", "attend")
-
-
 def for_pages(query: Tensor, kv_heads: int) -> Backend:
-    """The backend that serves decoding steps over pages, made ready for queries like `[1, H, D]`.
+    """The backend that serves decoding steps over pages, for queries like `[1, H, D]`.
 
     Raises:
         InputError: no kernels serve them on this GPU; a CUDA graph cannot hold a step of plain torch.
@@ -129,10 +105,6 @@ def for_pages(query: Tensor, kv_heads: int) -> Backend:
     found = _serving(Request(query.unsqueeze(0), torch.Size([1, kv_heads, 1]), query.shape[1] // kv_heads))
     if query.is_cuda and found is _load("torch"):
         raise InputError("BPC's kernels do not serve this model on this GPU: the warning above says why")
-    if found is _load("numba"):
-        from bpc_calib.backends.cpu import ready
-
-        ready.make_ready(query.dtype, "pages")
     return found
 
 
@@ -241,7 +213,7 @@ def _serving(request: Request) -> Backend:
     """The backend of the request's device where it serves the request, else plain torch."""
     device = request.tensor.device
     if torch.compiler.is_compiling() and device.type == "cpu" and named() != "triton":
-        return _load("torch")  # the compiler cannot see into what numba compiled
+        return _load("torch")  # the compiler cannot see into what was compiled before
     name = backend(device)
     found = _load(name)
     if (fault := found.serves(request)) is None:
@@ -257,29 +229,36 @@ def _load(name: str) -> Backend:
         from bpc_calib.backends.triton import backend as in_triton
 
         return in_triton
-    if name == "numba":
-        from bpc_calib.backends.cpu import backend as in_numba
+    if name == "native":
+        from bpc_calib.backends.cpu import backend as on_cpu
 
-        return in_numba
+        return on_cpu
     from bpc_calib.backends import plain
 
     return plain
 
 
 @functools.cache
-def _not_installed(package: str) -> str | None:
-    """What is missing for a package; None: nothing."""
+def _without_triton() -> str | None:
+    """What about Triton is missing; None: nothing."""
     try:
-        if package == "triton":
-            from triton import __version__ as found
-        else:
-            from numba import __version__ as found
+        from triton import __version__ as found
     except ImportError:
-        return f"{package.replace('triton', 'Triton')} is not installed ({INSTALL[package]})"
+        return "Triton is not installed (pip install triton)"
     # As numbers: torch.compile cannot trace `packaging.version` with torch 2.8.
-    if tuple(map(int, found.split(".")[:2])) >= OLDEST[package]:
+    if tuple(map(int, found.split(".")[:2])) >= OLDEST_TRITON:
         return None
-    return f"{package.replace('triton', 'Triton')} {found} is older than {'.'.join(map(str, OLDEST[package]))}"
+    return f"Triton {found} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+
+
+@functools.cache
+def _without_library() -> str | None:
+    """Why the library of the kernels for a CPU cannot be used; None: it can."""
+    try:
+        from bpc_calib.backends.cpu import native  # noqa: F401
+    except ImportError as fault:
+        return str(fault)
+    return None
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["available_memory", "cache_bytes", "machine", "without_folder"]
 
-VERSIONS = ("bpc-calib", "torch", "transformers", "triton", "numba")
+VERSIONS = ("bpc-calib", "torch", "transformers", "triton")
 SYSTEM = Path("/sys/devices/system/cpu")
 UNKNOWN_CACHE = 32 << 20
 

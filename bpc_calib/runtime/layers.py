@@ -250,7 +250,7 @@ class DenseLayer(GrowingLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, kv_heads, new, head_dim]`; keys that BPC's kernel may read carry this layer."""
         keys, values = super().update(key_states, value_states)
-        if key_states.shape[2] == 1 and backend(keys.device) == "numba":
+        if key_states.shape[2] == 1 and backend(keys.device) == "native":
             keys = with_layer(keys, self)
         return keys, values
 

@@ -207,7 +207,7 @@ def check_in_float32(operation, make, make_cache=BPCCache, **settings):
 )
 def test_the_cpu_kernels(name, operation, monkeypatch):
     family, changes = FAMILIES[name]
-    monkeypatch.setenv("BPC_BACKEND", "numba")
+    monkeypatch.setenv("BPC_BACKEND", "native")
     online = operation in (suite.beams, suite.batch_changes)
     check_in_float32(operation, lambda seed: tiny.model(family, seed=seed, **changes), online=online, metric=not online)
 
@@ -216,18 +216,18 @@ def test_the_cpu_kernels(name, operation, monkeypatch):
 @pytest.mark.parametrize("rules", [name for name in RULES if name != "online, 128 bits"])
 def test_rules_of_the_cpu_kernels(rules, operation, monkeypatch):
     """Not with 128 online bits on 40 keys: after 40 bits only rounding is left of the keys, and it sets the signs."""
-    monkeypatch.setenv("BPC_BACKEND", "numba")
+    monkeypatch.setenv("BPC_BACKEND", "native")
     check_in_float32(operation, lambda seed: tiny.model(seed=seed), **RULES[rules])
 
 
 @operations(suite.ragged_batch)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_of_the_cpu_kernels(shape, operation, monkeypatch):
-    monkeypatch.setenv("BPC_BACKEND", "numba")
+    monkeypatch.setenv("BPC_BACKEND", "native")
     check_in_float32(operation, lambda seed: tiny.model(seed=seed, **SHAPES[shape]))
 
 
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow)  # numba compiles for half a minute
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)  # native compiles for half a minute
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention compiles C++ on a CPU")
 
 

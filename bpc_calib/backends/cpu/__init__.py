@@ -1,4 +1,4 @@
-"""The CPU backend, compiled by numba (docs/cpu.md).
+"""The CPU backend, in C++ (docs/cpu.md).
 
-Needs the extra `cpu`; `dispatch` imports it for the first step on a CPU.
+Needs the library that setup.py builds; `dispatch` imports it for the first step on a CPU.
 """

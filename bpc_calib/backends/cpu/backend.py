@@ -1,12 +1,11 @@
-"""The numba backend: checked arguments, kernels compiled for their dtype, and the pipeline that runs them."""
+"""The backend of a CPU: checked arguments, then the compiled kernels."""
 
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.cpu import at_once, over_pages, pipeline
+from bpc_calib.backends.cpu import pipeline
 from bpc_calib.backends.cpu.fitting import fit
-from bpc_calib.backends.cpu.kernels import PROJECT, SCORE, SELECT
-from bpc_calib.backends.cpu.ready import make_ready
+from bpc_calib.backends.cpu.native import PROJECT, SCORE, SELECT
 from bpc_calib.backends.limits import unserved
 from bpc_calib.backends.protocol import Request, Stage
 from bpc_calib.method import appending, choosing, paging, stepping
@@ -41,13 +40,11 @@ def choose(
 ) -> Tensor:
     """`bpc_calib.method.choosing.choose`."""
     choosing.check(query, projection, cached, k, choice)
-    make_ready(query.dtype, "choose")
     return pipeline.choose(query, projection, cached, k, choice, width=width)
 
 
 def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
-    make_ready(keys.dtype, "hash")
     return pipeline.encode_with(encoder, keys)
 
 
@@ -62,7 +59,6 @@ def sparse_attention(
 ) -> Tensor:
     """`bpc_calib.method.sparse_attention.sparse_attention`."""
     plain_sparse.check(query, keys, values, indices)
-    make_ready(query.dtype, "attend")
     return pipeline.sparse_attention(query, keys, values, indices, scaling)
 
 
@@ -77,19 +73,17 @@ def dense_attention(
 ) -> Tensor:
     """`bpc_calib.method.dense_attention.dense_attention`: `sparse_attention` over every token."""
     plain_dense.check(query, keys, values, lengths, valid)
-    make_ready(query.dtype, "attend")
     seen = within(lengths, keys.shape[2], valid)
     places = torch.arange(keys.shape[2]).where(seen, -1).unsqueeze(1)
     return pipeline.sparse_attention(query, keys, values, places.expand(-1, keys.shape[1], -1), scaling)
 
 
 def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
-    """`bpc_calib.method.stepping.step`, as one kernel where there are few codes."""
+    """`bpc_calib.method.stepping.step`, in one call where codes lie one after the other."""
     stepping.check(query, hashed, k)
-    if at_once.is_small(hashed):
-        make_ready(query.dtype, "step")
-        return at_once.step(query, hashed, k, choice)
-    make_ready(query.dtype, "hash", "choose", "attend")
+    slots = hashed.slots
+    if all(each is None or each.is_contiguous() for each in (slots.codes, slots.gain, slots.error)):
+        return pipeline.step(query, hashed, k, choice)
     stepping.store(pipeline.encode_with(hashed.encoder, stepping.newest(hashed)), hashed)
     chosen = pipeline.choose(query, hashed.projection, stepping.cached(hashed), k, choice)
     return pipeline.sparse_attention(query, *stepping.in_use(hashed), chosen, choice.scaling)
@@ -97,8 +91,7 @@ def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
 
 def hash_into(fresh: Fresh, pages: CodePages) -> None:
     """`bpc_calib.method.paging.hash_into`."""
-    make_ready(fresh.keys.dtype, "pages")
-    over_pages.hash_into(fresh, pages)
+    pipeline.hash_into(fresh, pages)
 
 
 def attend_pages(
@@ -115,15 +108,15 @@ def attend_pages(
     if paged.packing is None:
         return paging.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
     paging.check(query, projection, paged, rows)
-    make_ready(query.dtype, "pages")
-    return over_pages.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
+    return pipeline.attend_pages(query, projection, paged, rows, choice, gain=gain, fresh=fresh)
 
 
 def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
     """The stages `project`, `score` and `select` of `choose`, each with those before it."""
-    make_ready(query.dtype, "choose")
 
-    def until(last: int) -> Stage:
-        return lambda codes, gain: pipeline.run_stages(query, projection, Cached(codes, gain), k, choice, last=last)[0]
+    def until(stages: int) -> Stage:
+        return lambda codes, gain: pipeline.run_stages(
+            query, projection, Cached(codes, gain), k, choice, stages=stages
+        )[0]
 
-    return {"project": until(PROJECT), "score": until(SCORE), "select": until(SELECT)}
+    return {"project": until(PROJECT), "score": until(PROJECT | SCORE), "select": until(PROJECT | SCORE | SELECT)}

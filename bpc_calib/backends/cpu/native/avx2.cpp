@@ -1,0 +1,2 @@
+#define BPC_ISA avx2
+#include "isa.h"

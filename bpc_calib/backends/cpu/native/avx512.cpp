@@ -1,0 +1,2 @@
+#define BPC_ISA avx512
+#include "isa.h"

@@ -1,0 +1,2 @@
+#define BPC_ISA base
+#include "isa.h"

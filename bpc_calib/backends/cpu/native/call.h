@@ -1,0 +1,54 @@
+// One call of the kernels: sizes, rules, and where tensors lie. Python fills it by the names below.
+//
+// A tensor is its address and its strides in elements: `_b` over sequences (or pages), `_h` over KV heads, `_g` over query
+// heads, `_n` over tokens (or rows of the projection), `_r` over rows. The address 0 stands for a tensor that is not
+// given. A row is a KV head of a sequence.
+#pragma once
+#include <cstdint>
+
+// clang-format off
+#define BPC_NUMBERS(F) \
+    F(stages)   /* which ones run, see Stages */ \
+    F(threads)  /* at most so many work */ \
+    F(element)  /* of query, projection, keys and values: see Element */ \
+    F(batch) F(kv_heads) F(heads) F(dim) F(bits) F(words) F(tokens) \
+    F(query) F(query_b) F(query_h) F(query_g) \
+    F(projection) F(projection_b) F(projection_h) F(projection_n) \
+    F(keys) F(keys_b) F(keys_h) F(keys_n) \
+    F(values) F(values_b) F(values_h) F(values_n) \
+    F(codes) F(codes_b) F(codes_h)  /* int64 [.., tokens, words], contiguous from the tokens on */ \
+    F(gain) F(gain_b) F(gain_h)     /* uint8 */ \
+    F(error) F(error_b) F(error_h)  /* float32, written when keys are hashed */ \
+    F(valid) F(valid_b)             /* bool [B, tokens] */ \
+    F(lengths)                      /* int64 [B] */ \
+    F(worst) F(worst_count)         /* int32 [rows, worst_count] */ \
+    F(ks) F(ks_b) F(ks_h) F(k)      /* int64; `k` where it is not given */ \
+    F(width)                        /* of the lists */ \
+    F(gained)                       /* whether scores count the gain */ \
+    F(group)                        /* 0: relative, 1: max */ \
+    F(recent) F(sink) F(numerator) F(denominator) \
+    /* Hashing: float32 matrices per row; stride 0 where all rows share one. */ \
+    F(fresh) F(fresh_b) F(fresh_h) F(fresh_n) F(fresh_tokens)  /* keys without codes */ \
+    F(slots) F(first)               /* int64 [fresh_tokens], where their codes go; else from slot `first` on */ \
+    F(matrix) F(matrix_r) F(gram) F(gram_r) F(metric) F(metric_r) F(mean) F(mean_r) \
+    /* Pages: tokens of a sequence lie in pages of `page` tokens, named by int32 `table [B, pages]`. */ \
+    F(table) F(pages) F(page) \
+    F(keys_at) F(values_at)         /* int64 [page, dim], where the numbers of a token lie in a page; else in rows */ \
+    /* Results. */ \
+    F(rounded) F(scale)             /* int8 [rows, heads, bits], float32 [rows], or 0 */ \
+    F(indices)                      /* int64 [rows, width], ascending, -1 behind */ \
+    F(out)                          /* float32 [rows, heads, dim] */
+// clang-format on
+
+namespace bpc {
+
+enum Stages { HASH = 1, PROJECT = 2, SCORE = 4, SELECT = 8, ATTEND = 16 };
+
+struct Call {
+#define BPC_FIELD(name) int64_t name;
+    BPC_NUMBERS(BPC_FIELD)
+#undef BPC_FIELD
+    double scaling;
+};
+
+}  // namespace bpc

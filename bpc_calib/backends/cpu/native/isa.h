@@ -1,0 +1,16 @@
+// What each instruction set offers. The file that includes this names it: `BPC_ISA` is its namespace.
+#include "table.h"
+#include "threads.h"
+// In this order.
+#include "simd.h"
+#include "encode.h"
+#include "score.h"
+#include "take.h"
+#include "attend.h"
+#include "step.h"
+#include "fit.h"
+
+namespace BPC_ISA {
+extern const bpc::Kernels kernels;
+const bpc::Kernels kernels = {step, greedy, squared_norm, decompose, products};
+}  // namespace BPC_ISA

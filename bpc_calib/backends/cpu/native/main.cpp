@@ -1,0 +1,122 @@
+// What Python calls: plain C, so that one library serves every version of Python and of torch.
+#include <cstdlib>
+#include <mutex>
+#include <string_view>
+
+#include "table.h"
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace base {
+extern const bpc::Kernels kernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const bpc::Kernels kernels;
+}
+namespace avx512 {
+extern const bpc::Kernels kernels;
+}
+#endif
+
+namespace {
+
+const char *name = "base";
+
+#if defined(__x86_64__)
+bool all(unsigned found, unsigned wanted) { return (found & wanted) == wanted; }
+
+// Whether the system saves all these registers of a program, named by bits of XCR0.
+bool saved(unsigned registers) {
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return all(low, registers);
+}
+#endif
+
+// Not by `__builtin_cpu_supports`: where zig links it, it denies everything.
+const bpc::Kernels &chosen() {
+#if defined(__x86_64__)
+    const char *most = std::getenv("BPC_ISA");
+    unsigned a, b, d, features, more, newer, extended;
+    bool has_avx2 = __get_cpuid(1, &a, &b, &features, &d) && __get_cpuid_count(7, 0, &a, &more, &newer, &d) &&
+                    __get_cpuid(0x80000001, &a, &b, &extended, &d) &&
+                    all(features, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) &&
+                    all(more, bit_AVX2 | bit_BMI | bit_BMI2) && all(extended, bit_LZCNT) && saved(0x06);
+    bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
+                      all(newer, bit_AVX512VNNI) && saved(0xE6);
+    std::string_view wanted = most && *most ? most : "avx512";
+    if (has_avx512 && wanted == "avx512") return name = "avx512", avx512::kernels;
+    if (has_avx2 && wanted != "base") return name = "avx2", avx2::kernels;
+#endif
+    return base::kernels;
+}
+
+const bpc::Kernels &kernels = chosen();
+std::mutex one_at_a_time;  // the memory below serves one step
+
+// Memory that steps share: fresh pages would cost more than what is done in them.
+char *memory(int64_t bytes) {
+    constexpr int64_t LARGE_PAGE = 1 << 21;
+    static char *kept = nullptr;
+    static int64_t size = 0;
+    if (bytes > size) {
+        std::free(kept);
+        size = (bytes + bytes / 16 + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+        kept = static_cast<char *>(std::aligned_alloc(LARGE_PAGE, size));
+        if (!kept) std::abort();
+#if defined(__linux__)
+        madvise(kept, size, MADV_HUGEPAGE);  // if Linux refuses, pages stay small
+#endif
+    }
+    return kept;
+}
+
+}  // namespace
+
+#if defined(_WIN32)
+#define EXPORT extern "C" __declspec(dllexport)
+#else
+#define EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// The names of the fields of a `Call` in their order, each an int64, and behind them a double, `scaling`.
+EXPORT const char *bpc_fields() {
+#define BPC_NAME(name) #name " "
+    return BPC_NUMBERS(BPC_NAME);
+}
+
+// The instruction set that serves: "avx512", "avx2" or "base".
+EXPORT const char *bpc_isa() { return name; }
+
+EXPORT int64_t bpc_step(const bpc::Call *call) {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    return kernels.step(*call, memory);
+}
+
+EXPORT void bpc_greedy(int64_t threads, const float *products, const float *norms, const float *gram, int64_t gram_r,
+                       int64_t rows, int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains) {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    kernels.greedy(threads, products, norms, gram, gram_r, rows, tokens, bits, codes, errors, gains);
+}
+
+// Fitting: each call is one head's, and several threads call at once.
+EXPORT double bpc_squared_norm(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
+                               const double *metric) {
+    return kernels.squared_norm(element, keys, count, dim, mean, metric);
+}
+
+EXPORT void bpc_decompose(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
+                          const double *root, const double *draws, int64_t bits, int64_t iterations,
+                          double *projection) {
+    kernels.decompose(element, keys, count, dim, mean, root, draws, bits, iterations, projection);
+}
+
+EXPORT void bpc_products(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
+                         const double *matrix, const double *gram, int64_t bits, double *squares, double *cross) {
+    kernels.products(element, keys, count, dim, mean, matrix, gram, bits, squares, cross);
+}

@@ -1,0 +1,169 @@
+// Vectors as wide as the registers of one instruction set. Included once per set, inside a namespace of its own, so no
+// function here may be `inline` with external linkage: the linker would keep the copy of one set for all of them.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define BPC_BYTES 64
+#elif defined(__AVX2__)
+#define BPC_BYTES 32
+#else
+#define BPC_BYTES 16  // SSE2, NEON
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+namespace BPC_ISA {
+
+using i8 = int8_t;
+using u8 = uint8_t;
+using i16 = int16_t;
+using u16 = uint16_t;
+using i32 = int32_t;
+using u32 = uint32_t;
+using i64 = int64_t;
+using u64 = uint64_t;
+
+typedef float floats __attribute__((vector_size(BPC_BYTES)));
+typedef double doubles __attribute__((vector_size(BPC_BYTES)));
+typedef i32 ints __attribute__((vector_size(BPC_BYTES)));
+typedef u32 words __attribute__((vector_size(BPC_BYTES)));
+typedef i16 shorts __attribute__((vector_size(BPC_BYTES / 2)));  // as many as `floats`
+typedef u16 halves __attribute__((vector_size(BPC_BYTES / 2)));
+typedef float single_halves __attribute__((vector_size(BPC_BYTES / 2)));
+
+constexpr i64 LANES = BPC_BYTES / 4;   // numbers of 32 bits in a vector
+constexpr i64 DOUBLES = BPC_BYTES / 8;
+
+// How the numbers of keys, values and queries are stored.
+enum Element { BFLOAT16 = 0, FLOAT16 = 1, FLOAT32 = 2 };
+
+template <class T>
+INLINE T load(const void *at) {
+    T found;
+    std::memcpy(&found, at, sizeof(T));
+    return found;
+}
+
+template <class T>
+INLINE void store(void *at, T what) {
+    std::memcpy(at, &what, sizeof(T));
+}
+
+INLINE floats splat(float x) { return floats{} + x; }
+INLINE doubles splat(double x) { return doubles{} + x; }
+
+// a * b + c, rounded once where the processor can.
+INLINE floats fma(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE doubles fma(doubles a, doubles b, doubles c) {
+#if defined(__AVX512F__)
+    return (doubles)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__)
+    return (doubles)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__aarch64__)
+    return (doubles)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float sum(floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float lanes[LANES], total = 0;
+    store(lanes, x);
+    for (i64 i = 0; i < LANES; i++) total += lanes[i];
+    return total;
+#endif
+}
+
+INLINE double sum(doubles x) {
+    double lanes[DOUBLES], total = 0;
+    store(lanes, x);
+    for (i64 i = 0; i < DOUBLES; i++) total += lanes[i];
+    return total;
+}
+
+INLINE float as_float(u32 bits) {
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+}
+
+// One number as float32.
+template <Element E>
+INLINE float number(const void *at) {
+    if constexpr (E == FLOAT32) return load<float>(at);
+    u16 bits = load<u16>(at);
+    if constexpr (E == BFLOAT16) return as_float((u32)bits << 16);
+    u32 wide = (u32)(bits & 0x7FFF) << 13;  // exponent and fraction in their places, the exponent 112 too small
+    float positive = wide >= 0x0F800000 ? as_float(wide | 0x7F800000) : as_float(wide) * 0x1p112f;
+    return bits >> 15 ? -positive : positive;
+}
+
+// The next `LANES` numbers as float32.
+template <Element E>
+INLINE floats numbers(const void *at) {
+    if constexpr (E == FLOAT32) return load<floats>(at);
+    if constexpr (E == BFLOAT16) {
+#if defined(__AVX512F__)
+        words wide = (words)_mm512_cvtepu16_epi32(load<__m256i>(at));
+#elif defined(__AVX2__)
+        words wide = (words)_mm256_cvtepu16_epi32(load<__m128i>(at));
+#else
+        words wide = __builtin_convertvector(load<halves>(at), words);
+#endif
+        return (floats)(wide << 16);
+    }
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps(load<__m256i>(at));
+#elif defined(__AVX2__)
+    return (floats)_mm256_cvtph_ps(load<__m128i>(at));
+#else
+    float lanes[LANES];
+    for (i64 i = 0; i < LANES; i++) lanes[i] = number<E>((const char *)at + 2 * i);
+    return load<floats>(lanes);
+#endif
+}
+
+constexpr i64 size_of(Element e) { return e == FLOAT32 ? 4 : 2; }
+
+// A row of `dim` numbers as float32.
+template <Element E>
+INLINE void widen_row(const void *from, i64 dim, float *to) {
+    i64 d = 0;
+    for (; d + LANES <= dim; d += LANES) store(to + d, numbers<E>((const char *)from + size_of(E) * d));
+    for (; d < dim; d++) to[d] = number<E>((const char *)from + size_of(E) * d);
+}
+
+INLINE void prefetch(const void *at) { __builtin_prefetch(at, 0, 3); }
+
+// All cache lines of a row of so many bytes.
+INLINE void prefetch_row(const void *at, i64 bytes) {
+    for (i64 i = 0; i < bytes; i += 64) prefetch((const char *)at + i);
+    prefetch((const char *)at + bytes - 1);
+}
+
+INLINE i64 least_of(i64 a, i64 b) { return a < b ? a : b; }
+INLINE i64 most_of(i64 a, i64 b) { return a > b ? a : b; }
+INLINE i64 ceil_to(i64 x, i64 step) { return (x + step - 1) / step * step; }
+
+}  // namespace BPC_ISA

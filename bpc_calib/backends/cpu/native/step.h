@@ -1,0 +1,223 @@
+// A step: the fresh keys hashed, all keys ranked, the best selected and attended to.
+//
+// A thread takes a row from its query to its result while its codes are cached. Where there are fewer rows than would
+// keep all threads busy, a row is cut into parts, and all wait for each other between the stages.
+namespace BPC_ISA {
+
+constexpr i64 FEW_CODES = 1 << 15;    // one thread ranks as many in some 100 us: more would wait for each other
+constexpr i64 LEAST_KEYS = 4096;      // keys that are worth a thread
+constexpr i64 LEAST_ATTENDED = 64;    // attended tokens that are
+
+struct Plan {
+    i64 rows, threads, stride;
+    i64 slots;           // rows whose memory is there at once
+    i64 parts, size;     // of a row that is ranked, and tokens of each
+    i64 shares, each;    // of a list that is attended to, and tokens of each
+};
+
+static Plan plan_of(const bpc::Call &call) {
+    Plan plan{};
+    plan.rows = call.batch * call.kv_heads;
+    bool chooses = call.stages & bpc::PROJECT;
+    bool small = chooses && (call.stages & bpc::HASH) && plan.rows * call.tokens <= FEW_CODES;
+    plan.threads = small ? 1 : call.threads;
+    plan.stride = ceil_to(call.tokens, PAD) + PAD;
+    auto parts_of = [&](i64 length, i64 least) {
+        if (plan.rows >= 2 * plan.threads || call.page || plan.threads == 1) return (i64)1;
+        return most_of(1, least_of((2 * plan.threads + plan.rows - 1) / plan.rows, length / least));
+    };
+    plan.parts = chooses ? parts_of(call.tokens, LEAST_KEYS) : 1;
+    plan.size = plan.parts == 1 ? plan.stride : ceil_to((call.tokens + plan.parts - 1) / plan.parts, PAD);
+    plan.shares = parts_of(call.width, LEAST_ATTENDED);
+    plan.each = (call.width + plan.shares - 1) / plan.shares;
+    plan.slots = plan.parts == 1 && plan.shares == 1 ? least_of(plan.rows, plan.threads) : plan.rows;
+    return plan;
+}
+
+// Hands out memory that begins at multiples of 64 bytes; without a beginning it only counts.
+struct Bytes {
+    char *at;
+    template <class T>
+    T *take(i64 count) {
+        T *found = (T *)at;
+        at += ceil_to(count * (i64)sizeof(T), 64);
+        return found;
+    }
+};
+
+static Room room_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
+    Room room{};
+    if (!(call.stages & bpc::PROJECT)) return room;
+    i64 heads = call.heads, fours = (heads + 3) / 4, stride = plan.stride;
+    room.stride = stride;
+    room.table = bytes.take<char>(fours * table_bytes(call.words));
+    room.totals = bytes.take<i32>(heads);
+    room.rounded = bytes.take<i8>(heads * call.bits);
+    room.products = bytes.take<i16>(heads * stride);
+    room.best = bytes.take<i32>(plan.parts * heads);
+    room.sampled = bytes.take<i16>(heads * SAMPLE);
+    room.weights = bytes.take<u8>(SAMPLE);
+    room.marks = bytes.take<u64>(stride / 64);
+    room.places = bytes.take<i32>(stride);
+    room.values = bytes.take<i32>(stride);
+    room.counts = bytes.take<i64>(plan.parts);
+    if (call.page) {
+        room.codes = bytes.take<i64>(stride * call.words);
+        room.gain = bytes.take<u8>(stride);
+    }
+    return room;
+}
+
+static Part part_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
+    Part part{};
+    if (!(call.stages & bpc::ATTEND)) return part;
+    i64 fours = ceil_to(call.heads, 4), dim = call.dim;
+    part.sums = bytes.take<float>(fours * dim);
+    part.most = bytes.take<float>(call.heads);
+    part.total = bytes.take<float>(call.heads);
+    part.queries = bytes.take<float>(fours * dim);
+    part.logits = bytes.take<float>(fours * CHUNK);
+    part.keys = bytes.take<const char *>(plan.each);
+    part.values = bytes.take<const char *>(plan.each);
+    if (call.keys_at) part.unpacked = bytes.take<char>(2 * plan.each * dim * (call.element == FLOAT32 ? 4 : 2));
+    return part;
+}
+
+// Codes and gains of a row, page after page.
+static void copy_codes(const bpc::Call &call, i64 row, Room &room) {
+    i64 b = row / call.kv_heads, h = row % call.kv_heads, words = call.words, size = call.page;
+    const i32 *table = (const i32 *)call.table + b * call.pages;
+    i64 length = length_of(call, b), pages = (length + size - 1) / size;
+    const i64 *codes = (const i64 *)call.codes + h * call.codes_h;
+    const u8 *gain = (const u8 *)call.gain + h * call.gain_h;
+    for (i64 i = 0; i < pages; i++) {
+        i64 page = table[i], soon = table[least_of(i + 1, pages - 1)], count = least_of(size, length - i * size);
+        prefetch_row(codes + soon * call.codes_b, 8 * size * words);
+        prefetch_row(gain + soon * call.gain_b, size);
+        std::memcpy(room.codes + i * size * words, codes + page * call.codes_b, 8 * count * words);
+        std::memcpy(room.gain + i * size, gain + page * call.gain_b, count);
+    }
+}
+
+// All stages after the hashing; whether an index is beyond the tokens there are.
+template <Element E>
+static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *memory, i64 bytes_room, i64 bytes_part) {
+    bool chooses = call.stages & bpc::PROJECT, scores = call.stages & bpc::SCORE, selects = call.stages & bpc::SELECT;
+    bool attends = call.stages & bpc::ATTEND;
+    auto room_of = [&](i64 slot) {
+        Bytes bytes{memory + slot * bytes_room};
+        return room_from(bytes, call, plan);
+    };
+    auto part_of = [&](i64 index) {
+        Bytes bytes{memory + plan.slots * bytes_room + index * bytes_part};
+        return part_from(bytes, call, plan);
+    };
+    i64 *indices = (i64 *)call.indices;
+    float *out = (float *)call.out;
+    if (plan.parts == 1 && plan.shares == 1) {
+        bool beyond[256] = {};
+        bpc::parallel(plan.threads, plan.slots, [&](i64 slot) {
+            Room room = room_of(slot);
+            Part part = part_of(slot);
+            for (i64 row = slot * plan.rows / plan.slots; row < (slot + 1) * plan.rows / plan.slots; row++) {
+                i64 *list = indices + row * call.width, count = call.width;
+                if (chooses) prepare_row<E>(call, row, room);
+                if (scores && call.page) copy_codes(call, row, room);
+                if (scores) score_part(call, row, 0, plan.size, room, room.best);
+                if (selects) {
+                    mark_row(call, row, 1, room);
+                    room.counts[0] = candidates_of(call, row, 0, plan.size, 1, room);
+                    count = take_row(call, row, 1, plan.size, room, list);
+                }
+                if (attends) {
+                    beyond[slot] |= attend_part<E>(call, row, list, 0, count, part);
+                    put_together(&part, 1, call.heads, call.dim, out + row * call.heads * call.dim);
+                }
+            }
+        });
+        for (bool each : beyond)
+            if (each) return true;
+        return false;
+    }
+    // What a stage leaves to the next one stays in these.
+    auto *rooms = new Room[plan.rows];
+    auto *some = new Part[plan.rows * plan.shares];
+    bool beyond = false;
+    if (chooses) {
+        bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
+            rooms[row] = room_of(row);
+            prepare_row<E>(call, row, rooms[row]);
+        });
+    }
+    if (scores) {
+        bpc::parallel(plan.threads, plan.rows * plan.parts, [&](i64 task) {
+            i64 row = task / plan.parts, part = task % plan.parts;
+            Room &room = rooms[row];
+            score_part(call, row, part * plan.size, (part + 1) * plan.size, room, room.best + part * call.heads);
+        });
+    }
+    if (selects) {
+        bpc::parallel(plan.threads, plan.rows, [&](i64 row) { mark_row(call, row, plan.parts, rooms[row]); });
+        bpc::parallel(plan.threads, plan.rows * plan.parts, [&](i64 task) {
+            i64 row = task / plan.parts, part = task % plan.parts;
+            Room &room = rooms[row];
+            room.counts[part] =
+                candidates_of(call, row, part * plan.size, (part + 1) * plan.size, plan.parts, room);
+        });
+        bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
+            take_row(call, row, plan.parts, plan.size, rooms[row], indices + row * call.width);
+        });
+    }
+    if (attends) {
+        bpc::parallel(plan.threads, plan.rows * plan.shares, [&](i64 task) {
+            i64 row = task / plan.shares, begin = task % plan.shares * plan.each;
+            some[task] = part_of(task);
+            if (attend_part<E>(call, row, indices + row * call.width, begin, least_of(call.width, begin + plan.each), some[task]))
+                beyond = true;
+        });
+        bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
+            put_together(some + row * plan.shares, plan.shares, call.heads, call.dim, out + row * call.heads * call.dim);
+        });
+    }
+    delete[] rooms;
+    delete[] some;
+    return beyond;
+}
+
+template <Element E>
+static bool step_of(const bpc::Call &call, char *(*memory)(i64)) {
+    if (call.stages & bpc::HASH) {
+        // Keys in pages are those of all sequences, [1, H_KV, tokens, D].
+        i64 rows = call.page ? call.kv_heads : call.batch * call.kv_heads;
+        i64 threads = rows * call.fresh_tokens > 4 ? call.threads : 1;
+        bpc::parallel(threads, rows, [&](i64 row) { hash_row<E>(call, row); });
+    }
+    if (call.stages == bpc::HASH) return false;
+    Plan plan = plan_of(call);
+    Bytes room{nullptr}, part{nullptr};
+    room_from(room, call, plan);
+    part_from(part, call, plan);
+    i64 bytes_room = (i64)room.at, bytes_part = (i64)part.at;
+    i64 parts = plan.parts == 1 && plan.shares == 1 ? plan.slots : plan.rows * plan.shares;
+    char *all = memory(plan.slots * bytes_room + parts * bytes_part);
+    return choose_and_attend<E>(call, plan, all, bytes_room, bytes_part);
+}
+
+static bool step(const bpc::Call &call, char *(*memory)(i64)) {
+    if (call.element == BFLOAT16) return step_of<BFLOAT16>(call, memory);
+    if (call.element == FLOAT16) return step_of<FLOAT16>(call, memory);
+    return step_of<FLOAT32>(call, memory);
+}
+
+// The greedy pass over float32 products `[rows, tokens, bits]`; results `[rows, tokens, ..]`.
+static void greedy(i64 threads, const float *products, const float *norms, const float *gram, i64 gram_r, i64 rows,
+                   i64 tokens, i64 bits, i64 *codes, float *errors, u8 *gains) {
+    i64 blocks = (tokens + SIDE - 1) / SIDE;
+    bpc::parallel(threads, rows * blocks, [&](i64 task) {
+        i64 row = task / blocks, first = task % blocks * SIDE, begin = row * tokens + first;
+        greedy_many(products + begin * bits, norms + begin, gram + row * gram_r, least_of(SIDE, tokens - first), bits,
+                    codes + begin * ((bits + 63) / 64), errors + begin, gains + begin);
+    });
+}
+
+}  // namespace BPC_ISA

@@ -1,0 +1,24 @@
+// The functions that every instruction set has.
+#pragma once
+#include "call.h"
+
+namespace bpc {
+
+using Memory = char *(*)(int64_t bytes);
+
+struct Kernels {
+    // The stages of a call in turn; whether an index was beyond the tokens there are.
+    bool (*step)(const Call &, Memory);
+    // The greedy pass over products `[rows, tokens, bits]`.
+    void (*greedy)(int64_t threads, const float *products, const float *norms, const float *gram, int64_t gram_r,
+                   int64_t rows, int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains);
+    // Fitting, see fit.h.
+    double (*squared_norm)(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
+                           const double *metric);
+    void (*decompose)(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
+                      const double *root, const double *draws, int64_t bits, int64_t iterations, double *projection);
+    void (*products)(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
+                     const double *matrix, const double *gram, int64_t bits, double *squares, double *cross);
+};
+
+}  // namespace bpc
