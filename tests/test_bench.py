@@ -344,7 +344,7 @@ def test_decoding_rows_are_consistent(result):
         length = row["tokens"] + 1
         assert row["attended"] == max(128, length // 2)
         forms = row["dense_forms"]
-        assert set(forms) == {"SDPA, group folded", "matmul, softmax, matmul", "every token in numba (ours)"}
+        assert set(forms) == {"SDPA, group folded", "matmul, softmax, matmul", "every token in native (ours)"}
         assert row["full"]["milliseconds"] == min(each["milliseconds"] for each in forms.values())
         assert forms[row["full"]["form"]]["times_bpc"] == row["times_full"]
         for side in ("bpc", "full", "free"):

@@ -30,8 +30,15 @@ from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.stepping import Hashed
 
 __all__ = [
-    "choose", "encode_gram", "encode_with", "hash_into", "attend_pages", "quantize_query", "run_stages",
-    "sparse_attention", "step",
+    "attend_pages",
+    "choose",
+    "encode_gram",
+    "encode_with",
+    "hash_into",
+    "quantize_query",
+    "run_stages",
+    "sparse_attention",
+    "step",
 ]  # fmt: skip
 
 GROUPS = {"relative": 0, "max": 1}
