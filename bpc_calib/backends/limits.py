@@ -5,7 +5,7 @@ import os
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.protocol import Request
+from bpc_calib.method.state import State
 
 __all__ = ["DTYPES", "MOST_DIM", "MOST_HEADS", "MOST_ROWS", "MOST_TOKENS", "capability", "tight", "unfit", "unserved"]
 
@@ -15,18 +15,24 @@ OLDEST = (8, 0)  # compute capability
 MOST_ROWS, MOST_TOKENS = 65535, 1 << 22  # on a GPU: KV heads of all sequences, and tokens
 
 
-def unserved(request: Request, dtypes: tuple[torch.dtype, ...] = DTYPES) -> str | None:
-    """What about a call is beyond the kernels of both compiled backends; None: nothing is."""
-    tensor = request.tensor
+def unserved(tensor: Tensor, state: State | None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> str | None:
+    """What about a call is beyond the kernels of both compiled backends; None: nothing is.
+
+    Args:
+        tensor, state: as in `Backend.serves`.
+        dtypes: of queries and keys that the kernels serve.
+    """
     if tensor.dim() != 4:
         return f"{tensor.dim()} dimensions instead of 4"
     if tensor.dtype not in dtypes:
         return f"dtype {tensor.dtype}"
-    if request.heads > MOST_HEADS:
-        return f"{request.heads} query heads per KV head, more than {MOST_HEADS}"
     if tensor.shape[-1] > MOST_DIM:
         return f"head_dim {tensor.shape[-1]}, above {MOST_DIM}"
-    if not request.contiguous:
+    if state is None:
+        return None
+    if tensor.shape[2] > MOST_HEADS:
+        return f"{tensor.shape[2]} query heads per KV head, more than {MOST_HEADS}"
+    if state.keys.stride(-1) != 1 or state.values.stride(-1) != 1:
         return "a last dimension that is not contiguous"
     return None
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from bpc_calib.errors import InputError
+from bpc_calib.method.codebook import Codebook, make_codebook
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK, check_keys, decompose
-from bpc_calib.method.encoding import Encoder, encode_with, make_encoder
+from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.float32 import float64_is_slow, proven_codes, sum_by_signs
 
 __all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine", "residual_norms"]
@@ -93,13 +94,13 @@ class Products:
     squares: Tensor  # [..., H, H], U^T U
     cross: Tensor  # [..., H, D], U^T K
     squared_norm: Tensor  # [...], |K|^2 in the metric
-    encoder: Encoder
+    codebook: Codebook
 
     @property
     def residual_norms(self) -> Tensor:
         """`|K - U P|` after 0..H bits, `[..., H + 1]`."""
-        gained = (self.cross * self.encoder.matrix.mT).sum(-1).cumsum(-1)
-        spent = (self.squares * self.encoder.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+        gained = (self.cross * self.codebook.matrix.mT).sum(-1).cumsum(-1)
+        spent = (self.squares * self.codebook.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
         norm = self.squared_norm.unsqueeze(-1)
         return torch.cat([norm, norm - 2 * gained + spent], dim=-1).clamp(min=0).sqrt()
 
@@ -157,25 +158,25 @@ def _sums(keys: Tensor, metric: Tensor | None, weights: Tensor | None) -> Callab
     squared_norm, single = _squared_norm(keys, metric, weights), float64_is_slow(keys.device)
 
     def products(projection: Tensor) -> Products:
-        encoder = make_encoder(projection, torch.float64, metric=metric)
-        return _products(keys, encoder, weights, squared_norm, single=single)
+        codebook = make_codebook(projection, torch.float64, metric=metric)
+        return _products(keys, codebook, weights, squared_norm, single=single)
 
     return products
 
 
 def _products(
-    keys: Tensor, encoder: Encoder, weights: Tensor | None, squared_norm: Tensor, *, single: bool
+    keys: Tensor, codebook: Codebook, weights: Tensor | None, squared_norm: Tensor, *, single: bool
 ) -> Products:
     """Sum over blocks of keys in order; `single`: with float32 products that give the sums of float64."""
     squares = cross = torch.zeros((), dtype=torch.float64, device=keys.device)
     for block, weight in _blocks(keys, weights):
-        codes = proven_codes(encoder, block) if single else encode_with(encoder, block).codes
-        signs = unpack_codes(codes, encoder.matrix.shape[-1]).float()
+        codes = proven_codes(codebook, block) if single else encode_with(codebook, block).codes
+        signs = unpack_codes(codes, codebook.bits).float()
         if weight is not None:
             signs = signs * weight.float()
         squares = squares + (signs.mT @ signs).to(torch.float64)  # exact: at most BLOCK in absolute value
         cross = cross + (sum_by_signs(signs, block) if single else signs.to(torch.float64).mT @ block)
-    return Products(squares, cross, squared_norm, encoder)
+    return Products(squares, cross, squared_norm, codebook)
 
 
 def _squared_norm(keys: Tensor, metric: Tensor | None, weights: Tensor | None) -> Tensor:

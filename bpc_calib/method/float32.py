@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.codes import pack_codes
-from bpc_calib.method.encoding import Encoder, encode_with
+from bpc_calib.method.encoding import encode_with
 
 __all__ = ["float64_is_slow", "proven_codes", "sum_by_signs"]
 
@@ -30,21 +31,21 @@ def float64_is_slow(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) not in FAST_FLOAT64
 
 
-def proven_codes(encoder: Encoder, keys: Tensor) -> Tensor:
+def proven_codes(codebook: Codebook, keys: Tensor) -> Tensor:
     """Return the codes of `encode_with`, int64 `[..., N, W]`, for float64 keys `[..., N, D]`.
 
     Args:
-        encoder: float64, without mean; leading dimensions as those of the keys.
+        codebook: float64, without mean; leading dimensions as those of the keys.
         keys: float64, centred.
     """
-    dim, bits = encoder.matrix.shape[-2:]
+    dim, bits = codebook.matrix.shape[-2:]
     with _full_float32():
-        running = (keys.float() @ encoder.matrix.float()).mT.contiguous()  # [..., H, N]
-    gram = encoder.gram.float()
+        running = (keys.float() @ codebook.matrix.float()).mT.contiguous()  # [..., H, N]
+    gram = codebook.gram.float()
     # A bound on the error of `running[j]`: of the product, then of at most H subtractions of Gram entries.
     length = keys.norm(dim=-1) * (1 + UNIT)
-    columns = encoder.matrix.norm(dim=-2)
-    spent = encoder.gram.abs().sum(-2)
+    columns = codebook.matrix.norm(dim=-2)
+    spent = codebook.gram.abs().sum(-2)
     steps = bits + 3
     of_length = (1.01 * UNIT * (dim + 3 + steps) * columns).float()
     constant = (1.01 * UNIT * steps * spent).float()
@@ -61,9 +62,8 @@ def proven_codes(encoder: Encoder, keys: Tensor) -> Tensor:
     codes = pack_codes(positive)
     for place in doubtful.any(-1).nonzero().tolist():
         head = tuple(place)
-        exact = Encoder(
-            encoder.matrix[head], encoder.gram[head], None if encoder.metric is None else encoder.metric[head], None
-        )
+        metric = None if codebook.metric is None else codebook.metric[head]
+        exact = Codebook(codebook.projection[head], codebook.matrix[head], codebook.gram[head], metric, None)
         codes[head][doubtful[head]] = encode_with(exact, keys[head][doubtful[head]]).codes
     return codes
 

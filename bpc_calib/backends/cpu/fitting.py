@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 
 from bpc_calib.backends.cpu.native import ELEMENTS, library
 from bpc_calib.errors import InputError
+from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.decomposition import check_arguments, cholesky, draw, norms_by_bit
-from bpc_calib.method.encoding import make_encoder
 from bpc_calib.method.fitting import Fit, Products, refine
 
 __all__ = ["WORD", "fit"]
@@ -57,15 +57,15 @@ def fit(
         projection = exact.float()
 
         def products(projection: Tensor) -> Products:
-            encoder = make_encoder(projection, torch.float64, metric=metric)
-            matrices = _whole(encoder.matrix.mT).mT.reshape(-1, _padded(dim), bits)
-            grams = encoder.gram.reshape(-1, bits, bits)
+            codebook = make_codebook(projection, torch.float64, metric=metric)
+            matrices = _whole(codebook.matrix.mT).mT.reshape(-1, _padded(dim), bits)
+            grams = codebook.gram.reshape(-1, bits, bits)
             squares, cross = zip(*pool.map(_products, heads, matrices, grams), strict=True)
             return Products(
                 torch.stack(squares).view(*lead, bits, bits),
                 torch.stack(cross)[..., :dim].reshape(*lead, bits, dim),
                 squared_norm,
-                encoder,
+                codebook,
             )
 
         if rounds:

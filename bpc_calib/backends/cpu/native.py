@@ -11,7 +11,7 @@ from torch import Tensor
 from bpc_calib.errors import first_line
 
 __all__ = [
-    "ATTEND", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run", "strides",
+    "ATTEND", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
 ]  # fmt: skip
 
 HASH, PROJECT, SCORE, SELECT, ATTEND = 1, 2, 4, 8, 16  # stages of a call
@@ -65,8 +65,3 @@ def isa() -> str:
 def address(tensor: Tensor | None) -> int:
     """Where a tensor lies; 0 stands for one that is not given."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    """The first `count` strides in elements; 0 for a tensor that is not given."""
-    return (0,) * count if tensor is None else tensor.stride()[:count]

@@ -1,6 +1,11 @@
-"""The calls of the kernels for checked arguments: tensors become addresses and strides, nothing is copied."""
+"""The calls of the kernels for checked arguments: tensors become addresses and strides, nothing is copied.
 
-from typing import Any
+What a step of a layer reads is written down once, in a record that is kept for its state; a step adds its query, its
+sequences and its results.
+"""
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,155 +21,136 @@ from bpc_calib.backends.cpu.native import (
     address,
     library,
     run,
-    strides,
 )
 from bpc_calib.backends.limits import tight
-from bpc_calib.errors import InputError
-from bpc_calib.method import sparse_attention as plain_sparse
-from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
-from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
-from bpc_calib.method.stepping import Hashed
+from bpc_calib.method.state import Rows, State, write_codes
 
-__all__ = [
-    "attend_pages",
-    "choose",
-    "encode_gram",
-    "encode_with",
-    "hash_into",
-    "quantize_query",
-    "run_stages",
-    "sparse_attention",
-    "step",
-]  # fmt: skip
+__all__ = ["attend", "encode_gram", "encode_with", "hash_into", "hash_newest", "rank", "sparse_decode"]
 
 GROUPS = {"relative": 0, "max": 1}
 FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
 FEW_OF_PAGES = 8
 BLOCK = 2048  # tokens of a prompt hashed at once
+RANKS = PROJECT | SCORE | SELECT
 
 
-def choose(
-    query: Tensor, projection: Tensor, cached: Cached, k: int | Tensor, choice: Choice, *, width: int | None = None
-) -> Tensor:
-    """`bpc_calib.method.choosing.choose`."""
-    return run_stages(query, projection, cached, k, choice, width=width)[0]
+@dataclass
+class _Record:
+    """The fields of a call that stay the same from step to step, and the tensors that they point to."""
+
+    codebook: Codebook
+    rules: Rules
+    fields: Call
+    kept: tuple[Tensor | None, ...]
 
 
-def run_stages(
-    query: Tensor,
-    projection: Tensor,
-    cached: Cached,
-    k: int | Tensor,
-    choice: Choice,
-    *,
-    width: int | None = None,
-    stages: int = PROJECT | SCORE | SELECT,
+_records: WeakKeyDictionary[State, _Record] = WeakKeyDictionary()
+
+
+def sparse_decode(
+    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.step.sparse_decode`, in one call."""
+    if fresh > FEW:
+        hash_newest(codebook, state, rows, fresh)
+        fresh = 0
+    call = _call(codebook, state, rules)
+    query, *kept = _ask(call, query, rows, state)
+    indices = torch.empty(*query.shape[:2], rows.width, dtype=torch.int64)
+    out = torch.empty(query.shape, dtype=torch.float32)
+    call.stages = RANKS | ATTEND
+    if fresh:
+        call.stages |= HASH
+        call.fresh_tokens, call.first = fresh, rows.longest - fresh
+        call.fresh = state.keys.data_ptr() + call.first * call.keys_n * state.keys.element_size()
+        call.fresh_b, call.fresh_h, call.fresh_n = call.keys_b, call.keys_h, call.keys_n
+    call.indices, call.out = indices.data_ptr(), out.data_ptr()
+    if indices.numel() and query.numel():
+        run(call)
+    del kept
+    return out.to(query.dtype), indices
+
+
+def rank(
+    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, stages: int = RANKS
 ) -> tuple[Tensor, QuantizedQuery]:
-    """Some stages of `choose`: the indices, which only `SELECT` writes, and the rounded queries."""
-    codes, (batch, kv_heads, heads, _) = cached.codes, query.shape
-    bits, words = projection.shape[-2], codes.shape[3]
-    if width is None:
-        width = int(k.max()) if isinstance(k, Tensor) else k
-    rounded = torch.empty(batch, kv_heads, heads, bits, dtype=torch.int8)
+    """Some stages of `sparse_decode`: the tokens, which only `SELECT` writes, and the rounded queries."""
+    call = _call(codebook, state, rules)
+    query, *kept = _ask(call, query, rows, state)
+    batch, kv_heads, heads, _ = query.shape
+    rounded = torch.empty(batch, kv_heads, heads, codebook.bits, dtype=torch.int8)
     scale = torch.empty(batch, kv_heads, dtype=torch.float32)
-    indices = torch.empty(batch, kv_heads, width, dtype=torch.int64)
-    if batch * kv_heads and width:
-        if codes.stride(3) != 1 or codes.stride(2) != words:
-            codes = codes.contiguous()
-        gain, valid = (None if each is None else tight(each) for each in (cached.gain, cached.valid))
-        lengths = None if cached.lengths is None else cached.lengths.to(torch.int64).contiguous()
-        ks = k.to(torch.int64).expand(batch, kv_heads) if isinstance(k, Tensor) else None
-        worst = None if cached.worst is None or not choice.safeguard else cached.worst.to(torch.int32).contiguous()
-        ranked, kept = _ranked(query, projection, choice, worst)
-        run(
-            Call(
-                stages=stages, tokens=codes.shape[2], words=words, **ranked, **_where("codes", codes, 2),
-                gained=gain is not None, **_where("gain", gain, 2), valid=address(valid), valid_b=strides(valid, 1)[0],
-                lengths=address(lengths), **_where("ks", ks, 2), k=0 if ks is not None else k, width=width,
-                rounded=rounded.data_ptr(), scale=scale.data_ptr(), indices=indices.data_ptr(),
-            )
-        )  # fmt: skip
-        del kept
+    indices = torch.empty(batch, kv_heads, rows.width, dtype=torch.int64)
+    call.stages, call.indices = stages, indices.data_ptr()
+    call.rounded, call.scale = rounded.data_ptr(), scale.data_ptr()
+    if rounded.numel() and rows.width:
+        run(call)
+    del kept
     return indices, QuantizedQuery(rounded, scale)
 
 
-def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
-    """`bpc_calib.method.scoring.quantize_query` for `[B, H_KV, G, D]`, as the first stage rounds."""
-    cached = Cached(torch.empty(*query.shape[:2], 1, -(-projection.shape[-2] // 64), dtype=torch.int64))
-    return run_stages(query, projection, cached, 1, Choice(scaling=1.0), stages=PROJECT)[1]
-
-
-def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
-) -> Tensor:
-    """`bpc_calib.method.sparse_attention.sparse_attention` for `[B, H_KV, ...]`."""
-    batch, kv_heads, heads, dim = query.shape
-    if not batch * kv_heads or not indices.shape[-1]:
-        return plain_sparse.sparse_attention(query, keys, values, indices, scaling)
-    query, indices = tight(query), indices.contiguous()
-    out = torch.empty(batch, kv_heads, heads, dim, dtype=torch.float32)
-    beyond = run(
-        Call(
-            stages=ATTEND, **_sizes(query), **_where("query", query, 3), **_where("keys", keys, 3),
-            **_where("values", values, 3), tokens=keys.shape[2], width=indices.shape[-1], indices=indices.data_ptr(),
-            out=out.data_ptr(), scaling=dim**-0.5 if scaling is None else scaling,
-        )
-    )  # fmt: skip
-    if beyond:
-        raise InputError(f"indices must be below the {keys.shape[2]} tokens there are, and one is {int(indices.max())}")
+def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
+    """`bpc_calib.method.step.attend`: over listed tokens, int64 `[B, H_KV, k]`."""
+    call = Call(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling)
+    _place_keys(call, state)
+    query, *kept = _ask(call, query, rows, state)
+    indices = indices.contiguous()
+    out = torch.zeros(query.shape, dtype=torch.float32)
+    call.stages, call.width = ATTEND, indices.shape[-1]
+    call.indices, call.out = indices.data_ptr(), out.data_ptr()
+    if indices.numel() and query.numel() and run(call):
+        raise IndexError(f"a token is beyond the {rows.longest} there are: {int(indices.max())}")
+    del kept
     return out.to(query.dtype)
 
 
-def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
-    """`bpc_calib.method.stepping.step`."""
-    slots, length = hashed.slots, hashed.length
-    codes, gain = slots.codes, slots.gain
-    assert codes is not None
-    worst = None if hashed.worst is None or not choice.safeguard else hashed.worst.to(torch.int32).contiguous()
-    out = torch.empty(*query.shape, dtype=torch.float32)
-    indices = torch.empty(*query.shape[:2], k, dtype=torch.int64)
-    ranked, kept = _ranked(query, hashed.projection, choice, worst)
-    fresh = slots.keys[:, :, length - 1 : length]
-    hashing, also = _hashing(hashed.encoder, fresh)
-    run(
-        Call(
-            stages=HASH | PROJECT | SCORE | SELECT | ATTEND, tokens=length, words=codes.shape[3], **(ranked | hashing),
-            first=length - 1, **_where("keys", slots.keys, 3), **_where("values", slots.values, 3),
-            **_where("codes", codes, 2), gained=gain is not None, **_where("gain", gain, 2),
-            **_where("error", slots.error, 2), k=k, width=k, indices=indices.data_ptr(), out=out.data_ptr(),
-        )
-    )  # fmt: skip
-    del kept, also
-    return out.to(query.dtype)
+def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> None:
+    """Write the codes, gains and errors of keys `[B, H_KV, T, D]` to their slots `at [T]`; see `append`."""
+    paged = keys.shape[0] != state.keys.shape[0] or keys.shape[0] == 1
+    if keys.shape[2] > (FEW_OF_PAGES if paged else FEW):
+        write_codes(encode_with(codebook, keys), at, state)
+        return
+    assert state.codes is not None
+    keys, at = tight(keys), at.to(torch.int64).contiguous()
+    call = Call(stages=HASH, slots=at.data_ptr(), page=state.room if paged else 0)
+    kept = _hash(call, codebook)
+    _place_codes(call, state)
+    _fresh(call, keys)
+    run(call)
+    del kept
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+def hash_newest(codebook: Codebook, state: State, rows: Rows, count: int) -> None:
+    """`bpc_calib.method.step.hash_newest`."""
+    at = torch.arange(rows.longest - count, rows.longest)
+    write_codes(encode_with(codebook, state.keys[:, :, rows.longest - count : rows.longest]), at, state)
+
+
+def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`: few tokens in one kernel, many with torch's products."""
-    encoder.check(keys)
+    codebook.check(keys)
     lead, tokens = keys.shape[:-2], keys.shape[-2]
     if tokens > FEW or not lead.numel():
-        return _encode_many(encoder, keys)
-    encoded, keys = _empty(lead, tokens, encoder.bits), tight(keys)
-    hashing, kept = _hashing(encoder, keys)
-    run(
-        Call(
-            stages=HASH, **hashing, batch=keys.shape[0], kv_heads=keys.shape[1], dim=keys.shape[3],
-            words=encoded.codes.shape[-1], **_where("codes", encoded.codes, 2), **_where("gain", encoded.gain, 2),
-            **_where("error", encoded.error, 2),
-        )
-    )  # fmt: skip
+        return _encode_many(codebook, keys)
+    encoded, keys = _empty(lead, tokens, codebook.bits), tight(keys)
+    call = Call(stages=HASH)
+    kept = _hash(call, codebook)
+    _place_codes(call, State(keys, keys, encoded.codes, encoded.gain, encoded.error))
+    _fresh(call, keys)
+    run(call)
     del kept
     return encoded
 
 
-def _encode_many(encoder: Encoder, keys: Tensor) -> Encoded:
+def _encode_many(codebook: Codebook, keys: Tensor) -> Encoded:
     """Hash a block of tokens after the other: the products of a block are still cached in the next operation."""
     with torch.autocast("cpu", enabled=False):
-        blocks = [_encode_block(encoder, block) for block in keys.split(BLOCK, -2)]
+        blocks = [_encode_block(codebook, block) for block in keys.split(BLOCK, -2)]
     if len(blocks) == 1:
         return blocks[0]
     return Encoded(
@@ -174,129 +160,109 @@ def _encode_many(encoder: Encoder, keys: Tensor) -> Encoded:
     )
 
 
-def _encode_block(encoder: Encoder, keys: Tensor) -> Encoded:
-    wide, along = encoder.centre(keys)
-    return encode_gram(wide @ encoder.matrix, encoder.gram, (wide * along).sum(-1))
+def _encode_block(codebook: Codebook, keys: Tensor) -> Encoded:
+    wide, along = codebook.centre(keys)
+    return encode_gram(wide @ codebook.matrix, codebook.gram, (wide * along).sum(-1))
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_gram` for float32 products `[B, H_KV, N, H]` or `[rows, N, H]`."""
     lead, (tokens, bits) = scores.shape[:-2], scores.shape[-2:]
     scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
-    gram, encoded = rows_of(gram, lead, 2), _empty(lead, tokens, bits)
+    gram, encoded = gram.expand(*lead, bits, bits).contiguous(), _empty(lead, tokens, bits)
     library().bpc_greedy(
-        torch.get_num_threads(), scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), gram.stride(0), lead.numel(),
+        torch.get_num_threads(), scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), bits * bits, lead.numel(),
         tokens, bits, encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
     )  # fmt: skip
     return encoded
 
 
-def hash_into(fresh: Fresh, pages: CodePages) -> None:
-    """`bpc_calib.method.paging.hash_into`."""
-    keys = tight(fresh.keys)
-    if keys.shape[2] > FEW_OF_PAGES:
-        encoded, size = encode_with(fresh.encoder, keys), pages.codes.shape[2]
-        real = fresh.slots >= 0
-        page, place = fresh.slots[real] // size, fresh.slots[real] % size
-        pages.codes[page, :, place] = encoded.codes[0].transpose(0, 1)[real]
-        pages.gain[page, :, place] = encoded.gain[0].transpose(0, 1)[real]
-        return
-    hashing, kept = _hashing_of_pages(fresh, keys)
-    run(Call(stages=HASH, **hashing, batch=1, kv_heads=keys.shape[1], dim=keys.shape[3], **_pages(pages)))
-    del kept
+def _call(codebook: Codebook, state: State, rules: Rules) -> Call:
+    """A copy of the record of a state, which is made where there is none of this codebook and these rules."""
+    record = _records.get(state)
+    if record is None or record.codebook is not codebook or record.rules is not rules:
+        record = _records[state] = _recorded(codebook, state, rules)
+    return Call.from_buffer_copy(record.fields)
 
 
-def attend_pages(
-    query: Tensor,
-    projection: Tensor,
-    paged: Paged,
-    rows: Rows,
-    choice: Choice,
-    *,
-    gain: bool = True,
-    fresh: Fresh | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`bpc_calib.method.paging.attend_pages`, for checked arguments."""
-    stages, also = PROJECT | SCORE | SELECT | ATTEND, None
-    hashing: dict[str, int] = {}
-    if fresh is not None and fresh.keys.shape[2] > FEW_OF_PAGES:
-        hash_into(fresh, paged.codes)
-    elif fresh is not None:
-        stages |= HASH
-        hashing, also = _hashing_of_pages(fresh, tight(fresh.keys))
-    batch, kv_heads, _, _ = query.shape
-    indices = torch.empty(batch, kv_heads, rows.width, dtype=torch.int64)
-    out = torch.empty(*query.shape, dtype=torch.float32)
-    ranked, kept = _ranked(query, projection, choice, None)
-    cache, packing, size = paged.cache, paged.packing, paged.codes.codes.shape[2]
-    assert packing is not None
-    run(
-        Call(
-            stages=stages, tokens=rows.table.shape[1] * size, **(ranked | hashing), **_pages(paged.codes),
-            gained=gain, keys=cache.data_ptr(), keys_b=cache.stride(0), keys_h=cache.stride(1),
-            keys_at=packing.keys.data_ptr(), values_at=packing.values.data_ptr(), table=rows.table.data_ptr(),
-            pages=rows.table.shape[1], lengths=rows.lengths.data_ptr(), ks=rows.k.data_ptr(), ks_b=1, width=rows.width,
-            indices=indices.data_ptr(), out=out.data_ptr(),
-        )
+def _recorded(codebook: Codebook, state: State, rules: Rules) -> _Record:
+    call, projection = Call(), tight(codebook.projection)
+    worst = None if state.worst is None or not rules.safeguard else state.worst.to(torch.int32).contiguous()
+    numerator, denominator = (0, 1) if worst is None else as_fraction(rules.safeguard).as_integer_ratio()
+    _put(call, "projection", projection, "bhn" if projection.dim() == 4 else "hn")
+    kept = _hash(call, codebook)
+    _place_codes(call, state)
+    _place_keys(call, state)
+    call.gained, call.group, call.recent, call.sink = (
+        state.gain is not None and rules.gain, GROUPS[rules.group], rules.recent, rules.sink,
     )  # fmt: skip
-    del kept, also
-    return out.to(query.dtype), indices
+    call.numerator, call.denominator, call.scaling = numerator, denominator, rules.scale(projection.shape[-1])
+    call.worst, call.worst_count = address(worst), 0 if worst is None else worst.shape[-1]
+    return _Record(codebook, rules, call, (projection, worst, *kept))
 
 
-def _sizes(query: Tensor) -> dict[str, int]:
-    batch, kv_heads, heads, dim = query.shape
-    return {"element": ELEMENTS[query.dtype], "batch": batch, "kv_heads": kv_heads, "heads": heads, "dim": dim}
+def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Tensor, ...]:
+    """Fill in the query and the sequences of a step; return the query and others as the kernel reads them."""
+    query, lengths = tight(query), rows.lengths.to(torch.int64).contiguous()
+    ks = rows.k.to(torch.int64).expand(query.shape[:2])
+    call.element = ELEMENTS[query.dtype]
+    call.batch, call.kv_heads, call.heads, call.dim = query.shape
+    _put(call, "query", query, "bhg")
+    call.tokens, call.width = rows.longest, rows.width
+    call.lengths = lengths.data_ptr()
+    call.ks, call.ks_b, call.ks_h = ks.data_ptr(), ks.stride(0), ks.stride(1)
+    if rows.valid is not None:
+        call.valid, call.valid_b = rows.valid.data_ptr(), rows.valid.stride(0)
+    if rows.block_table is not None:
+        call.table, call.pages, call.page = rows.block_table.data_ptr(), rows.block_table.shape[1], state.room
+    return query, lengths, ks
 
 
-def _where(name: str, tensor: Tensor | None, rank: int) -> dict[str, int]:
-    """The fields of a tensor: its address, and its first strides."""
-    if tensor is None:
-        return {}
-    ends = ("_b", "_h", "_g" if name == "query" else "_n")[:rank]
-    return {name: tensor.data_ptr()} | {name + end: tensor.stride(i) for i, end in enumerate(ends)}
+def _fresh(call: Call, keys: Tensor) -> None:
+    """Fill in keys to hash, `[B, H_KV, T, D]`."""
+    call.element, (call.batch, call.kv_heads, call.fresh_tokens, call.dim) = ELEMENTS[keys.dtype], keys.shape
+    _put(call, "fresh", keys, "bhn")
 
 
-def _ranked(
-    query: Tensor, projection: Tensor, choice: Choice, worst: Tensor | None
-) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """The fields of queries, projection and rules, and the tensors that the kernel reads there."""
-    query, projection = tight(query), tight(projection.to(query.dtype))
-    lead = projection.expand(query.shape[0], *projection.shape[-3:])
-    numerator, denominator = (0, 1) if worst is None else as_fraction(choice.safeguard).as_integer_ratio()
-    fields: dict[str, Any] = _sizes(query) | _where("query", query, 3) | _where("projection", lead, 3)
-    fields |= {
-        "bits": projection.shape[-2], "group": GROUPS[choice.group], "recent": choice.recent, "sink": choice.sink,
-        "numerator": numerator, "denominator": denominator, "scaling": float(choice.scaling),
-        "worst": address(worst), "worst_count": 0 if worst is None else worst.shape[-1],
-    }  # fmt: skip
-    return fields, (query, lead)
+def _place_keys(call: Call, state: State) -> None:
+    _put(call, "keys", state.keys, "bhn" if state.packing is None else "bh")
+    _put(call, "values", state.values, "bhn" if state.packing is None else "bh")
+    if state.packing is not None:
+        call.keys_at, call.values_at = state.packing.keys.data_ptr(), state.packing.values.data_ptr()
 
 
-def _hashing(encoder: Encoder, keys: Tensor) -> tuple[dict[str, int], tuple[Tensor | None, ...]]:
-    """The fields that hash keys `[B, H_KV, T, D]`, and the tensors that the kernel reads there."""
-    lead = keys.shape[:2]
+def _place_codes(call: Call, state: State) -> None:
+    codes = state.codes
+    assert codes is not None
+    call.words = codes.shape[3]
+    _put(call, "codes", codes, "bh")
+    for name, each in (("gain", state.gain), ("error", state.error)):
+        if each is not None:
+            _put(call, name, each, "bh")
+
+
+def _hash(call: Call, codebook: Codebook) -> tuple[Tensor | None, ...]:
+    """Fill in what hashes keys; return the tensors that the kernel reads there."""
+    call.bits, call.codebooks = codebook.bits, codebook.matrix.shape[:-2].numel()
     tensors = {
-        "matrix": rows_of(encoder.matrix.mT, lead, 2), "gram": rows_of(encoder.gram, lead, 2),
-        "metric": None if encoder.metric is None else rows_of(encoder.metric, lead, 2),
-        "mean": None if encoder.mean is None else rows_of(encoder.mean, lead, 1),
+        "matrix": codebook.matrix.mT, "gram": codebook.gram, "metric": codebook.metric, "mean": codebook.mean,
     }  # fmt: skip
-    fields = {"element": ELEMENTS[keys.dtype], "bits": encoder.bits, "fresh_tokens": keys.shape[2]}
-    fields |= _where("fresh", keys, 3)
+    kept: list[Tensor | None] = []
     for name, each in tensors.items():
-        fields |= {name: address(each), f"{name}_r": strides(each, 1)[0]}
-    return fields, (keys, *tensors.values())
+        rank = 1 if name == "mean" else 2
+        # Of a metric or mean that all heads share, each codebook has a copy.
+        whole = None if each is None else each.expand(*codebook.matrix.shape[:-2], *each.shape[-rank:]).contiguous()
+        setattr(call, name, address(whole))
+        setattr(call, f"{name}_r", 0 if whole is None else whole.shape[-rank:].numel())
+        kept.append(whole)
+    return tuple(kept)
 
 
-def _hashing_of_pages(fresh: Fresh, keys: Tensor) -> tuple[dict[str, int], tuple[Tensor | None, ...]]:
-    fresh.encoder.check(keys)
-    hashing, kept = _hashing(fresh.encoder, keys)
-    slots = fresh.slots.to(torch.int64).contiguous()
-    return hashing | {"slots": slots.data_ptr()}, (*kept, slots)
-
-
-def _pages(pages: CodePages) -> dict[str, int]:
-    codes, gain = pages.codes, pages.gain
-    return {"page": codes.shape[2], "words": codes.shape[3]} | _where("codes", codes, 2) | _where("gain", gain, 2)
+def _put(call: Call, name: str, tensor: Tensor, dimensions: str) -> None:
+    """Fill in a tensor: its address, and its first strides."""
+    setattr(call, name, tensor.data_ptr())
+    for each, stride in zip(dimensions, tensor.stride(), strict=False):
+        setattr(call, f"{name}_{each}", stride)
 
 
 def _empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
@@ -306,12 +272,3 @@ def _empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
         error=torch.empty(*lead, tokens, dtype=torch.float32),
         gain=torch.empty(*lead, tokens, dtype=torch.uint8),
     )
-
-
-def rows_of(tensor: Tensor, lead: torch.Size, rank: int) -> Tensor:
-    """`[rows, ...]` of a tensor that may be one for several rows, each row contiguous."""
-    if tensor.dim() == rank + 1 and tensor.shape[0] == lead.numel() and tensor.is_contiguous():
-        return tensor  # of one sequence, as most often
-    shape = tensor.shape[-rank:]
-    rows = tensor.expand(*lead, *shape).reshape(-1, *shape)  # one for all has stride 0 here
-    return rows if rows[:1].is_contiguous() else rows.contiguous()

@@ -185,22 +185,6 @@ class Source:
     scales: Scales = NO_SCALES
 
 
-def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
-) -> Tensor:
-    """`bpc_calib.method.sparse_attention.sparse_attention`."""
-    source = Source(strided(keys), strided(values))
-    return attention(query, source, indices.shape[-1], scaling, indices=indices.contiguous())
-
-
-def dense_attention(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scaling: float | None = None
-) -> Tensor:
-    """`bpc_calib.method.dense_attention.dense_attention`, of sequences without padding."""
-    source = Source(strided(keys), strided(values))
-    return attention(query, source, keys.shape[2], scaling, lengths=lengths.contiguous())
-
-
 def attention(
     query: Tensor,
     source: Source,

@@ -1,140 +1,84 @@
-"""The Triton backend: checked arguments, flattened for the operators of torch (`torch.ops.bpc`)."""
+"""The Triton backend: checked arguments, then operators of torch (`torch.ops.bpc`)."""
 
 import torch
 from torch import Tensor
 
 from bpc_calib.backends.limits import DTYPES, MOST_ROWS, MOST_TOKENS, capability, unserved
-from bpc_calib.backends.protocol import Request, Stage
 from bpc_calib.backends.triton import hashing, ops, pipeline
-from bpc_calib.method import appending, paging, stepping
-from bpc_calib.method import dense_attention as plain_dense
-from bpc_calib.method import sparse_attention as plain_sparse
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice, check
+from bpc_calib.method import step
+from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
 from bpc_calib.method.fitting import fit
-from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
-from bpc_calib.method.stepping import Hashed
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State, write, write_codes
 
-__all__ = [
-    "append", "attend_pages", "choose", "dense_attention", "encode_with", "fit", "hash_into",
-    "serves", "sparse_attention", "stages", "step",
-]  # fmt: skip
+__all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
 
 
-def serves(request: Request) -> str | None:
+def serves(tensor: Tensor, state: State | None = None) -> str | None:
     """What about a call the kernels do not serve; None: nothing."""
-    wide = (torch.float64,) if capability(request.tensor.device) < NO_FLOAT64 else ()
-    if (fault := unserved(request, (*DTYPES, *wide))) is not None:
+    wide = (torch.float64,) if capability(tensor.device) < NO_FLOAT64 else ()
+    if (fault := unserved(tensor, state, (*DTYPES, *wide))) is not None:
         return fault
-    batch, kv_heads, tokens = request.cache
-    if batch * kv_heads > MOST_ROWS or tokens >= MOST_TOKENS:
-        return f"a cache {list(request.cache)}, beyond {MOST_ROWS} rows or {MOST_TOKENS} tokens"
+    if tensor.shape[0] * tensor.shape[1] > MOST_ROWS:
+        return f"{tensor.shape[0] * tensor.shape[1]} KV heads of all sequences, more than {MOST_ROWS}"
+    if state is None:
+        return None if tensor.shape[2] < MOST_TOKENS else f"{tensor.shape[2]} tokens, beyond {MOST_TOKENS}"
+    if state.packing is not None:
+        return "keys and values that are packed"
+    if state.room >= MOST_TOKENS:
+        return f"room for {state.room} tokens, beyond {MOST_TOKENS}"
     return None
 
 
-def choose(
-    query: Tensor,
-    projection: Tensor,
-    cached: Cached,
-    k: int | Tensor,
-    choice: Choice,
-    *,
-    width: int | None = None,
-) -> Tensor:
-    """`bpc_calib.method.choosing.choose`."""
-    check(query, projection, cached, k, choice)
-    one, ks = (0, k) if isinstance(k, Tensor) else (int(k), None)
-    if width is None:
-        width = one if ks is None else int(ks.max())
-    return ops.choose(
-        query, projection, cached.codes, cached.gain, one, ks, choice.scaling, choice.group, cached.valid,
-        cached.lengths, choice.recent, choice.sink, cached.worst, choice.safeguard, width,
+def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
+    """`bpc_calib.method.encoding.encode_with`."""
+    return Encoded(*ops.encode(codebook.matrix, codebook.gram, codebook.metric, codebook.mean, keys))
+
+
+def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor | None, at: Tensor) -> None:
+    """`bpc_calib.method.step.append`: a token of each sequence in one kernel, the codes of others in one."""
+    step.check_append(state, codebook, key, value, at)
+    if value is not None and len(at) == 1 and key.shape[0] == state.keys.shape[0]:
+        parts = (None,) * 4 if codebook is None else (codebook.matrix, codebook.gram, codebook.metric, codebook.mean)
+        ops.append(*parts, key, value, at, state.keys, state.values, state.codes, state.gain, state.error)
+        return
+    if value is not None:
+        write(state.keys, key, at)
+        write(state.values, value, at)
+    if codebook is None:
+        return
+    if key.shape[0] > 1 or state.gain is None or state.error is not None or state.room % pipeline.SMALLEST:
+        write_codes(encode_with(codebook, key), at, state)
+        return
+    with torch.cuda.device_of(key):
+        hashing.hash_into(codebook, key, state, at)
+
+
+def sparse_decode(
+    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.step.sparse_decode`."""
+    step.check(query, codebook, state, rows, fresh)
+    if fresh:
+        at = torch.arange(rows.longest - fresh, rows.longest, device=query.device)
+        write_codes(encode_with(codebook, state.keys[:, :, rows.longest - fresh : rows.longest]), at, state)
+    if rows.block_table is not None and state.room % pipeline.SMALLEST:
+        return step.sparse_decode(query, codebook, state, rows, rules)
+    assert state.codes is not None
+    return ops.sparse_decode(
+        query, codebook.projection, state.keys, state.values, state.codes, state.gain if rules.gain else None,
+        state.worst, *(state.scales or (None, None)), rows.lengths, rows.k, rows.longest, rows.width, rows.valid,
+        rows.block_table, rules.scale(query.shape[-1]), rules.group, rules.recent, rules.sink, rules.safeguard,
     )  # fmt: skip
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
-    """`bpc_calib.method.encoding.encode_with`."""
-    return Encoded(*ops.encode(encoder.matrix, encoder.gram, encoder.metric, encoder.mean, keys))
-
-
-def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
-    """`bpc_calib.method.appending.append`."""
-    appending.check(encoder, key, value, place, slots)
-    parts = (None,) * 4 if encoder is None else (encoder.matrix, encoder.gram, encoder.metric, encoder.mean)
-    ops.append(*parts, key, value, place, slots.keys, slots.values, slots.codes, slots.gain, slots.error)
-
-
-def sparse_attention(
-    query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float | None = None
-) -> Tensor:
-    """`bpc_calib.method.sparse_attention.sparse_attention`."""
-    plain_sparse.check(query, keys, values, indices)
-    return ops.sparse_attention(query, keys, values, indices, query.shape[-1] ** -0.5 if scaling is None else scaling)
-
-
-def dense_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    scaling: float | None = None,
-    *,
-    valid: Tensor | None = None,
-) -> Tensor:
-    """`bpc_calib.method.dense_attention.dense_attention`; plain torch attends where there is padding."""
-    if valid is not None:
-        return plain_dense.dense_attention(query, keys, values, lengths, scaling, valid=valid)
-    plain_dense.check(query, keys, values, lengths, valid)
-    return ops.dense_attention(query, keys, values, lengths, query.shape[-1] ** -0.5 if scaling is None else scaling)
-
-
-def step(query: Tensor, hashed: Hashed, k: int, choice: Choice) -> Tensor:
-    """`bpc_calib.method.stepping.step`."""
-    stepping.check(query, hashed, k)
-    stepping.store(encode_with(hashed.encoder, stepping.newest(hashed)), hashed)
-    chosen = choose(query, hashed.projection, stepping.cached(hashed), k, choice)
-    return sparse_attention(query, *stepping.in_use(hashed), chosen, choice.scaling)
-
-
-def hash_into(fresh: Fresh, pages: CodePages) -> None:
-    """`bpc_calib.method.paging.hash_into`."""
-    with torch.cuda.device_of(fresh.keys):
-        hashing.hash_into(fresh, pages)
-
-
-def attend_pages(
-    query: Tensor,
-    projection: Tensor,
-    paged: Paged,
-    rows: Rows,
-    choice: Choice,
-    *,
-    gain: bool = True,
-    fresh: Fresh | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`bpc_calib.method.paging.attend_pages`; plain torch attends where a server packs keys and values for a CPU."""
-    if fresh is not None:
-        hash_into(fresh, paged.codes)
-    if pipeline.pages_unserved(paged) is not None:
-        return paging.attend_pages(query, projection, paged, rows, choice, gain=gain)
-    paging.check(query, projection, paged, rows)
-    with torch.cuda.device_of(query):
-        return pipeline.attend_pages(query, projection, paged, rows, choice, gain=gain)
-
-
-def stages(query: Tensor, projection: Tensor, k: int, choice: Choice) -> dict[str, Stage]:
-    """The stages `project`, `score` and `select` of `choose`, each with those before it."""
-
-    def score(codes: Tensor, gain: Tensor | None) -> None:
-        cached = Cached(codes, gain)
-        pipeline.rank(pipeline.score(query, projection, cached, k, choice), cached, choice)
-
-    return {
-        "project": lambda codes, gain: pipeline.quantize_query(query, projection),
-        "score": score,
-        "select": lambda codes, gain: pipeline.choose(query, projection, Cached(codes, gain), k, choice),
-    }
+def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:
+    """`bpc_calib.method.step.dense_decode`; plain torch attends where there is padding, or a block table."""
+    if rows.valid is not None or rows.block_table is not None:
+        return step.dense_decode(query, state, rows, scaling)
+    step.check(query, None, state, rows)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return ops.dense_decode(query, state.keys, state.values, rows.lengths, rows.longest, scaling)

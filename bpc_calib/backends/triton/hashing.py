@@ -9,10 +9,9 @@ from bpc_calib.backends.triton.append import AppendShape, append_kernel
 from bpc_calib.backends.triton.arguments import strided
 from bpc_calib.backends.triton.encode import EncodeShape, Hashing, encode_kernel, greedy_kernel
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
-from bpc_calib.method.appending import Slots
+from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import Encoder
-from bpc_calib.method.paging import CodePages, Fresh
+from bpc_calib.method.state import State
 
 __all__ = ["append", "encode_gram", "encode_with", "hash_into"]
 
@@ -27,17 +26,18 @@ def hash_warps(bits: int, size: int) -> int:
     return 4 if bits <= 64 and size == 2 else 8
 
 
-def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, slots: Slots) -> None:
-    """`bpc_calib.method.appending.append`."""
+def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor, at: Tensor) -> None:
+    """`bpc_calib.method.step.append` of one token of each sequence, with its value."""
     (batch, kv_heads, _, dim), width = key.shape, value.shape[-1]
-    bits, hashing, codes = 32, Hashing(None, None, None, None, 0), None
-    if encoder is not None and slots.codes is not None:
-        bits, hashing, codes = encoder.matrix.shape[-1], _hashing(encoder, batch, kv_heads), slots.codes
+    bits, hashing = 32, Hashing(None, None, None, None, 0)
+    kept: tuple[Tensor | None, ...] = (None, None, None)
+    if codebook is not None:
+        bits, hashing = codebook.bits, _hashing(codebook, batch, kv_heads)
+        kept = (state.codes, state.gain, state.error)
     dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
     read = APPENDED if dim_up <= 128 else APPENDED // 2  # longer keys take registers, too
     append_kernel[(batch * kv_heads,)](
-        *map(strided, (tight(key), tight(value))), place, hashing,
-        *map(strided, (slots.keys, slots.values, codes, slots.gain, slots.error)),
+        *map(strided, (tight(key), tight(value))), at, hashing, *map(strided, (state.keys, state.values, *kept)),
         AppendShape(
             H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
             PART=min(dim_up, read // bits), ROWS=dim_up if dim_up <= 128 else read // dim_up,
@@ -46,38 +46,39 @@ def append(encoder: Encoder | None, key: Tensor, value: Tensor, place: Tensor, s
     )  # fmt: skip
 
 
-def encode_with(encoder: Encoder, keys: Tensor) -> Encoded:
+def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with` for keys `[B, H_KV, N, D]`."""
-    encoded = _empty(keys.shape[:3], encoder.bits, keys.device)
-    _encode(encoder, keys, CodePages(encoded.codes, encoded.gain), error=encoded.error, slots=None)
+    encoded = _empty(keys.shape[:3], codebook.bits, keys.device)
+    _encode(codebook, keys, State(keys, keys, encoded.codes, encoded.gain, encoded.error), at=None)
     return encoded
 
 
-def hash_into(fresh: Fresh, pages: CodePages) -> None:
-    """`bpc_calib.method.paging.hash_into`."""
-    _encode(fresh.encoder, tight(fresh.keys), pages, error=None, slots=fresh.slots.contiguous())
+def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> None:
+    """Write the codes and gains of keys `[1, H_KV, T, D]` to their slots `at [T]`, of pages."""
+    _encode(codebook, tight(keys), state, at=at.contiguous())
 
 
-def _encode(encoder: Encoder, keys: Tensor, to: CodePages, *, error: Tensor | None, slots: Tensor | None) -> None:
+def _encode(codebook: Codebook, keys: Tensor, state: State, *, at: Tensor | None) -> None:
     """Write the codes and gains of keys to their slots, or without slots in order."""
-    encoder.check(keys)
+    codebook.check(keys)
     batch, kv_heads, tokens, dim = keys.shape
     if not tokens:
         return
-    bits, page = encoder.bits, 0 if slots is None else to.codes.shape[2]
+    bits, page = codebook.bits, 0 if at is None else state.room
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
-        strided(keys), _hashing(encoder, batch, kv_heads), strided(to.codes), error, strided(to.gain), slots, tokens,
+        strided(keys), _hashing(codebook, batch, kv_heads), strided(state.codes), None if page else state.error,
+        strided(state.gain), at, tokens,
         EncodeShape(H_KV=kv_heads, H=bits, D=dim, PART=PART, BLOCK=HASHED, PAGE=page),
         num_warps=hash_warps(bits, keys.element_size()), num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
 
 
-def _hashing(encoder: Encoder, batch: int, kv_heads: int) -> Hashing:
-    """What a kernel needs of an encoder: tensors that are contiguous and have all leading dimensions."""
-    own = encoder.matrix.dim() == 4 and encoder.matrix.shape[0] > 1  # each sequence has projections of its own
+def _hashing(codebook: Codebook, batch: int, kv_heads: int) -> Hashing:
+    """What a kernel needs of a codebook: tensors that are contiguous and have all leading dimensions."""
+    own = codebook.matrix.dim() == 4 and codebook.matrix.shape[0] > 1  # each sequence has projections of its own
     matrix, gram, metric, mean = (
         None if each is None else each.expand(batch if own else 1, kv_heads, *each.shape[-rank:]).contiguous()
-        for each, rank in ((encoder.matrix.mT, 2), (encoder.gram, 2), (encoder.metric, 2), (encoder.mean, 1))
+        for each, rank in ((codebook.matrix.mT, 2), (codebook.gram, 2), (codebook.metric, 2), (codebook.mean, 1))
     )
     return Hashing(matrix, gram, metric, mean, kv_heads if own else 0)
 

@@ -1,70 +1,71 @@
 """The kernels as operators of torch, `torch.ops.bpc`: `torch.compile` sees only the shapes that they return.
 
-Operators take no dataclasses: here alone, `Cached`, `Choice`, `Slots` and encoders are spelled out.
+Operators take no dataclasses: here alone, `State`, `Rows`, `Rules` and codebooks are spelled out.
 """
 
 import torch
 from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoder
+from bpc_calib.method.codebook import Codebook
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State
 
-__all__ = ["append", "choose", "dense_attention", "encode", "sparse_attention"]
+__all__ = ["append", "dense_decode", "encode", "sparse_decode"]
 
 
-@torch.library.custom_op("bpc::choose", mutates_args=())
-def choose(
+@torch.library.custom_op("bpc::sparse_decode", mutates_args=())
+def sparse_decode(
     query: Tensor,
     projection: Tensor,
+    keys: Tensor,
+    values: Tensor,
     codes: Tensor,
     gain: Tensor | None,
-    k: int,
-    ks: Tensor | None,
+    worst: Tensor | None,
+    keys_scale: Tensor | None,
+    values_scale: Tensor | None,
+    lengths: Tensor,
+    k: Tensor,
+    longest: int,
+    width: int,
+    valid: Tensor | None,
+    block_table: Tensor | None,
     scaling: float,
     group: str,
-    valid: Tensor | None,
-    lengths: Tensor | None,
     recent: int,
     sink: int,
-    worst: Tensor | None,
     safeguard: float,
-    width: int,
-) -> Tensor:
-    """`bpc_calib.method.choosing.choose`; `ks`, if given, replaces `k`."""
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.step.sparse_decode`, when all keys are hashed."""
+    scales = None if keys_scale is None or values_scale is None else (keys_scale, values_scale)
+    state = State(keys, values, codes, gain, worst=worst, scales=scales)
+    rules = Rules(recent=recent, sink=sink, group=group, safeguard=safeguard, scaling=scaling)
+    codebook = Codebook(projection, projection.mT, projection, None, None)  # only hashing reads the matrices
     with torch.cuda.device_of(query):
-        cached = Cached(codes, gain, valid=valid, lengths=lengths, worst=worst)
-        choice = Choice(scaling, group, recent=recent, sink=sink, safeguard=safeguard)
-        return pipeline.choose(query, projection, cached, k if ks is None else ks, choice, width=width)
+        return pipeline.sparse_decode(
+            query, codebook, state, Rows(lengths, k, longest, width, valid, block_table), rules
+        )
 
 
-@choose.register_fake
-def _(query, projection, codes, gain, k, ks, scaling, group, valid, lengths, recent, sink, worst, safeguard, width):
-    return codes.new_empty(*codes.shape[:2], width)
+@sparse_decode.register_fake
+def _(
+    query, projection, keys, values, codes, gain, worst, keys_scale, values_scale, lengths, k, longest, width, valid,
+    block_table, scaling, group, recent, sink, safeguard,
+):  # fmt: skip
+    return query.new_empty(query.shape), codes.new_empty(*query.shape[:2], width)
 
 
-@torch.library.custom_op("bpc::sparse_attention", mutates_args=())
-def sparse_attention(query: Tensor, keys: Tensor, values: Tensor, indices: Tensor, scaling: float) -> Tensor:
-    """`bpc_calib.method.sparse_attention.sparse_attention`."""
+@torch.library.custom_op("bpc::dense_decode", mutates_args=())
+def dense_decode(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scaling: float) -> Tensor:
+    """`bpc_calib.method.step.dense_decode`, of sequences without padding."""
     with torch.cuda.device_of(query):
-        return pipeline.sparse_attention(query, keys, values, indices, scaling)
+        rows = Rows(lengths, lengths.unsqueeze(-1), longest, longest)
+        return pipeline.attend(query, State(keys, values), rows, None, scaling)
 
 
-@sparse_attention.register_fake
-def _(query, keys, values, indices, scaling):
-    return query.new_empty(query.shape)
-
-
-@torch.library.custom_op("bpc::dense_attention", mutates_args=())
-def dense_attention(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scaling: float) -> Tensor:
-    """`bpc_calib.method.dense_attention.dense_attention`, of sequences without padding."""
-    with torch.cuda.device_of(query):
-        return pipeline.dense_attention(query, keys, values, lengths, scaling)
-
-
-@dense_attention.register_fake
-def _(query, keys, values, lengths, scaling):
+@dense_decode.register_fake
+def _(query, keys, values, lengths, longest, scaling):
     return query.new_empty(query.shape)
 
 
@@ -74,7 +75,7 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`bpc_calib.method.encoding.encode_with`: codes, error and gain."""
     with torch.cuda.device_of(keys):
-        encoded = pipeline.encode_with(Encoder(matrix, gram, metric, mean), keys)
+        encoded = pipeline.encode_with(Codebook(matrix.mT, matrix, gram, metric, mean), keys)
     return encoded.codes, encoded.error, encoded.gain
 
 
@@ -96,19 +97,19 @@ def append(
     mean: Tensor | None,
     key: Tensor,
     value: Tensor,
-    place: Tensor,
+    at: Tensor,
     keys: Tensor,
     values: Tensor,
     codes: Tensor | None,
     gain: Tensor | None,
     error: Tensor | None,
 ) -> None:
-    """`bpc_calib.method.appending.append`."""
-    encoder = None if matrix is None or gram is None else Encoder(matrix, gram, metric, mean)
+    """`bpc_calib.method.step.append`, of one token of each sequence."""
+    codebook = None if matrix is None or gram is None else Codebook(matrix.mT, matrix, gram, metric, mean)
     with torch.cuda.device_of(key):
-        pipeline.append(encoder, key, value, place, Slots(keys, values, codes, gain, error))
+        pipeline.append(State(keys, values, codes, gain, error), codebook, key, value, at)
 
 
 @append.register_fake
-def _(matrix, gram, metric, mean, key, value, place, keys, values, codes, gain, error):
+def _(matrix, gram, metric, mean, key, value, at, keys, values, codes, gain, error):
     return None

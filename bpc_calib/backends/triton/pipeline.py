@@ -1,6 +1,7 @@
-"""The kernels behind the signatures of the plain torch functions, launch by launch: `choose`, and a step over pages."""
+"""A decoding step launch by launch: scores, ranks, the tokens taken, attention over them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -10,38 +11,26 @@ from triton.runtime import driver
 from bpc_calib.backends.limits import tight
 from bpc_calib.backends.triton import language
 from bpc_calib.backends.triton.arguments import Strided, in_pages, strided
-from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention, dense_attention, sparse_attention
+from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention
 from bpc_calib.backends.triton.guard import guard_kernel
-from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with
+from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with, hash_into
 from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
 from bpc_calib.backends.triton.limits import Limits
 from bpc_calib.backends.triton.narrow import CompactShape, NarrowShape, compact_kernel, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
 from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
-from bpc_calib.method.choosing import Cached, Choice, within
+from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
-from bpc_calib.method.paging import Paged, Rows
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
+from bpc_calib.method.state import Rows, State, within
 
 __all__ = [
-    "Ranking",
-    "append",
-    "attend_pages",
-    "choose",
-    "dense_attention",
-    "encode_gram",
-    "encode_with",
-    "pages_unserved",
-    "quantize_query",
-    "quantized",
-    "rank",
-    "score",
-    "sparse_attention",
-    "take",
-    "workspace",
-]
+    "Ranking", "append", "attend", "choose", "encode_gram", "encode_with", "hash_into", "quantized", "rank", "score",
+    "sparse_decode", "take", "workspace",
+]  # fmt: skip
 
 # Sizes to tune on a GPU; none changes a result.
 PROGRAMS = 512  # programs of one kernel, at most
@@ -119,30 +108,19 @@ def few_registers(heads: int, bits: int, padded: bool) -> dict[str, int]:
     return {"maxnreg": 168} if (target.backend, target.arch) == ("cuda", 90) else {}
 
 
-def score(
-    query: Tensor,
-    projection: Tensor,
-    cached: Cached,
-    k: int | Tensor,
-    choice: Choice,
-    *,
-    table: Tensor | None = None,
-) -> Ranking:
-    """Step 1 for queries `[B, H_KV, G, D]` and projections `[(B,) H_KV, H, D]`.
-
-    With a table, int32 `[B, P]`, here and in `rank`, codes and gains are those of pages `[pages, H_KV, size, ...]`.
-    """
+def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Ranking:
+    """Step 1, as `sparse_decode` without its attention."""
     batch, kv_heads, heads, dim = query.shape
-    bits, rows, device = projection.shape[-2], batch * kv_heads, query.device
-    tokens, has_gain, heads_up = _tokens(cached, table), cached.gain is not None, triton.next_power_of_2(heads)
-    counts = COARSE + middle_bins(choice.group, heads, largest_score(bits), has_gain) + FINE
+    bits, count, device = codebook.bits, batch * kv_heads, query.device
+    tokens, gain, heads_up = rows.longest, _gain(state, rules), triton.next_power_of_2(heads)
+    counts = COARSE + middle_bins(rules.group, heads, largest_score(bits), gain is not None) + FINE
     parts, room = (
-        programs(rows, tokens, scored(heads), SCORING),
+        programs(count, tokens, scored(heads), SCORING),
         triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value,
     )
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(rows, *size, dtype=dtype, device=device)
+        return torch.empty(count, *size, dtype=dtype, device=device)
 
     made = Ranking(
         queries=heads,
@@ -153,73 +131,63 @@ def score(
         best=empty(parts, heads_up),
         ranked=empty(room),
         counts=empty(counts),
-        limits=_limits(cached, k, choice, batch, kv_heads),
+        limits=_limits(rows, rules, batch, kv_heads),
     )
-    each = 0 if isinstance(k, Tensor) else k
-    query, projection = tight(query), tight(projection.to(query.dtype)).expand(batch, *projection.shape[-3:])
-    codes = cached.codes.view(torch.int8)
+    query, projection = tight(query), tight(codebook.projection).expand(batch, *codebook.projection.shape[-3:])
+    assert state.codes is not None
+    codes, padded = state.codes.view(torch.int8), rows.valid is not None
     shape = ScoreShape(
-        H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=choice.group,
-        GAIN=has_gain, TIGHT=codes.stride(2) == bits // 8, PAGE=_page(cached, table),
+        H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=rules.group,
+        GAIN=gain is not None, TIGHT=codes.stride(2) == bits // 8, PAGE=_page(state, rows),
         PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=made.counts.shape[1],
     )  # fmt: skip
-    score_kernel[(parts, rows)](
-        strided(query), strided(projection), _placed(codes, table), _placed(cached.gain, table),
+    score_kernel[(parts, count)](
+        strided(query), strided(projection), placed(codes, rows), placed(gain, rows),
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
-        tokens, each, choice.scaling, shape,
-        num_warps=4 if bits <= 64 and heads <= (8 if cached.valid is None else 4) else 8, num_stages=1,
-        **few_registers(heads, bits, cached.valid is not None), **ROUNDED_TWICE,
+        tokens, 0, rules.scale(dim), shape,
+        num_warps=4 if bits <= 64 and heads <= (4 if padded else 8) else 8, num_stages=1,
+        **few_registers(heads, bits, padded), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 
 
-def _tokens(cached: Cached, table: Tensor | None) -> int:
-    """The most tokens that a sequence can have."""
-    return cached.codes.shape[2] * (1 if table is None else table.shape[1])
+def _gain(state: State, rules: Rules) -> Tensor | None:
+    return state.gain if rules.gain else None
 
 
-def _page(cached: Cached, table: Tensor | None) -> int:
+def _page(state: State, rows: Rows) -> int:
     """Tokens of a page; 0: there are none."""
-    return 0 if table is None else cached.codes.shape[2]
+    return 0 if rows.block_table is None else state.room
 
 
-def _placed(tensor: Tensor | None, table: Tensor | None) -> Strided:
-    return strided(tensor) if table is None else in_pages(tensor, table)
+def placed(tensor: Tensor | None, rows: Rows) -> Strided:
+    """For a launch: a tensor of a state."""
+    return strided(tensor) if rows.block_table is None else in_pages(tensor, rows.block_table)
 
 
-def _limits(cached: Cached, k: int | Tensor, choice: Choice, batch: int, kv_heads: int) -> Limits:
-    """What a kernel needs of the arguments of `choose`."""
-    valid, lengths, bounds = cached.valid, cached.lengths, None
-    if valid is not None and (choice.recent or choice.sink):
-        bounds = _bounds(valid, lengths, k, choice).expand(batch, kv_heads, 3).contiguous()
-    each = k.expand(batch, kv_heads) if isinstance(k, Tensor) else None
-    share = as_fraction(choice.safeguard)
+def _limits(rows: Rows, rules: Rules, batch: int, kv_heads: int) -> Limits:
+    """Which tokens there are and how many are chosen, for a launch."""
+    valid, lengths, bounds = rows.valid, rows.lengths, None
+    if valid is not None and (rules.recent or rules.sink):
+        bounds = _bounds(rows, rules).expand(batch, kv_heads, 3).contiguous()
+    each, share = rows.k.expand(batch, kv_heads), as_fraction(rules.safeguard)
     return Limits(
-        lengths, 0 if lengths is None else lengths.stride(0),
-        each, 0 if each is None else each.stride(0), 0 if each is None else each.stride(1),
+        lengths, lengths.stride(0), each, each.stride(0), each.stride(1),
         valid, 0 if valid is None else valid.stride(0), 0 if valid is None else valid.stride(1),
-        bounds, choice.recent, choice.sink, share.numerator, share.denominator,
+        bounds, rules.recent, rules.sink, share.numerator, share.denominator,
     )  # fmt: skip
 
 
-def _bounds(valid: Tensor, lengths: Tensor | None, k: int | Tensor, choice: Choice) -> Tensor:
+def _bounds(rows: Rows, rules: Rules) -> Tensor:
     """int32 `[B, H_KV or 1, 3]`: how many tokens are real, where the newest of them begin and the first of them end."""
-    if lengths is not None:
-        valid = within(lengths, valid.shape[1], valid)
+    valid = within(rows)
     so_far = valid.cumsum(-1).unsqueeze(1)
     count = valid.sum(-1, keepdim=True)
-    wanted = k if isinstance(k, Tensor) else torch.full_like(count, k)
-    newest = wanted.clamp(max=choice.recent)
-    first = torch.minimum(wanted, count).sub(newest).clamp(max=choice.sink)
+    newest = rows.k.clamp(max=rules.recent)
+    first = torch.minimum(rows.k, count).sub(newest).clamp(max=rules.sink)
     newest_from = (so_far <= (count - newest).unsqueeze(-1)).sum(-1)
     first_to = (so_far <= first.unsqueeze(-1)).sum(-1)
     return torch.stack([count.expand_as(first), newest_from, first_to], dim=-1).to(torch.int32)
-
-
-def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
-    """`bpc_calib.quantize_query` for `[B, H_KV, G, D]`, as step 1 rounds."""
-    nothing = Cached(query.new_empty(*query.shape[:2], 0, -(-projection.shape[-2] // 64), dtype=torch.int64))
-    return quantized(score(query, projection, nothing, 0, Choice(1.0, group="max")), len(query))
 
 
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
@@ -227,32 +195,25 @@ def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
     return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
 
 
-def rank(ranking: Ranking, cached: Cached, choice: Choice, *, table: Tensor | None = None) -> None:
+def rank(ranking: Ranking, state: State, rows: Rows, rules: Rules) -> None:
     """Steps 2 and 3: fills `ranked` and the first histogram."""
-    kv_heads, tokens = cached.codes.shape[1], _tokens(cached, table)
-    rows, parts, heads_up = ranking.best.shape
-    heads, room, worst = ranking.queries, ranking.ranked.shape[1], _guarding(cached, choice)
+    count, parts, heads_up = ranking.best.shape
+    heads, room, worst, gain = ranking.queries, ranking.ranked.shape[1], state.worst, _gain(state, rules)
     shape = RankShape(
-        H_KV=kv_heads, G=heads, G_UP=heads_up, GROUP=choice.group, GAIN=cached.gain is not None,
-        FORCES=bool(choice.recent or choice.sink), PARTS_UP=triton.next_power_of_2(max(1, SCORING // rows)),
-        COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED), PAGE=_page(cached, table),
+        H_KV=count // len(rows.lengths), G=heads, G_UP=heads_up, GROUP=rules.group, GAIN=gain is not None,
+        FORCES=bool(rules.recent or rules.sink), PARTS_UP=triton.next_power_of_2(max(1, SCORING // count)),
+        COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED), PAGE=_page(state, rows),
     )  # fmt: skip
-    rank_kernel[(programs(rows, tokens, shape.BLOCK), rows)](
-        ranking.heads, _placed(cached.gain, table), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
+    rank_kernel[(programs(count, rows.longest, shape.BLOCK), count)](
+        ranking.heads, placed(gain, rows), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
         ranking.counts, room, parts, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
-    if worst is not None:
+    if worst is not None and worst.shape[-1] and rules.safeguard:
         worst = tight(worst).flatten(0, 1)
-        guard_kernel[(rows,)](
+        guard_kernel[(count,)](
             worst, ranking.plan, ranking.ranked, ranking.counts, worst.shape[-1], worst.stride(-2), room,
             COUNTS=shape.COUNTS, BLOCK=GUARDED, num_warps=4, **ROUNDED_TWICE,
         )  # fmt: skip
-
-
-def _guarding(cached: Cached, choice: Choice) -> Tensor | None:
-    """The tokens that the safeguard draws from; None: there is no safeguard."""
-    worst = cached.worst
-    return worst if worst is not None and worst.shape[-1] and choice.safeguard else None
 
 
 def take(ranking: Ranking, width: int) -> Tensor:
@@ -272,51 +233,43 @@ def take(ranking: Ranking, width: int) -> Tensor:
     return indices
 
 
-def choose(
-    query: Tensor,
-    projection: Tensor,
-    cached: Cached,
-    k: int | Tensor,
-    choice: Choice,
-    *,
-    width: int | None = None,
-) -> Tensor:
-    """`bpc_calib.method.choosing.choose`."""
-    batch, kv_heads = query.shape[:2]
-    if width is None:
-        width = int(k.max()) if isinstance(k, Tensor) else k
-    if not width:
-        return cached.codes.new_empty(batch, kv_heads, 0)
-    ranking = score(query, projection, cached, k, choice)
-    rank(ranking, cached, choice)
-    return take(ranking, width).unflatten(0, (batch, kv_heads))
+def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
+    """Steps 1 to 5: int64 `[B, H_KV, width]`, -1 behind the last token of each row."""
+    if not rows.width:
+        return rows.k.new_empty(*query.shape[:2], 0)
+    ranking = score(query, codebook, state, rows, rules)
+    rank(ranking, state, rows, rules)
+    return take(ranking, rows.width).unflatten(0, query.shape[:2])
+
+
+def attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, scaling: float | None = None) -> Tensor:
+    """Steps 6 and 7: attention over listed tokens, int64 `[B, H_KV, k]`, or over all within the lengths."""
+    scales, keys, values = NO_SCALES, state.keys, state.values
+    if state.scales is not None:
+        scales, (keys, values) = Scales(*state.scales), (each.view(torch.uint8) for each in (keys, values))
+    source = Source(placed(keys, rows), placed(values, rows), _page(state, rows), scales)
+    if indices is None:
+        return attention(query, source, rows.longest, scaling, lengths=rows.lengths.contiguous())
+    return attention(query, source, indices.shape[-1], scaling, indices=indices.contiguous())
 
 
 SMALLEST = 16  # tokens of a page are a multiple of so many: a program takes that many codes side by side
 WORKSPACE = 256 << 20  # bytes of scores at once: more sequences are served one group after the other
 
 
-def pages_unserved(paged: Paged) -> str | None:
-    """What about pages the kernels do not serve; None: nothing."""
-    size = paged.codes.codes.shape[2]
-    if size % SMALLEST:
-        return f"pages of {size} tokens, which is no multiple of {SMALLEST}"
-    return None if paged.packing is None else "keys and values that are packed"
-
-
-def workspace(sizes: tuple[int, int, int], choice: Choice, bits: int, sequences: int) -> int:
+def workspace(sizes: tuple[int, int, int], rules: Rules, bits: int, sequences: int) -> int:
     """The bytes that are in use at once for so many sequences; `sizes`: KV heads, heads of each, tokens."""
-    each = sequence_bytes(sizes, choice, bits)
+    each = sequence_bytes(sizes, rules, bits)
     return each * min(sequences, at_once(each))
 
 
-def sequence_bytes(sizes: tuple[int, int, int], choice: Choice, bits: int) -> int:
+def sequence_bytes(sizes: tuple[int, int, int], rules: Rules, bits: int) -> int:
     """The bytes of one sequence: the scores of each head, those to rank by, the histograms."""
     kv_heads, heads, tokens = sizes
     heads_up = triton.next_power_of_2(heads)
     room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
     largest = largest_score(bits)
-    counts = COARSE + middle_bins(choice.group, heads, largest, gain=True) + FINE
+    counts = COARSE + middle_bins(rules.group, heads, largest, gain=True) + FINE
     return kv_heads * (room * (2 * heads_up + 4) + 4 * counts)
 
 
@@ -325,27 +278,33 @@ def at_once(each: int) -> int:
     return max(1, WORKSPACE // each)
 
 
-def attend_pages(
-    query: Tensor, projection: Tensor, paged: Paged, rows: Rows, choice: Choice, *, gain: bool
-) -> tuple[Tensor, Tensor]:
-    """`bpc_calib.method.paging.attend_pages` for checked arguments, when all keys are hashed.
+def sparse_decode(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.step.sparse_decode` for checked arguments, when all keys are hashed.
 
     Nothing depends on a length on the host, so a CUDA graph may capture it. Sequences come in groups of `at_once`.
     """
-    batch, kv_heads, heads, dim = query.shape
-    pages, size = paged.codes, paged.codes.codes.shape[2]
-    out = query.new_empty(batch, kv_heads, heads, dim)
-    chosen = pages.codes.new_empty(batch, kv_heads, rows.width)
-    step = at_once(sequence_bytes((kv_heads, heads, rows.table.shape[1] * size), choice, projection.shape[-2]))
-    scales = NO_SCALES if paged.scales is None else Scales(*paged.scales)
-    cache = paged.cache if paged.scales is None else paged.cache.view(dtype=pages.gain.dtype)
-    for first in range(0, batch, step):
-        some = slice(first, first + step)
-        table, own = rows.table[some], tight(query[some])
-        cached = Cached(pages.codes, pages.gain if gain else None, lengths=rows.lengths[some])
-        ranking = score(own, projection, cached, rows.k[some].unsqueeze(-1), choice, table=table)
-        rank(ranking, cached, choice, table=table)
-        chosen[some] = take(ranking, rows.width).unflatten(0, (-1, kv_heads))
-        source = Source(in_pages(cache, table), in_pages(cache[..., dim:], table), size, scales)
-        out[some] = attention(own, source, rows.width, choice.scaling, indices=chosen[some])
+    batch, kv_heads, heads, _ = query.shape
+    step = at_once(sequence_bytes((kv_heads, heads, rows.longest), rules, codebook.bits))
+    if batch <= step:
+        chosen = choose(query, codebook, state, rows, rules)
+        return attend(query, state, rows, chosen, rules.scaling), chosen
+    parts = [
+        sparse_decode(query[some], *_some(some, codebook, state, rows), rules)
+        for some in (slice(first, first + step) for first in range(0, batch, step))
+    ]
+    out, chosen = (torch.cat(each) for each in zip(*parts, strict=True))
     return out, chosen
+
+
+def _some(some: slice, codebook: Codebook, state: State, rows: Rows) -> tuple[Codebook, State, Rows]:
+    """The same for some of the sequences."""
+    if codebook.projection.dim() == 4:
+        codebook = replace(codebook, projection=codebook.projection[some])
+    if rows.block_table is None:
+        state = replace(state, **_part(some, state, "keys", "values", "codes", "gain", "error", "worst"))
+    return codebook, state, replace(rows, **_part(some, rows, "lengths", "k", "valid", "block_table"))
+
+
+def _part(some: slice, of: State | Rows, *names: str) -> dict[str, Any]:
+    tensors = {name: getattr(of, name) for name in names}
+    return {name: None if tensor is None else tensor[some] for name, tensor in tensors.items()}

@@ -94,10 +94,11 @@ static Place place_of(const bpc::Call &call, i64 row, i64 token, i64 *nowhere) {
 template <Element E>
 static void hash_row(const bpc::Call &call, i64 row) {
     i64 dim = call.dim, bits = call.bits, b = row / call.kv_heads, h = row % call.kv_heads;
-    const float *matrix = (const float *)call.matrix + row * call.matrix_r;
-    const float *gram = (const float *)call.gram + row * call.gram_r;
-    const float *metric = call.metric ? (const float *)call.metric + row * call.metric_r : nullptr;
-    const float *mean = call.mean ? (const float *)call.mean + row * call.mean_r : nullptr;
+    i64 own = row % call.codebooks;  // sequences may share them
+    const float *matrix = (const float *)call.matrix + own * call.matrix_r;
+    const float *gram = (const float *)call.gram + own * call.gram_r;
+    const float *metric = call.metric ? (const float *)call.metric + own * call.metric_r : nullptr;
+    const float *mean = call.mean ? (const float *)call.mean + own * call.mean_r : nullptr;
     prefetch_row(matrix, 4 * bits * dim);  // the cache holds another layer's
     if (metric) prefetch_row(metric, 4 * dim * dim);
     prefetch_row(gram, 4 * bits * bits);

@@ -93,9 +93,9 @@ static void copy_codes(const bpc::Call &call, i64 row, Room &room) {
     for (i64 i = 0; i < pages; i++) {
         i64 page = table[i], soon = table[least_of(i + 1, pages - 1)], count = least_of(size, length - i * size);
         prefetch_row(codes + soon * call.codes_b, 8 * size * words);
-        prefetch_row(gain + soon * call.gain_b, size);
+        if (call.gained) prefetch_row(gain + soon * call.gain_b, size);
         std::memcpy(room.codes + i * size * words, codes + page * call.codes_b, 8 * count * words);
-        std::memcpy(room.gain + i * size, gain + page * call.gain_b, count);
+        if (call.gained) std::memcpy(room.gain + i * size, gain + page * call.gain_b, count);
     }
 }
 

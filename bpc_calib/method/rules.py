@@ -1,4 +1,4 @@
-"""Settings that all layers of a cache share: the number of attended tokens and the ranking."""
+"""How many tokens a decoding step attends to, and which."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -7,8 +7,8 @@ from typing import Any, TypedDict
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
-from bpc_calib.method.codes import check_bits
-from bpc_calib.method.scoring import check_group
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.scoring import GROUPS, check_group
 
 __all__ = ["Ranking", "Rules", "ranking_defaults"]
 
@@ -25,44 +25,34 @@ class Ranking(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Rules:
-    """The checked arguments of `BPCCache` that every layer needs."""
+    """The rules of a decoding step, checked; the same for all layers of a cache.
 
-    budget: float | int
-    min_tokens: int
-    safeguard: float
-    recent: int
-    sink: int
-    group: str
-    gain: bool
-    bits: int
-    seed: int
+    `sparse_decode` reads all but the first three, which give the numbers in `Rows.k`.
+    """
+
+    budget: float | int = BUDGET  # share of the tokens in (0, 1], or a number of tokens
+    min_tokens: int = MIN_TOKENS  # lower bound of the number of attended tokens
     min_context: int = 0  # a sequence with fewer tokens attends to all of them
-    layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
+    recent: int = 0  # newest tokens, always attended
+    sink: int = 0  # first tokens, always attended
+    group: str = GROUPS[0]  # as in `group_scores`
+    safeguard: float = 0.0  # largest share of k for the tokens of `State.worst`
+    gain: bool = True  # whether scores include the gain, where it is kept
+    scaling: float | None = None  # attention's factor on the products q k, the size of one logit; None: D ** -0.5
 
     def __post_init__(self) -> None:
         """Raise `InputError` for the first value out of range."""
         attended(1, self.budget)
-        for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("seed", 0), ("min_context", 0)):
+        for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("min_context", 0)):
             value = getattr(self, name)
             if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
                 raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
-        if (
-            isinstance(self.safeguard, bool)
-            or not isinstance(self.safeguard, int | float)
-            or not 0 <= self.safeguard <= 1
-        ):
-            raise InputError(f"safeguard must be a share in [0, 1], not {self.safeguard!r}")
+        share = self.safeguard
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise InputError(f"safeguard must be a share in [0, 1], not {share!r}")
         check_group(self.group)
         if not isinstance(self.gain, bool):
             raise InputError(f"gain must be True or False, not {self.gain!r}")
-        if self.seed >= 1 << 63:
-            raise InputError(f"seed must be below 2^63, not {self.seed}")
-        check_bits(self.bits)
-
-    @property
-    def words(self) -> int:
-        """The 64-bit words of a code."""
-        return -(-self.bits // 64)
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens."""
@@ -71,6 +61,10 @@ class Rules:
     def most(self, limit: int) -> int:
         """Return the largest number of attended tokens at up to `limit` tokens."""
         return max(self.count(limit), self.count(min(limit, max(0, self.min_context - 1))))
+
+    def scale(self, head_dim: int) -> float:
+        """Return attention's factor on the products of queries and keys with so many dimensions."""
+        return head_dim**-0.5 if self.scaling is None else self.scaling
 
 
 def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:

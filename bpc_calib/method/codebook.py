@@ -1,0 +1,124 @@
+"""What codes stand for: the projection of queries, and the matrices that hash keys with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpc_artifacts import LayerProjection
+from bpc_calib.errors import InputError
+from bpc_calib.method.codes import check_bits
+
+__all__ = ["Codebook", "codebook_of", "make_codebook"]
+
+
+@dataclass(frozen=True, eq=False)
+class Codebook:
+    """A projection and what follows from it, for keys of one dtype: see `make_codebook`.
+
+    Leading dimensions are those of the KV heads, `[H_KV]`, or of sequences and KV heads, `[B, H_KV]`. All tensors but
+    the projection are float32, or float64 for float64 keys.
+    """
+
+    projection: Tensor  # [..., H, D], in the dtype of the keys
+    matrix: Tensor  # [..., D, H], (P M)^T
+    gram: Tensor  # [..., H, H], P M P^T
+    metric: Tensor | None  # [..., D, D]
+    mean: Tensor | None  # [..., D]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.matrix.shape[-1]
+
+    @property
+    def words(self) -> int:
+        """The 64-bit words of a code."""
+        return -(-self.bits // 64)
+
+    def check(self, keys: Tensor) -> None:
+        """Raise `InputError` unless this codebook can hash the keys `[..., N, D]`."""
+        if self.matrix.shape[-2] != keys.shape[-1]:
+            raise InputError(f"keys {list(keys.shape)} do not fit a projection of head_dim {self.matrix.shape[-2]}")
+
+    def centre(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys `[..., N, D]` minus the mean, and the same times the metric, in the dtype of the matrices.
+
+        Raises:
+            InputError: the keys have another `D` than the codebook.
+        """
+        self.check(keys)
+        wide = keys.to(self.matrix.dtype)
+        if self.mean is not None:
+            wide = wide - self.mean.unsqueeze(-2)
+        return wide, wide if self.metric is None else wide @ self.metric
+
+    def change(self, how: Callable[[Tensor], Tensor]) -> "Codebook":
+        """Return a copy with `how` applied to every tensor `[B, H_KV, ...]`; `how` keeps the last two dimensions."""
+        metric, mean = (None if tensor is None else how(tensor) for tensor in (self.metric, self.mean))
+        matrix = how(self.matrix.mT).mT  # transposed, as it lies in memory
+        return Codebook(how(self.projection), matrix, how(self.gram), metric, mean)
+
+    @torch.inference_mode()
+    def refill(self, other: "Codebook") -> None:
+        """Copy the numbers of a codebook of the same shapes: CUDA graphs read the tensors where they are."""
+        for name, old in vars(self).items():
+            if old is not None:
+                old.copy_(getattr(other, name))
+
+
+def make_codebook(
+    projection: Tensor, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
+) -> Codebook:
+    """Prepare a projection for keys of one dtype.
+
+    `P` and `P M` are rounded to that dtype once. Every product uses the rounded matrices, and so does the
+    projected query, so that codes of 16-bit keys follow the greedy loop as exactly as in float64.
+
+    Args:
+        projection: `[..., H, D]`.
+        dtype: of the keys.
+        metric: `[..., D, D]`, the metric of the calibration of the projection; None is the identity.
+        mean: `[..., D]`, is first subtracted from the keys; None is 0.
+
+    Raises:
+        InputError: the shapes or dtypes do not fit.
+    """
+    check_bits(projection.shape[-2])
+    dim = projection.shape[-1]
+    if not dtype.is_floating_point:
+        raise InputError(f"keys must be floating, not {dtype}")
+    if metric is not None and metric.shape[-2:] != (dim, dim):
+        raise InputError(f"metric must be [..., {dim}, {dim}], not {list(metric.shape)}")
+    if mean is not None and mean.shape[-1:] != (dim,):
+        raise InputError(f"mean must be [..., {dim}], not {list(mean.shape)}")
+    exact = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(projection.device.type, enabled=False):
+        of_queries = projection.to(dtype)
+        rounded = of_queries.to(torch.float64)
+        in_metric = rounded if metric is None else (rounded @ metric.to(torch.float64)).to(dtype).to(torch.float64)
+        return Codebook(
+            projection=of_queries,
+            matrix=in_metric.mT.to(exact),
+            gram=(rounded @ in_metric.mT).to(exact),
+            metric=None if metric is None else metric.to(exact),
+            mean=None if mean is None else mean.to(exact),
+        )
+
+
+def codebook_of(layer: LayerProjection, heads: slice, dtype: torch.dtype, device: torch.device) -> Codebook:
+    """Return the codebook of some KV heads of a layer of an artifact.
+
+    Args:
+        layer: of an artifact.
+        heads: which KV heads.
+        dtype: of the keys and queries.
+        device: where they are.
+    """
+    projection, metric, mean = (
+        None if array is None else torch.from_numpy(array[heads].copy()).to(device)
+        for array in (layer.projection, layer.metric, layer.mean)
+    )
+    assert projection is not None
+    return make_codebook(projection, dtype, metric=metric, mean=mean)

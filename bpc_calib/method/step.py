@@ -1,0 +1,248 @@
+"""A decoding step in plain torch, written to be read: every backend returns what this file returns.
+
+A step hashes the newest keys (`append`), ranks all keys by their codes, selects the best `k`, and attends to these.
+"""
+
+import torch
+from torch import Tensor
+
+from bpc_calib.errors import InputError
+from bpc_calib.method.codebook import Codebook
+from bpc_calib.method.codes import check_codes
+from bpc_calib.method.encoded import GAIN_UNIT
+from bpc_calib.method.encoding import encode_with
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.scoring import (
+    LARGEST_LIMIT,
+    RELATIVE_LIMIT,
+    QuantizedQuery,
+    group_scores,
+    hash_scores,
+    quantize_query,
+)
+from bpc_calib.method.selection import select
+from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write, write_codes
+
+__all__ = [
+    "append", "attend", "check", "check_append", "choose", "dense_decode", "hash_newest", "rank", "sparse_decode",
+]  # fmt: skip
+
+
+def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor | None, at: Tensor) -> None:
+    """Write tokens in place: keys, values, and the codes, gains and errors of the keys.
+
+    Args:
+        state: what to write to.
+        codebook: None: write no codes.
+        key: `[B, H_KV, T, D]`; for pages `[1, H_KV, T, D]`.
+        value: alike; None: keys and values lie there already, and only codes are written.
+        at: int64 `[T]`, the slots to write, on the device of the state; of pages or of one sequence, a token with a
+            negative slot is not written.
+
+    Raises:
+        InputError: the shapes or dtypes do not fit.
+    """
+    check_append(state, codebook, key, value, at)
+    if value is not None:
+        write(state.keys, key, at)
+        write(state.values, value, at)
+    if codebook is not None:
+        write_codes(encode_with(codebook, key), at, state)
+
+
+def sparse_decode(
+    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Attend to the `k` tokens of each KV head that rank best by their codes.
+
+    Args:
+        query: `[B, H_KV, G, D]`, of the newest token of each sequence.
+        codebook: what the codes stand for.
+        state: what the layer cached.
+        rows: the sequences.
+        rules: how to rank, and which tokens to always attend to.
+        fresh: the newest so many tokens have keys and values, and no codes yet: they are hashed first. Not of pages.
+
+    Returns:
+        Attention `[B, H_KV, G, D]` in the dtype of the query, and the tokens, int64 `[B, H_KV, width]`, ascending, with
+        -1 behind the last.
+
+    Raises:
+        InputError: the shapes or dtypes do not fit.
+    """
+    check(query, codebook, state, rows, fresh)
+    if fresh:
+        hash_newest(codebook, state, rows, fresh)
+    chosen = choose(quantize_query(query, codebook.projection), state, rows, rules, query.shape[-1])
+    return attend(query, state, rows, chosen, rules.scaling), chosen
+
+
+def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:
+    """Attend to all real tokens of each sequence.
+
+    Args:
+        query: `[B, H_KV, G, D]`, of the newest token of each sequence.
+        state: what the layer cached; finite in the unused part too.
+        rows: the sequences; their `k` is not read.
+        scaling: factor on the products q k; None: `D ** -0.5`.
+
+    Returns:
+        `[B, H_KV, G, D]` in the dtype of the query.
+
+    Raises:
+        InputError: the shapes or dtypes do not fit.
+    """
+    check(query, None, state, rows)
+    seen = within(rows)
+    if rows.block_table is not None:
+        every = torch.arange(rows.longest, device=query.device).where(seen, -1)
+        return attend(query, state, rows, every.unsqueeze(1).expand(-1, query.shape[1], -1), scaling)
+    keys, values = state.keys[:, :, : rows.longest], state.values[:, :, : rows.longest]
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=seen[:, None, None], scale=scaling
+    )
+
+
+def hash_newest(codebook: Codebook, state: State, rows: Rows, count: int) -> None:
+    """Write the codes, gains and errors of the newest tokens, which lie in the same slots of every sequence."""
+    at = torch.arange(rows.longest - count, rows.longest, device=state.keys.device)
+    write_codes(encode_with(codebook, state.keys[:, :, rows.longest - count : rows.longest]), at, state)
+
+
+def choose(query: QuantizedQuery, state: State, rows: Rows, rules: Rules, head_dim: int) -> Tensor:
+    """Choose the `k` tokens of each KV head by their codes: int64 `[B, H_KV, width]`, ascending, -1 behind the last.
+
+    Args:
+        query: int8 values `[B, H_KV, G, H]` and float32 scales `[B, H_KV]`.
+        state, rows, rules: as in `sparse_decode`.
+        head_dim: dimensions of a key.
+    """
+    codes, gain = read_codes(state, rows)
+    gain = gain if rules.gain else None
+    valid = within(rows).unsqueeze(1)
+    scores = hash_scores(query, codes, gain)
+    ranked = rank(
+        scores, query.scale, group=rules.group, gain=gain is not None, scaling=rules.scale(head_dim), valid=valid
+    )
+    chosen = select(
+        ranked, rows.k.expand(ranked.shape[:2]), valid=valid, recent=rules.recent, sink=rules.sink, worst=state.worst,
+        safeguard=rules.safeguard,
+    )  # fmt: skip
+    return torch.nn.functional.pad(chosen, (0, rows.width - chosen.shape[-1]), value=-1)
+
+
+def rank(
+    scores: Tensor, scale: Tensor, *, group: str, gain: bool, scaling: float, valid: Tensor | None = None
+) -> Tensor:
+    """Call `group_scores` with the limit that fits the scale of the queries; returns `[..., N]`, int32.
+
+    Args:
+        scores: int32 `[..., G, N]`, as `hash_scores` returns them.
+        scale: float32 `[...]`, of the quantized queries.
+        group: one of `GROUPS`.
+        gain: whether the scores include the gain.
+        scaling: attention's factor on the products q k.
+        valid: bool `[..., N]`, as in `group_scores`.
+
+    Raises:
+        InputError: the group is unknown.
+    """
+    logit = (GAIN_UNIT if gain else 1) / (scale * scaling)  # one logit, in the unit of the scores
+    limit = (RELATIVE_LIMIT * logit).clamp(max=LARGEST_LIMIT).to(scores.dtype)
+    return group_scores(scores, group, valid=valid, limit=limit)
+
+
+def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
+    """Attend to listed tokens only, int64 `[B, H_KV, k]`; -1 is no token. Returns `[B, H_KV, G, D]`."""
+    keys, values = (each.to(query.dtype) for each in read_tokens(state, rows, indices))
+    none = indices < 0
+    mask = ~none.unsqueeze(-2) if none.any() else None
+    return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+
+
+def check(query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fresh: int = 0) -> None:
+    """Raise `InputError` unless a step accepts the arguments. Reads no tensor values, not to wait for a device.
+
+    Args:
+        query, codebook, state, rows, fresh: as in `sparse_decode`; without a codebook as in `dense_decode`.
+    """
+    if query.dim() != 4 or not query.dtype.is_floating_point:
+        raise InputError(f"query must be floating [B, H_KV, G, D], not {query.dtype} {list(query.shape)}")
+    batch, kv_heads, _, dim = query.shape
+    table, room = rows.block_table, state.room
+    lead = (batch, kv_heads, room) if table is None else (state.keys.shape[0], kv_heads, room)
+    dtype = query.dtype if state.scales is None else torch.float8_e4m3fn
+    for name, tensor, last, kind in (
+        ("keys", state.keys, (dim,), dtype),
+        ("values", state.values, (dim,), dtype),
+        ("codes", state.codes, None if codebook is None else (codebook.words,), torch.int64),
+        ("gain", state.gain, (), torch.uint8),
+        ("error", state.error, (), torch.float32),
+    ):
+        if tensor is None or last is None or (state.packing is not None and name in ("keys", "values")):
+            continue
+        if tensor.shape != (*lead, *last) or tensor.dtype != kind:
+            raise InputError(
+                f"{name} {tensor.dtype} {list(tensor.shape)} do not fit query {query.dtype} {list(query.shape)} and "
+                f"room for {room} tokens"
+            )
+    packed = state.packing
+    if packed is not None and not packed.keys.shape == packed.values.shape == (room, dim):
+        raise InputError(f"a packing {list(packed.keys.shape)} does not fit pages of {room} tokens of {dim} numbers")
+    if rows.lengths.shape != (batch,) or rows.lengths.dtype.is_floating_point:
+        raise InputError(f"lengths must be integers [{batch}], not {rows.lengths.dtype} {list(rows.lengths.shape)}")
+    if rows.k.dtype.is_floating_point or rows.k.shape not in ((batch, 1), (batch, kv_heads)):
+        raise InputError(f"k must be integers [B, 1] or [B, H_KV], not {rows.k.dtype} {list(rows.k.shape)}")
+    if table is not None and (table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != batch):
+        raise InputError(f"block_table must be int32 [{batch}, P], not {table.dtype} {list(table.shape)}")
+    if not 0 <= rows.width <= rows.longest <= room * (1 if table is None else table.shape[1]):
+        raise InputError(f"{rows.width} of {rows.longest} tokens do not fit room for {room}")
+    valid = rows.valid
+    if valid is not None and (
+        valid.dtype != torch.bool or valid.dim() != 2 or len(valid) != batch or valid.shape[1] < rows.longest
+    ):
+        raise InputError(f"valid must be bool [{batch}, {rows.longest}], not {valid.dtype} {list(valid.shape)}")
+    if table is not None and (valid is not None or fresh or state.worst is not None):
+        raise InputError("pages take no padding, no fresh tokens and no safeguard")
+    if codebook is not None:
+        _check_codes(query, codebook, state)
+
+
+def _check_codes(query: Tensor, codebook: Codebook, state: State) -> None:
+    batch, kv_heads, _, dim = query.shape
+    projection, worst = codebook.projection, state.worst
+    if state.codes is None:
+        raise InputError("a sparse step needs codes")
+    check_codes(state.codes, codebook.bits)
+    if projection.shape[:-2] not in ((kv_heads,), (batch, kv_heads)) or projection.shape[-1] != dim:
+        raise InputError(f"projection {list(projection.shape)} does not fit query {list(query.shape)}")
+    if projection.dtype != query.dtype:
+        raise InputError(f"a codebook for {projection.dtype} does not fit query {query.dtype}")
+    if worst is not None and (worst.dtype.is_floating_point or worst.shape[:-1] != (batch, kv_heads)):
+        raise InputError(f"worst must be integers [{batch}, {kv_heads}, L], not {worst.dtype} {list(worst.shape)}")
+
+
+def check_append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor | None, at: Tensor) -> None:
+    """Raise `InputError` unless `append` accepts the arguments. Reads no tensor values, not to wait for a device.
+
+    Args:
+        state, codebook, key, value, at: as in `append`.
+    """
+    if at.dim() != 1 or at.dtype.is_floating_point or key.dim() != 4 or at.shape[0] != key.shape[2]:
+        raise InputError(f"at must be integers [T] for keys [B, H_KV, T, D], not {at.dtype} {list(at.shape)}")
+    for name, new, buffer in (("key", key, state.keys), ("value", value, state.values)):
+        if new is None or value is None:
+            continue
+        lead = (new.shape[0] if new.shape[0] == 1 else buffer.shape[0], buffer.shape[1])
+        if state.packing is not None or buffer.dim() != 4 or new.shape != (*lead, len(at), buffer.shape[3]):
+            raise InputError(f"{name} {list(new.shape)} does not fit its buffer {list(buffer.shape)}")
+        if new.dtype != buffer.dtype:
+            raise InputError(f"{name} {new.dtype} does not fit its buffer {buffer.dtype}")
+    if codebook is not None and state.codes is None:
+        raise InputError("a codebook needs a state with codes")
+    if codebook is not None:
+        codebook.check(key)
+        if state.codes is not None and state.codes.shape[-1] != codebook.words:
+            raise InputError(f"codes of {codebook.bits} bits do not fit {list(state.codes.shape)}")
+    if value is None and codebook is None:
+        raise InputError("append needs values or a codebook")
