@@ -7,19 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bpc_calib.backends.dispatch import choose, sparse_attention
+    from bpc_calib.backends.dispatch import find
     from bpc_calib.calibration.calibrate import calibrate
     from bpc_calib.calibration.plan import Plan, make_plan
     from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError, WorkError
     from bpc_calib.method.budget import attended
-    from bpc_calib.method.choosing import Cached, Choice
+    from bpc_calib.method.codebook import Codebook, make_codebook
     from bpc_calib.method.decomposition import Decomposition, decompose
     from bpc_calib.method.encoded import Encoded
     from bpc_calib.method.encoding import encode
     from bpc_calib.method.fitting import Fit, fit
     from bpc_calib.method.metric import query_metric, second_moment
+    from bpc_calib.method.rules import Rules
     from bpc_calib.method.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
     from bpc_calib.method.selection import select
+    from bpc_calib.method.state import Rows, State
     from bpc_calib.models.description import ModelDescription, describe
     from bpc_calib.models.tensor_parallel import tensor_parallel
     from bpc_calib.runtime.cache import BPCCache
@@ -29,8 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BPCCache",
     "BPCError",
-    "Cached",
-    "Choice",
+    "Codebook",
     "CorpusError",
     "Decomposition",
     "Encoded",
@@ -40,43 +41,48 @@ __all__ = [
     "ModelError",
     "Plan",
     "QuantizedQuery",
+    "Rows",
+    "Rules",
+    "State",
     "WorkError",
     "attended",
     "calibrate",
-    "choose",
     "decompose",
     "describe",
     "disable",
     "enable",
     "encode",
+    "find",
     "fit",
     "group_scores",
     "hash_scores",
+    "make_codebook",
     "make_plan",
     "quantize_query",
     "query_metric",
     "second_moment",
     "select",
-    "sparse_attention",
     "static_generate",
     "static_steps",
     "tensor_parallel",
 ]
 
 _MODULES = {
-    "bpc_calib.backends.dispatch": ("choose", "sparse_attention"),
+    "bpc_calib.backends.dispatch": ("find",),
     "bpc_calib.calibration.calibrate": ("calibrate",),
     "bpc_calib.calibration.plan": ("Plan", "make_plan"),
     "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError", "WorkError"),
     "bpc_calib.method.budget": ("attended",),
-    "bpc_calib.method.choosing": ("Cached", "Choice"),
+    "bpc_calib.method.codebook": ("Codebook", "make_codebook"),
     "bpc_calib.method.decomposition": ("Decomposition", "decompose"),
     "bpc_calib.method.encoded": ("Encoded",),
     "bpc_calib.method.encoding": ("encode",),
     "bpc_calib.method.fitting": ("Fit", "fit"),
     "bpc_calib.method.metric": ("query_metric", "second_moment"),
+    "bpc_calib.method.rules": ("Rules",),
     "bpc_calib.method.scoring": ("QuantizedQuery", "group_scores", "hash_scores", "quantize_query"),
     "bpc_calib.method.selection": ("select",),
+    "bpc_calib.method.state": ("Rows", "State"),
     "bpc_calib.models.description": ("ModelDescription", "describe"),
     "bpc_calib.models.tensor_parallel": ("tensor_parallel",),
     "bpc_calib.runtime.cache": ("BPCCache",),

@@ -145,12 +145,12 @@ def _kernels(opened: OpenedModel, dtype: Any) -> str | None:
     import torch
 
     from bpc_calib.backends.limits import unserved
-    from bpc_calib.backends.protocol import Request
+    from bpc_calib.method.state import State
 
     model = opened.description
     group = model.query_heads // model.kv_heads
     query = torch.empty(1, model.kv_heads, group, model.head_dim, dtype=dtype, device="meta")
-    return unserved(Request(query, torch.Size([1, model.kv_heads, 1]), heads=group))
+    return unserved(query, State(query, query))
 
 
 def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, Any]:

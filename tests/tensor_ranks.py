@@ -30,10 +30,10 @@ class Noted(BPCLayer):
 
     chosen: ClassVar[list[tuple[int, torch.Tensor]]] = []
 
-    def choose(self, query: torch.Tensor, k: Any, visible: Any) -> torch.Tensor:
-        found = super().choose(query, k, visible)
+    def decode(self, query: torch.Tensor, rows: Any) -> Any:
+        out, found = super().decode(query, rows)
         Noted.chosen.append((self.index, found))
-        return found
+        return out, found
 
 
 class NotingCache(BPCCache):

@@ -10,8 +10,10 @@ import torch
 
 from bpc_calib import describe
 from bpc_calib.evaluation import baselines
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import GROUPS
-from bpc_calib.runtime.rules import Rules
+from bpc_calib.method.state import Rows
+from bpc_calib.runtime.layers import Common
 
 MODEL = describe(tiny.config())
 KEYS = torch.randn(1, 2, 70, 8, generator=torch.Generator().manual_seed(0))
@@ -20,14 +22,19 @@ QUERY = torch.randn(1, 2, 2, 8, generator=torch.Generator().manual_seed(2))  # t
 
 
 def layer(kind, budget=12, index=0, keys=KEYS, values=VALUES, model=MODEL, layers=(0,), group="max"):
-    rules = Rules(budget, 1, 0.0, 1, 0, group, True, 64, 0, layers=tuple(layers))
-    made = kind(index, rules, model, None)
+    rules = Rules(budget, min_tokens=1, recent=1, group=group)
+    made = kind(index, rules, Common(model, layers=tuple(layers)), None)
     made.update(keys, values)
     return made
 
 
 def chosen(made, visible=None, k=12):
-    return made.choose(QUERY, k, visible)
+    return made.choose(QUERY, rows(made, k, visible))
+
+
+def rows(made, k, visible=None):
+    length = made.get_seq_length()
+    return Rows(torch.tensor([length]), torch.tensor([[k]]), length, k, visible)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -128,9 +135,9 @@ def test_sampling_estimates_full_attention():
     # A probability near 0 would give an unbounded weight.
     found = []
     for seed in range(40):
-        made = baselines.MagicPIGSamplingLayer(0, Rules(12, 1, 0.0, 1, 0, "max", True, 64, seed), MODEL, None)
+        made = baselines.MagicPIGSamplingLayer(0, Rules(12), Common(MODEL, seed=seed), None)
         made.update(keys, values)
-        found.append(made.attend(query, 12, None, None)[0, 0, 0])
+        found.append(made.decode(query, rows(made, 12))[0][0, 0, 0])
     estimate = torch.stack(found)
     assert 0.2 < made.attended / 300 < 0.9  # part of the keys was sampled
     error = estimate.std(0) / 40**0.5
@@ -164,7 +171,7 @@ def test_snapkv_keeps_what_the_window_attended_to():
     for token in range(3):
         made.update(KEYS[:, :, token : token + 1], VALUES[:, :, token : token + 1])
     assert made.count(73) == 15
-    later = made.choose(-QUERY, 15, None)
+    later = made.choose(-QUERY, rows(made, 15))
     assert torch.equal(later, torch.cat([found, torch.arange(70, 73).expand(1, 2, 3)], dim=-1))
 
 

@@ -17,9 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 import bpc_calib
 from bpc_artifacts import ArtifactError
-from bpc_calib import BPCCache, InputError, ModelError, disable, enable, sparse_attention
+from bpc_calib import BPCCache, InputError, ModelError, disable, enable
 from bpc_calib.compat import with_cache
 from bpc_calib.runtime import enabling
+from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.growing import append
 from bpc_calib.runtime.hashed_layer import BPCLayer
 
@@ -69,29 +70,6 @@ def test_without_a_bpc_cache_an_enabled_model_is_untouched(family, attention):
     disable(model)
     assert model.config._attn_implementation == attention
     assert all(map(torch.equal, before, everything()))
-
-
-def test_sparse_attention_over_all_tokens_is_full_attention():
-    """Without the shortcut for a full budget, the results agree within rounding."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 2, 3, 64, generator=generator)
-    keys, values = torch.randn(2, 2, 2, 50, 64, generator=generator)
-    found = sparse_attention(query, keys, values, torch.arange(50).expand(2, 2, 50))
-    expected = nn.functional.scaled_dot_product_attention(query, keys, values)
-    torch.testing.assert_close(found, expected)
-
-
-def test_unused_indices_have_no_weight():
-    keys = torch.randn(1, 1, 6, 8)
-    query = torch.randn(1, 1, 2, 8)
-    found = sparse_attention(query, keys, keys, torch.tensor([[[1, 4, -1, -1]]]))
-    torch.testing.assert_close(found, sparse_attention(query, keys, keys, torch.tensor([[[1, 4]]])))
-
-
-def test_sparse_attention_refuses_shapes_that_do_not_fit():
-    keys = torch.zeros(2, 6, 8)
-    with pytest.raises(InputError, match="do not fit"):
-        sparse_attention(torch.zeros(2, 1, 8), keys, keys, torch.zeros(3, 4, dtype=torch.long))
 
 
 def test_buffers_grow_by_blocks():
@@ -162,10 +140,18 @@ def test_inference_mode_and_no_grad_mix():
     assert not fresh.layers[0].buffers["keys"].requires_grad
 
 
+class HashesFirst(BPCLayer):
+    """A layer whose steps find a code for every token."""
+
+    def decode(self, query, rows):
+        self.hash(rows.valid)
+        return super().decode(query, rows)
+
+
 def test_whole_steps_keep_what_single_stages_keep():
     """The same codes, gains and errors, and the same logits: after a prompt, a crop, a rewind and another prompt."""
     model = enabled()
-    plain = type("InStages", (BPCCache,), {"layer_class": BPCLayer})
+    plain = type("InStages", (BPCCache,), {"layer_class": HashesFirst})
     rules = SMALL | {"budget": 20, "safeguard": 0.2, "recent": 1}
     made = []
     for kind in (plain, BPCCache):
@@ -189,7 +175,6 @@ def test_whole_steps_keep_what_single_stages_keep():
     length = stages.get_seq_length()
     for one, other in zip(stages.layers, whole.layers, strict=True):
         assert other.hashed == one.hashed == length
-        assert other.ready() is None  # every token has a code
         for name in ("codes", "gain", "error"):
             assert torch.equal(one.buffers[name][:, :, :length], other.buffers[name][:, :, :length]), name
 
@@ -595,9 +580,9 @@ def test_online_projections_are_fitted_at_the_first_choice():
     model = enabled()
     cache = BPCCache(model.config, budget=0.1, min_tokens=44, dense_layers=())
     generate(model, ids(40), **with_cache(cache), max_new_tokens=5, min_new_tokens=5)  # 44 tokens cached
-    assert cache.layers[0].projection is None
+    assert cache.layers[0].codebook is None
     generate(model, ids(45), **with_cache(cache), max_new_tokens=2, min_new_tokens=2)
-    assert cache.layers[0].projection.shape == (1, 2, 64, 8)
+    assert cache.layers[0].codebook.projection.shape == (1, 2, 64, 8)
 
 
 @pytest.mark.parametrize(
@@ -634,9 +619,9 @@ def test_each_sequence_of_a_batch_has_its_own_min_context():
     layer = cache.layers[0]
     layer.update(*torch.randn(2, 3, 2, 24, 8).unbind())
     visible = torch.arange(24) >= torch.tensor([[5], [4], [0]])  # 19, 20 and 24 real tokens
-    k = layer.count_chosen(visible)
-    assert k.tolist() == [[19], [5], [5]]
-    chosen = layer.choose(torch.randn(3, 2, 2, 8), k, visible)
+    rows = layer.rows(AttentionCall(None, None, visible, None, None, None))
+    assert rows.k.tolist() == [[19], [5], [5]]
+    _, chosen = layer.decode(torch.randn(3, 2, 2, 8), rows)
     assert chosen[0].tolist() == [list(range(5, 24))] * 2
     assert (chosen[1:, :, 5:] == -1).all()
     assert (chosen[1:, :, :5] >= 0).all()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import fit
+from bpc_calib.backends.dispatch import find
 from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.positions import early_keys
@@ -127,7 +127,7 @@ def fit_layers(
         mean = None
         if method.centred:
             mean = mean_key(some, None if centring is None else centring.to(device).expand(some.shape[:-1]))
-        found = fit(
+        found = find(some.unsqueeze(0)).fit(
             some,
             plan.bits,
             iterations=method.iterations,

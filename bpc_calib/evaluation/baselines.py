@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import sortable
+from bpc_calib.method.state import Rows
 from bpc_calib.runtime.layers import RankingLayer, SparseLayer
 
 __all__ = [
@@ -62,7 +63,7 @@ class RandomLayer(RankingLayer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.generator = torch.Generator().manual_seed((self.rules.seed << 16) + self.index)
+        self.generator = torch.Generator().manual_seed((self.common.seed << 16) + self.index)
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         drawn = torch.randint(1 << 30, self.keys.shape[:3], generator=self.generator)
@@ -123,7 +124,7 @@ class SignsLayer(RankingLayer):
         self.derived = min(self.derived, self.get_seq_length())
 
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
-        directions = _normal(self.BITS, self.keys, self.rules.seed)
+        directions = _normal(self.BITS, self.keys, self.common.seed)
         signs = self._derived("signs", lambda keys: torch.where(keys.float() @ directions.T >= 0, 1.0, -1.0))
         return ranked(self, query.float() @ directions.T @ signs.mT, visible, in_products=False)
 
@@ -173,7 +174,7 @@ class MagicPIGLayer(SignsLayer):
 
     def _tables(self, vectors: Tensor) -> Tensor:
         """Return the signs of each table as one number, int16 `[..., TABLES]`."""
-        signs = vectors @ _normal(self.BITS, vectors, self.rules.seed).T >= 0
+        signs = vectors @ _normal(self.BITS, vectors, self.common.seed).T >= 0
         powers = 2.0 ** torch.arange(self.SIGNS, device=vectors.device)
         return (signs.float().unflatten(-1, (self.TABLES, self.SIGNS)) @ powers).short()
 
@@ -191,22 +192,21 @@ class MagicPIGSamplingLayer(MagicPIGLayer):
 
     attended = steps = 0.0
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
-        length = self.get_seq_length()
-        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)).float()
-        keys = self.keys.float()
+    def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        length, visible = self.get_seq_length(), rows.valid
+        grouped, keys = query.float(), self.keys.float()
         drawn = self.collisions(grouped, visible) >= 2
         seen = torch.ones(keys.shape[0], length, dtype=torch.bool, device=keys.device) if visible is None else visible
         nth = seen.cumsum(-1) - 1
         always = (nth < self.SINKS) | (nth >= seen.sum(-1, keepdim=True) - self.NEWEST)
         always, seen = always[:, None, None], seen[:, None, None]
-        logits = grouped @ keys.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        logits = grouped @ keys.mT * self.scaling
         weighted = torch.where(always, logits, logits - self.chance(grouped, keys - self.centre(visible)).log())
         read = (drawn | always) & seen
         weights = weighted.masked_fill(~read, -math.inf).softmax(-1)
         self.attended += float(read.any(2).sum(-1).float().mean())
         self.steps += 1
-        return (weights @ self.values.float()).to(query.dtype).flatten(1, 2).unsqueeze(1)
+        return (weights @ self.values.float()).to(query.dtype), None
 
     def chance(self, query: Tensor, keys: Tensor) -> Tensor:
         """Return the probability of two or more collisions, float32 `[..., G, N]`."""
@@ -273,7 +273,7 @@ class PyramidKVLayer(SnapKVLayer):
     BETA = 20
 
     def kept(self, length: int) -> int:
-        mean, layers = super().kept(length), self.rules.layers
+        mean, layers = super().kept(length), self.common.layers
         if len(layers) == 1 or mean == length:
             return mean
         window = self.window(length)

@@ -11,9 +11,9 @@ from bpc_calib.evaluation.methods import BPC_LAYER, METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.rules import ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
-from bpc_calib.runtime.rules import ranking_defaults
 from bpc_calib.text.known_corpora import Corpus
 
 __all__ = ["FORCED", "HARD", "Comparison", "check", "make_cache"]

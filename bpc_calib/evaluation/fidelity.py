@@ -5,6 +5,7 @@ full attention.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.nn import functional as F  # noqa: N812
 from bpc_calib.evaluation.forcing import FullLayer
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import select, sortable
-from bpc_calib.method.sparse_attention import sparse_attention
+from bpc_calib.method.state import Rows, State
+from bpc_calib.method.step import attend
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import SparseLayer
 
@@ -61,7 +63,9 @@ class FullAttention:
         recall = chosen.gather(-1, select(self.ranks, indices.shape[-1])).to(dtype).mean(-1)
         mass = (self.weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
         kept = chosen.gather(-1, self.heaviest).to(dtype).mean(-1)
-        sparse = sparse_attention(self.query, self.keys, self.values, indices, self.scaling)
+        lengths = torch.full(indices.shape[:1], self.keys.shape[2], device=indices.device)
+        rows = Rows(lengths, lengths.unsqueeze(-1), self.keys.shape[2], indices.shape[2])
+        sparse = attend(self.query, State(self.keys, self.values), rows, indices, self.scaling)
         cosine = F.cosine_similarity(self.output, sparse.to(dtype), dim=-1).mean(-1)
         return torch.stack([recall, mass, kept, cosine], dim=-1)
 
@@ -76,27 +80,24 @@ class ProbeLayer(FullLayer):
         self.every = 1  # measure one step in so many
         self.steps = self.measured = 0
 
-    def count_chosen(self, visible: Tensor | None) -> int:
-        return self.get_seq_length()
-
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         for layer in self.probed.values():
             layer.borrow(self)
             layer.observe(query, scaling, places)
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
-        self.scaling = self.scaling if scaling is None else scaling
-        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
-        length = self.get_seq_length()
+    def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         if self.probed and self.steps % self.every == 0:
-            full = FullAttention(grouped, self.keys, self.values, scaling)
+            full = FullAttention(query, self.keys, self.values, self.rules.scaling)
             for method, layer in self.probed.items():
                 layer.borrow(self)
-                metrics = full.kept(layer.choose(grouped, layer.count(length), visible)).double()
+                k = layer.count(rows.longest)
+                _, chosen = layer.decode(query, replace(rows, k=torch.full_like(rows.k, k), width=k))
+                assert chosen is not None
+                metrics = full.kept(chosen).double()
                 self.sums[method] = self.sums[method] + metrics if self.measured else metrics
             self.measured += 1
         self.steps += 1
-        return super().attend(query, length, visible, scaling)
+        return super().decode(query, rows)
 
 
 class ProbeCache(BPCCache):

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
+from bpc_calib.method.state import Rows
 from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.online_fit import Asked, join
@@ -26,19 +29,27 @@ IMPOSSIBLE = -1e4  # in place of the logarithm of 0
 class FullLayer(SparseLayer):
     """A layer that chooses every token."""
 
-    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """Return all tokens, including padding, int64 `[batch, kv_heads, N]`, so batches must not be padded."""
-        return torch.arange(self.get_seq_length(), device=query.device).expand(*self.keys.shape[:2], -1)
+    def rows(self, call: AttentionCall) -> Rows:
+        """Return the sequences of a step, of which batches must not be padded."""
+        batch, length = self.keys.shape[0], self.keys.shape[2]
+        lengths = torch.full((batch,), length, device=self.keys.device)
+        return Rows(lengths, lengths.unsqueeze(-1), length, length)
+
+    def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Attend to all tokens."""
+        state = self.state()
+        chosen = torch.arange(rows.longest, device=query.device).expand(*query.shape[:2], -1)
+        return find(query, state).dense_decode(query, state, rows, self.rules.scaling), chosen
 
 
 class PrefixLayer(FullLayer):
     """A layer that attends to everything and keeps queries of a step with several tokens, for methods that use them."""
 
     asked: Asked | None = None
-    scaling: float | None = None
 
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
-        self.asked, self.scaling = join(None, query, places), scaling
+        self.asked = join(None, query, places)
+        self.scale(scaling)
 
 
 class PrefixCache(BPCCache):
@@ -64,7 +75,7 @@ def fork(prefix: PrefixCache, cache: BPCCache) -> BPCCache:
         if isinstance(layer, SparseLayer) and isinstance(source, PrefixLayer):
             layer.skip_attention()
             if source.asked is not None:
-                layer.observe(source.asked.queries, source.scaling, source.asked.places)
+                layer.observe(source.asked.queries, source.rules.scaling, source.asked.places)
         if isinstance(layer, BPCLayer) and layer.calibrated is not None:
             layer.prepare(None)  # so that the first step is like the others
     return cache

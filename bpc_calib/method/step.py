@@ -170,7 +170,7 @@ def check(query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fr
         raise InputError(f"query must be floating [B, H_KV, G, D], not {query.dtype} {list(query.shape)}")
     batch, kv_heads, _, dim = query.shape
     table, room = rows.block_table, state.room
-    lead = (batch, kv_heads, room) if table is None else (state.keys.shape[0], kv_heads, room)
+    lead = (batch if table is None else state.keys.shape[0], kv_heads)
     dtype = query.dtype if state.scales is None else torch.float8_e4m3fn
     for name, tensor, last, kind in (
         ("keys", state.keys, (dim,), dtype),
@@ -181,10 +181,12 @@ def check(query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fr
     ):
         if tensor is None or last is None or (state.packing is not None and name in ("keys", "values")):
             continue
-        if tensor.shape != (*lead, *last) or tensor.dtype != kind:
+        shape = tensor.shape
+        holds = shape[2:3] == (room,) if table is not None else len(shape) > 2 and shape[2] >= rows.longest
+        if shape[:2] != lead or shape[3:] != last or not holds or tensor.dtype != kind:
             raise InputError(
-                f"{name} {tensor.dtype} {list(tensor.shape)} do not fit query {query.dtype} {list(query.shape)} and "
-                f"room for {room} tokens"
+                f"{name} {tensor.dtype} {list(shape)} do not fit query {query.dtype} {list(query.shape)} of "
+                f"{rows.longest} tokens"
             )
     packed = state.packing
     if packed is not None and not packed.keys.shape == packed.values.shape == (room, dim):

@@ -11,13 +11,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.codes import default_bits
+from bpc_calib.method.codes import check_bits, default_bits
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
+from bpc_calib.method.rules import Ranking, Rules, ranking_defaults
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
-from bpc_calib.runtime.hashed_layer import BPCLayer, WholeStepLayer, prepare
-from bpc_calib.runtime.layers import DenseLayer, GrowingLayer, SparseLayer
-from bpc_calib.runtime.rules import Ranking, Rules, ranking_defaults
+from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
+from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +71,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     """
 
     is_compileable = False  # otherwise `generate` compiles the model on CUDA by default
-    layer_class: type[SparseLayer] = WholeStepLayer  # a subclass of BPCCache sets another to rank tokens differently
+    layer_class: type[SparseLayer] = BPCLayer  # a subclass of BPCCache sets another to rank tokens differently
 
     def __init__(
         self,
@@ -91,11 +91,12 @@ class BPCCache(Cache):  # type: ignore[misc]
             raise TypeError(f"BPCCache got an unexpected argument {min(unknown)!r}")
         model = describe(config)
         rules = Rules(
-            budget=budget, min_tokens=min_tokens, min_context=min_context, seed=seed,
-            bits=default_bits(model.head_dim) if bits is None else bits, **(ranking_defaults(artifact) | given),
-        )  # fmt: skip
+            budget=budget, min_tokens=min_tokens, min_context=min_context, **(ranking_defaults(artifact) | given)
+        )
+        _check_seed(seed)
+        if bits is not None:
+            check_bits(bits)
         sparse = _sparse_layers(model, dense_layers)
-        rules = replace(rules, layers=tuple(sorted(sparse)))
         projections: Mapping[int, LayerProjection] = {}
         if artifact is not None:
             projections = _projections(artifact, model, bits)
@@ -104,10 +105,11 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
+            common = Common(model, default_bits(model.head_dim) if bits is None else bits, seed, tuple(sorted(sparse)))
             for index in model.full_layers:
-                layers[index] = DenseLayer(rules)
+                layers[index] = DenseLayer(rules, common)
                 if index in sparse:
-                    layers[index] = layer_class(index, rules, model, projections.get(index))
+                    layers[index] = layer_class(index, rules, common, projections.get(index))
             return layers
 
         self._fresh = fresh
@@ -257,6 +259,13 @@ def check_layers(config: Any, model: ModelDescription) -> list[Any]:
                 f"{name}: layer {index} keeps its keys in a {type(layers[index]).__name__}, which BPC does not serve"
             )
     return layers
+
+
+def _check_seed(seed: int) -> None:
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0:
+        raise InputError(f"seed must be an integer of at least 0, not {seed!r}")
+    if seed >= 1 << 63:
+        raise InputError(f"seed must be below 2^63, not {seed}")
 
 
 def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list[int]:

@@ -1,5 +1,6 @@
-"""Attach a cache layer to its keys, so that BPC's attention, which receives only the keys, can find the layer."""
+"""One call of a model's attention: the cache layer that its keys carry, and the sequences that its mask describes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,9 @@ from torch import Tensor
 
 from bpc_calib.compat import continued_cache_restarts
 from bpc_calib.errors import InputError, ModelError
+from bpc_calib.method.state import Rows
 
-__all__ = ["AttentionCall", "check_continued", "layer_of", "visible_tokens", "with_layer"]
+__all__ = ["AttentionCall", "check_continued", "layer_of", "rows_of", "visible_tokens", "with_layer"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,28 @@ def with_layer(keys: Tensor, layer: Any) -> Tensor:
 def layer_of(keys: Tensor) -> Any:
     """Return the layer, with a method `attention`, that `with_layer` attached; None for keys of any other cache."""
     return getattr(keys, "bpc_layer", None)
+
+
+def rows_of(call: AttentionCall, keys: Tensor, count: Callable[[int], int]) -> Rows | None:
+    """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
+
+    Args:
+        call: of the step.
+        keys: `[batch, kv_heads, N, head_dim]`, with the new token.
+        count: returns the number of attended tokens for a number of real tokens.
+
+    Raises:
+        ModelError, InputError: as `visible_tokens`.
+    """
+    visible, (batch, _, length, _), device = visible_tokens(call.mask, keys, call.window), keys.shape, keys.device
+    real = [length] * batch if visible is None else visible.sum(-1).tolist()
+    wanted = [count(tokens) for tokens in real]
+    if wanted == real:
+        return None
+    most = max(wanted)
+    # A number alike for all needs no copy from the host.
+    k = torch.full((batch,), most, device=device) if visible is None else torch.tensor(wanted, device=device)
+    return Rows(torch.full((batch,), length, device=device), k.unsqueeze(-1), length, most, visible)
 
 
 def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bpc_calib.backends.pages import in_huge_pages
 
-__all__ = ["append", "reserve", "writable"]
+__all__ = ["append", "grown", "reserve"]
 
 LEAST_ROOM = 256  # tokens
 
@@ -13,21 +13,28 @@ LEAST_ROOM = 256  # tokens
 def append(buffer: Tensor | None, length: int, new: Tensor) -> Tensor:
     """Write `new` after the first `length` tokens of `buffer`; return the buffer, or a larger copy if it was full.
 
-    A full buffer `[batch, heads, room, ...]` is copied into one with a sixteenth more room. So each token is copied
-    about sixteen times in total, and at most a sixteenth of the memory is unused.
-
     Args:
         buffer: None: no buffer yet.
         new: `[batch, heads, tokens, ...]`.
     """
-    needed = length + new.shape[2]
-    if buffer is None or needed > buffer.shape[2] or not writable(buffer):
-        room = _aligned(needed + max(LEAST_ROOM, needed // 16))
-        larger = in_huge_pages(new.new_empty(*new.shape[:2], room, *new.shape[3:]))
-        if buffer is not None:
-            larger[:, :, :length] = buffer[:, :, :length]
-        buffer = larger
+    if buffer is None:
+        buffer = new.new_empty(*new.shape[:2], 0, *new.shape[3:])
+    buffer = grown(buffer, length, length + new.shape[2])
     buffer.narrow(2, length, new.shape[2]).copy_(new.detach() if new.requires_grad else new)
+    return buffer
+
+
+def grown(buffer: Tensor, length: int, needed: int) -> Tensor:
+    """Return a buffer that may be written, with room for `needed` tokens, of which the first `length` are kept.
+
+    A full buffer `[batch, heads, room, ...]` is copied into one with a sixteenth more room. So each token is copied
+    about sixteen times in total, and at most a sixteenth of the memory is unused.
+    """
+    if needed > buffer.shape[2] or not writable(buffer):
+        room = _aligned(needed + max(LEAST_ROOM, needed // 16))
+        larger = in_huge_pages(buffer.new_empty(*buffer.shape[:2], room, *buffer.shape[3:]))
+        larger[:, :, :length] = buffer[:, :, :length]
+        buffer = larger
     return buffer
 
 

@@ -8,21 +8,19 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import choose, encode_with, step
+from bpc_calib.backends.dispatch import find
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import Encoder, make_encoder, projection_of
+from bpc_calib.method.codebook import Codebook, codebook_of, make_codebook
 from bpc_calib.method.fitting import Fit
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.stepping import Hashed
-from bpc_calib.models.description import ModelDescription, held_heads, rank_among
-from bpc_calib.runtime.growing import writable
-from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.method.state import Rows
+from bpc_calib.models.description import held_heads, rank_among
+from bpc_calib.runtime.growing import grown
+from bpc_calib.runtime.layers import Common, SparseLayer
 from bpc_calib.runtime.online_fit import Asked, fit_online, fitted_places, join
-from bpc_calib.runtime.rules import Rules
 
-__all__ = ["BPCLayer", "WholeStepLayer", "prepare"]
+__all__ = ["BPCLayer", "prepare"]
 
 HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary memory per bit and key
 # Heads of one fit: enough for every core of a CPU; with 1,024 keys of 128 numbers in float64 they take 67 MB.
@@ -32,42 +30,46 @@ HEADS_AT_ONCE = 64
 class BPCLayer(SparseLayer):
     """A layer that chooses tokens by the codes of their keys."""
 
-    def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
-        super().__init__(index, rules, model, calibrated)
-        # In the dtype of the keys: [kv_heads, bits, head_dim]; online: [batch, kv_heads, bits, head_dim].
-        self.projection: Tensor | None = None
-        self.encoder: Encoder | None = None  # made from the projection
+    def __init__(self, index: int, rules: Rules, common: Common, calibrated: LayerProjection | None) -> None:
+        super().__init__(index, rules, common, calibrated)
+        self.codebook: Codebook | None = None  # online: one per sequence
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         """Keep some queries `[batch, query_heads, n, head_dim]` for the metric of online projections."""
-        if self.calibrated is None and self.projection is None:
+        if self.unfitted():
             self.asked = join(self.asked, query, places)
 
-    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """Choose the tokens whose codes score best, and those that are always attended."""
-        projection, length = self.hash(visible), self.get_seq_length()
-        gain = self.buffers["gain"][:, :, :length] if self.rules.gain else None
-        cached = Cached(self.buffers["codes"][:, :, :length], gain, valid=visible, worst=self.worst())
-        return choose(query, projection, cached, k, self.choice())
+    def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Attend to the tokens whose codes score best, and those that are always attended."""
+        length, kept = self.get_seq_length(), ("codes", *self.kept())
+        fresh = length - self.hashed
+        if self.codebook is None or fresh > 1 or "codes" not in self.buffers:
+            self.hash(rows.valid)
+            fresh = 0
+        elif fresh:  # the step itself hashes the new token
+            for name in kept:
+                self.replace(name, grown(self.buffers[name], self.hashed, length))
+        assert self.codebook is not None
+        self.worst()
+        state = self.state()
+        out, chosen = find(query, state).sparse_decode(query, self.codebook, state, rows, self.rules, fresh=fresh)
+        self.hashed = length
+        return out, chosen
 
-    def choice(self) -> Choice:
-        """Return the ranking settings of a step, with the scaling of the latest call."""
-        rules = self.rules
-        return Choice(self.scaling, rules.group, recent=rules.recent, sink=rules.sink, safeguard=rules.safeguard)
+    def kept(self) -> tuple[str, ...]:
+        """Return what is kept of the keys beside their codes."""
+        return ("error",) * bool(self.rules.safeguard) + ("gain",) * self.rules.gain
 
-    def worst(self) -> Tensor | None:
-        """Return the tokens in the order of the safeguard, int32 `[batch, kv_heads, guarded]`; None: no safeguard."""
-        if not self.rules.safeguard:
-            return None
-        if "worst" not in self.buffers or self.buffers["worst"].shape[2] != self.guarded:
+    def worst(self) -> None:
+        """Keep the tokens in the order of the safeguard, int32 `[batch, kv_heads, guarded]`, if there is one."""
+        if self.rules.safeguard and ("worst" not in self.buffers or self.buffers["worst"].shape[2] != self.guarded):
             self.buffers["worst"] = worst_first(self.buffers["error"][:, :, : self.guarded])
-        return self.buffers["worst"]
 
     def ranking_bytes(self, length: int) -> int:
         """Return the bytes of a sequence's codes and gains, and of the part of the safeguard's list that is read."""
-        bits = self.rules.bits if self.calibrated is None else self.calibrated.bits
+        bits = self.common.bits if self.calibrated is None else self.calibrated.bits
         listed = 4 * int(self.rules.safeguard * self.count(length))
         return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
 
@@ -83,7 +85,7 @@ class BPCLayer(SparseLayer):
         length = self.get_seq_length()
         self._forget(length)
         if not length:
-            self.projection = self.encoder = None
+            self.codebook = None
 
     def _forget(self, length: int) -> None:
         self.hashed = min(self.hashed, length)
@@ -95,8 +97,8 @@ class BPCLayer(SparseLayer):
         super()._rebatch(change)
         if self.asked is not None:
             self.asked = Asked(change(self.asked.queries), self.asked.places)
-        if self.calibrated is None and self.projection is not None and self.encoder is not None:
-            self.projection, self.encoder = change(self.projection), self.encoder.change(change)
+        if self.calibrated is None and self.codebook is not None:
+            self.codebook = self.codebook.change(change)
 
     def prepare(self, mask: Tensor | None) -> None:
         """Hash the cached tokens if the next step with one token chooses among them; the mask is `[batch, N]`."""
@@ -130,48 +132,40 @@ class BPCLayer(SparseLayer):
 
     def unfitted(self) -> bool:
         """Return whether the layer waits for online projections."""
-        return self.calibrated is None and self.projection is None
+        return self.calibrated is None and self.codebook is None
 
     def take_fit(self, fitted: Fit) -> None:
         """Hash with these online projections from now on."""
-        dtype = self.keys.dtype
-        self.encoder = make_encoder(fitted.projection, dtype, metric=fitted.metric, mean=fitted.mean)
-        self.projection, self.asked = fitted.projection.to(dtype), None
+        self.codebook = make_codebook(fitted.projection, self.keys.dtype, metric=fitted.metric, mean=fitted.mean)
+        self.asked = None
 
-    def hash(self, visible: Tensor | None) -> Tensor:
-        """Compute the codes, errors and gains of the tokens that have none yet; return the projection.
+    def hash(self, visible: Tensor | None) -> None:
+        """Compute the codes, errors and gains of the tokens that have none yet.
 
         Args:
             visible: bool `[batch, N]`, False for padding, which no online projection is fitted to; None: no padding.
-
-        Returns:
-            `[kv_heads, bits, head_dim]`, or online `[batch, kv_heads, bits, head_dim]`, in the dtype of the keys.
 
         Raises:
             ModelError: the artifact's projections do not fit the KV heads of this process.
         """
         if self.unfitted():
-            self.take_fit(fit_online(self.keys, self.asked, visible, self.rules.bits, self.rules.seed))
-        elif self.projection is None:
+            self.take_fit(fit_online(self.keys, self.asked, visible, self.common.bits, self.common.seed))
+        elif self.codebook is None:
             self._take_calibrated()
-        assert self.projection is not None
-        assert self.encoder is not None
+        assert self.codebook is not None
         length = self.get_seq_length()
         while self.hashed < length:
             end = min(length, self.hashed + HASHED_AT_ONCE)
-            encoded = encode_with(self.encoder, self.keys[:, :, self.hashed : end])
-            self.append("codes", self.hashed, encoded.codes)
-            if self.rules.safeguard:
-                self.append("error", self.hashed, encoded.error)
-            if self.rules.gain:
-                self.append("gain", self.hashed, encoded.gain)
+            keys = self.keys[:, :, self.hashed : end]
+            encoded = find(keys).encode_with(self.codebook, keys)
+            for name in ("codes", *self.kept()):
+                self.append(name, self.hashed, getattr(encoded, name))
             self.hashed = end
-        return self.projection
 
     def _take_calibrated(self) -> None:
         """Hash with the artifact's projections of the KV heads of this process from now on."""
         assert self.calibrated is not None
-        keys, ranks, total = self.keys, self.model.ranks, len(self.calibrated.projection)
+        keys, ranks, total = self.keys, self.common.model.ranks, len(self.calibrated.projection)
         heads = held_heads(total, keys.shape[1], rank_among(ranks), ranks)
         if heads is None:
             raise ModelError(
@@ -179,33 +173,7 @@ class BPCLayer(SparseLayer):
                 f"config names {ranks} processes that shard them: make the cache from the config of the loaded "
                 "model (model.config)"
             )
-        self.projection, self.encoder = projection_of(self.calibrated, heads, keys.dtype, keys.device)
-
-
-class WholeStepLayer(BPCLayer):
-    """A layer that does the same as `BPCLayer`, with fewer calls; to choose otherwise, extend `BPCLayer` instead."""
-
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
-        """Hash the new token, choose and attend at once, where no other token needs a code and none is padding."""
-        hashed = self.ready()
-        if hashed is None or visible is not None or isinstance(k, Tensor):
-            return super().attend(query, k, visible, scaling)
-        self.scaling = self.scaling if scaling is None else scaling
-        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
-        out = step(grouped, hashed, k, self.choice())
-        self.hashed = hashed.length
-        return out.flatten(1, 2).unsqueeze(1)
-
-    def ready(self) -> Hashed | None:
-        """Return the buffers for a step that hashes the newest token alone; None if `hash` has more to do."""
-        length, buffers, encoder = self.get_seq_length(), self.buffers, self.encoder
-        if self.projection is None or encoder is None or self.hashed != length - 1:
-            return None
-        kept = [buffers.get(name) for name in ("codes", "gain", "error")]
-        if any(buffer is not None and (buffer.shape[2] < length or not writable(buffer)) for buffer in kept):
-            return None  # `append` makes room
-        slots = Slots(buffers["keys"], buffers["values"], *kept)
-        return Hashed(self.projection, encoder, slots, length, self.worst())
+        self.codebook = codebook_of(self.calibrated, heads, keys.dtype, keys.device)
 
 
 def prepare(layers: Sequence[BPCLayer], mask: Tensor | None) -> None:
@@ -243,14 +211,14 @@ def _alike(layers: Sequence[BPCLayer]) -> Iterator[list[BPCLayer]]:
 
 def _fit(layers: Sequence[BPCLayer]) -> list[Fit]:
     """Fit the projections of layers of the same shapes, as if each were a part of the batch."""
-    first, rules = layers[0], layers[0].rules
+    first, common = layers[0], layers[0].common
     batch, places = first.keys.shape[0], fitted_places(first.keys.shape[2]).to(first.keys.device)
     asked = None
     if first.asked is not None:
         queries = [layer.asked.queries for layer in layers if layer.asked is not None]
         asked = Asked(torch.cat(queries), first.asked.places)
     keys = torch.cat([layer.keys[:, :, places] for layer in layers])
-    fitted = fit_online(keys, asked, None, rules.bits, rules.seed)
+    fitted = fit_online(keys, asked, None, common.bits, common.seed)
 
     def part(tensor: Tensor | None) -> Sequence[Any]:
         return [None] * len(layers) if tensor is None else tensor.split(batch)

@@ -3,6 +3,7 @@
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,23 +11,40 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from bpc_artifacts import LayerProjection
-from bpc_calib.backends.dispatch import backend, dense_attention, sparse_attention
+from bpc_calib.backends.dispatch import backend, find
 from bpc_calib.errors import InputError, ModelError
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
+from bpc_calib.method.state import Rows, State
+from bpc_calib.method.step import attend
 from bpc_calib.models.description import ModelDescription
-from bpc_calib.runtime.call import AttentionCall, check_continued, visible_tokens, with_layer
+from bpc_calib.runtime.call import AttentionCall, check_continued, rows_of, with_layer
 from bpc_calib.runtime.growing import append
-from bpc_calib.runtime.rules import Rules
 
-__all__ = ["DenseLayer", "GrowingLayer", "RankingLayer", "SparseLayer"]
+__all__ = ["Common", "DenseLayer", "GrowingLayer", "RankingLayer", "SparseLayer"]
+
+
+@dataclass
+class Common:
+    """What the layers of a cache share, beside their rules."""
+
+    model: ModelDescription
+    bits: int = 64  # of the codes of online projections
+    seed: int = 0  # of online projections
+    layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
+    # The sequences of the step that runs are found once for all layers: what they were found from, and they.
+    asked: tuple[Any, ...] | None = None
+    rows: Rows | None = None
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """A layer with its keys and values in buffers that grow by blocks; every step attends to everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules, common: Common) -> None:
         super().__init__()
+        self.rules, self.common = rules, common
         self.buffers: dict[str, Tensor] = {}  # [batch, kv_heads, room, ...]
+        self._state: State | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `[batch, kv_heads, new, head_dim]`; return all keys and values.
@@ -48,11 +66,37 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def append(self, name: str, length: int, new: Tensor) -> None:
         """Write `[batch, kv_heads, new, ...]` after the first `length` tokens of the named buffer."""
-        self.buffers[name] = append(self.buffers.get(name), length, new)
+        self.replace(name, append(self.buffers.get(name), length, new))
+
+    def replace(self, name: str, buffer: Tensor) -> None:
+        """Keep this buffer, and nothing that holds the one before."""
+        if self.buffers.get(name) is not buffer:
+            self.buffers[name], self._state = buffer, None
 
     def show(self, length: int) -> None:
         """Set `keys` and `values`, which transformers reads, to the first `length` tokens of the buffers."""
         self.keys, self.values = self.buffers["keys"][:, :, :length], self.buffers["values"][:, :, :length]
+
+    def state(self) -> State:
+        """Return what is cached; the same object as long as no buffer was replaced."""
+        held = {name: self.buffers.get(name) for name in ("keys", "values", "codes", "gain", "error", "worst")}
+        if held["keys"] is None:  # borrowed
+            held |= {"keys": self.keys, "values": self.values}
+        if self._state is None or any(getattr(self._state, name) is not each for name, each in held.items()):
+            self._state = State(**held)  # type: ignore[arg-type]
+        return self._state
+
+    def rows(self, call: AttentionCall) -> Rows | None:
+        """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
+
+        Raises:
+            ModelError: BPC cannot read the mask.
+        """
+        common, keys = self.common, self.keys
+        asked = (call.mask, self.rules, keys.shape[0], keys.shape[2], keys.device, call.window)
+        if common.asked is None or common.asked[0] is not call.mask or common.asked[1:] != asked[1:]:
+            common.asked, common.rows = asked, rows_of(call, keys, self.rules.count)
+        return common.rows
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length` without moving a buffer.
@@ -89,28 +133,25 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 class SparseLayer(GrowingLayer):
     """A layer whose one-token steps attend to the tokens that a subclass chooses."""
 
-    def __init__(self, index: int, rules: Rules, model: ModelDescription, calibrated: LayerProjection | None) -> None:
-        super().__init__()
+    def __init__(self, index: int, rules: Rules, common: Common, calibrated: LayerProjection | None) -> None:
+        super().__init__(rules, common)
         self.index = index
-        self.rules = rules
-        self.model = model
         self.calibrated = calibrated  # None: the layer needs no projection, or fits one to the prompt
-        self.scaling = model.head_dim**-0.5  # factor on the products q k; the model's own from its first step on
         self.guarded = 0  # tokens in the cache at the last step with several tokens
         self.served = True  # whether BPC's attention was called since the last update
         self.module: weakref.ref[Any] | None = None
 
     @abstractmethod
-    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """Choose the tokens to attend to.
+    def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Attend to the tokens that this layer chooses.
 
         Args:
-            query: `[batch, kv_heads, G, head_dim]`.
-            k: number of tokens, as `count_chosen` returns it.
-            visible: bool `[batch, N]`, False for padding; None: no padding.
+            query: `[batch, kv_heads, G, head_dim]`, of one new token per sequence, already cached.
+            rows: the sequences.
 
         Returns:
-            int64 `[batch, kv_heads, k]`, ascending; -1 marks an unused entry.
+            `[batch, kv_heads, G, head_dim]`, and the tokens, int64 `[batch, kv_heads, width]`, ascending, -1 behind the
+            last; None if the query heads of a KV head choose apart.
         """
 
     def ranking_bytes(self, length: int) -> int:
@@ -147,9 +188,22 @@ class SparseLayer(GrowingLayer):
             length = self.get_seq_length()
             self.observe(call.query, call.scaling, torch.arange(length - call.query.shape[2], length))
             return None
-        visible = visible_tokens(call.mask, self.keys, call.window)
-        k = self.count_chosen(visible)
-        return None if k is None else self.attend(call.query, k, visible, call.scaling)
+        self.scale(call.scaling)
+        rows = self.rows(call)
+        if rows is None:
+            return None
+        out, _ = self.decode(call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)), rows)
+        return out.flatten(1, 2).unsqueeze(1)
+
+    def scale(self, scaling: float | None) -> None:
+        """Take the model's own factor on the products q k; None: `head_dim ** -0.5`."""
+        if scaling is not None and scaling != self.rules.scaling:
+            self.rules = replace(self.rules, scaling=scaling)
+
+    @property
+    def scaling(self) -> float:
+        """The factor on the products q k."""
+        return self.rules.scale(self.common.model.head_dim)
 
     def serve(self, module: Any) -> None:
         """Record that this attention module called BPC's attention with this layer's keys.
@@ -159,7 +213,7 @@ class SparseLayer(GrowingLayer):
         """
         owner = None if self.module is None else self.module()
         if owner is not module:
-            if self.module is not None or not self.model.fits(module.config):
+            if self.module is not None or not self.common.model.fits(module.config):
                 raise ModelError(
                     f"layer {self.index}: this BPCCache belongs to another model; create one from this model's config"
                 )
@@ -170,39 +224,18 @@ class SparseLayer(GrowingLayer):
         """Accept the last update without attention, because its tokens were cached without a pass of the model."""
         self.served = True
 
-    def count_chosen(self, visible: Tensor | None) -> int | Tensor | None:
-        """Return the number of tokens that the next step attends to: an int, or int64 `[batch, 1]`; None: all."""
-        if visible is None:
-            length = self.get_seq_length()
-            k = self.count(length)
-            return k if k < length else None
-        lengths = visible.sum(-1).tolist()
-        wanted = [self.count(length) for length in lengths]
-        return torch.tensor(wanted, device=visible.device).unsqueeze(-1) if wanted != lengths else None
+    def rows(self, call: AttentionCall) -> Rows | None:
+        """Return the sequences of a step, as `GrowingLayer.rows`; a layer with a `count` of its own has its own."""
+        return super().rows(call) if type(self).count is SparseLayer.count else rows_of(call, self.keys, self.count)
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens."""
         return self.rules.count(length)
 
-    def attend(self, query: Tensor, k: int | Tensor, visible: Tensor | None, scaling: float | None) -> Tensor:
-        """Compute attention of one new token per sequence, already cached, over the chosen tokens.
-
-        Args:
-            query: `[batch, query_heads, 1, head_dim]`.
-            k, visible: as in `choose`.
-            scaling: factor on the products q k; None: `head_dim ** -0.5`.
-
-        Returns:
-            `[batch, 1, query_heads, head_dim]`.
-        """
-        self.scaling = self.scaling if scaling is None else scaling
-        grouped = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
-        indices = self.choose(grouped, k, visible)
-        return sparse_attention(grouped, self.keys, self.values, indices, scaling).flatten(1, 2).unsqueeze(1)
-
     def borrow(self, other: "SparseLayer") -> None:
         """Use another layer's keys and values."""
-        self.is_initialized, self.scaling, self.guarded = True, other.scaling, other.guarded
+        self.is_initialized, self.guarded = True, other.guarded
+        self.scale(other.rules.scaling)
         self.keys, self.values = other.keys, other.values
 
     def step_bytes(self, length: int, token: int) -> int:
@@ -228,11 +261,17 @@ class RankingLayer(SparseLayer):
     def rank(self, query: Tensor, visible: Tensor | None) -> Tensor:
         """Return integer ranks `[batch, kv_heads, N]` for queries `[batch, kv_heads, G, head_dim]`; largest is best."""
 
-    def choose(self, query: Tensor, k: int | Tensor, visible: Tensor | None) -> Tensor:
-        """Choose the tokens with the largest rank, and those that are always attended."""
+    def choose(self, query: Tensor, rows: Rows) -> Tensor:
+        """Choose the tokens with the largest rank, and those that are always attended: int64, as `decode` returns."""
+        visible, rules = rows.valid, self.rules
         valid = None if visible is None else visible.unsqueeze(1)
-        rules = self.rules
+        k = rows.k.expand(query.shape[:2])
         return select(self.rank(query, visible), k, valid=valid, recent=rules.recent, sink=rules.sink)
+
+    def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """Attend to the chosen tokens in plain torch."""
+        chosen = self.choose(query, rows)
+        return attend(query, self.state(), rows, chosen, self.rules.scaling), chosen
 
 
 class DenseLayer(GrowingLayer):
@@ -242,10 +281,6 @@ class DenseLayer(GrowingLayer):
     choose, BPC's kernel does: torch's SDPA can take several times as long there, and then these few layers take a large
     part of a step.
     """
-
-    def __init__(self, rules: Rules) -> None:
-        super().__init__()
-        self.rules = rules
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, kv_heads, new, head_dim]`; keys that BPC's kernel may read carry this layer."""
@@ -260,12 +295,8 @@ class DenseLayer(GrowingLayer):
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        visible = visible_tokens(call.mask, self.keys, call.window)
-        batch, kv_heads, length, _ = self.keys.shape
-        lengths = [length] if visible is None else visible.sum(-1).tolist()
-        if all(self.rules.count(each) == each for each in lengths):
+        rows = self.rows(call)
+        if rows is None:
             return None  # no layer chooses: the step has the bits of the model's own
-        grouped = call.query.squeeze(2).unflatten(1, (kv_heads, -1))
-        everything = torch.full((batch,), length)
-        out = dense_attention(grouped, self.keys, self.values, everything, call.scaling, valid=visible)
-        return out.flatten(1, 2).unsqueeze(1)
+        query, state = call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)), self.state()
+        return find(query, state).dense_decode(query, state, rows, call.scaling).flatten(1, 2).unsqueeze(1)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.dispatch import fit
+from bpc_calib.backends.dispatch import find
 from bpc_calib.method.fitting import Fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
 
@@ -74,7 +74,7 @@ def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: 
         keys = keys[:, :, fitted_places(keys.shape[2]).to(keys.device)]
     else:  # all of them, because a short sequence in a long batch has few
         weights = visible.unsqueeze(1).expand(keys.shape[:3])
-    return fit(
+    return find(keys).fit(
         keys,
         bits,
         iterations=ITERATIONS,

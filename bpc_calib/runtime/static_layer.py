@@ -5,10 +5,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from bpc_calib.backends.dispatch import append, choose, dense_attention, sparse_attention
+from bpc_calib.backends.dispatch import find
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached
+from bpc_calib.method.codebook import Codebook
+from bpc_calib.method.state import Rows
 from bpc_calib.runtime.call import AttentionCall, with_layer
 from bpc_calib.runtime.growing import reserve
 from bpc_calib.runtime.hashed_layer import BPCLayer
@@ -27,35 +27,38 @@ class Clock:
     width: int  # the largest count
     length: int  # slots in use, counted on the host
     stepping: bool = False  # whether a step is calling the model
-    lengths: Tensor = field(init=False)  # int64 [B]: slots in use, including that of the new token
-    k: Tensor = field(init=False)  # int64 [B, 1]: number of tokens that the new token attends to
+    rows: Rows = field(init=False)  # the sequences of the step that runs
 
     def tick(self) -> None:
-        """Begin a step: compute `lengths` and `k` for its layers."""
-        self.lengths = (self.place + 1).repeat(len(self.counts))
-        self.k = self.counts.index_select(1, self.place)
+        """Begin a step: find its sequences."""
+        lengths = (self.place + 1).repeat(len(self.counts))
+        k, room = self.counts.index_select(1, self.place), self.counts.shape[1]
+        self.rows = Rows(lengths, k, room, self.width, self.valid)
 
 
 class StaticLayer(GrowingLayer):
     """A layer for steps of one token; it replaces `layer`, which continues after `thaw`."""
 
     def __init__(self, layer: GrowingLayer, clock: Clock, *, chooses: bool) -> None:
-        super().__init__()
+        super().__init__(layer.rules, layer.common)
         self.layer, self.clock = layer, clock
         self.chooses = chooses and isinstance(layer, SparseLayer)
+        self.codebook: Codebook | None = None  # None: attends to everything
         self.served = False
         names = ["keys", "values"]
         if self.chooses:
             if not isinstance(layer, BPCLayer):
                 raise ModelError(f"static steps do not serve the ranking of a {type(layer).__name__}")
             names += [name for name in ("codes", "gain", "error") if name in layer.buffers]
-            self.choice, self.worst = layer.choice(), layer.worst()
+            layer.worst()
+            self.codebook = layer.codebook
         room = clock.counts.shape[1]
         for name in names:
-            layer.buffers[name] = reserve(layer.buffers[name], clock.length, room)
+            layer.replace(name, reserve(layer.buffers[name], clock.length, room))
         layer.show(clock.length)  # otherwise its old views keep the old buffers in memory
         self.buffers = {name: layer.buffers[name][:, :, :room] for name in names}
-        self.slots = Slots(**self.buffers)
+        if self.chooses and "worst" in layer.buffers:
+            self.buffers["worst"] = layer.buffers["worst"]
         self.keys, self.values = self.buffers["keys"], self.buffers["values"]
         self.dtype, self.device, self.is_initialized = self.keys.dtype, self.keys.device, True
 
@@ -74,8 +77,7 @@ class StaticLayer(GrowingLayer):
         if key_states.shape[2] != 1:
             raise InputError(f"a static step takes one token, not {key_states.shape[2]}")
         key_states, value_states = key_states.to(self.dtype), value_states.to(self.dtype)
-        encoder = self.layer.encoder if self.chooses else None
-        append(encoder, key_states, value_states, self.clock.place, self.slots)
+        find(key_states).append(self.state(), self.codebook, key_states, value_states, self.clock.place)
         self.served = False
         return with_layer(self.keys, self), self.values
 
@@ -93,16 +95,15 @@ class StaticLayer(GrowingLayer):
             )
         if isinstance(self.layer, SparseLayer):
             self.layer.serve(call.module)
+            self.layer.scale(call.scaling)
         self.served = True
-        grouped = call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
-        lengths, valid = self.clock.lengths, self.clock.valid
-        if self.chooses:
-            cached = Cached(self.buffers["codes"], self.buffers.get("gain"), valid, lengths, self.worst)
-            k, width = self.clock.k, self.clock.width
-            indices = choose(grouped, self.layer.projection, cached, k, self.choice, width=width)
-            out = sparse_attention(grouped, self.keys, self.values, indices, call.scaling)
+        query = call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
+        state, rows = self.state(), self.clock.rows
+        serving = find(query, state)
+        if self.codebook is None:
+            out = serving.dense_decode(query, state, rows, call.scaling)
         else:
-            out = dense_attention(grouped, self.keys, self.values, lengths, call.scaling, valid=valid)
+            out, _ = serving.sparse_decode(query, self.codebook, state, rows, self.layer.rules)
         return out.flatten(1, 2).unsqueeze(1)
 
     def thaw(self) -> GrowingLayer:

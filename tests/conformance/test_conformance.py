@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+from dataclasses import replace
 
 import pytest
 import reference
@@ -12,6 +13,8 @@ from drawn import EXACT
 from suite import check
 
 from bpc_calib import BPCCache, enable
+from bpc_calib.method.step import attend
+from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import RankingLayer
 
@@ -166,7 +169,7 @@ def test_the_kernels(operation, monkeypatch):
     import bpc_calib.backends.triton.ops  # noqa: F401
     from bpc_calib.backends.triton import pipeline
 
-    launched = dict.fromkeys(("choose", "sparse_attention", "encode_with"), 0)
+    launched = dict.fromkeys(("sparse_decode", "encode_with"), 0)
 
     def counting(name, function):
         def call(*arguments, **rules):
@@ -227,7 +230,6 @@ def test_shapes_of_the_cpu_kernels(shape, operation, monkeypatch):
     check_in_float32(operation, lambda seed: tiny.model(seed=seed, **SHAPES[shape]))
 
 
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow)  # native compiles for half a minute
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention compiles C++ on a CPU")
 
 
@@ -241,7 +243,7 @@ def test_the_models_own_attention(attention):
     check(made, suite.ragged_batch, tolerance=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, HALF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
     generator = torch.Generator().manual_seed(head_dim)
@@ -253,7 +255,9 @@ def test_a_layer_in_the_dtypes_of_models(dtype, head_dim):
     layer = BPCCache(config, artifact, **settings).layers[1]
     layer.update(keys[:, :, :120], values[:, :, :120])
     layer.update(keys[:, :, 120:], values[:, :, 120:])
-    found = layer.attend(queries, layer.count_chosen(visible), visible, None)
+    call = AttentionCall(None, queries, visible, None, None, None)
+    found, _ = layer.decode(queries.squeeze(2).unflatten(1, (2, 2)), layer.rows(call))
+    found = found.flatten(1, 2).unsqueeze(1)
     for row in range(2):
         for head in range(2):
             tokens = visible[row].nonzero().flatten().tolist()
@@ -283,10 +287,11 @@ def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scaling, monkeypat
     for limit in (None, 1e9):
         layer = BPCCache(config, artifact, **settings).layers[1]
         layer.update(keys, keys)
-        layer.scaling = 64**-0.5 if scaling is None else scaling
+        layer.scale(scaling)
         if limit:
-            monkeypatch.setattr("bpc_calib.method.choosing.RELATIVE_LIMIT", limit)
-        chosen.append(layer.choose(queries.squeeze(2).unflatten(1, (2, 4)), layer.count(120), None))
+            monkeypatch.setattr("bpc_calib.method.step.RELATIVE_LIMIT", limit)
+        rows = layer.rows(AttentionCall(None, queries, None, None, None, None))
+        chosen.append(layer.decode(queries.squeeze(2).unflatten(1, (2, 4)), rows)[1])
     assert not torch.equal(*chosen)  # proves that the limit matters here
     for head in range(2):
         projection = reference.of_head(artifact.layers[1], head)
@@ -299,27 +304,22 @@ def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scaling, monkeypat
 class IgnoresBudget(BPCLayer):
     """A layer that attends to everything."""
 
-    def count_chosen(self, visible):
+    def rows(self, call):
         return None
 
 
-class NewestOnly(BPCLayer):
+class NewestOnly(RankingLayer):
     """A layer that attends only to the newest token."""
-
-    choose = RankingLayer.choose
 
     def rank(self, query, visible):
         return torch.arange(self.get_seq_length()).expand(*self.keys.shape[:3])
 
-    def count_chosen(self, visible):
-        k = super().count_chosen(visible)
-        return k if k is None else k * 0 + 1
+    def decode(self, query, rows):
+        return super().decode(query, replace(rows, k=rows.k * 0 + 1, width=1))
 
 
-class Random(BPCLayer):
+class Random(RankingLayer):
     """A layer that attends to the correct number of tokens, but random ones."""
-
-    choose = RankingLayer.choose
 
     def rank(self, query, visible):
         return torch.randint(1 << 20, self.keys.shape[:3])
@@ -328,18 +328,18 @@ class Random(BPCLayer):
 class ForgetsPadding(BPCLayer):
     """A layer that ranks padding like tokens."""
 
-    def attend(self, query, k, visible, scaling):
-        return super().attend(query, k, None, scaling)
+    def decode(self, query, rows):
+        return super().decode(query, replace(rows, valid=None))
 
 
 class NeverHashes(BPCLayer):
     """A layer that gives all new keys the code of the first."""
 
     def hash(self, visible):
-        before, projection = self.hashed, super().hash(visible)
+        before = self.hashed
+        super().hash(visible)
         codes = self.buffers["codes"]
         codes[:, :, before : self.hashed] = codes[:, :, before : before + 1].clone()
-        return projection
 
 
 class ForgetsToReorder(BPCLayer):
@@ -364,18 +364,19 @@ class KeepsCropped(BPCLayer):
 class DropsSafeguard(BPCLayer):
     """A layer without the safeguard."""
 
-    def attend(self, query, k, visible, scaling):
+    def decode(self, query, rows):
         self.guarded = 0
-        return super().attend(query, k, visible, scaling)
+        return super().decode(query, rows)
 
 
 class WrongForHalf(BPCLayer):
     """A layer that chooses the newest tokens instead of the best if the first entry of the query is positive."""
 
-    def choose(self, query, k, visible):
-        chosen = super().choose(query, k, visible)
+    def decode(self, query, rows):
+        _, chosen = super().decode(query, rows)
         newest = torch.arange(self.get_seq_length())[-chosen.shape[-1] :].expand_as(chosen)
-        return torch.where(query[..., :1, 0] > 0, newest, chosen)
+        chosen = torch.where(query[..., :1, 0] > 0, newest, chosen)
+        return attend(query, self.state(), rows, chosen, self.rules.scaling), chosen
 
 
 def broken(kind):

@@ -18,9 +18,7 @@ __all__ = [
     "Source",
     "attend_kernel",
     "attention",
-    "dense_attention",
     "reduce_kernel",
-    "sparse_attention",
 ]
 
 
