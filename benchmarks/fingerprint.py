@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import save
-from bpc_calib import BPCCache, calibrate, describe, enable, hash_scores, make_plan, quantize_query
-from bpc_calib.backends.dispatch import choose
+from bpc_calib import BPCCache, calibrate, describe, enable, find, hash_scores, make_plan, quantize_query
 from bpc_calib.compat import with_cache
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import encode_with, make_encoder
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.encoding import encode_with
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 TOKENS = 1500
@@ -57,7 +58,8 @@ def hash_choices(method: str, artifact: Any, count: int) -> None:
         heads, _, dim = projection.shape
         keys = torch.randn(1, heads, count, dim, generator=generator).bfloat16()
         query = torch.randn(1, heads, 2, dim, generator=generator).bfloat16()
-        encoded = encode_with(make_encoder(projection, keys.dtype, metric=metric, mean=mean), keys)
+        codebook = make_codebook(projection, keys.dtype, metric=metric, mean=mean)
+        encoded = encode_with(codebook, keys)
         show(f"{method} layer {index} codes", encoded.codes)
         show(f"{method} layer {index} gain", encoded.gain)
         show(f"{method} layer {index} error", encoded.error)
@@ -65,9 +67,11 @@ def hash_choices(method: str, artifact: Any, count: int) -> None:
             f"{method} layer {index} scores",
             hash_scores(quantize_query(query, projection), encoded.codes, encoded.gain),
         )
+        state = State(keys, keys, encoded.codes, encoded.gain)
+        rows = Rows(torch.tensor([count]), torch.tensor([[40]]), count, 40)
         for group in ("relative", "max"):
-            choice = Choice(dim**-0.5, group, recent=3, sink=2)
-            chosen = choose(query, projection.bfloat16(), Cached(encoded.codes, encoded.gain), 40, choice)
+            rules = Rules(group=group, recent=3, sink=2)
+            _, chosen = find(query, state).sparse_decode(query, codebook, state, rows, rules)
             show(f"{method} layer {index} chosen, {group}", chosen)
 
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 from gpu_times import Row, attempted, seeded
-from torch import Tensor
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.method import encoding
+from bpc_calib.method import encoding, step
 from bpc_calib.method.budget import attended
-from bpc_calib.method.choosing import Cached, Choice, choose_quantized
-from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.sparse_attention import sparse_attention
+from bpc_calib.method.state import Rows, State
 
 __all__ = ["rows"]
 
@@ -84,8 +83,7 @@ def _few(tokens: int) -> int:
 def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str) -> Row:
     """Compare the kernels' choice with that of plain torch from the same int8 queries."""
     batch = 3 if "ragged" in more or "padded" in more else 1
-    k: int | Tensor = attended(tokens, 0.02)
-    cached: dict[str, Tensor] = {}
+    valid = worst = None
     forced: dict[str, Any] = {}
     with seeded():
         query = torch.randn(batch, KV_HEADS, heads, DIM).bfloat16()
@@ -95,20 +93,23 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
         gains = torch.randint(256, (batch, KV_HEADS, tokens), dtype=torch.uint8)
         if "ties" in more:  # eight codes and two gains in all
             codes, gains = codes[:, :, torch.arange(tokens) % 8], gains % 2
-        if gain:
-            cached["gain"] = gains
         if "padded" in more:
             forced |= {"recent": 3, "sink": 2}
-            cached["valid"] = torch.rand(batch, tokens) > 0.2
-        if "ragged" in more:
-            cached["lengths"] = torch.tensor([tokens, tokens * 2 // 3, tokens // 2 + 1])
-            k = torch.tensor([[attended(int(n), 0.02)] for n in cached["lengths"] // 2])
+            valid = torch.rand(batch, tokens) > 0.2
         if "safeguard" in more:
             forced |= {"recent": 1, "sink": 4, "safeguard": 0.1}
-            cached["worst"] = worst_first(torch.rand(batch, KV_HEADS, tokens))
-    given = (Cached(codes, **cached), k, Choice(DIM**-0.5, group, **forced))
-    expected = choose_quantized(pipeline.quantize_query(query, projection), *given)
-    twice = (pipeline.choose(query, projection, *given) for _ in range(2))  # no order of atomics shows
+            worst = worst_first(torch.rand(batch, KV_HEADS, tokens))
+        lengths = torch.full((batch,), tokens)
+        k = torch.full((batch, 1), attended(tokens, 0.02))
+        if "ragged" in more:
+            lengths = torch.tensor([tokens, tokens * 2 // 3, tokens // 2 + 1])
+            k = torch.tensor([[attended(int(n), 0.02)] for n in lengths // 2])
+        codebook = make_codebook(projection, query.dtype)
+    state = State(query, query, codes, gains, worst=worst)
+    rows, rules = Rows(lengths, k, tokens, int(k.max()), valid), Rules(group=group, gain=gain, **forced)
+    rounded = pipeline.quantized(pipeline.score(query, codebook, state, rows, rules), batch)
+    expected = step.choose(rounded, state, rows, rules, DIM)
+    twice = (pipeline.choose(query, codebook, state, rows, rules) for _ in range(2))  # no order of atomics shows
     return _compared(max(int((found != expected).sum()) for found in twice), expected.numel())
 
 
@@ -132,8 +133,8 @@ def encode(tokens: int, form: str) -> Row:
         if form != "plain":
             root, mean = torch.randn(KV_HEADS, 2 * DIM, DIM), torch.randn(KV_HEADS, DIM)
             metric = root.mT @ root / (2 * DIM)
-    encoder = make_encoder(projection, keys.dtype, metric=metric, mean=mean)
-    found, expected = (room.encode_with(encoder, keys) for room in (pipeline, encoding))
+    codebook = make_codebook(projection, keys.dtype, metric=metric, mean=mean)
+    found, expected = (room.encode_with(codebook, keys) for room in (pipeline, encoding))
     codes = int((found.codes != expected.codes).any(-1).sum())
     gains = int(((found.gain.int() - expected.gain.int()).abs() > 1).sum())
     count = found.gain.numel()
@@ -146,8 +147,8 @@ def attention(tokens: int, dtype: torch.dtype, form: str) -> Row:
     with seeded():
         query = torch.randn(batch, KV_HEADS, 4, DIM).to(dtype)
         keys, values = (torch.randn(batch, KV_HEADS, tokens, DIM).to(dtype) for _ in range(2))
+        lengths = torch.tensor([tokens, tokens * 2 // 3 + 1]) if form == "dense" else torch.full((batch,), tokens)
         if form == "dense":
-            lengths = torch.tensor([tokens, tokens * 2 // 3 + 1])
             listed = torch.arange(tokens).expand(batch, KV_HEADS, -1)
             listed = listed.masked_fill(listed >= lengths[:, None, None], -1)
         else:
@@ -155,15 +156,15 @@ def attention(tokens: int, dtype: torch.dtype, form: str) -> Row:
             listed = torch.rand(batch, KV_HEADS, tokens).topk(k).indices.sort(-1).values
             if form == "ragged list":
                 listed[1, :, k // 2 :] = -1
-    if form == "dense":
-        found = pipeline.dense_attention(query, keys, values, lengths)
-    else:
-        found = pipeline.sparse_attention(query, keys, values, listed)
+    state, rows = State(keys, values), Rows(lengths, lengths.unsqueeze(-1), tokens, tokens)
+    found = pipeline.attend(query, state, rows, None if form == "dense" else listed)
     one_by_one = zip(query.split(1), keys.split(1), values.split(1), listed.split(1), strict=True)  # float64 is large
-    exact = torch.cat([sparse_attention(q.double(), k.double(), v.double(), each) for q, k, v, each in one_by_one])
+    exact = torch.cat(
+        [step.attend(q.double(), State(k.double(), v.double()), rows, each) for q, k, v, each in one_by_one]
+    )
     ours, torchs = (
         float((result.double() - exact).norm() / exact.norm())
-        for result in (found, sparse_attention(query, keys, values, listed))
+        for result in (found, step.attend(query, state, rows, listed))
     )
     note = f"relative error {ours:.1e}, torch's own {torchs:.1e}"
     return {"exact": ours <= max(TOLERANCE[dtype], 2 * torchs), "note": note}

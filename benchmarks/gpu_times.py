@@ -4,6 +4,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from bpc_calib.calibration.projection_method import PROJECTION_METHODS
 from bpc_calib.compat import with_cache
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.fitting import fit, mean_key
-from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows, read_codes, read_tokens
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State, read_codes, read_tokens
 
 sys.path.insert(0, str(ROOT / "tests"))
 import tiny as tiny_models
@@ -136,39 +137,38 @@ def serving(*, tiny: bool) -> Iterator[Row]:
 def _over_pages(what: str, requests: int, tokens: int, eight_bits: bool, rate: float, repeats: int) -> Iterator[Row]:
     """Whether the results are right, and the times; pages of requests of one length lie in any order."""
     count = requests * -(-tokens // PAGE)
-    k, choice = attended(tokens, 0.02, 1), Choice(DIM**-0.5)
+    k, rules = attended(tokens, 0.02, 1), Rules()
     with seeded():
         raw = torch.randint(256, (count, KV_HEADS * PAGE * 9), dtype=torch.uint8)
         cache = torch.randn(count, PAGE, KV_HEADS, 2 * DIM, dtype=torch.bfloat16).transpose(1, 2)
         one = torch.ones(1)
         rows = Rows(
-            torch.randperm(count).int().view(requests, -1), torch.full((requests,), tokens),
-            torch.full((requests,), k), k,
+            torch.full((requests,), tokens), torch.full((requests, 1), k), tokens, k,
+            block_table=torch.randperm(count).int().view(requests, -1),
         )  # fmt: skip
         query = torch.randn(requests, KV_HEADS, GROUP, DIM).bfloat16()
-        projection = torch.randn(KV_HEADS, BITS, DIM).bfloat16()
+        codebook = make_codebook(torch.randn(KV_HEADS, BITS, DIM), query.dtype)
     codes, gain = raw.split((KV_HEADS * PAGE * 8, KV_HEADS * PAGE), 1)
-    pages = CodePages(codes.view(torch.int64).unflatten(1, (KV_HEADS, PAGE, 1)), gain.unflatten(1, (KV_HEADS, PAGE)))
-    paged = Paged(pages, cache.to(torch.float8_e4m3fn), scales=(one, one)) if eight_bits else Paged(pages, cache)
-    copied, gains = read_codes(pages, rows.table, rows.lengths)
-    every = torch.arange(copied.shape[2], device=device()).expand(copied.shape[:3])
-    keys, values = (each.to(query.dtype) for each in read_tokens(paged, rows.table, every))
-    cached = Cached(copied, gains, lengths=rows.lengths)
+    codes, gain = codes.view(torch.int64).unflatten(1, (KV_HEADS, PAGE, 1)), gain.unflatten(1, (KV_HEADS, PAGE))
+    cache = cache.to(torch.float8_e4m3fn) if eight_bits else cache
+    pages = State(cache[..., :DIM], cache[..., DIM:], codes, gain, scales=(one, one) if eight_bits else None)
+    every = torch.arange(tokens, device=device()).expand(requests, KV_HEADS, -1)
+    keys, values = (each.to(query.dtype) for each in read_tokens(pages, rows, every))
+    copied, in_rows = State(keys, values, *read_codes(pages, rows)), replace(rows, block_table=None)
 
     def over_pages() -> tuple[torch.Tensor, torch.Tensor]:
-        return backend.attend_pages(query, projection, paged, rows, choice)
+        return backend.sparse_decode(query, codebook, pages, rows, rules)
 
-    def over_rows() -> torch.Tensor:
-        chosen = backend.choose(query, projection, cached, rows.k[:, None], choice, width=rows.width)
-        return backend.sparse_attention(query, keys, values, chosen, choice.scaling)
+    def over_rows() -> tuple[torch.Tensor, torch.Tensor]:
+        return backend.sparse_decode(query, codebook, copied, in_rows, rules)
 
-    expected = over_rows()
+    expected, _ = over_rows()
     error = float((over_pages()[0] - expected).norm() / expected.norm())
     yield {"what": f"{what}: result over pages as over rows", "exact": error < 1e-2, "error": error}
     if torch.cuda.is_available():
         yield {"what": f"{what}: a CUDA graph, replayed with other lengths", "exact": _replays(over_pages, rows)}
     # Codes and gains of all tokens, keys and values of the chosen.
-    least = requests * KV_HEADS * (tokens * (BITS // 8 + 1) + 2 * DIM * paged.cache.element_size() * k)
+    least = requests * KV_HEADS * (tokens * (BITS // 8 + 1) + 2 * DIM * cache.element_size() * k)
     calls = {f"{what}: a step over pages": over_pages, f"{what}: a step over rows": over_rows}
     yield from _timed(calls, repeats, least, rate)
 
@@ -191,14 +191,13 @@ def _replays(step: Callable[[], Any], rows: Rows) -> bool:
 def _hashing(what: str, count: int, repeats: int) -> Iterator[Row]:
     """Hash keys into the pages of as many requests."""
     with seeded():
-        projection, keys = torch.randn(KV_HEADS, BITS, DIM), torch.randn(count, KV_HEADS, DIM).bfloat16()
-        pages = CodePages(
-            torch.zeros(count, KV_HEADS, PAGE, 1, dtype=torch.int64),
-            torch.zeros(count, KV_HEADS, PAGE, dtype=torch.uint8),
-        )
+        keys = torch.randn(count, KV_HEADS, DIM).bfloat16().transpose(0, 1)[None]
+        codes = torch.zeros(count, KV_HEADS, PAGE, 1, dtype=torch.int64)
+        gain = torch.zeros(count, KV_HEADS, PAGE, dtype=torch.uint8)
         metric, slots = torch.eye(DIM).expand(KV_HEADS, -1, -1), torch.arange(count) * PAGE
-    fresh = Fresh(make_encoder(projection, keys.dtype, metric=metric), keys.transpose(0, 1)[None], slots)
-    yield from _timed({what: functools.partial(backend.hash_into, fresh, pages)}, repeats)
+        codebook = make_codebook(torch.randn(KV_HEADS, BITS, DIM), keys.dtype, metric=metric)
+    pages = State(keys, keys, codes, gain)
+    yield from _timed({what: functools.partial(backend.append, pages, codebook, keys, None, slots)}, repeats)
 
 
 def _timed(

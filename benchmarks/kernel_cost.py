@@ -31,10 +31,11 @@ from bpc_calib import describe
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.triton import pipeline
 from bpc_calib.method.budget import attended
-from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.rules import Rules
 from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.hashed_layer import BPCLayer
-from bpc_calib.runtime.rules import Rules
+from bpc_calib.runtime.layers import Common
 from bpc_calib.runtime.static_layer import Clock, StaticLayer
 
 sys.path.insert(0, str(report.ROOT / "tests"))
@@ -133,7 +134,7 @@ def record(tokens: int) -> Recorder:
     recorder = Recorder()
     # Compile for 9.0, and let every call of the backends' dispatch reach the kernels' pipeline.
     driver.install(90, recorder.events.append)
-    served = SimpleNamespace(**{**vars(pipeline), "serves": lambda request: None})
+    served = SimpleNamespace(**{**vars(pipeline), "serves": lambda *given: None})
     dispatch.backend = lambda device: "triton"
     dispatch._load = lambda name: served  # type: ignore[assignment]
     k = attended(tokens, BUDGET)
@@ -142,7 +143,7 @@ def record(tokens: int) -> Recorder:
     clock.tick()
     new = [torch.zeros(1, KV_HEADS, 1, DIM, dtype=DTYPE) for _ in range(2)]
     query = torch.zeros(1, KV_HEADS * GROUP, 1, DIM, dtype=DTYPE)
-    for given in (*new, query, clock.place, clock.lengths, clock.k):
+    for given in (*new, query, clock.place, clock.rows.lengths, clock.rows.k):
         recorder.give(given)
     with recorder:
         static.update(*new)
@@ -154,10 +155,9 @@ def _layer(tokens: int) -> BPCLayer:
     """With the metric and the mean of a calibration, and buffers whose memory is never touched."""
     room = (1, KV_HEADS, tokens)
     config = LlamaConfig(num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS, head_dim=DIM)
-    layer = BPCLayer(0, Rules(BUDGET, 128, 0.0, 0, 0, "relative", True, BITS, 0), describe(config), None)
+    layer = BPCLayer(0, Rules(BUDGET), Common(describe(config)), None)
     projection, metric = torch.randn(KV_HEADS, BITS, DIM), torch.eye(DIM).repeat(KV_HEADS, 1, 1)
-    layer.projection = projection.to(DTYPE)
-    layer.encoder = make_encoder(projection, DTYPE, metric=metric, mean=torch.zeros(KV_HEADS, DIM))
+    layer.codebook = make_codebook(projection, DTYPE, metric=metric, mean=torch.zeros(KV_HEADS, DIM))
     layer.serve = lambda module: None  # type: ignore[method-assign]
     layer.buffers = {
         "keys": torch.empty(*room, DIM, dtype=DTYPE),

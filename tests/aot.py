@@ -17,18 +17,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import triton
 from ptx import driver, lints
 
-from bpc_calib.backends.triton import hashing, pipeline
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.paging import CodePages, Fresh, Paged, Rows
+from bpc_calib.backends.triton import pipeline
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 NO_FLOAT64 = 100  # from this capability on Triton's compiler fails at products of float64
@@ -45,13 +44,11 @@ class Case:
     bits: int = 64
     group: str = "relative"
     gain: bool = True
-    lengths: bool = True
-    ks: bool = True  # a tensor of numbers in place of one
     valid: bool = False
     forced: bool = False  # recent and first tokens
     safeguard: bool = False
     strided: bool = False  # codes with room between them
-    centred: bool = True  # an encoder with a metric and a mean
+    centred: bool = True  # a codebook with a metric and a mean
     batch: int = 1
     tokens: int = 131072
     k: int = 2621
@@ -87,9 +84,7 @@ MORE = {
         )
     },
     **{f"{dtype}, largest": Case(dtype=dtype, dim=256, heads=16, bits=128) for dtype in ("float32", "float64")},
-    "one number": Case("choose", lengths=False, ks=False),
-    "lengths alone": Case("choose", ks=False),
-    "padding, one number": Case("choose", lengths=False, ks=False, valid=True, forced=True),
+    "padding, forced tokens": Case("choose", valid=True, forced=True),
     "padding, no forced tokens": Case("choose", valid=True),
     "padding, 16 heads": Case("choose", heads=16, valid=True, forced=True, safeguard=True),
     "safeguard, 128 bits": Case("choose", bits=128, safeguard=True, forced=True),
@@ -113,27 +108,23 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     stored = entries not in (["choose"], ["pages"])
     query = torch.empty(*rows, case.heads, case.dim, dtype=dtype)
     keys, values = (torch.empty(*rows, tokens if stored else 1, case.dim, dtype=dtype) for _ in range(2))
-    lengths = torch.full((case.batch,), tokens)
-    own = rows if case.batch > 1 else rows[1:]
-    projection = torch.randn(*own, case.bits, case.dim).to(dtype)
-    metric, mean = (
-        (torch.eye(case.dim).expand(*own, -1, -1), torch.zeros(*own, case.dim)) if case.centred else (None,) * 2
+    own = rows if case.batch > 1 and entries != ["pages"] else rows[1:]
+    metric, mean = torch.eye(case.dim).expand(*own, -1, -1), torch.zeros(*own, case.dim)
+    centred = {"metric": metric, "mean": mean if stored else None} if case.centred else {}
+    codebook = make_codebook(torch.randn(*own, case.bits, case.dim), dtype, **centred)
+    rules = Rules(
+        group=case.group, gain=case.gain, safeguard=0.1 * case.safeguard, recent=8 * case.forced, sink=4 * case.forced
     )
-    encoder = make_encoder(projection, dtype, metric=metric, mean=mean)
+    sequences = Rows(torch.full((case.batch,), tokens), torch.full((case.batch, 1), case.k), tokens, case.k)
 
     def choose() -> object:
-        codes = torch.empty(*rows, tokens, words + case.strided, dtype=torch.int64)[..., :words]
-        cached = Cached(
-            codes,
-            torch.empty(*rows, tokens, dtype=torch.uint8) if case.gain else None,
-            torch.ones(case.batch, tokens, dtype=torch.bool) if case.valid else None,
-            lengths if case.lengths else None,
-            torch.empty(*rows, 3000, dtype=torch.int32) if case.safeguard else None,
-        )
-        forced = {"recent": 8, "sink": 4} if case.forced else {}
-        choice = Choice(case.dim**-0.5, case.group, **forced, safeguard=0.1 * case.safeguard)
-        k = torch.full((case.batch, 1), case.k) if case.ks else case.k
-        return pipeline.choose(query, projection, cached, k, choice, width=case.k)
+        state = State(
+            keys, values, torch.empty(*rows, tokens, words + case.strided, dtype=torch.int64)[..., :words],
+            torch.empty(*rows, tokens, dtype=torch.uint8),
+            worst=torch.empty(*rows, 3000, dtype=torch.int32) if case.safeguard else None,
+        )  # fmt: skip
+        valid = torch.ones(case.batch, tokens, dtype=torch.bool) if case.valid else None
+        return pipeline.choose(query, codebook, state, replace(sequences, valid=valid), rules)
 
     def gram() -> object:
         products = torch.empty(8, 100, case.bits)
@@ -142,34 +133,31 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     def append() -> object:
         gain, error = torch.empty(*rows, tokens, dtype=torch.uint8), torch.empty(*rows, tokens)
         codes = torch.empty(*rows, tokens, words, dtype=torch.int64)
-        stores = {"keys": keys, "values": values, "codes": codes, "gain": gain if case.gain else None, "error": error}
-        new = keys[:, :, :1].contiguous()
-        pipeline.append(encoder, new, new, torch.tensor([tokens - 1]), Slots(**stores))
-        pipeline.append(None, new, new, torch.tensor([tokens - 1]), Slots(keys=keys, values=values))
+        new, at = keys[:, :, :1].contiguous(), torch.tensor([tokens - 1])
+        state = State(keys, values, codes, gain if case.gain else None, error)
+        pipeline.append(state, codebook, new, new, at)
+        pipeline.append(State(keys, values), None, new, new, at)
 
     def pages() -> object:
         count = tokens // case.page
         codes = torch.empty(count, rows[1], case.page, words, dtype=torch.int64)
         content = torch.float8_e4m3fn if case.eight_bits else dtype
         cache = torch.empty(count, case.page, rows[1], 2 * case.dim, dtype=content).transpose(1, 2)
-        paged = Paged(
-            CodePages(codes, torch.empty(count, rows[1], case.page, dtype=torch.uint8)), cache,
+        state = State(
+            cache[..., : case.dim], cache[..., case.dim :], codes,
+            torch.empty(count, rows[1], case.page, dtype=torch.uint8),
             scales=(torch.ones(1), torch.ones(1)) if case.eight_bits else None,
         )  # fmt: skip
-        table, k = torch.zeros(case.batch, count, dtype=torch.int32), torch.full((case.batch,), case.k)
-        of_queries = torch.randn(rows[1], case.bits, case.dim).to(dtype)
-        shared = make_encoder(of_queries, dtype, metric=torch.eye(case.dim).expand(rows[1], -1, -1))
-        hashing.hash_into(Fresh(shared, keys[:1], torch.arange(1)), paged.codes)
-        forced = {"recent": 8, "sink": 4} if case.forced else {}
-        choice = Choice(case.dim**-0.5, case.group, **forced)
-        return pipeline.attend_pages(query, of_queries, paged, Rows(table, lengths, k, case.k), choice, gain=case.gain)
+        pipeline.hash_into(codebook, keys[:1], state, torch.arange(1))
+        table = torch.zeros(case.batch, count, dtype=torch.int32)
+        return pipeline.sparse_decode(query, codebook, state, replace(sequences, block_table=table), rules)
 
     listed = torch.empty(*rows, case.k, dtype=torch.int64)
     calls = {
         "choose": choose,
-        "sparse": lambda: pipeline.sparse_attention(query, keys, values, listed),
-        "dense": lambda: pipeline.dense_attention(query, keys, values, lengths),
-        "encode": lambda: (pipeline.encode_with(encoder, keys[:, :, :1]), pipeline.encode_with(encoder, keys)),
+        "sparse": lambda: pipeline.attend(query, State(keys, values), sequences, listed),
+        "dense": lambda: pipeline.attend(query, State(keys, values), sequences, None),
+        "encode": lambda: (pipeline.encode_with(codebook, keys[:, :, :1]), pipeline.encode_with(codebook, keys)),
         "append": append,
         "gram": gram,
         "pages": pages,

@@ -2,24 +2,26 @@
 
 import importlib
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
-from drawn import DEVICE, EXACT, FLOAT64, cache, draw
+from drawn import DEVICE, EXACT, FLOAT64, draw, integers
 
 from bpc_calib import InputError
-from bpc_calib.backends import dispatch
+from bpc_calib.backends import plain
 from bpc_calib.backends.protocol import Backend
-from bpc_calib.method import appending, stepping
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice, choose_quantized
-from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import encode_gram, encode_with, make_encoder
+from bpc_calib.method import step
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.encoding import encode_gram, encode_with
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.sparse_attention import sparse_attention
-from bpc_calib.method.stepping import Hashed
+from bpc_calib.method.state import Rows, State
 
 GPU = torch.cuda.is_available()
+PAGE = 16
 
 
 @pytest.fixture(
@@ -32,23 +34,113 @@ def pipeline(request):
     return importlib.import_module(f"bpc_calib.backends.{request.param}.pipeline")
 
 
+def backend_of(pipeline):
+    return importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
+
+
+def is_cpu(pipeline):
+    return ".cpu." in pipeline.__name__
+
+
 def skip_unserved(pipeline, dtype):
-    if dtype == torch.float64 and pipeline.__name__ == "bpc_calib.backends.cpu.pipeline":
+    if dtype == torch.float64 and is_cpu(pipeline):
         pytest.skip("plain torch serves float64 on a CPU")
 
 
-@pytest.fixture
-def both(pipeline):
-    """What a backend chooses, and what the oracle does from the same int8 queries."""
+def rounded(pipeline, query, codebook, state, rows, rules):
+    """The queries in int8, as a backend rounds them."""
+    if is_cpu(pipeline):
+        return pipeline.rank(query, codebook, state, rows, rules)[1]
+    return pipeline.quantized(pipeline.score(query, codebook, state, rows, rules), len(query))
 
-    def chosen(query, projection, encoded, k, *, gain=True, valid=None, lengths=None, worst=None, width=None, **rules):
-        cached = Cached(encoded.codes, encoded.gain if gain else None, valid, lengths, worst)
-        choice = Choice(**({"scaling": 0.1} | rules))
-        found = pipeline.choose(query, projection, cached, k, choice, width=width)
-        quantized = pipeline.quantize_query(query, projection)
-        return found, choose_quantized(quantized, cached, k, choice, width=width)
 
-    return chosen
+@dataclass
+class Case:
+    """A step. Keys and matrices are of numbers that every product and sum holds exactly, so codes are equal bits."""
+
+    layout: str = "growing"  # or "static": lengths within a larger buffer; or "paged"
+    padding: bool = False
+    fresh: int = 0
+    apart: bool = False  # a number of tokens for each head
+    safeguard: float = 0.0
+    batch: int = 2
+    heads: int = 4
+    dim: int = 64
+    bits: int = 64
+    tokens: int = 200
+    k: int = 20
+    dtype: torch.dtype = torch.float32
+    own: bool = False  # each sequence has a codebook
+    rules: dict[str, Any] = field(default_factory=dict)
+
+    def made(self):
+        """The arguments of `sparse_decode`, with two equal states."""
+        batch, tokens, dim, kv_heads = self.batch, self.tokens, self.dim, 2
+        lead = (batch, kv_heads) if self.own else (kv_heads,)
+        projection = integers(*lead, self.bits, dim, most=3, seed=1) / 8
+        codebook = make_codebook(projection, self.dtype, mean=projection[..., 0, :] * 8)
+        query = draw(batch, kv_heads, self.heads, dim, seed=3, dtype=self.dtype)
+        room = -(-(tokens + 30) // PAGE) * PAGE
+        keys = integers(batch, kv_heads, room, dim, most=9, seed=4).to(self.dtype)
+        values = draw(batch, kv_heads, room, dim, seed=5, dtype=self.dtype)
+        encoded = encode_with(codebook, keys)
+        rules = Rules(**({"scaling": 0.1, "safeguard": self.safeguard} | self.rules))
+        lengths = torch.full((batch,), tokens, device=DEVICE)
+        if self.layout != "growing":
+            lengths -= 7 * torch.arange(batch, device=DEVICE)
+        valid = None
+        if self.padding:
+            valid = torch.rand(batch, room, generator=torch.Generator().manual_seed(7)).to(DEVICE) > 0.3
+            valid[0, : tokens // 3] = False
+        k = torch.full((batch, 2 if self.apart else 1), self.k, device=DEVICE)
+        if self.apart:
+            k -= torch.arange(2 * batch, device=DEVICE).view(batch, 2) % self.k
+        longest = tokens if self.layout == "growing" else room
+        rows = Rows(lengths, k, longest, min(self.k + 3, longest), valid)
+        state = State(keys, values, encoded.codes, encoded.gain, encoded.error if self.safeguard else None)
+        for each in (state.codes, state.gain, state.error):
+            if each is not None:
+                each[:, :, tokens - self.fresh : tokens] = 7  # no code yet
+        if self.safeguard:
+            state = replace(state, worst=worst_first(encoded.error[:, :, : tokens // 2]))
+        if self.layout == "paged":
+            table = torch.randperm(batch * room // PAGE, generator=torch.Generator().manual_seed(6)).view(batch, -1)
+            rows = replace(rows, block_table=table.int().to(DEVICE))
+            tensors = {name: each for name, each in vars(state).items() if each is not None}
+            state = State(**{name: in_pages(each, table) for name, each in tensors.items()})
+        return query, codebook, state, copied(state), rows, rules
+
+
+def in_pages(rows, table):
+    """`[B, H, room, ...]` as `[pages, H, PAGE, ...]`."""
+    pages = rows.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1)
+    found = torch.empty_like(pages)
+    found[table.flatten().to(rows.device)] = pages
+    return found
+
+
+def copied(state):
+    return State(
+        **{name: each.clone() if isinstance(each, torch.Tensor) else each for name, each in vars(state).items()}
+    )
+
+
+def check(pipeline, case, decode: Callable | None = None):
+    """A step of a backend, or another one, is that of the oracle."""
+    query, codebook, state, expected, rows, rules = case.made()
+    decode = decode or backend_of(pipeline).sparse_decode
+    out, chosen = decode(query, codebook, state, rows, rules, fresh=case.fresh)
+    if case.fresh:
+        step.hash_newest(codebook, expected, rows, case.fresh)
+    for name in ("codes", "gain", "error"):
+        one, other = getattr(state, name), getattr(expected, name)
+        assert one is other is None or torch.equal(one, other), name
+    query8 = rounded(pipeline, query, codebook, expected, rows, rules)
+    wanted = step.choose(query8, expected, rows, rules, case.dim)
+    assert torch.equal(chosen, wanted)
+    assert chosen.shape[-1] == rows.width
+    within = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(case.dtype, 2e-5)
+    torch.testing.assert_close(out, step.attend(query, expected, rows, wanted, 0.1), rtol=within, atol=within)
 
 
 def signatures(module, names):
@@ -57,6 +149,7 @@ def signatures(module, names):
 
 def test_backends_have_the_signatures_of_the_protocol():
     names = [name for name in vars(Backend) if not name.startswith("_")]
+    assert len(names) == 6
     expected = {}
     for name, signature in signatures(Backend, names).items():
         _, *parameters = signature.parameters.values()  # a module's functions have no self
@@ -65,8 +158,25 @@ def test_backends_have_the_signatures_of_the_protocol():
         backend = importlib.import_module(f"bpc_calib.backends.{module}")
         assert sorted(backend.__all__) == sorted(names), module
         assert signatures(backend, names) == expected, module
-    dispatched = ["append", "choose", "dense_attention", "encode_with", "sparse_attention", "step"]
-    assert signatures(dispatch, dispatched) == {name: expected[name] for name in dispatched}
+
+
+LAYOUTS = [  # layout, padding, fresh tokens
+    *(("growing", padding, fresh) for padding in (False, True) for fresh in (0, 1, 6)),
+    *(("static", padding, 0) for padding in (False, True)),
+    ("paged", False, 0),
+]
+
+
+@pytest.mark.emulated(fresh=[0, 1], apart=[True])
+@pytest.mark.seldom(fresh=[6], apart=[False])
+@pytest.mark.parametrize("safeguard", [0.0, 0.4])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("layout", "padding", "fresh"), LAYOUTS)
+def test_a_step(layout, padding, fresh, apart, safeguard, pipeline):
+    if layout == "paged" and safeguard:
+        pytest.skip("pages have no safeguard")
+    forced = {"recent": 3, "sink": 2} if apart else {}
+    check(pipeline, Case(layout, padding, fresh, apart, safeguard, rules=forced))
 
 
 SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens
@@ -92,109 +202,154 @@ SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("group", ["relative", "max"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_chooses_what_the_oracle_chooses(shape, group, gain, both):
+def test_shapes(shape, group, gain, pipeline):
     batch, heads, dim, bits, tokens = SHAPES[shape]
-    projection, encoded = cache(batch, 2, tokens, dim, bits)
-    found, expected = both(
-        draw(batch, 2, heads, dim, seed=3), projection, encoded, -(-tokens // 9), group=group, gain=gain
-    )
-    assert torch.equal(found, expected)
+    case = Case(batch=batch, heads=heads, dim=dim, bits=bits, tokens=tokens, k=-(-tokens // 9))
+    check(pipeline, replace(case, rules={"group": group, "gain": gain}))
+
+
+@pytest.mark.emulated(heads=[5], dtype=[torch.float32, torch.bfloat16])
+@pytest.mark.emulated(heads=[3], dtype=[torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "dim", "tokens", "k"), [(16, 256, 300, 300), (5, 80, 200, 65), (3, 72, 200, 131), (2, 8, 40, 20)]
+)
+def test_dtypes(dtype, heads, dim, tokens, k, pipeline):
+    skip_unserved(pipeline, dtype)
+    check(pipeline, Case(dtype=dtype, heads=heads, dim=dim, tokens=tokens, k=k, fresh=1))
 
 
 @pytest.mark.emulated(k=[59])
 @pytest.mark.parametrize("k", [1, 2, 59, 60])
 @pytest.mark.parametrize("rules", [{}, {"recent": 1, "sink": 4}, {"recent": 7}, {"recent": 1, "safeguard": 0.5}])
-def test_every_k(k, rules, both):
-    projection, encoded = cache(1, 2, 60, 64, 64)
-    if "safeguard" in rules:
-        rules = rules | {"worst": worst_first(encoded.error)}
-    found, expected = both(draw(1, 2, 4, 64, seed=3), projection, encoded, k, **rules)
-    assert torch.equal(found, expected)
+def test_every_k(k, rules, pipeline):
+    check(pipeline, Case(tokens=60, k=k, safeguard=rules.get("safeguard", 0.0), rules=rules))
+
+
+@pytest.mark.emulated(layout=["static"])
+@pytest.mark.parametrize("layout", ["growing", "static", "paged"])
+def test_each_sequence_with_a_codebook_of_its_own(layout, pipeline):
+    if layout == "paged":
+        pytest.skip("pages share prompts, so they share codebooks")
+    check(pipeline, Case(layout, own=True, fresh=layout == "growing"))
 
 
 @pytest.mark.emulated(group=["max"])
 @pytest.mark.parametrize("group", ["relative", "max"])
-def test_all_ties_go_to_the_lowest_indices(group, both):
-    projection, encoded = cache(1, 2, 2100, 64, 64)
-    found, expected = both(torch.zeros(1, 2, 4, 64, device=DEVICE), projection, encoded, 40, group=group)
+def test_all_ties_go_to_the_lowest_indices(group, pipeline):
+    query, codebook, state, _, rows, rules = Case(tokens=2100, k=40, rules={"group": group}).made()
+    rows, decode = replace(rows, width=40), backend_of(pipeline).sparse_decode
+    _, found = decode(0 * query, codebook, state, rows, rules)
     assert found[0].tolist() == [list(range(40))] * 2
-    assert torch.equal(found, expected)
-    found, expected = both(
-        torch.zeros(1, 2, 4, 64, device=DEVICE), projection, encoded, 40, group=group, recent=3, sink=2
-    )
+    _, found = decode(0 * query, codebook, state, rows, replace(rules, recent=3, sink=2))
     assert found[0].tolist() == [[*range(37), 2097, 2098, 2099]] * 2
-    assert torch.equal(found, expected)
 
 
-def test_few_scores_so_many_ties(both):
-    projection, encoded = cache(1, 1, 1500, 64, 32)
-    encoded.codes[:, :, :] = encoded.codes[:, :, :5].repeat(1, 1, 300, 1)
+def test_few_scores_so_many_ties(pipeline):
     for k in (7, 300, 301, 777):
-        found, expected = both(draw(1, 1, 4, 64, seed=3), projection, encoded, k, gain=False)
-        assert torch.equal(found, expected)
+        case = Case(batch=1, bits=32, tokens=1500, k=k, rules={"gain": False})
+        made = case.made
+
+        def tied(made=made):
+            query, codebook, state, _, rows, rules = made()
+            state.codes[:] = state.codes[:, :, :5].repeat(1, 1, state.room // 5 + 1, 1)[:, :, : state.room]
+            return query, codebook, state, copied(state), rows, rules
+
+        case.made = tied
+        check(pipeline, case)
+
+
+def test_nothing_behind_the_length_is_read(pipeline):
+    query, codebook, state, other, rows, rules = Case("static").made()
+    decode = backend_of(pipeline).sparse_decode
+    out, found = decode(query, codebook, state, rows, rules)
+    other.codes[:, :, 200:], other.gain[:, :, 200:], other.values[:, :, 200:] = -1, 255, 1e30
+    again = decode(query, codebook, other, rows, rules)
+    assert torch.equal(out, again[0])
+    assert torch.equal(found, again[1])
+    assert found.max() < 200
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("rules", [{}, {"recent": 3, "sink": 2}, {"recent": 1, "sink": 1, "safeguard": 0.4}])
-def test_padded_sequences_in_a_larger_buffer(rules, both):
-    """Holes, another length and another k for each sequence; tokens, heads and sequences apart in memory."""
-    batch, tokens, room = 3, 200, 256
-    projection, encoded = cache(batch, 2, tokens, 64, 64)
-    codes = torch.full((batch, 2, room, 1), -1, device=DEVICE)[:, :, :tokens]
-    gain = torch.full((room, 2, batch), 255, dtype=torch.uint8, device=DEVICE).permute(2, 1, 0)[:, :, :tokens]
-    encoded = type(encoded)(codes.copy_(encoded.codes), encoded.error, gain.copy_(encoded.gain))
-    valid = torch.rand(batch, tokens, generator=torch.Generator().manual_seed(7)).to(DEVICE) > 0.3
-    valid[1, :90] = False
-    lengths = torch.tensor([200, 150, 97], device=DEVICE)
-    real = valid & (torch.arange(tokens, device=DEVICE) < lengths[:, None])
-    k = (real.sum(-1, keepdim=True) // torch.tensor([[9], [2], [1]], device=DEVICE)).clamp(min=1)
-    if "safeguard" in rules:
-        rules = rules | {"worst": worst_first(encoded.error)}
-    query = draw(batch, 2, 4, 64, seed=3)
-    found, expected = both(query, projection, encoded, k, valid=valid, lengths=lengths, **rules)
-    assert torch.equal(found, expected)
-    found, expected = both(query, projection, encoded, k.clamp(max=9), lengths=lengths, width=12, **rules)
-    assert torch.equal(found, expected)
-    assert (found[..., 9:] == -1).all()
-    apart = torch.tensor([[5, 9], [1, 2], [3, 0]], device=DEVICE)  # of each head
-    found, expected = both(query, projection, encoded, apart, valid=valid, lengths=lengths[:1].expand(3), **rules)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("layout", ["growing", "static", "paged"])
+def test_attention_to_everything(layout, padding, pipeline):
+    """Reads no further than the lengths; a backend may leave padding and pages to plain torch."""
+    if layout == "paged" and padding:
+        pytest.skip("pages have no padding")
+    query, _, state, _, rows, _ = Case(layout, padding=padding).made()
+    found = backend_of(pipeline).dense_decode(query, state, rows, 0.3)
+    everything = torch.arange(rows.longest, device=DEVICE).expand(2, 2, -1)
+    seen = everything < rows.lengths.view(2, 1, 1)
+    if padding:
+        seen &= rows.valid[:, None, : rows.longest]
+    expected = step.attend(query, state, rows, everything.where(seen, -1), 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.emulated
-def test_a_list_wider_than_k_ends_in_minus_one(both):
-    projection, encoded = cache(1, 2, 257, 64, 64)
-    found, expected = both(draw(1, 2, 4, 64, seed=3), projection, encoded, 49, width=52)
-    assert torch.equal(found, expected)
-    assert (found[..., 49:] == -1).all()
+def test_what_does_not_fit_is_refused(pipeline):
+    query, codebook, state, _, rows, rules = Case(batch=1).made()
+    backend = backend_of(pipeline)
+    for wrong, said in (
+        ({"query": query[..., :32]}, "keys .* do not fit query"),
+        ({"query": query.half()}, "keys torch.float32 .* do not fit query torch.float16"),
+        ({"state": replace(state, codes=None)}, "a sparse step needs codes"),
+        ({"state": replace(state, codes=state.codes.int())}, "codes torch.int32"),
+        ({"state": replace(state, codes=state.codes[:, :1])}, "codes .* do not fit"),
+        ({"state": replace(state, values=state.values[:, :, :9])}, "values .* do not fit"),
+        ({"state": replace(state, gain=state.gain.int())}, "gain torch.int32"),
+        ({"state": replace(state, worst=state.gain[:, :1])}, "worst must be integers"),
+        ({"rows": replace(rows, lengths=rows.lengths.float())}, "lengths must be integers"),
+        ({"rows": replace(rows, k=rows.k[0])}, r"k must be integers \[B, 1\]"),
+        ({"rows": replace(rows, longest=state.room + 1)}, "codes|keys"),
+        ({"rows": replace(rows, width=201)}, "201 of 200 tokens"),
+        ({"rows": replace(rows, valid=torch.ones(1, 9, dtype=torch.bool, device=DEVICE))}, "valid must be bool"),
+        ({"codebook": make_codebook(draw(2, 32, 64), torch.bfloat16)}, "does not fit query"),
+        ({"codebook": make_codebook(draw(3, 64, 64), torch.float32)}, "projection .* does not fit query"),
+    ):
+        given = {"query": query, "codebook": codebook, "state": state, "rows": rows} | wrong
+        with pytest.raises(InputError, match=said):
+            backend.sparse_decode(**given, rules=rules)
+    for k in (-1, 10**9):
+        with pytest.raises(InputError):
+            plain.sparse_decode(query, codebook, state, replace(rows, k=rows.k * 0 + k), rules)
+    with pytest.raises(InputError, match="group must be one of"):
+        replace(rules, group="mean")
 
 
-def test_nothing_behind_the_length_is_read(both):
-    projection, encoded = cache(1, 2, 300, 64, 64)
-    lengths = torch.tensor([257], device=DEVICE)
-    query = draw(1, 2, 4, 64, seed=3)
-    found, _ = both(query, projection, encoded, 20, lengths=lengths)
-    encoded.codes[:, :, 257:] = -1
-    encoded.gain[:, :, 257:] = 255
-    again, _ = both(query, projection, encoded, 20, lengths=lengths)
-    assert torch.equal(found, again)
-    assert found.max() < 257
+FAULTS = {  # what a step forgets
+    "padding": (Case(padding=True), lambda made: made | {"rows": replace(made["rows"], valid=None)}),
+    "lengths": (
+        Case("static"),
+        lambda made: made | {"rows": replace(made["rows"], lengths=made["rows"].lengths * 0 + 200)},
+    ),
+    "numbers by head": (Case(apart=True), lambda made: made | {"rows": replace(made["rows"], k=made["rows"].k[:, :1])}),
+    "safeguard": (Case(safeguard=0.4), lambda made: made | {"rules": replace(made["rules"], safeguard=0.0)}),
+    "fresh token": (Case(fresh=1), lambda made: made | {"fresh": 0}),
+    "gain": (Case(), lambda made: made | {"rules": replace(made["rules"], gain=False)}),
+    "group": (Case(), lambda made: made | {"rules": replace(made["rules"], group="max")}),
+    "newest tokens": (Case(rules={"recent": 5}), lambda made: made | {"rules": replace(made["rules"], recent=0)}),
+    "block table": (
+        Case("paged"),
+        lambda made: made | {"rows": replace(made["rows"], block_table=made["rows"].block_table.flip(1).contiguous())},
+    ),
+    "scaling": (Case(), lambda made: made | {"rules": replace(made["rules"], scaling=0.3)}),
+}
 
 
-def test_codes_that_are_not_side_by_side(both):
-    projection, encoded = cache(1, 2, 70, 64, 128)
-    wide = torch.stack([encoded.codes, encoded.codes], dim=3).flatten(3)[..., :2]  # a gap behind every key
-    assert wide.stride(2) == 4
-    query = draw(1, 2, 4, 64, seed=3)
-    found, expected = both(query, projection, type(encoded)(wide, encoded.error, encoded.gain), 9)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.skipif(GPU, reason="the tensors of these tests are on the GPU here")
+def test_a_backend_that_forgets_something_fails(fault):
+    case, change = FAULTS[fault]
+    cpu = importlib.import_module("bpc_calib.backends.cpu.pipeline")
 
+    def forgetful(query, codebook, state, rows, rules, fresh):
+        given = {"query": query, "codebook": codebook, "state": state, "rows": rows, "rules": rules, "fresh": fresh}
+        return backend_of(cpu).sparse_decode(**change(given))
 
-def test_each_sequence_with_projections_of_its_own(both):
-    projection, encoded = cache(2, 2, 90, 64, 64)
-    own = torch.stack([projection, -projection.flip(1)]).mT.contiguous().mT  # not contiguous
-    found, expected = both(draw(2, 2, 4, 64, seed=3), own, encoded, 9)
-    assert torch.equal(found, expected)
+    check(cpu, case)
+    with pytest.raises(AssertionError):
+        check(cpu, case, forgetful)
 
 
 @pytest.mark.emulated(bits=[32, 64], tokens=[65], dtype=[torch.float32])
@@ -209,7 +364,7 @@ def test_each_sequence_with_projections_of_its_own(both):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_codes_from_the_same_products_are_exact(bits, tokens, dtype, pipeline):
     skip_unserved(pipeline, dtype)
-    heads = 5 if pipeline.__name__ == "bpc_calib.backends.triton.pipeline" else 20  # which may be interpreted
+    heads = 20 if is_cpu(pipeline) else 5  # which may be interpreted
     scores, gram = draw(heads, tokens, bits, dtype=dtype), 0.3 * draw(heads, bits, bits, seed=1, dtype=dtype)
     scores[0, tokens // 20] = 0
     norm = 50 * draw(heads, tokens, seed=2, dtype=dtype).abs()
@@ -235,203 +390,106 @@ def test_codes_of_keys(dtype, dim, bits, measured, pipeline):
     mean = draw(2, dim, seed=5) if measured else None
     keys = draw(2, 70, 2, dim, seed=2, dtype=dtype).transpose(1, 2)  # more than a block
     keys[:, :, 5] = 0
-    encoder = make_encoder(projection, dtype, metric=metric, mean=mean)
-    found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
-    assert (found.codes != expected.codes).any(-1).sum() <= 2
-    assert (found.gain.int() - expected.gain.int()).abs().max() <= 1
-    torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
+    codebook = make_codebook(projection, dtype, metric=metric, mean=mean)
+    for some in (keys, keys[:, :, 3:6]):  # in blocks, and few at a time
+        found, expected = pipeline.encode_with(codebook, some), encode_with(codebook, some)
+        assert (found.codes != expected.codes).any(-1).sum() <= 2
+        assert (found.gain.int() - expected.gain.int()).abs().max() <= 1
+        torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
+    with pytest.raises(InputError, match=f"do not fit a projection of head_dim {dim}"):
+        pipeline.encode_with(codebook, keys[..., : dim // 2])
 
 
-@pytest.mark.emulated(lead=[(3, 2)], measured=["alike"])
-@pytest.mark.seldom(lead=[(), (3, 1), (3, 2)], measured=["once"])  # what is measured once meets one of the leads
-@pytest.mark.seldom(lead=[(1, 2)], measured=["alike"])  # as (3, 2)
-@pytest.mark.parametrize("measured", ["once", "alike"])
-@pytest.mark.parametrize(
-    "lead", [(), *(pytest.param(each, marks=pytest.mark.slow) for each in ((1,), (2,))), (1, 2), (3, 2), (3, 1)]
-)
-def test_projections_shared_by_heads_or_sequences(lead, measured, pipeline):
-    """With one metric and mean for all, and with as many as there are projections, as online ones have."""
-    projection, shared = draw(*lead, 64, 64, seed=1) / 16, lead if measured == "alike" else ()
-    some = draw(*shared, 64, 64, seed=4)
-    encoder = make_encoder(projection, torch.float32, metric=some @ some.mT / 64, mean=draw(*shared, 64, seed=5))
-    keys = draw(3, 2, 40, 64, seed=2)
-    found, expected = pipeline.encode_with(encoder, keys), encode_with(encoder, keys)
-    assert (found.codes != expected.codes).any(-1).sum() <= 2
-    torch.testing.assert_close(found.error, expected.error, rtol=1e-3, atol=1e-3)
-    with pytest.raises(InputError, match="do not fit a projection of head_dim 64"):
-        pipeline.encode_with(encoder, keys[..., :32])
-
-
-FORMS = ("metric and mean", "each sequence's own", "neither gain nor error", "plain")
-APPENDED = [  # dtype, head_dim, dimensions of a value, bits, form
-    *((torch.float32, 64, 64, 64, form) for form in FORMS[:3]),
-    *((torch.float16, 80, 80, 32, form) for form in FORMS[:3]),
-    # Every other shape with two forms, so that every form meets every dtype or another shape of it.
+FORMS = ("metric and mean", "each sequence's own", "neither gain nor error")
+APPENDED = [  # dtype, head_dim, bits, form
+    *((torch.float32, 64, 64, form) for form in FORMS),
+    *((torch.float16, 80, 32, form) for form in FORMS),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in (
-            (torch.float32, 64, 64, 64, FORMS[3]),
-            *((torch.bfloat16, 128, 64, 128, FORMS[each]) for each in (0, 2)),
-            *((torch.bfloat16, 256, 256, 64, FORMS[each]) for each in (1, 3)),
-            *((torch.float32, 8, 16, 64, FORMS[each]) for each in (0, 3)),
-            *((dtype, 64, 64, 64, FORMS[each]) for dtype in FLOAT64 for each in (0, 1)),
+            *((torch.bfloat16, 128, 128, FORMS[each]) for each in (0, 2)),
+            *((torch.bfloat16, 256, 64, FORMS[each]) for each in (1, 2)),
+            (torch.float32, 8, 64, FORMS[0]),
+            *((dtype, 64, 64, FORMS[each]) for dtype in FLOAT64 for each in (0, 1)),
         )
     ),
 ]  # fmt: skip
 
 
-def small_integers(*shape, most, seed):
-    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(DEVICE)
-
-
-STEPS = [  # dtype, query heads per KV head, bits, rules; kept: whether gains and errors are
-    (torch.bfloat16, 3, 64, {}),
-    (torch.float32, 5, 32, {"safeguard": 0.5, "recent": 2, "sink": 1, "group": "max"}),
-    pytest.param(torch.float16, 1, 128, {"kept": False, "group": "max"}, marks=pytest.mark.slow),  # as the others
-]
-
-
 @pytest.mark.emulated(form=["metric and mean"], bits=[32, 128])
 @pytest.mark.emulated(form=["each sequence's own"], bits=[32])
 @pytest.mark.emulated(form=["neither gain nor error"], dtype=[torch.float32], dim=[64])
-@pytest.mark.parametrize(("dtype", "dim", "width", "bits", "form"), APPENDED)
-def test_appends_a_token(dtype, dim, width, bits, form, pipeline):
+@pytest.mark.parametrize(("dtype", "dim", "bits", "form"), APPENDED)
+def test_appends_a_token(dtype, dim, bits, form, pipeline):
     """Of numbers that every product and sum holds exactly, so that codes, gains and errors are equal bit for bit."""
     skip_unserved(pipeline, dtype)
-    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
     batch, kv_heads, room = 2, 3, 21
     lead = (batch, kv_heads) if form == "each sequence's own" else (kv_heads,)
-    projection = small_integers(*lead, bits, dim, most=3, seed=1).float() / 8
+    projection = integers(*lead, bits, dim, most=3, seed=1) / 8
     metric = mean = None
-    if form in ("metric and mean", "each sequence's own"):
-        root = small_integers(*lead, dim, dim, most=1, seed=2).float() * (torch.rand(dim, device=DEVICE) < 0.1)
+    if form != "neither gain nor error":
+        root = integers(*lead, dim, dim, most=1, seed=2) * (torch.rand(dim, device=DEVICE) < 0.1)
         metric, mean = root + root.mT + 8 * torch.eye(dim, device=DEVICE), projection[..., 0, :] * 8
-    encoder = make_encoder(projection, dtype, metric=metric, mean=mean)
-    keys = small_integers(batch, 4, kv_heads, dim, most=9, seed=3).to(dtype).transpose(1, 2)  # not contiguous
+    codebook = make_codebook(projection, dtype, metric=metric, mean=mean)
+    keys = integers(batch, 4, kv_heads, dim, most=9, seed=3).to(dtype).transpose(1, 2)  # not contiguous
     keys[1, :, 2] = 0
-    new_values = small_integers(batch, kv_heads, 4, width, most=9, seed=4).to(dtype)
+    values = integers(batch, kv_heads, 4, dim, most=9, seed=4).to(dtype)
     kept = form != "neither gain nor error"
     filled = []
-    for module in (appending, backend):
-        slots = Slots(
+    for module in (plain, backend_of(pipeline)):
+        state = State(
             keys=torch.full((batch, kv_heads, room + 3, dim), 7, dtype=dtype, device=DEVICE)[:, :, :room],
-            values=torch.full((batch, room, kv_heads, width), 7, dtype=dtype, device=DEVICE).transpose(1, 2),
+            values=torch.full((batch, room, kv_heads, dim), 7, dtype=dtype, device=DEVICE).transpose(1, 2),
             codes=torch.full((batch, kv_heads, room, -(-bits // 64)), 7, device=DEVICE),
             gain=torch.full((batch, kv_heads, room), 7, dtype=torch.uint8, device=DEVICE) if kept else None,
             error=torch.full((batch, kv_heads, room), 7.0, device=DEVICE) if kept else None,
         )
-        for step, place in enumerate((0, 20, 7, 8)):
-            one = slice(step, step + 1)
-            at = torch.tensor([place], device=DEVICE)
-            module.append(encoder, keys[:, :, one], new_values[:, :, one], at, slots)
-        filled.append(slots)
+        for n, place in enumerate((0, 20, 7, 8)):
+            one, at = slice(n, n + 1), torch.tensor([place], device=DEVICE)
+            module.append(state, codebook, keys[:, :, one], values[:, :, one], at)
+        filled.append(state)
     for name, expected in vars(filled[0]).items():
         found = getattr(filled[1], name)
         assert found is expected is None or torch.equal(found, expected), name
 
 
-@pytest.mark.parametrize(("dtype", "heads", "bits", "rules"), STEPS)
-def test_a_whole_step_is_its_stages(dtype, heads, bits, rules, pipeline):
-    """The same codes, gains and errors in the slots, bit for bit; and attention over the same tokens."""
-    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
-    batch, kv_heads, dim, length, k = 2, 3, 64, 150, 20
-    projection = (draw(kv_heads, bits, dim, seed=1) / 16).to(dtype)
-    some, rules = draw(dim, dim, seed=4), dict(rules)
-    kept = rules.pop("kept", True)
-    encoder = make_encoder(projection, dtype, metric=some @ some.mT / dim, mean=draw(kv_heads, dim, seed=5))
-    keys, values = (draw(batch, kv_heads, room, dim, seed=2, dtype=dtype) for room in (160, 170))
-    query, choice = draw(batch, kv_heads, heads, dim, seed=3, dtype=dtype), Choice(scaling=0.2, **rules)
-
-    def hashed():
-        encoded = encode_with(encoder, keys[:, :, : length - 1])
-        filled = [torch.full((batch, kv_heads, 165, *each.shape[3:]), 7, dtype=each.dtype, device=DEVICE)
-                  for each in (encoded.codes, encoded.gain, encoded.error)]  # fmt: skip
-        for to, new in zip(filled, (encoded.codes, encoded.gain, encoded.error), strict=True):
-            to[:, :, : length - 1] = new
-        worst = worst_first(encoded.error) if choice.safeguard else None
-        return Hashed(projection, encoder, Slots(keys, values, *(filled if kept else filled[:1])), length, worst)
-
-    expected = hashed()
-    stepping.store(backend.encode_with(encoder, keys[:, :, length - 1 : length]), expected)
-    chosen = backend.choose(query, projection, stepping.cached(expected), k, choice)
-    right = sparse_attention(query, keys[:, :, :length], values[:, :, :length], chosen, 0.2)
-    within = {torch.bfloat16: 2e-2, torch.float16: 1e-3}.get(dtype, 1e-5)  # about one step of the dtype
-    close = {"rtol": within, "atol": within}
-    given = hashed()
-    torch.testing.assert_close(backend.step(query, given, k, choice), right, **close)
-    for name in ("codes", "gain", "error") if kept else ("codes",):
-        assert torch.equal(getattr(given.slots, name), getattr(expected.slots, name)), name
-
-
-def test_a_step_refuses_what_does_not_fit(pipeline):
-    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
-    projection, keys = draw(2, 64, 64), draw(1, 2, 9, 64)
-    encoder, codes = make_encoder(projection, torch.float32), torch.zeros(1, 2, 9, 1, dtype=torch.int64, device=DEVICE)
-    query, right = draw(1, 2, 4, 64), Slots(keys, keys, codes)
-    for slots, length, k, fault in (
-        (right, 9, 10, "k must be between 1 and the 9 cached tokens, not 10"),
-        (right, 10, 3, "keys .* does not fit 10 tokens"),
-        (Slots(keys, keys), 9, 3, "a step needs codes"),
-        (Slots(keys, keys, codes.int()), 9, 3, "codes torch.int32"),
-        (Slots(keys.half(), keys, codes), 9, 3, "query torch.float32 .* does not fit keys torch.float16"),
-    ):
-        with pytest.raises(InputError, match=fault):
-            backend.step(query, Hashed(projection, encoder, slots, length), k, Choice(scaling=1.0))
+@pytest.mark.emulated(tokens=[1, 20])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_appends_to_pages(tokens, pipeline):
+    """Anywhere, and not where a slot is negative; codes alone, or keys and values with them."""
+    _, codebook, state, other, _, _ = Case("paged").made()
+    keys, values = (integers(1, 2, tokens, 64, most=9, seed=seed) for seed in (11, 12))
+    at = torch.randperm(state.keys.shape[0] * PAGE, generator=torch.Generator().manual_seed(3))[:tokens].to(DEVICE)
+    at[tokens // 3] = -1 if tokens > 1 else at[0]
+    for new in (None, values):
+        plain.append(other, codebook, keys, new, at)
+        backend_of(pipeline).append(state, codebook, keys, new, at)
+        for name in ("keys", "values", "codes", "gain"):
+            assert torch.equal(getattr(state, name), getattr(other, name)), name
+    page, place = at[-1] // PAGE, at[-1] % PAGE
+    assert torch.equal(state.keys[page, :, place], keys[0, :, -1])
 
 
 @pytest.mark.emulated
 def test_appends_without_codes(pipeline):
-    backend = importlib.import_module(pipeline.__name__.replace("pipeline", "backend"))
-    slots = Slots(torch.zeros(1, 2, 5, 64, device=DEVICE), torch.zeros(1, 2, 5, 64, device=DEVICE))
-    key, value, place = draw(1, 2, 1, 64), draw(1, 2, 1, 64, seed=1), torch.tensor([3], device=DEVICE)
-    backend.append(None, key, value, place, slots)
-    assert torch.equal(slots.keys[:, :, 3:4], key)
-    assert torch.equal(slots.values[:, :, 3:4], value)
-    assert slots.keys.count_nonzero() == slots.values.count_nonzero() == 128
-    with pytest.raises(InputError, match=r"append needs an encoder where there are codes"):
-        backend.append(make_encoder(draw(2, 64, 64), torch.float32), key, value, place, slots)
-    with pytest.raises(InputError, match=r"key torch.float32 \[1, 2, 1, 64\] does not fit its buffer"):
-        backend.append(None, key, value, place, Slots(slots.keys.half(), slots.values))
-    with pytest.raises(InputError, match=r"place must be integers \[1\]"):
-        backend.append(None, key, value, torch.tensor(3, device=DEVICE), slots)
+    backend = backend_of(pipeline)
+    state = State(torch.zeros(1, 2, 5, 64, device=DEVICE), torch.zeros(1, 2, 5, 64, device=DEVICE))
+    key, value, at = draw(1, 2, 1, 64), draw(1, 2, 1, 64, seed=1), torch.tensor([3], device=DEVICE)
+    backend.append(state, None, key, value, at)
+    assert torch.equal(state.keys[:, :, 3:4], key)
+    assert torch.equal(state.values[:, :, 3:4], value)
+    assert state.keys.count_nonzero() == state.values.count_nonzero() == 128
+    wide, narrow = (make_codebook(draw(2, bits, 64), torch.float32) for bits in (128, 64))
     codes = torch.zeros(1, 2, 5, 1, dtype=torch.int64, device=DEVICE)
-    wide, narrow = (make_encoder(draw(2, bits, 64), torch.float32) for bits in (128, 64))
-    with pytest.raises(InputError, match=r"codes"):
-        backend.append(wide, key, value, place, Slots(slots.keys, slots.values, codes))
-    kept = Slots(slots.keys, slots.values, codes, torch.zeros(1, 2, 5, device=DEVICE))
-    with pytest.raises(InputError, match=r"gain torch.float32 \[1, 2, 5\] does not fit the keys' buffer"):
-        backend.append(narrow, key, value, place, kept)
-
-
-@pytest.mark.emulated(heads=[1, 5], dtype=[torch.float32, torch.bfloat16])
-@pytest.mark.emulated(heads=[7], dtype=[torch.float16, torch.float64])
-@pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("heads", "dim", "tokens", "k"),
-    [
-        (4, 128, 700, 100),
-        (1, 64, 90, 1),
-        (16, 256, 300, 300),
-        (5, 80, 200, 65),
-        (7, 96, 64, 64),
-        (3, 72, 200, 131),
-        (2, 8, 40, 20),
-    ],
-)
-def test_attention_over_listed_tokens(dtype, heads, dim, tokens, k, pipeline):
-    skip_unserved(pipeline, dtype)
-    query = draw(2, heads, 2, dim, dtype=dtype).transpose(1, 2)
-    keys, values = (
-        draw(2, tokens + 9, 2, dim, seed=seed, dtype=dtype).transpose(1, 2)[:, :, :tokens] for seed in (1, 2)
-    )
-    indices = torch.stack([torch.randperm(tokens)[:k].sort().values for _ in range(4)]).view(2, 2, k).to(DEVICE)
-    if k > 64:
-        indices[1, :, -3:] = -1
-    found, expected = (
-        pipeline.sparse_attention(query, keys, values, indices, 0.3),
-        sparse_attention(query, keys, values, indices, 0.3),
-    )
-    torch.testing.assert_close(found, expected, rtol=EXACT[dtype], atol=EXACT[dtype])
+    for given, said in (
+        ((state, narrow, key, value, at), "a codebook needs a state with codes"),
+        ((replace(state, keys=state.keys.half()), None, key, value, at), "key torch.float32 does not fit its buffer"),
+        ((state, None, key, value, torch.tensor(3, device=DEVICE)), r"at must be integers \[T\]"),
+        ((state, None, key, None, at), "append needs values or a codebook"),
+        ((replace(state, codes=codes), wide, key, value, at), "codes of 128 bits do not fit"),
+    ):
+        with pytest.raises(InputError, match=said):
+            backend.append(*given)
 
 
 @pytest.mark.emulated
@@ -439,26 +497,13 @@ def test_attention_over_nothing_is_zero(pipeline):
     query, keys = draw(2, 2, 4, 64), draw(2, 2, 50, 64, seed=1)
     indices = torch.full((2, 2, 5), -1, device=DEVICE)
     indices[0] = torch.arange(5)
-    found, expected = (
-        pipeline.sparse_attention(query, keys, keys, indices),
-        sparse_attention(query, keys, keys, indices),
-    )
+    lengths = torch.full((2,), 50, device=DEVICE)
+    rows, state = Rows(lengths, lengths.unsqueeze(-1), 50, 5), State(keys, keys)
+    found = pipeline.attend(query, state, rows, indices)
     assert (found[1] == 0).all()
-    torch.testing.assert_close(found, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
-
-
-def test_no_tokens(both):
-    """Only a list that is wider than the number of tokens."""
-    codes = torch.empty(1, 2, 0, 1, dtype=torch.int64, device=DEVICE)
-    encoded = Encoded(codes, None, None)
-    valid, projection = torch.ones(1, 0, dtype=torch.bool, device=DEVICE), draw(2, 64, 64, seed=1)
-    rules = {"gain": False, "group": "max", "recent": 1, "valid": valid, "width": 4}
-    found, _ = both(draw(1, 2, 4, 64), projection, encoded, 0, **rules)
-    assert found.tolist() == [[[-1] * 4] * 2]
-
-
-def test_a_length_beyond_the_buffer_is_the_buffer(both):
-    projection, encoded = cache(1, 2, 60, 64, 64)
-    query, lengths = draw(1, 2, 4, 64, seed=3), torch.tensor([75], device=DEVICE)
-    found, expected = both(query, projection, encoded, 9, lengths=lengths)
-    assert torch.equal(found, expected)
+    torch.testing.assert_close(
+        found[:1],
+        step.attend(query, state, rows, indices)[:1],
+        rtol=EXACT[torch.float32],
+        atol=EXACT[torch.float32],
+    )

@@ -18,12 +18,15 @@ from bpc_calib.bench import inputs, timing
 from bpc_calib.bench.crossover import compared, find_crossover
 from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes_read
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
-from bpc_calib.bench.layer import layer_rows, right_forms, set_of
+from bpc_calib.bench.layer import layer_rows, right_forms
 from bpc_calib.bench.machine import cache_bytes, machine
 from bpc_calib.bench.measure import check, run
 from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
 from bpc_calib.bench.settings import SHAPES, Settings
-from bpc_calib.method import choosing
+from bpc_calib.bench.stages import stages_of
+from bpc_calib.method import step as oracle
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.scoring import quantize_query
 from bpc_calib.runtime.cache import BPCCache
 from bpc_cli.bench_tables import print_benchmark
 
@@ -133,12 +136,15 @@ def test_stages_end_in_what_a_cache_chooses(name, monkeypatch):
         pytest.skip("Triton is for Linux, and compiled kernels take no tensors on the CPU")
     monkeypatch.setenv("BPC_BACKEND", name)
     given = make(SMALL, ONE, CPU)
-    codes, gains, _, _ = set_of(given, 0)
-    choice = choosing.Choice(scaling=0.25)
-    expected = choosing.choose(given.query, given.projection, choosing.Cached(codes, gains), 30, choice)
-    stages = dispatch.find(CPU).stages(given.query, given.projection, 30, choice)
+    (state,), rows, rules = given.states, given.rows(30), Rules(scaling=0.5)
+    expected = oracle.choose(quantize_query(given.query, given.codebook.projection), state, rows, rules, 16)
+    stages, attend = stages_of(given.query, given.codebook, rows, rules)
     assert list(stages) == ["project", "score", "select"]
-    assert torch.equal(stages["select"](codes, gains), expected)
+    stages["project"](state), stages["score"](state)
+    found = stages["select"](state)
+    assert torch.equal(found, expected)
+    plain = oracle.attend(given.query, state, rows, expected, rules.scaling)
+    torch.testing.assert_close(attend(state, found), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_timed_returns_microseconds_per_call_or_the_fault():
@@ -170,9 +176,10 @@ def test_working_sets_are_larger_than_the_caches(monkeypatch, tokens):
 
 
 def test_calls_use_all_sets_in_turn():
-    given = make(SMALL, inputs.Sets(5, 2, 1, 5), CPU)
-    taken = [[each.data_ptr() for each in set_of(given, i)] for i in range(5)]
-    assert [len({places[each] for places in taken}) for each in range(4)] == [5, 5, 2, 2]
+    states = make(SMALL, inputs.Sets(5, 2, 1, 5), CPU).states
+    taken = [{getattr(state, name).data_ptr() for state in states} for name in ("codes", "gain", "keys", "values")]
+    assert [len(places) for places in taken] == [5, 5, 2, 2]
+    assert len(states) == 5
 
 
 def test_a_layer_that_does_not_fit_is_refused():
@@ -518,7 +525,7 @@ def test_a_variant_that_fails_in_the_model_does_not_stop_the_others(monkeypatch)
     def failing(*given, **more):
         raise RuntimeError("no choice")
 
-    monkeypatch.setattr("bpc_calib.runtime.hashed_layer.choose", failing)
+    monkeypatch.setattr("bpc_calib.runtime.hashed_layer.BPCLayer.decode", failing)
     (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
     assert (row["bpc"]["milliseconds"], row["times_full"]) == (None, None)
     assert "no choice" in row["bpc"]["note"]

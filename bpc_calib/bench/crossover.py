@@ -9,7 +9,7 @@ import torch
 
 from bpc_calib.bench.dense import OURS
 from bpc_calib.bench.inputs import LayerShape, make, working_sets
-from bpc_calib.bench.layer import figures, right_forms, set_of
+from bpc_calib.bench.layer import figures, right_forms
 from bpc_calib.bench.timing import timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
@@ -83,8 +83,9 @@ def compared(
     # Below `min_context` a model on a CPU runs torch's attention, not this package's.
     rivals = [name for name in forms if name.startswith("dense/") and (device.type == "cuda" or OURS not in name)]
     counts = {"step": sets.steps} | dict.fromkeys(rivals, sets.dense)
+    rows = inputs.rows(k)
     calls = {
-        name: [functools.partial(forms[name], *set_of(inputs, i), k) for i in range(count)]
+        name: [functools.partial(forms[name], state, rows) for state in inputs.states[:count]]
         for name, count in counts.items()
     }
     timings = {name: figures(samples, None, rate) for name, samples in timed(calls, repeats, device).items()}

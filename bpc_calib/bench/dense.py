@@ -11,7 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.backends import dispatch
+from bpc_calib.bench.inputs import rows_of
 from bpc_calib.bench.timing import reason
+from bpc_calib.method.state import Rows, State
 
 __all__ = ["OURS", "Dense", "correct_forms", "exact", "fault", "folded", "forms", "matmul", "ours"]
 
@@ -127,13 +129,13 @@ def ours(device: torch.device) -> Dense:
     """
     if dispatch.backend(device) == "torch":
         raise ImportError(dispatch.compiled(device))
-    lengths: dict[tuple[int, int], Tensor] = {}  # created once, as a cache does
+    rows: dict[torch.Size, Rows] = {}  # created once, as a cache does
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        shape = (len(keys), keys.shape[2])
-        if shape not in lengths:
-            lengths[shape] = torch.full(shape[:1], shape[1], device=keys.device)
-        return dispatch.dense_attention(query, keys, values, lengths[shape])
+        if keys.shape not in rows:
+            rows[keys.shape] = rows_of(keys, keys.shape[2])
+        state = State(keys, values)
+        return dispatch.find(query, state).dense_decode(query, state, rows[keys.shape])
 
     return attend
 

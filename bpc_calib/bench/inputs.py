@@ -11,8 +11,9 @@ from torch import Tensor
 from bpc_calib.backends.pages import in_huge_pages
 from bpc_calib.bench.machine import available_memory, cache_bytes
 from bpc_calib.errors import InputError
-from bpc_calib.method.choosing import Choice
-from bpc_calib.method.encoding import Encoder, make_encoder
+from bpc_calib.method.codebook import Codebook, make_codebook
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State
 from bpc_calib.runtime.growing import LEAST_ROOM
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "make",
     "repeated",
     "room",
+    "rows_of",
     "stage_bytes",
     "working_sets",
 ]
@@ -73,17 +75,16 @@ ONE = Sets(1, 1, 1, 1)
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The inputs of a layer, with one copy of its cache per working set."""
+    """The inputs of a layer, with a working set per call until the first is used again."""
 
     query: Tensor  # [B, H_KV, G, D]
-    new: Tensor  # [B, H_KV, 1, D], the key of the new token
-    projection: Tensor  # [H_KV, 64, D]
-    encoder: Encoder  # with a metric and a mean, as from calibration
-    choice: Choice  # the default of a cache
-    codes: Tensor  # int64 [sets.codes, B, H_KV, N, 1]
-    gains: Tensor  # uint8 [sets.codes, B, H_KV, N]
-    keys: Tensor  # [sets.keys, B, H_KV, N, D]
-    values: Tensor
+    codebook: Codebook  # with a metric and a mean, as from calibration
+    rules: Rules  # the default of a cache
+    states: list[State]  # of N tokens: call number `i` uses `states[i]`
+
+    def rows(self, k: int) -> Rows:
+        """Return the sequences of a step that attends to `k` tokens of each."""
+        return rows_of(self.states[0].keys, k)
 
 
 def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
@@ -121,7 +122,7 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
         return torch.randn(*size, generator=generator, device=device)
 
     projection, root = 0.3 * normal(shape.kv_heads, BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
-    encoder = make_encoder(projection, dtype, metric=root.mT @ root / (2 * dim), mean=0.1 * normal(shape.kv_heads, dim))
+    mean = 0.1 * normal(shape.kv_heads, dim)
     cached, tokens = (sets.codes, *heads, room(shape.tokens)), shape.tokens
     dense = (sets.keys, *cached[1:], dim)
     codes, gains = (
@@ -132,17 +133,22 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
         torch.randint(-(1 << 31), 1 << 31, cached, generator=generator, device=device)
     )
     torch.randint(32, 97, cached, generator=generator, device=device, dtype=torch.uint8, out=gains)
+    query = normal(*heads, shape.group, dim).to(dtype)
+    keys, values = (repeated(dense, dtype, generator, device)[:, :, :, :tokens] for _ in range(2))
+    codes, gains = codes.unsqueeze(-1)[:, :, :, :tokens], gains[..., :tokens]
+    places = ((i % sets.keys, i % sets.codes) for i in range(max(sets.keys, sets.codes)))
     return LayerInputs(
-        query=normal(*heads, shape.group, dim).to(dtype),
-        new=normal(*heads, 1, dim).to(dtype),
-        projection=projection.to(dtype),
-        encoder=encoder,
-        choice=Choice(scaling=dim**-0.5),
-        codes=codes.unsqueeze(-1)[:, :, :, :tokens],
-        gains=gains[..., :tokens],
-        keys=repeated(dense, dtype, generator, device)[:, :, :, :tokens],
-        values=repeated(dense, dtype, generator, device)[:, :, :, :tokens],
+        query=query,
+        codebook=make_codebook(projection, dtype, metric=root.mT @ root / (2 * dim), mean=mean),
+        rules=Rules(),
+        states=[State(keys[dense], values[dense], codes[code], gains[code]) for dense, code in places],
     )
+
+
+def rows_of(keys: Tensor, k: int) -> Rows:
+    """Return the sequences of a step over keys `[B, H_KV, N, D]` that attends to `k` of the `N` tokens of each."""
+    lengths = torch.full((len(keys),), keys.shape[2], device=keys.device)
+    return Rows(lengths, torch.full_like(lengths, k).unsqueeze(-1), keys.shape[2], k)
 
 
 def room(tokens: int) -> int:

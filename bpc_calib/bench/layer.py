@@ -21,12 +21,13 @@ from bpc_calib.bench.inputs import (
     stage_bytes,
     working_sets,
 )
+from bpc_calib.bench.stages import stages_of
 from bpc_calib.bench.timing import summary, synchronize, timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
-from bpc_calib.method.choosing import Cached
+from bpc_calib.method.state import Rows, State
 
-__all__ = ["compile_seconds", "figures", "layer_rows", "right_forms", "set_of"]
+__all__ = ["compile_seconds", "figures", "layer_rows", "right_forms"]
 
 NOTABLE = 0.5  # seconds; shorter compilation is not reported
 
@@ -37,11 +38,11 @@ Calls = dict[str, list[Callable[[], Any]]]
 def compile_seconds(shape: LayerShape, device: torch.device) -> float | None:
     """Return by how many seconds the first step is slower than the second (compilation, loading); None if under 0.5."""
     inputs = make(shape, ONE, device)
-    k = attended(shape.tokens, 0.5, 1)
+    rows = inputs.rows(attended(shape.tokens, 0.5, 1))
 
     def run() -> float:
         began = time.perf_counter()
-        step(inputs, *set_of(inputs, 0), k)
+        step(inputs, inputs.states[0], rows)
         synchronize(device)
         return time.perf_counter() - began
 
@@ -69,17 +70,19 @@ def layer_rows(
     forms, notes = right_forms(inputs, device)
     ours = forms.pop("step")
     calls: Calls = {
-        name: [functools.partial(form, *set_of(inputs, i)) for i in range(sets.dense)] for name, form in forms.items()
+        name: [functools.partial(form, state) for state in inputs.states[: sets.dense]] for name, form in forms.items()
     }
-    calls["encode"] = [functools.partial(dispatch.encode_with, inputs.encoder, inputs.new)] * sets.steps
+    new = inputs.states[0].keys[:, :, -1:]
+    calls["encode"] = [functools.partial(dispatch.find(new).encode_with, inputs.codebook, new)] * sets.steps
     for budget, k in ks.items():
-        calls[f"{budget}/step"] = [functools.partial(ours, *set_of(inputs, i), k) for i in range(sets.steps)]
-        calls |= _stage_calls(f"{budget}/", inputs, k, sets, device)
+        rows = inputs.rows(k)
+        calls[f"{budget}/step"] = [functools.partial(ours, state, rows) for state in inputs.states[: sets.steps]]
+        calls |= _stage_calls(f"{budget}/", inputs, rows, sets)
     return _rows(shape, ks, timed(calls, repeats, device), notes, rate, sets)
 
 
 def right_forms(inputs: LayerInputs, device: torch.device) -> tuple[dict[str, Form], dict[str, str]]:
-    """Return the correct whole steps, functions of codes, gains, keys, values and `k`; and why others are left out.
+    """Return the correct whole steps, functions of a state and, of BPC's, its rows; and why others are left out.
 
     A step is correct if, with all tokens attended, its result is close to dense attention in float64.
 
@@ -87,39 +90,28 @@ def right_forms(inputs: LayerInputs, device: torch.device) -> tuple[dict[str, Fo
         BPCError: BPC's own step is not correct, so no timing would mean anything.
     """
 
-    def attention(function: Any, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int = 0) -> Tensor:
-        return function(inputs.query, keys, values)
+    def attention(function: dense.Dense, state: State, rows: Rows | None = None) -> Tensor:
+        return function(inputs.query, state.keys, state.values)
 
-    ours = functools.partial(step, inputs)
-    first_set = set_of(inputs, 0)
-    expected = dense.exact(inputs.query, *first_set[2:])
-    fault = dense.fault(functools.partial(ours, *first_set, first_set[0].shape[2]), expected)
+    ours, first = functools.partial(step, inputs), inputs.states[0]
+    expected = dense.exact(inputs.query, first.keys, first.values)
+    fault = dense.fault(functools.partial(ours, first, inputs.rows(first.room)), expected)
     if fault:
         raise BPCError(f"with all tokens, BPC's step differs from dense attention ({fault}): nothing was timed")
-    correct, faults = dense.correct_forms(inputs.query, *first_set[2:], expected)
+    correct, faults = dense.correct_forms(inputs.query, first.keys, first.values, expected)
     forms: dict[str, Form] = {"step": ours}
     forms |= {f"dense/{name}": functools.partial(attention, form) for name, form in correct.items()}
     return forms, {f"dense/{name}": why for name, why in faults.items()}
 
 
-def set_of(inputs: LayerInputs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return codes, gains, keys and values of the working set for call number `i`."""
-    code, key = i % len(inputs.codes), i % len(inputs.keys)
-    return inputs.codes[code], inputs.gains[code], inputs.keys[key], inputs.values[key]
-
-
-def _stage_calls(prefix: str, inputs: LayerInputs, k: int, sets: Sets, device: torch.device) -> Calls:
-    calls: Calls = {}
-    stages = dispatch.find(device).stages(inputs.query, inputs.projection, k, inputs.choice)
-    for stage, function in stages.items():
-        calls[f"{prefix}up to {stage}"] = [
-            functools.partial(function, *set_of(inputs, i)[:2]) for i in range(sets.codes)
-        ]
-    lists = [_choose(inputs, *set_of(inputs, i)[:2], k) for i in range(sets.keys)]
-    calls[f"{prefix}attend"] = [
-        functools.partial(dispatch.sparse_attention, inputs.query, inputs.keys[i], inputs.values[i], lists[i])
-        for i in range(sets.keys)
-    ]
+def _stage_calls(prefix: str, inputs: LayerInputs, rows: Rows, sets: Sets) -> Calls:
+    stages, attend = stages_of(inputs.query, inputs.codebook, rows, inputs.rules)
+    calls: Calls = {
+        f"{prefix}up to {name}": [functools.partial(stage, state) for state in inputs.states[: sets.codes]]
+        for name, stage in stages.items()
+    }
+    chosen = [(state, stages["select"](state)) for state in inputs.states[: sets.keys]]
+    calls[f"{prefix}attend"] = [functools.partial(attend, state, indices) for state, indices in chosen]
     return calls
 
 
@@ -192,11 +184,7 @@ def figures(samples: list[float] | str, size: int | None, rate: float) -> dict[s
     return row
 
 
-def step(inputs: LayerInputs, codes: Tensor, gains: Tensor, keys: Tensor, values: Tensor, k: int) -> Tensor:
-    """Run a whole step on a working set as a cache does: encode the new key, choose `k` tokens, attend to them."""
-    dispatch.encode_with(inputs.encoder, inputs.new)
-    return dispatch.sparse_attention(inputs.query, keys, values, _choose(inputs, codes, gains, k))
-
-
-def _choose(inputs: LayerInputs, codes: Tensor, gains: Tensor, k: int) -> Tensor:
-    return dispatch.choose(inputs.query, inputs.projection, Cached(codes, gains), k, inputs.choice)
+def step(inputs: LayerInputs, state: State, rows: Rows) -> Tensor:
+    """Run a whole step on a working set as a cache does: hash the newest key, choose `k` tokens, attend to them."""
+    query, serving = inputs.query, dispatch.find(inputs.query, state)
+    return serving.sparse_decode(query, inputs.codebook, state, rows, inputs.rules, fresh=1)[0]

@@ -22,9 +22,9 @@ from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOK
 from bpc_calib.bench.timing import bandwidth, reason
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.method.budget import attended
+from bpc_calib.method.rules import ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
-from bpc_calib.runtime.rules import ranking_defaults
 
 __all__ = ["check", "run"]
 

@@ -71,8 +71,8 @@ def hashing_row(shape: LayerShape, repeats: int, device: torch.device) -> dict[s
     inputs = make(shape, ONE, device)
 
     def run() -> None:
-        for part in inputs.keys[0].split(HASHED_AT_ONCE, dim=2):
-            dispatch.encode_with(inputs.encoder, part)
+        for part in inputs.states[0].keys.split(HASHED_AT_ONCE, dim=2):
+            dispatch.find(part).encode_with(inputs.codebook, part)
 
     run()
     seconds = summary([clock(run, device) for _ in range(repeats)], 5)

@@ -44,7 +44,7 @@ class BPCLayer(SparseLayer):
     def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Attend to the tokens whose codes score best, and those that are always attended."""
         length, kept = self.get_seq_length(), ("codes", *self.kept())
-        fresh = length - self.hashed
+        fresh = max(0, length - self.hashed)
         if self.codebook is None or fresh > 1 or "codes" not in self.buffers:
             self.hash(rows.valid)
             fresh = 0
