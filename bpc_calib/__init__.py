@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.plan import Plan, make_plan
     from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError, WorkError
     from bpc_calib.method.budget import attended
-    from bpc_calib.method.codebook import Codebook, make_codebook
+    from bpc_calib.method.codebook import Codebook, codebook_of, make_codebook
     from bpc_calib.method.decomposition import Decomposition, decompose
     from bpc_calib.method.encoded import Encoded
     from bpc_calib.method.encoding import encode
@@ -47,6 +47,7 @@ __all__ = [
     "WorkError",
     "attended",
     "calibrate",
+    "codebook_of",
     "decompose",
     "describe",
     "disable",
@@ -73,7 +74,7 @@ _MODULES = {
     "bpc_calib.calibration.plan": ("Plan", "make_plan"),
     "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError", "WorkError"),
     "bpc_calib.method.budget": ("attended",),
-    "bpc_calib.method.codebook": ("Codebook", "make_codebook"),
+    "bpc_calib.method.codebook": ("Codebook", "codebook_of", "make_codebook"),
     "bpc_calib.method.decomposition": ("Decomposition", "decompose"),
     "bpc_calib.method.encoded": ("Encoded",),
     "bpc_calib.method.encoding": ("encode",),

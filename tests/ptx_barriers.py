@@ -18,9 +18,11 @@ from ptx.emulation import emulate
 from ptx.program import Fault
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import make_encoder
+from bpc_calib.bench.inputs import rows_of
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
+from bpc_calib.method.state import State
 
 BARRIER = re.compile(r"^\s*bar\.sync[^;]*;", re.MULTILINE)
 
@@ -57,10 +59,10 @@ def step() -> list[torch.Tensor]:
     """What every kernel of a step makes."""
     projection, encoded = cache(1, 2, 1100, 64, 64)
     query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 1100, 64, seed=2)
-    cached = Cached(encoded.codes, encoded.gain, worst=worst_first(encoded.error))
-    indices = pipeline.choose(query, projection, cached, 60, Choice(0.1, recent=2, safeguard=0.2))
-    hashed = pipeline.encode_with(make_encoder(projection, keys.dtype), keys[:, :, :70])
-    return [indices, pipeline.sparse_attention(query, keys, keys, indices), hashed.codes]
+    codebook, rules = make_codebook(projection, keys.dtype), Rules(scaling=0.1, recent=2, safeguard=0.2)
+    state = State(keys, keys, encoded.codes, encoded.gain, worst=worst_first(encoded.error))
+    out, indices = pipeline.sparse_decode(query, codebook, state, rows_of(keys, 60), rules)
+    return [indices, out, pipeline.encode_with(codebook, keys[:, :, :70]).codes]
 
 
 def differs(expected: list[torch.Tensor]) -> bool:

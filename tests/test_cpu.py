@@ -11,19 +11,19 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import BPCCache, InputError, enable, quantize_query
-from bpc_calib.backends import dispatch
+from bpc_calib import BPCCache, enable, quantize_query
 from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.cpu import native, pipeline
+from bpc_calib.bench.inputs import rows_of
 from bpc_calib.compat import with_cache
-from bpc_calib.method.appending import Slots
-from bpc_calib.method.choosing import Cached, Choice, choose_quantized
+from bpc_calib.method import step
+from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import Encoded
-from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.stepping import Hashed
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import State
 from bpc_calib.models.loading import load_model, load_tokenizer
 
-CHOICE = Choice(scaling=0.1)
+RULES = Rules(scaling=0.1)
 SAMPLE = 1024  # scores that a threshold is guessed from, as in native/score.h
 ISAS = ["base", "avx2", "avx512"]
 
@@ -48,11 +48,29 @@ def large(rows, tokens, words=1):
     return Encoded(codes, torch.zeros(1, rows, tokens), gain)
 
 
+def ranking(query, projection, encoded, k):
+    """What ranking reads, which is no key."""
+    state = State(query, query, encoded.codes, encoded.gain)
+    return query, make_codebook(projection, query.dtype), state, rows_of(encoded.error.unsqueeze(-1), k)
+
+
 def both(query, projection, encoded, k, *, valid=None, lengths=None, **rules):
     """What the kernels choose, and what plain torch does from the same int8 queries."""
-    cached, choice = Cached(encoded.codes, encoded.gain, valid, lengths), replace(CHOICE, **rules)
-    found = pipeline.choose(query, projection, cached, k, choice)
-    return found, choose_quantized(pipeline.quantize_query(query, projection), cached, k, choice)
+    query, codebook, state, rows = ranking(query, projection, encoded, k)
+    rows = replace(rows, valid=valid, lengths=rows.lengths if lengths is None else lengths)
+    rules = replace(RULES, **rules)
+    found, asked = pipeline.rank(query, codebook, state, rows, rules)
+    return found, step.choose(asked, state, rows, rules, query.shape[-1])
+
+
+def rounded(query, projection):
+    """The int8 queries of the kernels."""
+    few = large(len(projection), 8, -(-projection.shape[-2] // 64))
+    return pipeline.rank(*ranking(query, projection, few, 1), RULES, stages=native.PROJECT)[1]
+
+
+def attend(query, keys, values, indices, scaling=None):
+    return pipeline.attend(query, State(keys, values), rows_of(keys, indices.shape[-1]), indices, scaling)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
@@ -73,23 +91,23 @@ def test_a_step_in_any_number_of_threads(threads, count):
     """Large enough for several: the same codes and tokens as each stage alone."""
     length, projection, encoded = 20_000, draw(2, 64, 64, seed=1) / 8, large(2, 20_010)
     query, keys = draw(1, 2, 4, 64), draw(1, 2, 20_010, 64, seed=2)
-    encoder = make_encoder(projection, torch.float32)
-    slots = Slots(keys, keys, encoded.codes, encoded.gain, encoded.error)
-    newest = pipeline.encode_with(encoder, keys[:, :, length - 1 : length])
+    codebook = make_codebook(projection, torch.float32)
+    state = State(keys, keys, encoded.codes, encoded.gain, encoded.error)
+    newest = pipeline.encode_with(codebook, keys[:, :, length - 1 : length])
     threads(count)
-    out = pipeline.step(query, Hashed(projection, encoder, slots, length), 400, CHOICE)
-    assert torch.equal(slots.codes[:, :, length - 1 : length], newest.codes)
-    assert torch.equal(slots.gain[:, :, length - 1 : length], newest.gain)
-    in_use = replace(encoded, codes=encoded.codes[:, :, :length], gain=encoded.gain[:, :, :length])
-    _, chosen = both(query, projection, in_use, 400)
-    torch.testing.assert_close(out, pipeline.sparse_attention(query, keys, keys, chosen, 0.1), rtol=1e-5, atol=1e-5)
+    out, chosen = pipeline.sparse_decode(query, codebook, state, rows_of(keys[:, :, :length], 400), RULES, fresh=1)
+    for name in ("codes", "gain", "error"):
+        assert torch.equal(getattr(state, name)[:, :, length - 1 : length], getattr(newest, name))
+    in_use = Encoded(*(each[:, :, :length] for each in (encoded.codes, encoded.error, encoded.gain)))
+    assert torch.equal(chosen, both(query, projection, in_use, 400)[1])
+    torch.testing.assert_close(out, attend(query, keys, keys, chosen, 0.1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(20_000, 1), (20_000, 40), (20_000, 5_000), (20_000, 19_999), (5_001, 99)])
 def test_where_a_sample_of_the_scores_misleads(tokens, k):
     """The best tokens all in the sample, or none of them; all of it padding; nearly all the same."""
     query, projection = draw(1, 1, 1, 64), draw(1, 64, 64, seed=1)
-    asked = pipeline.quantize_query(query, projection).values[0, 0, 0]
+    asked = rounded(query, projection).values[0, 0, 0]
     best = int(sum((1 << j) for j in range(63) if asked[j] >= 0) - ((asked[63] >= 0).item() << 63))
     sampled = torch.arange(0, tokens - 1, max(16, -(-tokens // SAMPLE)))
     for place in (sampled, sampled + 1, torch.arange(7)):
@@ -123,7 +141,7 @@ def test_queries_in_int8(dtype):
     """Across a product that rounds in its own order: few entries differ, by one."""
     query, projection = draw(3, 2, 4, 128, dtype=dtype), draw(2, 64, 128, seed=1, dtype=dtype)
     query[1, 0] = 0
-    found, expected = pipeline.quantize_query(query, projection), quantize_query(query, projection)
+    found, expected = rounded(query, projection), quantize_query(query, projection)
     apart = (found.values.int() - expected.values.int()).abs()
     assert apart.max() <= 1
     assert apart.sum() <= 4  # of 1,536
@@ -139,7 +157,7 @@ def test_exponentials():
     query = torch.zeros(1, len(logits), 1, 8)
     query[..., 0] = 1
     listed = torch.arange(2).expand(1, len(logits), 2)
-    found = pipeline.sparse_attention(query, keys, values, listed, 1.0)[0, :, 0, 0].double()
+    found = attend(query, keys, values, listed, 1.0)[0, :, 0, 0].double()
     exact = logits.double().sigmoid()
     assert (found / exact - 1).abs().max() < 5e-7
 
@@ -152,7 +170,7 @@ def test_attention_in_parts_is_attention(threads, count):
     indices = torch.arange(900).expand(1, 2, -1).clone()
     indices[0, 0, 100:600] = -1  # nothing in a part, and holes anywhere
     indices[0, 1, ::3] = -1
-    found = pipeline.sparse_attention(query, keys, values, indices)
+    found = attend(query, keys, values, indices)
     torch.testing.assert_close(found, plain(query, keys, values, indices), rtol=1e-5, atol=1e-5)
 
 
@@ -168,20 +186,19 @@ def plain(query, keys, values, indices):
 def test_an_index_beyond_the_tokens_is_refused():
     query, keys = draw(1, 2, 4, 64), draw(1, 2, 50, 64)
     indices = torch.tensor([[[0, 1], [2, 50]]])
-    with pytest.raises(InputError, match=r"^indices must be below the 50 tokens there are, and one is 50$"):
-        dispatch.sparse_attention(query, keys, keys, indices)
+    with pytest.raises(IndexError, match=r"^a token is beyond the 50 there are: 50$"):
+        attend(query, keys, keys, indices)
 
 
 def test_steps_in_several_threads_at_once():
-    encoded, projection = large(2, 5_000), draw(2, 64, 64, seed=1)
     queries = [draw(1, 2, 4, 64, seed=seed) for seed in range(4)]
-    cached = Cached(encoded.codes, encoded.gain)
-    expected = [pipeline.choose(query, projection, cached, 99, CHOICE) for query in queries]
+    _, *given = ranking(queries[0], draw(2, 64, 64, seed=1), large(2, 5_000), 99)
+    expected = [pipeline.rank(query, *given, RULES)[0] for query in queries]
     wrong = []
 
     def work(i):
         for _ in range(20):
-            found = pipeline.choose(queries[i], projection, cached, 99, CHOICE)
+            found, _ = pipeline.rank(queries[i], *given, RULES)
             if not torch.equal(found, expected[i]):
                 wrong.append(i)
 
@@ -269,17 +286,15 @@ def test_the_default_dtype_changes_nothing():
     """A program may set it, as vLLM does while it loads a model; the kernels write float32."""
     generator = torch.Generator().manual_seed(0)
     query, keys = torch.randn(1, 2, 4, 64, generator=generator), torch.randn(1, 2, 90, 64, generator=generator)
-    projection, choice = torch.randn(2, 64, 64, generator=generator) / 8, Choice(scaling=0.125)
-    encoder = make_encoder(projection, torch.float32)
+    codebook = make_codebook(torch.randn(2, 64, 64, generator=generator) / 8, torch.float32)
 
     def everything():
-        encoded = kernels.encode_with(encoder, keys)
-        cached = Cached(encoded.codes, encoded.gain)
-        chosen = kernels.choose(query, projection, cached, 9, choice)
-        slots = Slots(keys.clone(), keys.clone(), encoded.codes, encoded.gain, encoded.error)
-        out = kernels.step(query, Hashed(projection, encoder, slots, 90), 9, choice)
-        scale = pipeline.quantize_query(query, projection).scale
-        return encoded.error, chosen, kernels.sparse_attention(query, keys, keys, chosen), out, scale
+        encoded, rows = kernels.encode_with(codebook, keys), rows_of(keys, 9)
+        state = State(keys.clone(), keys.clone(), encoded.codes, encoded.gain, encoded.error)
+        step = kernels.sparse_decode(query, codebook, state, rows, RULES, fresh=1)
+        chosen, rounded = pipeline.rank(query, codebook, state, rows, RULES)
+        dense = kernels.dense_decode(query, state, rows)
+        return encoded.error, *step, chosen, rounded.scale, attend(query, keys, keys, chosen), dense
 
     expected = everything()
     torch.set_default_dtype(torch.bfloat16)
@@ -302,5 +317,5 @@ def check_widening():
         numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
         values = numbers.where(numbers.isfinite(), 1).view(1, 256, 1, 256)
         query = torch.zeros_like(values)
-        found = pipeline.sparse_attention(query, query, values, torch.zeros(1, 256, 1, dtype=torch.int64))
+        found = attend(query, query, values, torch.zeros(1, 256, 1, dtype=torch.int64))
         assert torch.equal(found, values)

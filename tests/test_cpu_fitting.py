@@ -6,7 +6,7 @@ import torch
 from bpc_calib import InputError
 from bpc_calib.backends.cpu import backend
 from bpc_calib.backends.cpu.fitting import WORD
-from bpc_calib.backends.dispatch import fit as dispatched
+from bpc_calib.backends.dispatch import find
 from bpc_calib.method import fitting
 
 OPTIONS = {
@@ -111,4 +111,4 @@ def test_wrong_arguments_are_refused():
 
 def test_float64_keys_go_to_plain_torch():
     keys = made_keys(300, 16, torch.float64)
-    assert torch.equal(dispatched(keys, 32).projection, fitting.fit(keys, 32).projection)
+    assert torch.equal(find(keys[None]).fit(keys, 32).projection, fitting.fit(keys, 32).projection)

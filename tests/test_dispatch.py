@@ -3,22 +3,25 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import tiny
 import torch
-from drawn import DEVICE, cache, draw
+from drawn import DEVICE, draw
 
-from bpc_calib import InputError, enable, sparse_attention
-from bpc_calib.backends import dispatch
-from bpc_calib.method import choosing, encoding
-from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib import InputError, enable
+from bpc_calib.backends import dispatch, plain
+from bpc_calib.method import step
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.encoding import encode_with
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State
 
 CPU = torch.device("cpu")
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
 COMPILED_HERE = ["native"] if DEVICE.type == "cpu" else []
-BACKENDS = ["torch", "triton", *COMPILED_HERE]
 
 
 @pytest.fixture(autouse=True)
@@ -108,166 +111,125 @@ def test_enable_refuses_an_unknown_backend(monkeypatch):
         enable(tiny.model())
 
 
-def arguments(heads=4, dim=64):
-    projection, encoded = cache(1, 2, 60, dim, 64)
-    return draw(1, 2, heads, dim, seed=3), projection, encoded
-
-
 @pytest.fixture
 def no_kernels(monkeypatch):
     """Where a kernel is launched all the same, the test fails."""
     import bpc_calib.backends.triton.ops  # noqa: F401
 
     monkeypatch.setenv("BPC_BACKEND", "triton")
-    for name in ("choose", "sparse_attention", "dense_attention", "encode_with"):
+    for name in ("sparse_decode", "attend", "encode_with"):
         monkeypatch.setattr(f"bpc_calib.backends.triton.pipeline.{name}", None)
 
 
-def written_out(query, keys, listed):
-    """Softmax attention written out."""
-    rows = keys.gather(2, listed.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))
-    return (query @ rows.mT * keys.shape[-1] ** -0.5).softmax(-1) @ rows
+def case(heads=4, dtype=torch.float32, batch=1, tokens=60):
+    """The arguments of a step that attends to 9 tokens."""
+    codebook = make_codebook(draw(2, 64, 64, seed=1) / 16, dtype)
+    keys = draw(batch, 2, tokens, 64, seed=2, dtype=dtype)
+    encoded = encode_with(codebook, keys)
+    lengths = torch.full((batch,), tokens, device=DEVICE)
+    rows = Rows(lengths, torch.full((batch, 1), 9, device=DEVICE), tokens, 9)
+    state = State(keys, keys, encoded.codes, encoded.gain)
+    return draw(batch, 2, heads, 64, seed=3, dtype=dtype), codebook, state, rows, Rules(scaling=0.1, recent=1)
+
+
+def decode(query, codebook, state, rows, rules):
+    return dispatch.find(query, state).sparse_decode(query, codebook, state, rows, rules)
 
 
 @pytest.mark.usefixtures("no_kernels")
 def test_what_the_kernels_do_not_serve_falls_back(warned):
-    query, projection, encoded = arguments(heads=17)
-    given = (query, projection, Cached(encoded.codes, encoded.gain), 9, Choice(0.1, recent=1))
+    given = case(heads=17)
     for _ in range(2):
-        found = dispatch.choose(*given)
-    assert torch.equal(found, choosing.choose(*given))
-    for tokens in (60, 17):  # as many tokens as heads are no other case
-        keys, listed = draw(1, 2, tokens, 64, seed=2), found.clamp(max=tokens - 1)
-        attended = dispatch.sparse_attention(query, keys, keys, listed)
-        torch.testing.assert_close(attended, written_out(query, keys, listed))
+        found = decode(*given)
+    assert all(map(torch.equal, found, step.sparse_decode(*given)))
+    decode(*case(heads=17, tokens=17))  # as many tokens as heads are no other case
     assert warned() == [
         "the triton kernels do not serve 17 query heads per KV head, more than 16; plain torch does, slowly"
     ]
-
-
-@pytest.mark.parametrize("backend", ["torch", *COMPILED_HERE])
-def test_padding_is_attended_around(monkeypatch, backend):
-    monkeypatch.setenv("BPC_BACKEND", backend)
-    query, keys = draw(2, 2, 4, 64, seed=3), draw(2, 2, 60, 64, seed=2)
-    lengths, valid = torch.tensor([60, 40], device=DEVICE), torch.ones(2, 60, dtype=torch.bool, device=DEVICE)
-    valid[1, :7] = valid[0, 20:30] = False
-    found = dispatch.dense_attention(query, keys, keys, lengths, valid=valid)
-    for row, listed in enumerate(([*range(20), *range(30, 60)], [*range(7, 40)])):
-        listed = torch.tensor(listed, device=DEVICE).expand(1, 2, -1)
-        expected = written_out(query[row : row + 1], keys[row : row + 1], listed)
-        torch.testing.assert_close(found[row : row + 1], expected)
 
 
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda keys: keys.expand(1, 1, 2, 60, 64), "5 dimensions instead of 4"),
         (lambda keys: torch.zeros(1, 2, 60, 320, device=DEVICE), "head_dim 320, above 256"),
-        (lambda keys: keys.mT.contiguous().mT, "a last dimension that is not contiguous"),
-        (lambda keys: keys[:, :1, :1, :].expand(1, 70000, 1, 64), "a cache [1, 70000, 1], beyond 65535 rows"),
+        (lambda keys: keys[:, :1, :1].expand(1, 70000, 1, 64), "70000 KV heads of all sequences, more than 65535"),
+        (lambda keys: keys.int(), "dtype torch.int32"),
     ],
-    ids=["dimensions", "head_dim", "strides", "rows"],
+    ids=["head_dim", "rows", "dtype"],
 )
 def test_keys_that_the_kernels_do_not_take(warned, change, said):
     keys = change(draw(1, 2, 60, 64, seed=2))
-    projection = draw(64, keys.shape[-1], seed=1) / 16
-    encoder = encoding.make_encoder(projection, keys.dtype)
-    expected = encoding.encode_with(encoder, keys)
-    assert torch.equal(dispatch.encode_with(encoder, keys).codes, expected.codes)
+    assert dispatch.find(keys) is plain
     assert len(warned()) == 1
     assert said in warned()[0]
+
+
+@pytest.mark.parametrize("backend", COMPILED_HERE)
+def test_states_that_the_kernels_do_not_take(monkeypatch, warned, backend):
+    monkeypatch.setenv("BPC_BACKEND", backend)
+    query, codebook, state, rows, rules = case()
+    wide = torch.stack([state.codes, state.codes], dim=3).flatten(3)[..., :1]  # a gap behind every code
+    apart = replace(state, codes=wide)
+    assert dispatch.find(query, apart) is plain
+    found, expected = (decode(query, codebook, each, rows, rules) for each in (apart, state))
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0])
+    across = replace(state, keys=state.keys.mT.contiguous().mT)
+    assert dispatch.find(query, across) is plain
+    assert [said.split(" serve ")[1].split(";")[0] for said in warned()] == [
+        "codes that do not lie one after the other",
+        "a last dimension that is not contiguous",
+    ]
 
 
 @interpreted
 def test_the_kernels_serve_where_they_are_named(monkeypatch, warned):
     """Bit for bit what torch gives in float64, where no product rounds a query another way."""
-    projection, encoded = cache(2, 2, 60, 64, 64)
-    query, keys = draw(2, 2, 4, 64, seed=3, dtype=torch.float64), draw(2, 2, 60, 64, seed=2, dtype=torch.float64)
-    cached, choice = Cached(encoded.codes, encoded.gain), Choice(0.1, recent=1)
-    for k in (9, torch.tensor([[9], [5]], device=DEVICE)):
+    query, codebook, state, rows, rules = case(dtype=torch.float64, batch=2)
+    for k in ([[9], [9]], [[9], [5]]):
+        given = query, codebook, state, replace(rows, k=torch.tensor(k, device=DEVICE)), rules
         monkeypatch.setenv("BPC_BACKEND", "torch")
-        plain = dispatch.choose(query, projection, cached, k, choice)
+        expected = decode(*given)
         monkeypatch.setenv("BPC_BACKEND", "triton")
-        launched = dispatch.choose(query, projection, cached, k, choice)
-        assert torch.equal(plain, launched)
-        attended = dispatch.sparse_attention(query, keys, keys, launched)
-        monkeypatch.setenv("BPC_BACKEND", "torch")
-        torch.testing.assert_close(attended, sparse_attention(query, keys, keys, plain))
+        found = decode(*given)
+        assert torch.equal(found[1], expected[1])
+        torch.testing.assert_close(found[0], expected[0])
     assert warned() == []
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dense_attention_reads_no_further_than_the_length(monkeypatch, backend):
-    if DEVICE.type == "cpu" or backend == "torch":
-        monkeypatch.setenv("BPC_BACKEND", backend)
-    query, keys, values = draw(2, 2, 4, 64, seed=3), draw(2, 2, 150, 64, seed=2), draw(2, 2, 150, 64, seed=4)
-    lengths = torch.tensor([150, 70], device=DEVICE)
-    for scaling in (None, 0.3):
-        found = dispatch.dense_attention(query, keys, values, lengths, scaling)
-        for row, length in enumerate(lengths.tolist()):
-            logits = query[row] @ keys[row, :, :length].mT * (64**-0.5 if scaling is None else scaling)
-            expected = logits.softmax(-1) @ values[row, :, :length]
-            torch.testing.assert_close(found[row], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_dense_attention_refuses_what_does_not_fit(monkeypatch):
-    query, keys = draw(2, 2, 4, 64), draw(2, 2, 60, 64)
-    lengths, valid = torch.tensor([60, 40], device=DEVICE), torch.ones(2, 60, dtype=torch.bool, device=DEVICE)
-    for backend in BACKENDS if DEVICE.type == "cpu" else ["torch"]:
-        monkeypatch.setenv("BPC_BACKEND", backend)
-        for wrong in (
-            {"query": query[..., :32]},
-            {"query": query.double()},
-            {"keys": keys[:1]},
-            {"values": keys[:, :, :9]},
-            {"values": keys.half()},
-            {"lengths": lengths[:1]},
-            {"lengths": lengths.float()},
-            {"valid": valid[:, :9]},
-            {"valid": valid.long()},
-        ):
-            given = {"query": query, "keys": keys, "values": keys, "lengths": lengths} | wrong
-            with pytest.raises(InputError, match=r"not fit"):
-                dispatch.dense_attention(**given)
 
 
 def test_a_step_compiles_to_one_graph(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setenv("BPC_BACKEND", "triton")
-    projection, encoded = cache(2, 2, 60, 64, 64)
-    keys, lengths = draw(2, 2, 60, 64, seed=2), torch.tensor([60, 31], device=DEVICE)
+    _, codebook, state, rows, rules = case(batch=2)
+    at, new = torch.tensor([40], device=DEVICE), draw(2, 2, 1, 64, seed=9)
 
-    def step(query, lengths):
-        codes = dispatch.encode_with(encoding.make_encoder(projection, keys.dtype), keys).codes
-        cached = Cached(codes, encoded.gain, lengths=lengths)
-        indices = dispatch.choose(query, projection, cached, 9, Choice(0.1, recent=1))
-        return dispatch.sparse_attention(query * 1.0, keys, keys, indices)
+    def run(query, lengths):
+        backend = dispatch.find(query, state)
+        backend.append(state, codebook, new, new, at)
+        out, _ = backend.sparse_decode(query * 1.0, codebook, state, replace(rows, lengths=lengths), rules)
+        return out
 
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    lengths = torch.tensor([60, 31], device=DEVICE)
     for seed in (3, 4):
         query = draw(2, 2, 4, 64, seed=seed)
-        assert torch.equal(compiled(query, lengths), step(query, lengths))
+        assert torch.equal(compiled(query, lengths), run(query, lengths))
 
 
 def test_a_wrong_shape_is_refused_before_a_kernel_sees_it(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setenv("BPC_BACKEND", "triton")
-    query, keys = draw(1, 2, 4, 64), draw(1, 2, 60, 64)
-    with pytest.raises(InputError, match="do not fit"):
-        dispatch.sparse_attention(query, keys, keys, torch.zeros(1, 3, 5, dtype=torch.int64, device=DEVICE))
-    projection, encoded = cache(1, 2, 60, 64, 64)
+    query, codebook, state, rows, rules = case()
     for wrong in (
         {"query": query[..., :32]},
-        {"codes": encoded.codes[:, :1]},
-        {"codes": encoded.codes.int()},
-        {"gain": encoded.gain[..., :9]},
-        {"projection": projection[:, :48]},
-        {"k": 61},
-        {"k": -1},
-        {"group": "mean"},
+        {"state": replace(state, codes=state.codes[:, :1])},
+        {"state": replace(state, codes=state.codes.int())},
+        {"state": replace(state, gain=state.gain[..., :9])},
+        {"codebook": replace(codebook, projection=codebook.projection[:1])},
+        {"rows": replace(rows, width=61)},
+        {"rows": replace(rows, lengths=rows.lengths.float())},
     ):
-        given = {"query": query, "projection": projection, "codes": encoded.codes, "gain": encoded.gain, "k": 9} | wrong
-        cached, choice = Cached(given["codes"], given["gain"]), Choice(0.1, given.get("group", "relative"))
+        given = {"query": query, "codebook": codebook, "state": state, "rows": rows, "rules": rules} | wrong
         with pytest.raises(InputError):
-            dispatch.choose(given["query"], given["projection"], cached, given["k"], choice)
+            decode(**given)

@@ -8,9 +8,10 @@ import torch
 from test_decomposition import draws, random_keys
 
 from bpc_calib import InputError, decompose, encode
+from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.decomposition import BLOCK
-from bpc_calib.method.encoding import encode_with, make_encoder
+from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.fitting import _products, fit, least_squares, mean_key, residual_norms
 from bpc_calib.method.float32 import proven_codes, sum_by_signs
 from bpc_calib.method.metric import query_metric, second_moment
@@ -147,24 +148,26 @@ def test_float32_products_give_what_float64_gives(bits, dim, heads, weighted):
     keys[..., 7, :] = 0
     metric = query_metric(second_moment(random_keys(*heads, 300, dim, seed=8)), 0.5)
     weights = (torch.rand(keys.shape[:-1]) > 0.2) if weighted else None
-    encoder = make_encoder(decompose(keys, bits, iterations=1, metric=metric).projection, torch.float64, metric=metric)
-    one, two = (_products(keys, encoder, weights, torch.zeros(heads), single=single) for single in (False, True))
-    assert torch.equal(proven_codes(encoder, keys), encode_with(encoder, keys).codes)
+    codebook = make_codebook(
+        decompose(keys, bits, iterations=1, metric=metric).projection, torch.float64, metric=metric
+    )
+    one, two = (_products(keys, codebook, weights, torch.zeros(heads), single=single) for single in (False, True))
+    assert torch.equal(proven_codes(codebook, keys), encode_with(codebook, keys).codes)
     assert torch.equal(one.squares, two.squares)
     assert (one.cross - two.cross).abs().max() <= 2.0**-43 * keys.shape[-2] * keys.abs().max()
 
 
 def test_signs_that_float32_gets_wrong_are_computed_in_float64():
     projection = random_keys(32, 16, seed=3).float()
-    encoder = make_encoder(projection, torch.float64)
+    codebook = make_codebook(projection, torch.float64)
     normal = projection[0].double() / projection[0].norm()
     keys = random_keys(4000, 16, seed=4).double()
     keys = keys - (keys @ normal)[:, None] * normal  # in the plane where the first bit changes, to 16 digits
     keys = keys + 1e-9 * torch.linspace(-1, 1, 4000).double()[:, None] * normal
-    plain = encode_with(make_encoder(projection, torch.float32), keys.float()).codes
-    exact = encode_with(encoder, keys).codes
+    plain = encode_with(make_codebook(projection, torch.float32), keys.float()).codes
+    exact = encode_with(codebook, keys).codes
     assert (plain != exact).any()
-    assert torch.equal(proven_codes(encoder, keys), exact)
+    assert torch.equal(proven_codes(codebook, keys), exact)
 
 
 def test_sums_by_signs_do_not_depend_on_the_order():

@@ -1,5 +1,7 @@
 """Every kernel against its torch oracle: in Triton's interpreter, and as compiled where there is a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from drawn import DEVICE, EXACT, FLOAT64, cache, draw
@@ -7,21 +9,31 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 from bpc_calib import hash_scores, quantize_query, select
 from bpc_calib.backends.triton import backend, ops, pipeline
 from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
-from bpc_calib.method import choosing
-from bpc_calib.method.choosing import Cached, Choice
+from bpc_calib.bench.inputs import rows_of
+from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import GAIN_MAX
-from bpc_calib.method.encoding import make_encoder
+from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.sparse_attention import sparse_attention
+from bpc_calib.method.state import State
+from bpc_calib.method.step import attend
+from bpc_calib.method.step import rank as plain_rank
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+
+def layer(batch, kv_heads, tokens, dim, bits, k, *, dtype=torch.float32, **more):
+    """A codebook, what is cached of random keys, and sequences that attend to `k` of them."""
+    projection, encoded = cache(batch, kv_heads, tokens, dim, bits, **more)
+    keys = draw(batch, kv_heads, tokens, dim, seed=2, dtype=dtype)
+    state = State(keys, keys, encoded.codes, encoded.gain, encoded.error)
+    return make_codebook(projection, dtype), state, rows_of(keys, k)
 
 
 @pytest.mark.emulated(group=["relative"], heads=[1, 16])
 @pytest.mark.parametrize("group", ["relative", "max"])
 @pytest.mark.parametrize(("heads", "bits"), [(1, 64), (4, 128), (16, 128)])
 def test_the_largest_scores_there_can_be(group, heads, bits):
-    projection = torch.eye(bits, device=DEVICE).unsqueeze(0)
+    codebook = make_codebook(torch.eye(bits, device=DEVICE).unsqueeze(0), torch.float32)
     query = torch.ones(1, 1, heads, bits, device=DEVICE)
     query[..., ::2] = -1
     codes = torch.randint(-(2**63), 2**63 - 1, (1, 1, 200, bits // 64), generator=torch.Generator().manual_seed(0))
@@ -29,14 +41,15 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
     codes[..., 50, :] = 0xAAAAAAAAAAAAAAAA - 2**64  # bits 1, 3, ...: the query itself
     codes[..., 60, :] = 0x5555555555555555
     gain = torch.full((1, 1, 200), GAIN_MAX, dtype=torch.uint8, device=DEVICE)
-    cached, choice = Cached(codes, gain), Choice(0.1, group)
-    made = pipeline.score(query, projection, cached, 9, choice)
+    keys, rules = torch.zeros(1, 1, 200, bits, device=DEVICE), Rules(group=group, scaling=0.1)
+    state, rows = State(keys, keys, codes, gain), rows_of(keys, 9)
+    made = pipeline.score(query, codebook, state, rows, rules)
     assert made.values.abs().eq(127).all()
-    pipeline.rank(made, cached, choice)
+    pipeline.rank(made, state, rows, rules)
     rounded = pipeline.quantized(made, 1)
     scores = hash_scores(rounded, codes, gain)
     assert scores.max() == 127 * bits * 287
-    ranked = choosing.rank(scores, rounded.scale, group=group, gain=True, scaling=0.1)
+    ranked = plain_rank(scores, rounded.scale, group=group, gain=True, scaling=0.1)
     assert torch.equal(made.ranked[:, :200], ranked[0])
     assert torch.equal(pipeline.take(made, 9), select(ranked, 9)[0])
 
@@ -45,11 +58,11 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
 def test_queries_in_int8(dtype):
     """Across a product that rounds in its own order: few entries differ, by one."""
-    projection, encoded = cache(3, 2, 8, 128, 64)
+    codebook, state, rows = layer(3, 2, 8, 128, 64, 2, dtype=dtype)
     query = draw(3, 2, 4, 128, seed=3, dtype=dtype)
     query[1, 0] = 0
-    made = pipeline.score(query, projection, Cached(encoded.codes, encoded.gain), 2, Choice(0.1))
-    found, expected = pipeline.quantized(made, 3), quantize_query(query, projection)
+    made = pipeline.score(query, codebook, state, rows, Rules())
+    found, expected = pipeline.quantized(made, 3), quantize_query(query, codebook.projection)
     apart = (found.values.int() - expected.values.int()).abs()
     assert apart.max() <= 1
     assert apart.sum() <= 4  # of 1,536
@@ -62,7 +75,9 @@ def test_queries_too_small_to_invert(heads):
     projection = torch.eye(32, device=DEVICE).expand(2, 32, 32).clone()
     projection[:, 5:] = 0
     query = torch.full((1, 2, heads, 32), 1e-41, device=DEVICE)
-    found = pipeline.quantize_query(query, projection)
+    _, state, rows = layer(1, 2, 8, 32, 32, 2)
+    made = pipeline.score(query, make_codebook(projection, torch.float32), state, rows, Rules())
+    found = pipeline.quantized(made, 1)
     assert torch.equal(found.values, quantize_query(query, projection).values)
     assert found.values[..., :5].eq(127).all()
     assert found.values[..., 5:].eq(0).all()
@@ -71,17 +86,16 @@ def test_queries_too_small_to_invert(heads):
 @pytest.mark.emulated
 def test_scores_and_their_histogram():
     """The lowest bin is left out: it counts tokens that do not rank, too, and no result depends on it."""
-    projection, encoded = cache(2, 2, 1500, 64, 64, zero_keys=True)
-    query = draw(2, 2, 4, 64, seed=3)
-    cached, choice = Cached(encoded.codes, encoded.gain), Choice(0.1, recent=2, sink=1)
-    made = pipeline.score(query, projection, cached, 50, choice)
-    pipeline.rank(made, cached, choice)
+    codebook, state, rows = layer(2, 2, 1500, 64, 64, 50, zero_keys=True)
+    query, rules = draw(2, 2, 4, 64, seed=3), Rules(scaling=0.1, recent=2, sink=1)
+    made = pipeline.score(query, codebook, state, rows, rules)
+    pipeline.rank(made, state, rows, rules)
     rounded = pipeline.quantized(made, 2)
-    scores = hash_scores(rounded, encoded.codes, encoded.gain)
-    plain = hash_scores(rounded, encoded.codes).mT.flatten(0, 1)
+    scores = hash_scores(rounded, state.codes, state.gain)
+    plain = hash_scores(rounded, state.codes).mT.flatten(0, 1)
     assert torch.equal(made.heads[:, :1500].int(), plain)
     assert torch.equal(made.best.amax(1).unflatten(0, (2, 2)), scores.amax(-1))
-    ranked = choosing.rank(scores, rounded.scale, group="relative", gain=True, scaling=0.1).flatten(0, 1)
+    ranked = plain_rank(scores, rounded.scale, group="relative", gain=True, scaling=0.1).flatten(0, 1)
     assert torch.equal(made.ranked[:, 1:1498], ranked[:, 1:1498])
     assert (made.ranked[:, [0, 1498, 1499]] == 2**31 - 1).all()
     low, shift = made.plan[:, PLAN_LOW.value, None], made.plan[:, PLAN_SHIFT.value, None]
@@ -95,35 +109,28 @@ def test_scores_and_their_histogram():
 def test_attention_over_everything():
     query, keys, values = draw(2, 2, 4, 64), draw(2, 2, 150, 64, seed=1), draw(2, 2, 150, 64, seed=2)
     lengths = torch.tensor([150, 70], device=DEVICE)
-    found = pipeline.dense_attention(query, keys, values, lengths)
-    for row, length in enumerate(lengths.tolist()):
-        everything = torch.arange(length, device=DEVICE).expand(2, -1)
-        expected = sparse_attention(query[row], keys[row, :, :length], values[row, :, :length], everything)
-        torch.testing.assert_close(found[row], expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
+    state, rows = State(keys, values), replace(rows_of(keys, 150), lengths=lengths)
+    everything = torch.arange(150, device=DEVICE).expand(2, 2, -1)
+    expected = attend(query, state, rows, everything.where(everything < lengths.view(2, 1, 1), -1))
+    found = pipeline.attend(query, state, rows, None)
+    torch.testing.assert_close(found, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
 
 
 def test_the_same_every_time():
     """Of a GPU: the interpreter runs programs one after the other."""
-    projection, encoded = cache(1, 2, 1500, 64, 64)
-    query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 1500, 64, seed=2)
-    made = []
-    for _ in range(3):
-        indices = pipeline.choose(query, projection, Cached(encoded.codes, encoded.gain), 300, Choice(0.1))
-        made.append((indices, pipeline.sparse_attention(query, keys, keys, indices)))
+    given = (draw(1, 2, 4, 64, seed=3), *layer(1, 2, 1500, 64, 64, 300), Rules())
+    made = [pipeline.sparse_decode(*given) for _ in range(3)]
     assert all(torch.equal(one, other) for again in made[1:] for one, other in zip(made[0], again, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_step_in_a_cuda_graph():
     """Captured once, then replayed with other queries and other lengths."""
-    projection, encoded = cache(1, 2, 2100, 64, 64)
-    query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 2100, 64, seed=2)
-    lengths = torch.tensor([2100], device=DEVICE)
-    cached, choice = Cached(encoded.codes, encoded.gain, lengths=lengths), Choice(0.1, recent=1)
+    codebook, state, rows = layer(1, 2, 2100, 64, 64, 60)
+    query, rules = draw(1, 2, 4, 64, seed=3), Rules(recent=1)
 
     def step():
-        indices = backend.choose(query, projection, cached, 60, choice)
-        return indices, backend.sparse_attention(query, keys, keys, indices, 0.1)
+        return backend.sparse_decode(query, codebook, state, rows, rules)
 
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
@@ -135,37 +142,39 @@ def test_a_step_in_a_cuda_graph():
         replayed = step()
     for seed, length in ((3, 2100), (4, 1500), (5, 70)):
         query.copy_(draw(1, 2, 4, 64, seed=seed))
-        lengths.fill_(length)
+        rows.lengths.fill_(length)
         graph.replay()
         assert all(map(torch.equal, replayed, step()))
 
 
 def test_operators_tell_their_shapes():
     """What `torch.compile` and CUDA graphs need of an operator, by torch's own check."""
-    projection, encoded = cache(2, 2, 40, 64, 64)
-    query, keys = draw(2, 2, 4, 64, seed=3), draw(2, 2, 40, 64, seed=2)
-    checks = ("test_schema", "test_faketensor")
+    codebook, state, _ = layer(2, 2, 40, 64, 64, 7)
+    query, keys = draw(2, 2, 4, 64, seed=3), state.keys
     valid = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
-    ks = torch.tensor([[5], [7]], device=DEVICE)
-    tail = (0.1, "relative", valid, None, 1, 0, worst_first(encoded.error), 0.2, 7)
-    torch.library.opcheck(ops.choose, (query, projection, encoded.codes, encoded.gain, 0, ks, *tail), test_utils=checks)
-    torch.library.opcheck(ops.choose, (query, projection, encoded.codes, None, 7, None, *tail), test_utils=checks)
-    indices = torch.arange(9, device=DEVICE).expand(2, 2, 9)
-    torch.library.opcheck(ops.sparse_attention, (query, keys, keys, indices, 0.1), test_utils=checks)
-    lengths = torch.tensor([40, 9], device=DEVICE)
-    torch.library.opcheck(ops.dense_attention, (query, keys, keys, lengths, 0.1), test_utils=checks)
-    encoder = make_encoder(projection, keys.dtype)
-    slots = (keys.clone(), keys.clone(), encoded.codes, encoded.gain, None)
+    lengths, k = torch.tensor([40, 9], device=DEVICE), torch.tensor([[5], [7]], device=DEVICE)
+    table, rules = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32, device=DEVICE), (0.1, "relative", 1, 0)
+    pages = [each[:, :, :16] for each in (keys, keys, state.codes, state.gain)]
+    matrices, slots = (codebook.matrix, codebook.gram, None, None), (keys.clone(), keys.clone())
     new = (keys[:, :, :1], keys[:, :, 1:2], torch.tensor([7], device=DEVICE))
-    arguments = (encoder.matrix, encoder.gram, None, None, *new, *slots)
-    torch.library.opcheck(ops.append, arguments, test_utils=checks)
-    torch.library.opcheck(ops.encode, (encoder.matrix, encoder.gram, None, None, keys), test_utils=checks)
+    for operator, *arguments in (
+        (ops.sparse_decode, query, codebook.projection, keys, keys, state.codes, state.gain, worst_first(state.error),
+         None, None, lengths, k, 40, 7, valid, None, *rules, 0.2),
+        (ops.sparse_decode, query, codebook.projection, keys, keys, state.codes, None, None,
+         None, None, lengths, k, 40, 9, None, None, *rules, 0.0),
+        (ops.sparse_decode, query, codebook.projection, *pages, None,
+         None, None, lengths - 8, k.clamp(max=1), 32, 7, None, table, *rules, 0.0),
+        (ops.dense_decode, query, keys, keys, lengths, 40, 0.1),
+        (ops.append, *matrices, *new, *slots, state.codes, state.gain, None),
+        (ops.encode, *matrices, keys),
+    ):  # fmt: skip
+        torch.library.opcheck(operator, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_dense_attention_beyond_the_buffer():
-    query, lengths = draw(1, 2, 4, 64, seed=3), torch.tensor([75], device=DEVICE)
-    keys = draw(1, 2, 60, 64, seed=2)
+    query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 60, 64, seed=2)
+    state, rows = State(keys, keys), rows_of(keys, 60)
     everything = torch.arange(60, device=DEVICE).expand(1, 2, -1)
-    dense = pipeline.dense_attention(query, keys, keys, lengths)
-    expected = sparse_attention(query, keys, keys, everything)
+    dense = pipeline.attend(query, state, replace(rows, lengths=rows.lengths + 15), None)
+    expected = attend(query, state, rows, everything)
     torch.testing.assert_close(dense, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])

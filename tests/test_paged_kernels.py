@@ -1,14 +1,17 @@
 """Triton's kernels over pages against the same kernels over rows, bit for bit: interpreted, emulated or on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from drawn import DEVICE, EXACT, draw
 
-from bpc_calib.backends import plain
+from bpc_calib import find
 from bpc_calib.backends.triton import backend, pipeline
-from bpc_calib.method.choosing import Cached, Choice
-from bpc_calib.method.encoding import make_encoder
-from bpc_calib.method.paging import CodePages, Fresh, Packing, Paged, Rows, read_codes, read_tokens, write_codes
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Packing, Rows, State, read_codes, read_tokens, within, write_codes
+from bpc_calib.method.step import attend
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -16,12 +19,13 @@ KV_HEADS = 2
 NOWHERE = 1 << 30  # a page that must not be read
 
 
-def random_pages(count, size, words, behind=0):
-    """Codes and gains, with other bytes behind those of each page."""
-    room = KV_HEADS * size * (8 * words + 1) + behind
+def random_pages(cache, words, behind=0, **more):
+    """Of keys and values `[pages, H_KV, size, 2 D]`: with codes and gains, and other bytes behind those of a page."""
+    (count, _, size, dims), room = cache.shape, KV_HEADS * cache.shape[2] * (8 * words + 1) + behind
     raw = torch.randint(256, (count * room,), generator=torch.Generator().manual_seed(5), dtype=torch.uint8).to(DEVICE)
     codes = raw.view(torch.int64).as_strided((count, KV_HEADS, size, words), (room // 8, size * words, words, 1))
-    return CodePages(codes, raw.as_strided((count, KV_HEADS, size), (room, size, 1), KV_HEADS * size * words * 8))
+    gain = raw.as_strided((count, KV_HEADS, size), (room, size, 1), KV_HEADS * size * words * 8)
+    return State(cache[..., : dims // 2], cache[..., dims // 2 :], codes, gain, **more)
 
 
 def random_table(lengths, size, seed=0):
@@ -35,8 +39,9 @@ def random_table(lengths, size, seed=0):
 
 
 def rows_of(lengths, k, size):
-    table = random_table(lengths, size)
-    return Rows(table, torch.tensor(lengths, device=DEVICE), torch.tensor(k, device=DEVICE), max(k))
+    lengths, k = torch.tensor(lengths, device=DEVICE), torch.tensor(k, device=DEVICE)
+    table = random_table(lengths.tolist(), size)
+    return Rows(lengths, k.unsqueeze(-1), int(lengths.max()), int(k.max()), block_table=table)
 
 
 STEPS = {  # lengths, k, heads on a KV head, head_dim, bits, tokens of a page, dtype, rules
@@ -53,27 +58,23 @@ STEPS = {  # lengths, k, heads on a KV head, head_dim, bits, tokens of a page, d
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_over_pages_is_a_step_over_rows(step, gain):
-    """The same tokens as the kernels choose from copied codes, and the same bits as they attend to copied rows."""
+    """The same tokens and bits as of the same kernels over copies."""
     lengths, k, heads, dim, bits, size, dtype, rules = STEPS[step]
     rows = rows_of(lengths, k, size)
-    projection = draw(KV_HEADS, bits, dim, seed=1, dtype=dtype)
-    pages = random_pages(rows.table.numel(), size, -(-bits // 64), behind=64)
+    codebook = make_codebook(draw(KV_HEADS, bits, dim, seed=1), dtype)
+    # Heads behind places, as FlashAttention has them.
+    cache = draw(rows.block_table.numel(), size, KV_HEADS, 2 * dim, seed=4, dtype=dtype).transpose(1, 2)
+    pages, rules = random_pages(cache, -(-bits // 64), behind=64), Rules(scaling=0.1, gain=gain, **rules)
     if bits == 32:
         pages.codes.bitwise_and_((1 << 32) - 1)
-    # Heads behind places, as FlashAttention has them.
-    cache = draw(rows.table.numel(), size, KV_HEADS, 2 * dim, seed=4, dtype=dtype).transpose(1, 2)
-    paged, choice = Paged(pages, cache), Choice(0.1, **rules)
     query = draw(len(k), KV_HEADS, heads, dim, seed=3, dtype=dtype)
-    out, chosen = backend.attend_pages(query, projection, paged, rows, choice, gain=gain)
-    codes, gains = read_codes(pages, rows.table, rows.lengths)
-    cached = Cached(codes, gains if gain else None, lengths=rows.lengths)
-    assert torch.equal(
-        chosen, backend.choose(query, projection, cached, rows.k.unsqueeze(-1), choice, width=rows.width)
-    )
+    out, chosen = backend.sparse_decode(query, codebook, pages, rows, rules)
     assert (chosen >= 0).sum(-1).tolist() == [[each] * KV_HEADS for each in k]
-    keys, values = read_tokens(paged, rows.table, chosen)
-    listed = torch.arange(rows.width, device=DEVICE).expand_as(chosen).where(chosen >= 0, -1)
-    assert torch.equal(out, backend.sparse_attention(query, keys, values, listed, choice.scaling))
+    every = torch.arange(rows.longest, device=DEVICE).where(within(rows), -1).unsqueeze(1).expand(-1, KV_HEADS, -1)
+    copies = State(*read_tokens(pages, rows, every), *read_codes(pages, rows))
+    expected = backend.sparse_decode(query, codebook, copies, replace(rows, block_table=None), rules)
+    assert torch.equal(chosen, expected[1])
+    assert torch.equal(out, expected[0])
 
 
 @pytest.mark.emulated(dtype=[torch.bfloat16])
@@ -82,19 +83,17 @@ def test_keys_and_values_of_8_bits(dtype):
     """Every byte of float8_e4m3fn but its two NaN is a key and a value once."""
     size, dim, heads, scales = 16, 64, 4, (torch.tensor([0.25]), torch.tensor([3.0]))
     rows = rows_of((40, 64), (40, 60), size)
-    numbers = torch.arange(rows.table.numel() * KV_HEADS * size * 2 * dim, device=DEVICE).to(torch.uint8)
+    numbers = torch.arange(rows.block_table.numel() * KV_HEADS * size * 2 * dim, device=DEVICE).to(torch.uint8)
     numbers[(numbers & 127) == 127] = 0
     cache = numbers.view(-1, KV_HEADS, size, 2 * dim)[..., torch.randperm(2 * dim, device=DEVICE)]
     scales = tuple(each.to(DEVICE) for each in scales)
-    paged = Paged(random_pages(len(cache), size, 1), cache.contiguous().view(torch.float8_e4m3fn), scales=scales)
+    pages = random_pages(cache.contiguous().view(torch.float8_e4m3fn), 1, scales=scales)
     query = draw(2, KV_HEADS, heads, dim, seed=3, dtype=dtype)
-    projection = draw(KV_HEADS, 64, dim, seed=1).to(dtype)
-    found, chosen = backend.attend_pages(query, projection, paged, rows, Choice(0.001))
-    keys, values = (each.to(torch.float32) for each in read_tokens(paged, rows.table, chosen))
-    listed = torch.arange(rows.width, device=DEVICE).expand_as(chosen).where(chosen >= 0, -1)
-    expected = plain.sparse_attention(query.float(), keys, values, listed, 0.001)
+    codebook = make_codebook(draw(KV_HEADS, 64, dim, seed=1), dtype)
+    found, chosen = backend.sparse_decode(query, codebook, pages, rows, Rules(scaling=0.001))
+    expected = attend(query.float(), pages, rows, chosen, 0.001)
     assert expected.abs().mean() > 10
-    error = EXACT[dtype] * values.abs().amax()
+    error = EXACT[dtype] * read_tokens(pages, rows, chosen)[1].abs().amax()
     torch.testing.assert_close(found.float(), expected, rtol=EXACT[dtype], atol=float(error))
 
 
@@ -106,7 +105,7 @@ def test_keys_and_values_of_8_bits(dtype):
 def test_keys_are_hashed_into_their_slots(tokens, bits):
     """The codes of `encode_with`, where they belong; nothing else is written."""
     size, dim, dtype = 16, 64, torch.bfloat16
-    encoder = make_encoder(
+    codebook = make_codebook(
         draw(KV_HEADS, bits, dim, seed=1) / 16, dtype,
         metric=torch.eye(dim, device=DEVICE).expand(KV_HEADS, dim, dim) * 1.5, mean=draw(KV_HEADS, dim, seed=7),
     )  # fmt: skip
@@ -114,9 +113,10 @@ def test_keys_are_hashed_into_their_slots(tokens, bits):
     slots = torch.randperm(9 * size, generator=torch.Generator().manual_seed(1))[:tokens].to(DEVICE)
     if tokens > 1:
         slots[[1, tokens - 1]] = -1
-    wanted, found = (random_pages(9, size, bits // 64, behind=64) for _ in range(2))
-    write_codes(backend.encode_with(encoder, keys), slots, wanted)
-    backend.hash_into(Fresh(encoder, keys, slots), found)
+    cache = torch.zeros(9, KV_HEADS, size, 2 * dim, dtype=dtype, device=DEVICE)
+    wanted, found = (random_pages(cache, bits // 64, behind=64) for _ in range(2))
+    write_codes(backend.encode_with(codebook, keys), slots, wanted)
+    backend.append(found, codebook, keys, None, slots)
     assert torch.equal(found.codes, wanted.codes)
     assert torch.equal(found.gain, wanted.gain)
 
@@ -124,39 +124,42 @@ def test_keys_are_hashed_into_their_slots(tokens, bits):
 def test_sequences_in_groups(monkeypatch):
     """As many at once as scores have room for: five one by one, two and all give the same."""
     lengths, k, size, dim = (90, 33, 70, 16, 48), (9, 3, 11, 16, 1), 16, 64
-    rows = rows_of(lengths, k, size)
-    paged = Paged(random_pages(rows.table.numel(), size, 1), draw(rows.table.numel(), KV_HEADS, size, 2 * dim, seed=4))
-    query, projection = draw(5, KV_HEADS, 4, dim, seed=3), draw(KV_HEADS, 64, dim, seed=1)
-    each = pipeline.sequence_bytes((KV_HEADS, 4, 96), Choice(0.1), 64)
+    rows, rules = rows_of(lengths, k, size), Rules(scaling=0.1)
+    pages = random_pages(draw(rows.block_table.numel(), KV_HEADS, size, 2 * dim, seed=4), 1)
+    query, codebook = draw(5, KV_HEADS, 4, dim, seed=3), make_codebook(draw(KV_HEADS, 64, dim, seed=1), torch.float32)
+    each = pipeline.sequence_bytes((KV_HEADS, 4, 96), rules, 64)
     found = []
     for room in (5 * each, each, 2 * each + 1):
         monkeypatch.setattr(pipeline, "WORKSPACE", room)
-        found_room = pipeline.workspace((KV_HEADS, 4, 90), Choice(0.1), 64, 9)
+        found_room = pipeline.workspace((KV_HEADS, 4, 90), rules, 64, 9)
         assert found_room == room // each * each
-        found.append(backend.attend_pages(query, projection, paged, rows, Choice(0.1)))
+        found.append(backend.sparse_decode(query, codebook, pages, rows, rules))
     for out, chosen in found[1:]:
         assert torch.equal(chosen, found[0][1])
         torch.testing.assert_close(out, found[0][0], rtol=1e-5, atol=1e-5)
 
 
-def test_other_pages_are_left_to_plain_torch():
+def test_other_pages_are_left_to_plain_torch(monkeypatch):
     """Pages of 20 tokens, and packed ones: the same as the same tokens in pages of 16."""
+    monkeypatch.setenv("BPC_BACKEND", "triton")
     dim, length = 16, 60
     keys, values = draw(1, KV_HEADS, length, dim, seed=5), draw(1, KV_HEADS, length, dim, seed=6)
-    encoder = make_encoder(draw(KV_HEADS, 64, dim, seed=1), torch.float32)
+    codebook = make_codebook(draw(KV_HEADS, 64, dim, seed=1), torch.float32)
     query, found = draw(1, KV_HEADS, 3, dim, seed=3), []
-    for size, is_packed in ((20, False), (20, True), (16, False)):
+    for size, is_packed in ((20, False), (20, True), (16, True), (16, False)):
         rows = rows_of((length,), (7,), size)
-        slots = (rows.table.long().view(-1, 1) * size + torch.arange(size, device=DEVICE)).flatten()[:length]
-        cache = torch.zeros(rows.table.numel(), KV_HEADS, size, 2 * dim, device=DEVICE)
+        slots = (rows.block_table.long().view(-1, 1) * size + torch.arange(size, device=DEVICE)).flatten()[:length]
+        cache = torch.zeros(rows.block_table.numel(), KV_HEADS, size, 2 * dim, device=DEVICE)
         cache[slots // size, :, slots % size] = torch.cat([keys, values], -1)[0].transpose(0, 1)
-        paged = Paged(random_pages(len(cache), size, 1), cache)
+        pages = random_pages(cache, 1)
         if is_packed:
             at = torch.arange(2 * size * dim, device=DEVICE).view(size, 2 * dim)
             packing = Packing(at[:, :dim].contiguous(), at[:, dim:].contiguous())
-            paged = Paged(paged.codes, cache.flatten(2), packing)
-        fresh = Fresh(encoder, keys, slots)
-        found.append(backend.attend_pages(query, draw(KV_HEADS, 64, dim), paged, rows, Choice(0.25), fresh=fresh))
+            pages = replace(pages, keys=cache.flatten(2), values=cache.flatten(2), packing=packing)
+        serving = find(query, pages)
+        assert (serving is backend) != is_packed
+        serving.append(pages, codebook, keys, None, slots)
+        found.append(serving.sparse_decode(query, codebook, pages, rows, Rules()))
     for out, chosen in found[1:]:
         assert torch.equal(chosen, found[0][1])
         torch.testing.assert_close(out, found[0][0], rtol=1e-5, atol=1e-5)

@@ -136,12 +136,12 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
     query = normal(*heads, shape.group, dim).to(dtype)
     keys, values = (repeated(dense, dtype, generator, device)[:, :, :, :tokens] for _ in range(2))
     codes, gains = codes.unsqueeze(-1)[:, :, :, :tokens], gains[..., :tokens]
-    places = ((i % sets.keys, i % sets.codes) for i in range(max(sets.keys, sets.codes)))
+    pairs = [(i % sets.keys, i % sets.codes) for i in range(max(sets.keys, sets.codes))]
     return LayerInputs(
         query=query,
         codebook=make_codebook(projection, dtype, metric=root.mT @ root / (2 * dim), mean=mean),
         rules=Rules(),
-        states=[State(keys[dense], values[dense], codes[code], gains[code]) for dense, code in places],
+        states=[State(keys[i], values[i], codes[j], gains[j]) for i, j in pairs],
     )
 
 

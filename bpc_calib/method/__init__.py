@@ -1,1 +1,4 @@
-"""The method: pure functions of tensors in plain torch, without I/O. Every backend must return the same results."""
+"""The method as pure functions of tensors, in plain torch: what every backend must return.
+
+Holds codes, fitting, hashing, scoring, selection and the oracle of a decoding step. May import `errors` alone.
+"""

@@ -1,1 +1,4 @@
-"""The decoding path: a transformers cache whose decoding steps attend only to the best-ranked tokens."""
+"""Decoding inside transformers: an enabled model, its cache and layers, static steps.
+
+The layers give room and say which sequences there are; backends step. May import what lies below, see CONTRIBUTING.md.
+"""
