@@ -18,7 +18,7 @@ from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoding import encode_gram, encode_with
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.state import Rows, State
+from bpc_calib.method.state import Rows, State, write_newest
 
 GPU = torch.cuda.is_available()
 PAGE = 16
@@ -131,7 +131,7 @@ def check(pipeline, case, decode: Callable | None = None):
     decode = decode or backend_of(pipeline).sparse_decode
     out, chosen = decode(query, codebook, state, rows, rules, fresh=case.fresh)
     if case.fresh:
-        step.hash_newest(codebook, expected, rows, case.fresh)
+        write_newest(encode_with(codebook, step.newest(expected, rows, case.fresh)), rows, expected)
     for name in ("codes", "gain", "error"):
         one, other = getattr(state, name), getattr(expected, name)
         assert one is other is None or torch.equal(one, other), name

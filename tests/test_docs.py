@@ -126,8 +126,14 @@ def test_the_reference_lists_every_public_name():
     import bpc_calib
 
     listed = re.findall(r"^::: (\S+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    # The functions of a backend, which `find` returns.
+    step = {
+        "bpc_calib.backends.protocol.Backend",
+        *(f"bpc_calib.method.step.{name}" for name in ("append", "sparse_decode", "dense_decode")),
+    }
+    assert step <= set(listed)
     public = [f"{room.__name__}.{name}" for room in (bpc_artifacts, bpc_calib) for name in room.__all__]
-    assert sorted({*listed, "bpc_artifacts.BPCError"}) == sorted(public)
+    assert sorted({*listed, "bpc_artifacts.BPCError"} - step) == sorted(public)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"])

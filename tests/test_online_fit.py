@@ -110,9 +110,9 @@ def test_layers_are_fitted_together_as_they_are_alone(at_once, padded, monkeypat
     caches[0].prepare(mask)
     for together, alone in zip(*(cache.layers for cache in caches), strict=True):
         alone.prepare(mask)
-        assert torch.equal(together.projection, alone.projection)
-        assert torch.equal(together.encoder.mean, alone.encoder.mean)
-        assert torch.equal(together.encoder.metric, alone.encoder.metric)
+        assert torch.equal(together.codebook.projection, alone.codebook.projection)
+        assert torch.equal(together.codebook.mean, alone.codebook.mean)
+        assert torch.equal(together.codebook.metric, alone.codebook.metric)
         assert torch.equal(together.buffers["codes"][:, :, :300], alone.buffers["codes"][:, :, :300])
         assert together.asked is None
     with pytest.raises(bpc_calib.InputError, match=r"must be \[2, 300\] like the cache, not \[2, 7\]"):

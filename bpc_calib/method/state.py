@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bpc_calib.method.encoded import Encoded
 
-__all__ = ["Packing", "Rows", "State", "read_codes", "read_tokens", "within", "write_codes"]
+__all__ = ["Packing", "Rows", "State", "read_codes", "read_tokens", "within", "write_codes", "write_newest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +69,20 @@ def write_codes(encoded: Encoded, at: Tensor, state: State) -> None:
     for to, new in ((state.codes, encoded.codes), (state.gain, encoded.gain), (state.error, encoded.error)):
         if to is not None:
             write(to, new, at)
+
+
+def write_newest(encoded: Encoded, rows: Rows, state: State) -> None:
+    """Write the codes, gains and errors of the newest tokens, in place, which lie in the same slots of every sequence.
+
+    Args:
+        encoded: of keys `[B, H_KV, T, D]`.
+        rows: the sequences, of which each has `longest` slots in use.
+        state: where to write; not pages.
+    """
+    first = rows.longest - encoded.codes.shape[2]
+    for to, new in ((state.codes, encoded.codes), (state.gain, encoded.gain), (state.error, encoded.error)):
+        if to is not None:
+            to[:, :, first : rows.longest] = new
 
 
 def write(to: Tensor, new: Tensor, at: Tensor) -> None:

@@ -21,10 +21,10 @@ from bpc_calib.method.scoring import (
     quantize_query,
 )
 from bpc_calib.method.selection import select
-from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write, write_codes
+from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write, write_codes, write_newest
 
 __all__ = [
-    "append", "attend", "check", "check_append", "choose", "dense_decode", "hash_newest", "rank", "sparse_decode",
+    "append", "attend", "check", "check_append", "choose", "dense_decode", "newest", "rank", "sparse_decode",
 ]  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def sparse_decode(
     """
     check(query, codebook, state, rows, fresh)
     if fresh:
-        hash_newest(codebook, state, rows, fresh)
+        write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
     chosen = choose(quantize_query(query, codebook.projection), state, rows, rules, query.shape[-1])
     return attend(query, state, rows, chosen, rules.scaling), chosen
 
@@ -103,10 +103,9 @@ def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None 
     )
 
 
-def hash_newest(codebook: Codebook, state: State, rows: Rows, count: int) -> None:
-    """Write the codes, gains and errors of the newest tokens, which lie in the same slots of every sequence."""
-    at = torch.arange(rows.longest - count, rows.longest, device=state.keys.device)
-    write_codes(encode_with(codebook, state.keys[:, :, rows.longest - count : rows.longest]), at, state)
+def newest(state: State, rows: Rows, count: int) -> Tensor:
+    """Return the newest keys of sequences that have as many slots in use, `[B, H_KV, count, D]`."""
+    return state.keys[:, :, rows.longest - count : rows.longest]
 
 
 def choose(query: QuantizedQuery, state: State, rows: Rows, rules: Rules, head_dim: int) -> Tensor:

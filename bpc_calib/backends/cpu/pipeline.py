@@ -28,9 +28,10 @@ from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
-from bpc_calib.method.state import Rows, State, write_codes
+from bpc_calib.method.state import Rows, State, write_codes, write_newest
+from bpc_calib.method.step import newest
 
-__all__ = ["attend", "encode_gram", "encode_with", "hash_into", "hash_newest", "rank", "sparse_decode"]
+__all__ = ["attend", "encode_gram", "encode_with", "hash_into", "rank", "sparse_decode"]
 
 GROUPS = {"relative": 0, "max": 1}
 FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
@@ -57,7 +58,7 @@ def sparse_decode(
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`, in one call."""
     if fresh > FEW:
-        hash_newest(codebook, state, rows, fresh)
+        write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
         fresh = 0
     call = _call(codebook, state, rules)
     query, *kept = _ask(call, query, rows, state)
@@ -123,12 +124,6 @@ def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> Non
     _fresh(call, keys)
     run(call)
     del kept
-
-
-def hash_newest(codebook: Codebook, state: State, rows: Rows, count: int) -> None:
-    """`bpc_calib.method.step.hash_newest`."""
-    at = torch.arange(rows.longest - count, rows.longest)
-    write_codes(encode_with(codebook, state.keys[:, :, rows.longest - count : rows.longest]), at, state)
 
 
 def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:

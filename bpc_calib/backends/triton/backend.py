@@ -10,7 +10,7 @@ from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import Rows, State, write, write_codes
+from bpc_calib.method.state import Rows, State, write, write_codes, write_newest
 
 __all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
@@ -63,8 +63,7 @@ def sparse_decode(
     """`bpc_calib.method.step.sparse_decode`."""
     step.check(query, codebook, state, rows, fresh)
     if fresh:
-        at = torch.arange(rows.longest - fresh, rows.longest, device=query.device)
-        write_codes(encode_with(codebook, state.keys[:, :, rows.longest - fresh : rows.longest]), at, state)
+        write_newest(encode_with(codebook, step.newest(state, rows, fresh)), rows, state)
     if rows.block_table is not None and state.room % pipeline.SMALLEST:
         return step.sparse_decode(query, codebook, state, rows, rules)
     assert state.codes is not None
