@@ -68,7 +68,7 @@ def warm_up(decoder: Decoder, ids: Any, cache: Any, new: int, *, compare: bool, 
     if compare and not decoder.static:
         _decode_few(decoder, ids, cache, new, compare)
     seconds = time.perf_counter() - began
-    if seconds >= 1 and not quiet:
+    if seconds >= 1 and captures(model.device) and not quiet:
         note(f"Compiled or loaded the kernels in {seconds:.1f} s")
     return decoder, seconds
 

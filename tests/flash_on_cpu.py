@@ -3,12 +3,12 @@
 import torch
 from vllm.v1.attention.backends import flash_attn
 
-from bpc_calib.serving import cuda_backend
+from bpc_calib.serving.attention import GPUBackend
 
 __all__ = ["Backend", "attend", "cache"]
 
 
-class Backend(cuda_backend.Backend):
+class Backend(GPUBackend):
     """To register as the backend of the CPU platform."""
 
     @classmethod

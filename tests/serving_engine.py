@@ -4,6 +4,7 @@ import contextlib
 import copy
 import os
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 import bpc_artifacts
 from bpc_calib import BPCCache, calibrate, make_plan
 from bpc_calib.demo import DEMO_MODEL
-from bpc_calib.method.paging import read_tokens
+from bpc_calib.method.state import Rows, read_tokens
 from bpc_calib.models.description import describe
 from bpc_calib.serving.plugin import register
 
@@ -91,24 +92,27 @@ class Engine:
         """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
         counted = SimpleNamespace(rows=0, steps=0, together=0)
         layers = self.config.compilation_config.static_forward_context
-        kind = type(next(layer.impl for layer in self.attention() if layer.impl.projections))
+        kind = type(next(layer.impl for layer in self.attention() if layer.impl.codebook))
         attend, config = kind.attend, AutoConfig.from_pretrained(self.model)
         fresh = BPCCache(config, bpc_artifacts.load(self.artifact), **SETTINGS, dense_layers=()).layers
         names = {id(layer.impl): extract_layer_index(name) for name, layer in layers.items() if hasattr(layer, "impl")}
 
-        def compared(attention, query, paged, rows):
-            out, chosen = attend(attention, query, paged, rows)
+        def compared(attention, query, state, rows):
+            out, chosen = attend(attention, query, state, rows)
             for row, length in enumerate(rows.lengths.tolist()):
                 every = torch.arange(length).expand(1, query.shape[1], -1)
-                keys, values = read_tokens(paged, rows.table[row : row + 1], every)
+                keys, values = read_tokens(state, replace(rows, block_table=rows.block_table[row : row + 1]), every)
                 layer = copy.deepcopy(fresh[names[id(attention)]])
                 layer.update(keys, values)
-                layer.scaling = attention.scale
+                layer.scale(attention.scale)
                 k = int(rows.k[row])
-                assert k == layer.count(length)
-                wanted = layer.choose(query[row : row + 1], k, None)
+                assert k == layer.count(length) <= rows.width <= rows.longest
+                own, wanted = layer.decode(
+                    query[row : row + 1], Rows(rows.lengths[row : row + 1], rows.k[row : row + 1], length, k)
+                )
                 assert torch.equal(chosen[row : row + 1, :, :k], wanted)
                 assert (chosen[row, :, k:] == -1).all()
+                torch.testing.assert_close(out[row : row + 1], own, rtol=1e-4, atol=1e-4)
             counted.rows += len(rows.k)
             counted.steps += 1
             counted.together = max(counted.together, len(rows.k))

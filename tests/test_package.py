@@ -31,7 +31,7 @@ ROOMS = {
     "runtime": {"errors", "compat", "method", "models", "backends"},
     "evaluation": {"errors", "compat", "method", "models", "text", "backends", "runtime"},
     "bench": {"errors", "compat", "method", "models", "backends", "runtime"},
-    "serving": {"errors", "method", "models", "backends", "runtime"},
+    "serving": {"errors", "method", "models", "backends"},
     "sharing": {"errors", "hub", "method", "evaluation"},
 }
 # The only modules of `backends` that other subpackages may import.

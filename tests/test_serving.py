@@ -35,7 +35,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from bpc_calib import BPCError, InputError
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.description import describe, first_head
-from bpc_calib.serving import cpu_backend, layer
+from bpc_calib.serving import attention, layer
 from bpc_calib.serving.options import Options, read_options
 from bpc_calib.serving.plugin import supported
 
@@ -58,13 +58,13 @@ def fresh(request):
 
 def test_without_options_vllm_is_stock(engine):
     with set_current_vllm_config(replace(engine.config, additional_config={})):
-        assert cpu_backend.Backend.get_impl_cls() is CPUAttentionBackendImpl
+        assert attention.CPUBackend.get_impl_cls() is CPUAttentionBackendImpl
     with set_current_vllm_config(engine.config):
-        assert cpu_backend.Backend.get_impl_cls() is cpu_backend.Attention
+        assert attention.CPUBackend.get_impl_cls() is attention.CPUAttention
 
 
 def every_step(common, k):
-    """In the place of `sparse_requests`: every decoding step, also one that attends to everything."""
+    """In the place of `choosing`: every decoding step, also one that attends to everything."""
     return (common.query_start_loc_cpu.diff()[: common.num_reqs] == 1) & ~common.is_prefilling[: common.num_reqs]
 
 
@@ -73,14 +73,14 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
     engine.use(**DENSE)
     dense, _ = engine.generate(*prompts)
     engine.use(budget=1.0)
-    attend = cpu_backend.Attention.attend
+    attend = attention.CPUAttention.attend
 
-    def counted(attention, query, *arguments):
+    def counted(own, query, *arguments):
         rows.append(len(query))
-        return attend(attention, query, *arguments)
+        return attend(own, query, *arguments)
 
-    monkeypatch.setattr(cpu_backend.Attention, "attend", counted)
-    monkeypatch.setattr(cpu_backend, "sparse_requests", every_step)
+    monkeypatch.setattr(attention.CPUAttention, "attend", counted)
+    monkeypatch.setattr(attention, "choosing", every_step)
     assert engine.generate(*prompts)[0] == dense
     assert sum(rows) == 3 * 11 * 2
     assert max(rows) == 3
@@ -264,13 +264,9 @@ def test_a_model_with_sliding_layers_keeps_codes_behind_its_pages(options, tmp_p
     """vLLM frees the pages of layer 0 behind its window, for any layer to use, and puts page 0 in their place."""
     folder = tiny.save(tmp_path / "model", "gemma3_text", head_dim=64, sliding_window=256, max_position_embeddings=2048)
     engine = Engine(folder, made_artifact(folder, tmp_path / "gemma.safetensors", samples=6), **options)
-    attention = [
-        layer.impl
-        for layer in engine.config.compilation_config.static_forward_context.values()
-        if layer.impl.projections
-    ]
-    assert len(attention) == 1  # layer 0 slides, layer 1 is dense by default
-    assert attention[0].cache is None
+    chosen = [each.impl for each in engine.attention() if each.impl.codebook]
+    assert len(chosen) == 1  # layer 0 slides, layer 1 is dense by default
+    assert chosen[0].cache is None
     groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
     frees = [isinstance(group.kv_cache_spec, SlidingWindowSpec) for group in groups]
     assert frees == ([False] if options else [True, False, False])  # "unified": all layers keep all of their pages
@@ -297,13 +293,13 @@ def test_models_trained_by_others(model, monkeypatch):
     with engine.checked(monkeypatch) as counted:
         engine.generate(*prompts)
     assert counted.together == 5
-    chosen = sum(layer.impl.projections is not None for layer in engine.attention())
+    chosen = sum(layer.impl.codebook is not None for layer in engine.attention())
     assert counted.rows == 5 * 11 * chosen
     monkeypatch.undo()
     engine.use(**DENSE)
     dense, _ = engine.generate(*prompts)
     engine.use(budget=1.0)
-    monkeypatch.setattr(cpu_backend, "sparse_requests", every_step)
+    monkeypatch.setattr(attention, "choosing", every_step)
     assert engine.generate(*prompts)[0] == dense
 
 
@@ -335,30 +331,27 @@ def test_what_bpc_cannot_serve_is_refused(engine, tmp_path, monkeypatch):
     assert "missing.safetensors" in refused(engine.config, artifact=str(tmp_path / "missing.safetensors"))
     fp8 = replace(engine.config, cache_config=replace(engine.config.cache_config, cache_dtype="fp8"))
     with set_current_vllm_config(fp8), pytest.raises(BPCError, match="BPC on a CPU does not serve FP8 caches"):
-        cpu_backend.Backend.get_impl_cls()
+        attention.CPUBackend.get_impl_cls()
     split = replace(engine.config.parallel_config)
     split.decode_context_parallel_size = 2
     parts = SimpleNamespace(model_config=engine.config.model_config, parallel_config=split)
     assert "contexts split over ranks" in refused(parts)
     assert other.layers
-    attention = next(
-        layer.impl for layer in engine.config.compilation_config.static_forward_context.values()
-        if hasattr(layer, "impl") and layer.impl.projections
-    )  # fmt: skip
+    impl = next(each.impl for each in engine.attention() if each.impl.codebook)
     for name, value, message in (
         ("logits_soft_cap", 30.0, "a soft cap on the logits"),
         ("alibi_slopes", torch.ones(4), "ALiBi"),
         ("sinks", torch.ones(4), "attention sinks"),
         ("kv_sharing_target_layer_name", "model.layers.0", "keys shared with another layer"),
     ):
-        before = getattr(attention, name)
-        setattr(attention, name, value)
+        before = getattr(impl, name)
+        setattr(impl, name, value)
         with pytest.raises(BPCError, match=f"model.layers.2 has {message}, which BPC does not serve"):
-            attention.check("model.layers.2")
-        setattr(attention, name, before)
-    monkeypatch.setattr(attention, "sliding_window", 2048)
+            impl.check("model.layers.2")
+        setattr(impl, name, before)
+    monkeypatch.setattr(impl, "sliding_window", 2048)
     with pytest.raises(BPCError, match="a sliding window as long as the model"):
-        attention.check("model.layers.2")
+        impl.check("model.layers.2")
     kinds = ["linear_attention", *describe(engine.config.model_config.hf_config).layer_types[1:]]
     with monkeypatch.context() as patch:
         patch.setattr(layer, "describe", lambda config: SimpleNamespace(layer_types=kinds))

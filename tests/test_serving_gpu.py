@@ -24,7 +24,7 @@ from bpc_calib import BPCError
 from bpc_calib.backends.triton import backend as triton
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.method.budget import attended
-from bpc_calib.serving import cuda_backend
+from bpc_calib.serving.attention import GPUAttention, GPUBackend, GPUBuilder
 from bpc_calib.serving.code_cache import CodeCache
 
 BACKEND = f"{Backend.__module__}.{Backend.__qualname__}"
@@ -46,17 +46,17 @@ def artifact(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(artifact):
     made = Engine(DEMO_MODEL, artifact, backend=BACKEND, num_gpu_blocks_override=40)
-    assert {type(layer.impl) for layer in made.attention()} == {cuda_backend.Attention}
+    assert {type(layer.impl) for layer in made.attention()} == {GPUAttention}
     return made
 
 
 def test_without_options_vllm_is_stock(engine):
     without = dataclasses.replace(engine.config, additional_config={})
     with set_current_vllm_config(without):
-        assert cuda_backend.Backend.get_impl_cls() is FlashAttentionImpl
+        assert GPUBackend.get_impl_cls() is FlashAttentionImpl
     stock = FlashAttentionMetadataBuilder.get_cudagraph_support(without, None)
-    assert cuda_backend.Builder.get_cudagraph_support(without, None) is stock
-    asked = cuda_backend.Builder.get_cudagraph_support(engine.config, None)
+    assert GPUBuilder.get_cudagraph_support(without, None) is stock
+    asked = GPUBuilder.get_cudagraph_support(engine.config, None)
     assert asked is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     codes = CodeCache(1, 1).get_attn_backend().get_builder_cls()
     assert codes.get_cudagraph_support(engine.config, None) is AttentionCGSupport.ALWAYS
@@ -73,7 +73,7 @@ def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch
 
 def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
     """A short request, too, attends to its tokens through a list."""
-    prompts, build = [ids(length, seed=length) for length in (900, 140, 1500, 5)], cuda_backend.Builder.build
+    prompts, build = [ids(length, seed=length) for length in (900, 140, 1500, 5)], GPUBuilder.build
 
     def everything(builder, *arguments):
         if builder.counts is not None:
@@ -81,10 +81,10 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
             monkeypatch.setattr(builder, "width", len(builder.counts) - 1)
         return build(builder, *arguments)
 
-    monkeypatch.setattr(cuda_backend.Builder, "build", FlashAttentionMetadataBuilder.build)
+    monkeypatch.setattr(GPUBuilder, "build", FlashAttentionMetadataBuilder.build)
     dense, _ = engine.generate(*prompts)
     engine.use()
-    monkeypatch.setattr(cuda_backend.Builder, "build", everything)
+    monkeypatch.setattr(GPUBuilder, "build", everything)
     assert engine.generate(*prompts)[0] == dense
 
 
@@ -104,7 +104,7 @@ def test_the_kernels_serve(engine, monkeypatch):
     plain, _ = engine.generate(*prompts, new=3)
     engine.use()
     for layer in engine.attention():
-        if layer.impl.projections:
+        if layer.impl.codebook:
             monkeypatch.setattr(layer.impl, "backend", triton)
     with engine.checked(monkeypatch) as counted:
         kernels, _ = engine.generate(*prompts, new=3)
@@ -113,16 +113,16 @@ def test_the_kernels_serve(engine, monkeypatch):
 
 
 def test_weights_loaded_again_leave_the_tensors_where_they_are(engine):
-    layer = next(each for each in engine.attention() if each.impl.projections)
+    layer = next(each for each in engine.attention() if each.impl.codebook)
     impl = layer.impl
-    held, cache = impl.projections, impl.cache
-    tensors = (held.projection, held.encoder.matrix, held.encoder.gram, held.encoder.metric, held.encoder.mean)
+    held, cache = impl.codebook, impl.cache
+    tensors = (held.projection, held.matrix, held.gram, held.metric, held.mean)
     before = [each.clone() for each in tensors]
     with torch.inference_mode():
         for each in tensors:
             each.zero_()
     impl.process_weights_after_loading(torch.float32)
-    assert impl.projections is held
+    assert impl.codebook is held
     assert impl.cache is cache
     assert all(map(torch.equal, tensors, before))
 
@@ -132,12 +132,12 @@ def test_a_model_that_drafts_is_stock(engine):
     config = copy.copy(engine.config)
     config.speculative_config = drafts
     with set_current_vllm_config(config):
-        assert cuda_backend.Backend.get_impl_cls() is FlashAttentionImpl
+        assert GPUBackend.get_impl_cls() is FlashAttentionImpl
 
 
 def test_keys_of_8_bits_are_hashed_as_they_come(engine):
     """Before they are rounded; queries that vLLM rounded, too, get their dtype back."""
-    layer = next(each for each in engine.attention() if each.impl.projections)
+    layer = next(each for each in engine.attention() if each.impl.codebook)
     impl, found = layer.impl, []
     kv_cache = torch.zeros(4, impl.num_kv_heads, PAGE, 2 * impl.head_size)
     keys, slots = torch.randn(3, impl.num_kv_heads, impl.head_size), torch.tensor([5, -1, 2 * PAGE])
@@ -152,51 +152,54 @@ def test_keys_of_8_bits_are_hashed_as_they_come(engine):
     assert torch.equal(found[0][2], found[1][2])
     assert found[0][2].any()
     own, content, _ = found[1]
-    paged = own.paged(scaled, content)
-    assert paged.cache.dtype == torch.float8_e4m3fn
-    assert paged.scales == (scaled._k_scale, scaled._v_scale)
+    state = own.state(scaled, content)
+    assert state.keys.dtype == state.values.dtype == torch.float8_e4m3fn
+    assert state.scales == (scaled._k_scale, scaled._v_scale)
     scaled._k_scale = torch.ones(impl.num_kv_heads)
     with pytest.raises(BPCError, match="one scale per layer"):
-        own.paged(scaled, content)
+        own.state(scaled, content)
 
 
 @torch.inference_mode()
 def test_metadata_of_a_captured_batch_and_of_other_block_tables(engine, monkeypatch):
     """As vLLM builds them: for a graph of decoding steps, and for layers whose pages lie elsewhere."""
-    build, seen = cuda_backend.Builder.build, []
+    build, seen = GPUBuilder.build, []
 
     def recorded(builder, common_prefix_len, common, *fast):
         made = build(builder, common_prefix_len, common, *fast)
-        if isinstance(made, cuda_backend.Metadata):
-            seen.append((builder, copy.deepcopy(common), made.rest is not None))
+        if hasattr(made, "bpc"):
+            seen.append((builder, copy.deepcopy(common), made.bpc.others is not None))
         return made
 
-    monkeypatch.setattr(cuda_backend.Builder, "build", recorded)
+    monkeypatch.setattr(GPUBuilder, "build", recorded)
     engine.generate(ids(300), ids(1200, seed=1), new=6)
     monkeypatch.undo()
     builder, common, _ = next(each for each in seen if each[2])
     made = builder.build(0, common)
-    rows, tokens = len(made.sparse.k), common.num_actual_tokens
-    assert (rows, made.sparse.lengths.tolist()) == (1, common.seq_lens[:1].tolist())
-    assert made.sparse.k.tolist() == [attended(int(common.seq_lens[0]), 0.02, 8)]
-    assert made.rest.query_start_loc.tolist() == [0, tokens - 1]
-    assert made.rest.seq_lens.tolist() == common.seq_lens[1:].tolist()
+    rows, others, tokens = made.bpc.rows, made.bpc.others, common.num_actual_tokens
+    assert (made.bpc.tokens, made.bpc.other_tokens) == (slice(0, 1), slice(1, None))
+    assert rows.lengths.tolist() == common.seq_lens[:1].tolist()
+    assert rows.k.tolist() == [[attended(int(common.seq_lens[0]), 0.02, 8)]]
+    assert (rows.longest, rows.width) == (2048, attended(2048, 0.02, 8))  # of any step: a CUDA graph holds them
+    assert others.query_start_loc.tolist() == [0, tokens - 1]
+    assert others.seq_lens.tolist() == common.seq_lens[1:].tolist()
     table, slots = common.block_table_tensor + 1, common.slot_mapping + PAGE
     moved = builder.update_block_table(made, table, slots)
-    assert torch.equal(moved.sparse.table, table[:1])
-    assert torch.equal(moved.rest.block_table, table[1:])
-    assert torch.equal(moved.rest.slot_mapping, slots[1:])
-    assert torch.equal(made.sparse.table, common.block_table_tensor[:1])
+    assert torch.equal(moved.bpc.rows.block_table, table[:1])
+    assert torch.equal(moved.bpc.others.block_table, table[1:])
+    assert torch.equal(moved.bpc.others.slot_mapping, slots[1:])
+    assert torch.equal(made.bpc.rows.block_table, common.block_table_tensor[:1])
 
     builder, common, _ = next(each for each in seen if not each[2])
-    lengths, captured = common.seq_lens.clone(), builder.build_for_cudagraph_capture(common)
-    assert captured.sparse.k.data_ptr() == builder.k.data_ptr()
-    assert captured.sparse.lengths.tolist() == captured.sparse.k.tolist() == [1] * len(lengths)
-    assert captured.sparse.width == builder.width == attended(2048, 0.02, 8)
+    lengths, captured = common.seq_lens.clone(), builder.build_for_cudagraph_capture(common).bpc.rows
+    assert captured.k.data_ptr() == builder.k.data_ptr()
+    assert captured.lengths.tolist() == captured.k.flatten().tolist() == [1] * len(lengths)
+    assert (captured.longest, captured.width) == (rows.longest, rows.width)
     common.seq_lens.copy_(lengths)
-    replayed = builder.build(0, common)  # writes what the captured batch reads
-    assert captured.sparse.k.tolist() == replayed.sparse.k.tolist() == [attended(n, 0.02, 8) for n in lengths.tolist()]
-    assert captured.sparse.lengths.tolist() == lengths.tolist()
+    replayed = builder.build(0, common).bpc.rows  # writes what the captured batch reads
+    wanted = [[attended(n, 0.02, 8)] for n in lengths.tolist()]
+    assert captured.k.tolist() == replayed.k.tolist() == wanted
+    assert captured.lengths.tolist() == lengths.tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"disable_hybrid_kv_cache_manager": True}], ids=["managed", "unified"])

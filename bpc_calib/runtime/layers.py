@@ -109,7 +109,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Remove `-tokens_to_remove` of the newest tokens."""
         super().crop(tokens_to_remove)
         if not self.get_seq_length():  # the next tokens may have another batch size
-            self.buffers = {}
+            self.buffers, self._state = {}, None
             self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -126,6 +126,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         if length := self.get_seq_length():
+            self._state = None
             self.buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
             self.show(length)
 

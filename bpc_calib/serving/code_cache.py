@@ -24,8 +24,6 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, KVCacheSpec
 
-from bpc_calib.method.paging import CodePages
-
 __all__ = ["CodeCache", "add_code_cache", "behind_pages", "with_room"]
 
 ALIGNED = 64  # bytes: the codes behind a page are read in whole cache lines
@@ -50,12 +48,12 @@ class CodeCache(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
             head_size=8 * self.words + 1, head_size_v=0, dtype=torch.uint8,
         )  # fmt: skip
 
-    def pages(self) -> CodePages:
-        """Return the codes and gains; a page holds the codes of a KV head, then its gains."""
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Return the codes and gains as in `State`; a page holds the codes of a KV head, then its gains."""
         pages, heads, size, content = self.kv_cache.shape
         flat = self.kv_cache.reshape(pages, heads, size * content)
         codes = flat[..., : size * 8 * self.words].view(torch.int64).unflatten(-1, (size, self.words))
-        return CodePages(codes, flat[..., size * 8 * self.words :])
+        return codes, flat[..., size * 8 * self.words :]
 
 
 class _CodeBackend(AttentionBackend):  # type: ignore[misc]
@@ -110,8 +108,8 @@ def with_room(spec: AttentionSpec, words: int) -> AttentionSpec:
     return dataclasses.replace(spec, page_size_padded=spec.unpadded_page_size_bytes + -(-room // ALIGNED) * ALIGNED)
 
 
-def behind_pages(kv_cache: Tensor, words: int) -> CodePages:
-    """Return the codes and gains behind the pages of a cache `[pages, kv_heads, size, 2 * head_dim]`."""
+def behind_pages(kv_cache: Tensor, words: int) -> tuple[Tensor, Tensor]:
+    """Return the codes and gains, as in `State`, behind the pages `[pages, kv_heads, size, 2 * head_dim]`."""
     pages, heads, size, _ = kv_cache.shape
     wide = kv_cache.element_size()
     page, first = kv_cache.stride(0) * wide, kv_cache.storage_offset() * wide + kv_cache[0].numel() * wide
@@ -120,4 +118,4 @@ def behind_pages(kv_cache: Tensor, words: int) -> CodePages:
         (pages, heads, size, words), (page // 8, size * words, words, 1), first // 8
     )
     gain = raw.as_strided((pages, heads, size), (page, size, 1), first + heads * size * 8 * words)
-    return CodePages(codes, gain)
+    return codes, gain

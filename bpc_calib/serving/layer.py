@@ -1,32 +1,27 @@
-"""What an attention layer of vLLM needs for BPC, whatever kernels it has: checks, projections, room for codes."""
+"""An attention layer of vLLM with BPC, whatever kernels it has: checks, codebook, room for codes, and a step."""
 
 import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from bpc_calib.backends import dispatch
-from bpc_calib.errors import ModelError
-from bpc_calib.method.choosing import Choice
-from bpc_calib.method.paging import CodePages
+from bpc_calib.errors import InputError, ModelError
+from bpc_calib.method import step
+from bpc_calib.method.codebook import Codebook
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import Rows, State
 from bpc_calib.models.description import describe, first_head
-from bpc_calib.runtime.rules import Rules
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
-from bpc_calib.serving.options import (
-    LayerProjections,
-    Options,
-    checked_artifact,
-    layer_projections,
-    open_artifact,
-    read_options,
-    rules,
-)
+from bpc_calib.serving.options import Options, checked_artifact, layer_codebook, open_artifact, read_options, rules
 
-__all__ = ["Layer", "asked", "check", "is_hybrid", "settings", "sized"]
+__all__ = ["Layer", "Split", "asked", "check", "is_hybrid", "settings", "sized"]
 
 _latest: VllmConfig | None = None  # vLLM asks for the size of pages outside of its current config
 
@@ -69,7 +64,7 @@ def is_hybrid(config: VllmConfig) -> bool:
 
 @functools.cache
 def settings(options: Options) -> Rules:
-    """Return the settings of every layer, for options that are checked."""
+    """Return the rules of every layer, for options that are checked."""
     return rules(options, open_artifact(options.artifact))
 
 
@@ -79,11 +74,21 @@ def sized(spec: AttentionSpec) -> AttentionSpec:
     options = None if config is None else read_options(config)
     if config is None or options is None or spec.page_size_padded is not None or not is_hybrid(config):
         return spec
-    return with_room(spec, settings(options).words)
+    return with_room(spec, -(-open_artifact(options.artifact).metadata["algorithm"]["bits"] // 64))
+
+
+@dataclass(frozen=True)
+class Split:
+    """The requests of a step: BPC's, of one token each, and the others. It is the `bpc` of vLLM's metadata."""
+
+    rows: Rows
+    tokens: slice | Tensor  # rows of the queries; int64 where other requests lie between them
+    others: Any = None  # vLLM's metadata of the other requests; None: there are none
+    other_tokens: slice | Tensor | None = None  # their rows of the queries
 
 
 class Layer:
-    """To inherit from before an implementation of vLLM's: the projections of a layer, and where its codes lie."""
+    """To inherit from before an implementation of vLLM's: hashes keys where they are cached, attends to the best."""
 
     # That implementation sets them.
     num_heads: int
@@ -100,11 +105,11 @@ class Layer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.config = get_current_vllm_config()
-        self.projections: LayerProjections | None = None  # None: the layer attends to everything
+        self.codebook: Codebook | None = None  # None: the layer attends to everything
         self.cache: CodeCache | None = None  # None: codes lie behind the pages
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take the projections of this layer, and a cache for its codes.
+        """Take the codebook of this layer, and a cache for its codes.
 
         Raises:
             BPCError: BPC cannot serve the layer, or its projections do not fit.
@@ -117,20 +122,21 @@ class Layer:
         if options is None or index in options.dense_layers:
             return
         artifact, device = open_artifact(options.artifact), torch.device(self.config.device_config.device)
-        projections = layer_projections(artifact, index, self.heads(), act_dtype, device)
-        if projections is None:
+        codebook = layer_codebook(artifact, index, self.heads(), act_dtype, device)
+        if codebook is None:
             return
-        if self.projections is not None:  # the weights were loaded again: CUDA graphs read the tensors where they are
-            self.projections.refill(projections)
+        if self.codebook is not None:  # the weights were loaded again
+            self.codebook.refill(codebook)
             return
         self.check(name)
-        self.settings, self.projections = settings(options), projections
-        query = torch.empty(1, self.num_heads, self.head_size, dtype=act_dtype, device=device)
-        self.backend = dispatch.for_pages(query, self.num_kv_heads)
-        chosen = self.settings
-        self.choice = Choice(self.scale, chosen.group, recent=chosen.recent, sink=chosen.sink)
+        group = self.num_heads // self.num_kv_heads
+        query = codebook.projection.new_empty(1, self.num_kv_heads, group, self.head_size)
+        self.backend = dispatch.find(query, State(query, query))
+        if query.is_cuda and self.backend.sparse_decode is step.sparse_decode:  # which no CUDA graph can hold
+            raise InputError("BPC's kernels do not serve this model on this GPU: the warning above says why")
+        self.codebook, self.rules = codebook, replace(settings(options), scaling=self.scale)
         if not is_hybrid(self.config):
-            self.cache = add_code_cache(self.config, name, self.num_kv_heads, chosen.words)
+            self.cache = add_code_cache(self.config, name, self.num_kv_heads, codebook.words)
 
     def check(self, name: str) -> None:
         """Raise `ModelError` if the layer does more than attention over its own cached keys."""
@@ -155,6 +161,76 @@ class Layer:
         first = first_head(total, get_tensor_model_parallel_rank() if ranks > 1 else 0, ranks)
         return slice(first, first + self.num_kv_heads)
 
-    def codes(self, kv_cache: torch.Tensor) -> CodePages:
-        """Return where the codes of a layer lie whose cache is `[pages, kv_heads, size, 2 * head_dim]`."""
-        return behind_pages(kv_cache, self.settings.words) if self.cache is None else self.cache.pages()
+    def codes(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes and gains of a layer whose cache is `[pages, kv_heads, size, 2 * head_dim]`."""
+        assert self.codebook is not None
+        return behind_pages(kv_cache, self.codebook.words) if self.cache is None else self.cache.pages()
+
+    def state(self, layer: Any, kv_cache: Tensor) -> State:
+        """Return what is cached.
+
+        Args:
+            layer: vLLM's layer.
+            kv_cache: `[pages, kv_heads, size, 2 * head_dim]`.
+        """
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write keys and values `[tokens, kv_heads, head_dim]` to `slot_mapping [tokens]` as vLLM does, and codes.
+
+        The codes are those of the keys as they are, before an FP8 cache rounds them.
+        """
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+        if self.codebook is not None:
+            keys = key[: len(slot_mapping)].transpose(0, 1).unsqueeze(0)
+            self.backend.append(self.state(layer, kv_cache), self.codebook, keys, None, slot_mapping.to(torch.int64))
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the attention of every token to `output`, as vLLM's own does.
+
+        Queries are `[tokens, heads, head_dim]`, keys and values `[tokens, kv_heads, head_dim]`, the cache
+        `[pages, kv_heads, size, 2 * head_dim]`.
+        """
+        stock, codebook = super().forward, self.codebook  # type: ignore[misc]
+        split: Split | None = getattr(attn_metadata, "bpc", None)
+        if codebook is None or split is None:
+            if attn_metadata is None and codebook is not None:
+                self.reserve(codebook, query.device)
+            return stock(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
+        if split.others is not None:
+            own = output[split.other_tokens]
+            stock(layer, query[split.other_tokens], key, value, kv_cache, split.others, own)
+            if isinstance(split.other_tokens, Tensor):  # else `own` is a view
+                output[split.other_tokens] = own
+        grouped = query[split.tokens].unflatten(1, (self.num_kv_heads, -1))
+        if grouped.dtype != codebook.projection.dtype:  # of an FP8 cache vLLM quantises the queries, too
+            grouped = (grouped.float() * layer._q_scale).to(codebook.projection.dtype)
+        found, _ = self.attend(grouped, self.state(layer, kv_cache), split.rows)
+        output[split.tokens] = found.view(-1, *output.shape[1:])
+        return output
+
+    def attend(self, query: Tensor, state: State, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Attend to the best tokens of each row, `[R, H_KV, G, D]`. Also return these tokens."""
+        assert self.codebook is not None
+        return self.backend.sparse_decode(query, self.codebook, state, rows, self.rules)
+
+    def reserve(self, codebook: Codebook, device: torch.device) -> None:
+        """Take as much memory as a step does, and give it back: vLLM counts the most that a pass took on a GPU."""
+        limit, requests = self.config.model_config.max_model_len, self.config.scheduler_config.max_num_seqs
+        sizes = self.num_kv_heads, self.num_heads // self.num_kv_heads, limit
+        listed = 8 * requests * self.num_kv_heads * self.rules.most(limit)
+        scored = dispatch.workspace(device, sizes, self.rules, codebook.bits, requests)
+        torch.empty(listed + scored, dtype=torch.uint8, device=device)

@@ -7,25 +7,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact, check_model, load
 from bpc_calib.errors import InputError
+from bpc_calib.method.codebook import Codebook, codebook_of
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
-from bpc_calib.method.encoding import Encoder, projection_of
+from bpc_calib.method.rules import Rules, ranking_defaults
 from bpc_calib.models.description import describe
-from bpc_calib.runtime.rules import Rules, ranking_defaults
 
 __all__ = [
-    "LayerProjections",
-    "Options",
-    "checked_artifact",
-    "given_options",
-    "layer_projections",
-    "open_artifact",
-    "read_options",
-    "rules",
-]
+    "Options", "checked_artifact", "given_options", "layer_codebook", "open_artifact", "read_options", "rules",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +66,7 @@ def read_options(vllm_config: Any) -> Options | None:
 
 
 def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
-    """Return the checked settings of every layer. There is no safeguard: it needs 4 bytes more per key.
+    """Return the checked rules of every layer. There is no safeguard: it needs 4 bytes more per key.
 
     Raises:
         InputError: a value is out of range.
@@ -83,26 +75,8 @@ def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
     chosen = ranking_defaults(artifact) | {name: value for name, value in asked.items() if value is not None}
     return Rules(
         budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context,
-        bits=artifact.metadata["algorithm"]["bits"], seed=0, **(chosen | {"safeguard": 0.0}),
+        **(chosen | {"safeguard": 0.0}),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LayerProjections:
-    """What hashes the keys and projects the queries of a layer."""
-
-    projection: Tensor  # [kv_heads, bits, head_dim], in the dtype of the keys
-    encoder: Encoder
-
-    @torch.inference_mode()
-    def refill(self, other: "LayerProjections") -> None:
-        """Copy the numbers of others of the same shapes."""
-        for old, new in zip(self._tensors(), other._tensors(), strict=True):
-            old.copy_(new)
-
-    def _tensors(self) -> list[Tensor]:
-        held = [getattr(self.encoder, field.name) for field in fields(self.encoder)]
-        return [self.projection, *(tensor for tensor in held if tensor is not None)]
 
 
 @functools.cache
@@ -133,17 +107,17 @@ def _warn_once(message: str) -> None:
     logger.warning("%s", message)  # vLLM asks for every layer
 
 
-def layer_projections(
+def layer_codebook(
     artifact: ProjectionArtifact, index: int, heads: slice, dtype: torch.dtype, device: torch.device
-) -> LayerProjections | None:
-    """Return the projections of some KV heads of a layer, for keys of a dtype; None: the artifact has none.
+) -> Codebook | None:
+    """Return the codebook of some KV heads of a layer, for keys of a dtype; None: the artifact has none.
 
     Args:
         artifact: the projections of the model.
         index: the layer, from 0.
         heads: the KV heads of this rank.
         dtype: of the keys.
-        device: where to put the projections.
+        device: where to put the codebook.
 
     Raises:
         InputError: the layer has fewer KV heads than asked for.
@@ -153,4 +127,4 @@ def layer_projections(
     layer = artifact.layers[index]
     if heads.stop > len(layer.projection):
         raise InputError(f"layer {index} of the artifact has {len(layer.projection)} KV heads, not {heads.stop}")
-    return LayerProjections(*projection_of(layer, heads, dtype, device))
+    return codebook_of(layer, heads, dtype, device)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-from bpc_calib.method.paging import Packing
+from bpc_calib.method.state import Packing
 
 __all__ = ["packing"]
 

@@ -18,11 +18,11 @@ def register() -> None:
 
     if current_platform.is_cpu():
         # The CPU platform takes no backend but CPU_ATTN, whatever is asked for.
-        extended, module = AttentionBackendEnum.CPU_ATTN, "cpu_backend"
+        extended, name = AttentionBackendEnum.CPU_ATTN, "attention.CPUBackend"
     elif current_platform.is_cuda():
-        extended, module = AttentionBackendEnum.FLASH_ATTN, "cuda_backend"
+        extended, name = AttentionBackendEnum.FLASH_ATTN, "attention.GPUBackend"
     else:
         return
     if not supported(vllm.__version__):
-        module = "other_version"
-    register_backend(extended, f"bpc_calib.serving.{module}.Backend")
+        name = "other_version.Backend"
+    register_backend(extended, f"bpc_calib.serving.{name}")

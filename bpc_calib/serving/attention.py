@@ -1,0 +1,281 @@
+"""vLLM's attention on a CPU and on an NVIDIA GPU with BPC's decoding steps; prefill and dense layers stay vLLM's.
+
+The two differ in which requests a step hands over, and in how a layer lies in vLLM's cache. On a CPU these are the
+requests that choose tokens. On a GPU a step waits for nothing on the host, and every launch has the same sizes for as
+many requests, so that CUDA graphs capture it: these are all requests of one token, even where that token is the rest of
+a prompt.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+
+from bpc_calib.errors import ModelError
+from bpc_calib.method.state import Rows, State
+from bpc_calib.serving.layer import Layer, Split, asked, settings, sized
+from bpc_calib.serving.options import read_options
+from bpc_calib.serving.packing import packing
+
+__all__ = ["CPUAttention", "CPUBackend", "CPUBuilder", "GPUAttention", "GPUBackend", "GPUBuilder"]
+
+
+class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
+    """A layer over pages whose numbers vLLM's kernels pack."""
+
+    kept: tuple[Tensor, State] | None = None  # the cache, and the state over it
+
+    def state(self, layer: Any, kv_cache: Tensor) -> State:
+        """As `Layer.state`; the same object for as long as the cache is the same tensor."""
+        if self.kept is None or self.kept[0] is not kv_cache:
+            pages, kv_heads, size, content = kv_cache.shape
+            flat, lies = kv_cache.view(pages, kv_heads, -1), packing(layer.isa, size, content // 2, kv_cache.dtype)
+            self.kept = kv_cache, State(flat, flat, *self.codes(kv_cache), packing=lies)
+        return self.kept[1]
+
+
+class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
+    """A layer over pages that hold the key of a token, and then its value."""
+
+    def state(self, layer: Any, kv_cache: Tensor) -> State:
+        """As `Layer.state`, made anew: to keep it would keep the cache that vLLM profiles with.
+
+        Raises:
+            ModelError: vLLM splits pages into blocks, or an FP8 cache has a scale per head.
+        """
+        codes, gain = self.codes(kv_cache)
+        if codes.shape[2] != kv_cache.shape[2]:
+            raise ModelError(f"vLLM splits pages into blocks of {kv_cache.shape[2]}: give it as --block-size")
+        scales = None
+        if self.kv_cache_dtype.startswith("fp8"):
+            kv_cache, scales = kv_cache.view(torch.float8_e4m3fn), (layer._k_scale, layer._v_scale)
+            if max(each.numel() for each in scales) > 1:
+                raise ModelError("BPC serves FP8 caches with one scale per layer, and this model has one per head")
+        keys, values = kv_cache.chunk(2, -1)
+        return State(keys, values, codes, gain, scales=scales)
+
+
+class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """Finds BPC's rows of a step, once for all layers that share block tables."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> CPUAttentionMetadata:
+        """Return vLLM's metadata, with BPC's rows if the model asks for them."""
+        common = common_attn_metadata
+        whole = super().build(common_prefix_len, common, fast_build)
+        options = read_options(self.vllm_config)
+        if options is None or self.window_size != -1:
+            return whole
+        requests, starts = common.num_reqs, common.query_start_loc_cpu
+        lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
+        k = torch.tensor([settings(options).count(length) for length in lengths.tolist()], dtype=torch.int64)
+        chosen = choosing(common, k)
+        if not chosen.any():
+            return whole
+        tokens, most = starts[:requests][chosen].long(), int(lengths[chosen].max())
+        table, ks = table[:, : -(-most // self.block_size)][chosen].contiguous(), k[chosen]
+        whole.bpc = Split(
+            Rows(lengths[chosen].long(), ks.unsqueeze(1), most, int(ks.max()), block_table=table),
+            slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else tokens,
+        )
+        if not chosen.all():
+            left, sizes = (~chosen).nonzero().squeeze(-1), starts.diff()[:requests]
+            others, sizes = (~chosen).repeat_interleave(sizes).nonzero().squeeze(-1), sizes[left]
+            begin = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(starts.dtype)
+            rest = some(
+                common, left, others, (begin, begin), num_reqs=len(left), num_actual_tokens=len(others),
+                max_query_len=int(sizes.max()), max_seq_len=int(lengths[left].max()),
+            )  # fmt: skip
+            built = super().build(common_prefix_len, rest, fast_build)
+            whole.bpc = dataclasses.replace(whole.bpc, others=built, other_tokens=others)
+        return whole
+
+
+def choosing(common: CommonAttentionMetadata, k: Tensor) -> Tensor:
+    """Return which requests choose tokens in this step, of which each may attend to `k`: bool `[requests]`.
+
+    A single token can also be the rest of a prompt, whose other tokens were cached: it attends to everything, as in a
+    prefill.
+    """
+    one = common.query_start_loc_cpu.diff()[: common.num_reqs] == 1
+    if common.is_prefilling is not None:
+        one &= ~common.is_prefilling[: common.num_reqs]
+    return one & (k < common.seq_lens[: common.num_reqs])
+
+
+class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """Finds BPC's rows of a step, once for all layers that share block tables."""
+
+    counts: Tensor | None = None  # int64 [max_model_len + 1]: how many tokens a sequence of so many attends to
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        options, layers = read_options(vllm_config), vllm_config.compilation_config.static_forward_context
+        own = [getattr(layers[name], "impl", None) for name in layer_names if name in layers]
+        # Layers of both kinds share a window where vLLM's manager of hybrid caches is off. And what is built for layers
+        # without a window may go to others of their kind, by `update_block_table`.
+        slides = getattr(kv_cache_spec, "sliding_window", None) is not None
+        if options is None or (slides and not any(getattr(impl, "codebook", None) for impl in own)):
+            return
+        rules, limit = settings(options), vllm_config.model_config.max_model_len
+        counts = [rules.count(length) for length in range(limit + 1)]
+        self.counts, self.width = torch.tensor(counts, device=device), rules.most(limit)
+        # A CUDA graph reads it in place.
+        most = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self.k = torch.zeros(most, dtype=torch.int64, device=device)
+        self._init_reorder_batch_threshold(1)  # requests of one token come first
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """Return which batches a CUDA graph can hold."""
+        own: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if read_options(vllm_config) is None:
+            return own
+        return min(own, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda each: each.value)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        """Return vLLM's metadata, with BPC's rows if the model asks for them."""
+        common = common_attn_metadata
+        whole = super().build(common_prefix_len, common, fast_build)
+        if self.counts is None:
+            return whole
+        requests, others, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        decoded = min(requests, tokens)  # tokens may be padded, and so may requests
+        if not decoded:
+            return whole
+        # A CUDA graph reads table and lengths in place, so these keep vLLM's dtype.
+        table, lengths = common.block_table_tensor[:decoded], common.seq_lens[:decoded]
+        k = torch.index_select(self.counts, 0, lengths, out=self.k[:decoded]).unsqueeze(1)
+        longest = min(len(self.counts) - 1, table.shape[1] * self.block_size)
+        whole.bpc = Split(Rows(lengths, k, longest, min(self.width, longest), block_table=table), slice(0, decoded))
+        if others:  # a fast build leaves alone what the dense layers read of the other one
+            starts = common.query_start_loc[requests:] - tokens, common.query_start_loc_cpu[requests:] - tokens
+            rest = some(
+                common, slice(requests, None), slice(tokens, None), starts, num_reqs=common.num_reqs - requests,
+                num_actual_tokens=common.num_actual_tokens - tokens,
+            )  # fmt: skip
+            built = super().build(common_prefix_len, rest, True)
+            if whole.mm_prefix_query_range_tensor is not None:  # it lies in a buffer of which there is one
+                built.mm_prefix_query_range_tensor = whole.mm_prefix_query_range_tensor[tokens:]
+            whole.bpc = dataclasses.replace(whole.bpc, others=built, other_tokens=slice(decoded, None))
+        return whole
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashAttentionMetadata:
+        """Return the metadata of a batch to capture: of sequences of one token, which are soon attended to."""
+        made = self.build(0, common_attn_metadata)
+        if hasattr(made, "bpc"):
+            made.seq_lens.fill_(1)
+            self.k.fill_(1)
+        return made
+
+    def update_block_table(
+        self, metadata: FlashAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> FlashAttentionMetadata:
+        """Return the metadata for layers with other block tables.
+
+        Args:
+            metadata: of the step.
+            blk_table: integers `[requests, pages]`.
+            slot_mapping: integers `[tokens]`.
+        """
+        made = super().update_block_table(metadata, blk_table, slot_mapping)
+        split: Split | None = getattr(made, "bpc", None)
+        if split is not None:
+            count, others = len(split.rows.k), split.others
+            if others is not None:
+                others = super().update_block_table(others, blk_table[count:], slot_mapping[count:])
+            rows = dataclasses.replace(split.rows, block_table=blk_table[:count])
+            made.bpc = dataclasses.replace(split, rows=rows, others=others)
+        return made
+
+
+def some(
+    common: CommonAttentionMetadata,
+    requests: slice | Tensor,
+    tokens: slice | Tensor,
+    starts: tuple[Tensor, Tensor],
+    **sizes: int,
+) -> CommonAttentionMetadata:
+    """Return vLLM's metadata of some requests alone.
+
+    Args:
+        common: vLLM's metadata of the step.
+        requests: a slice, or int64 `[requests]`.
+        tokens: their rows of the queries: a slice, or int64 `[tokens]`.
+        starts: where each begins among these rows, on the device and on the host.
+        sizes: other fields.
+    """
+    names = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling")
+    kept = {name: None if (each := getattr(common, name)) is None else each[requests] for name in names}
+    return dataclasses.replace(
+        common, query_start_loc=starts[0], query_start_loc_cpu=starts[1], slot_mapping=common.slot_mapping[tokens],
+        mm_req_doc_ranges=None, **kept, **sizes,
+    )  # fmt: skip
+
+
+class _Backend:
+    """To inherit from before a backend of vLLM's: it stays vLLM's own, except for a model that asks for BPC."""
+
+    attention: type[Any]
+    builder: type[Any]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        """Return the implementation for the current config.
+
+        Raises:
+            BPCError: the options, the artifact or the model do not fit; the message is one line.
+        """
+        return super().get_impl_cls() if asked() is None else cls.attention  # type: ignore[misc]
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        """Return the class that finds BPC's rows of a step."""
+        return cls.builder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Give pages room for codes, where a model has layers of several kinds."""
+        return sized(spec)
+
+
+class CPUBackend(_Backend, CPUAttentionBackend):  # type: ignore[misc]
+    """The one that vLLM takes on a CPU."""
+
+    attention, builder = CPUAttention, CPUBuilder
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        """As above; `ModelError` for an FP8 cache."""
+        own = super().get_impl_cls()
+        if own is cls.attention and get_current_vllm_config().cache_config.cache_dtype.startswith("fp8"):
+            raise ModelError("BPC on a CPU does not serve FP8 caches: leave out --kv-cache-dtype")
+        return own
+
+
+class GPUBackend(_Backend, FlashAttentionBackend):  # type: ignore[misc]
+    """FlashAttention's."""
+
+    attention, builder = GPUAttention, GPUBuilder
