@@ -20,7 +20,7 @@ from bpc_calib import BPCError, InputError, WorkError, describe, make_plan
 from bpc_calib.calibration.positions import early_keys
 from bpc_calib.calibration.projecting import fit_layers
 from bpc_calib.calibration.ranks import Ranks, layers_of, samples_of
-from bpc_calib.calibration.stored import read_layer, total_moments
+from bpc_calib.calibration.stored import read_keys, total_moments
 from bpc_calib.models.loading import load_config
 from bpc_cli.opening import LoadOptions, open_model
 from bpc_cli.ranks import own_device
@@ -198,7 +198,7 @@ def test_ranks_that_shard_the_model_write_the_projections_of_one_process(bpc, st
         tmp_path / "a.safetensors.work",
     )
     for layer, fitted in shared.layers.items():
-        keys = [read_layer(work, layer, samples).unsqueeze(0) for samples in (plan.fitted, plan.held_out)]
+        keys = [read_keys(work, [layer], samples) for samples in (plan.fitted, plan.held_out)]
         moments = total_moments(work, plan, [layer])
         (again,) = fit_layers(*keys, moments, plan, torch.device("cpu"), centring=early_keys(plan))
         assert all((getattr(again.layer, name) == getattr(fitted, name)).all() for name in ARRAYS)

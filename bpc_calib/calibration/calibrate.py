@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.calibration.collecting import collect
@@ -92,7 +91,8 @@ def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress
         WorkError: the work folder is damaged or cannot be written, or another rank is gone.
     """
     broadcast_work(work)
-    _finish(load, text.tokens, work, progress)
+    collect(load, text.tokens, work, progress)
+    project(work, progress)
     if work.ranks.count > 1:
         wait_for_files(work.path, LAYERS, work.plan.model.full_layers)
     fits = read_layers(work.path, work.plan)
@@ -115,11 +115,5 @@ def help_calibrate(path: Path, plan: Plan, device: torch.device, load: Callable[
     """
     work = join_work_folder(path, plan, device, ranks)
     if work is not None:
-        _finish(load, stored_text(work), work, lambda stage, done, total: None)
-
-
-def _finish(load: Callable[[], Any], tokens: Tensor, work: WorkFolder, progress: Progress) -> None:
-    """Run what is left of the samples, then of the layers."""
-    if len(work.samples) < work.plan.samples:
-        collect(load, tokens, work, progress)
-    project(work, progress)
+        collect(load, stored_text(work), work, lambda stage, done, total: None)
+        project(work, lambda stage, done, total: None)

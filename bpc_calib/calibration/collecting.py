@@ -37,6 +37,8 @@ def collect(
         WorkError: the weights are not those of the work folder or of rank 0, or the folder cannot be written.
     """
     plan, ranks = work.plan, work.ranks
+    if len(work.samples) == plan.samples:
+        return
     writes = ranks.rank == 0 or plan.model.ranks == 1
     mine = samples_of(plan, work.samples, ranks.rank, ranks.count)
     model = load() if mine else None

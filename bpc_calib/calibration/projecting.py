@@ -13,7 +13,7 @@ from bpc_calib.calibration.memory import memory_advice
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.positions import early_keys
 from bpc_calib.calibration.ranks import layers_of
-from bpc_calib.calibration.stored import LayerFit, read_layer, total_moments, write_layer
+from bpc_calib.calibration.stored import LayerFit, read_keys, total_moments, write_layer
 from bpc_calib.calibration.work_folder import WorkFolder
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.fitting import mean_key, residual_norms
@@ -58,8 +58,8 @@ def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None
                 ),
             ):
                 found = fit_layers(
-                    _keys(work, group, plan.fitted),
-                    _keys(work, group, plan.held_out) if plan.held_out else None,
+                    read_keys(work.path, group, plan.fitted),
+                    read_keys(work.path, group, plan.held_out) if plan.held_out else None,
                     total_moments(work.path, plan, group) if plan.summed else None,
                     plan,
                     device,
@@ -71,11 +71,6 @@ def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None
             write_layer(work.path, layer, fitted)
             done = show(1)
     ranks.barrier("layers", show)
-
-
-def _keys(work: WorkFolder, layers: list[int], samples: list[int]) -> Tensor:
-    """The kept keys of some layers and samples, `[layers, kv_heads, N, head_dim]`."""
-    return torch.stack([read_layer(work.path, layer, samples) for layer in layers])
 
 
 def layers_at_once(plan: Plan, itemsize: int, device: torch.device) -> int:

@@ -25,7 +25,7 @@ from bpc_calib.calibration.plan import Plan
 from bpc_calib.errors import WorkError
 
 __all__ = [
-    "LAYERS", "SAMPLES", "DamagedError", "LayerFit", "intact_layers", "intact_samples", "read_intact", "read_layer",
+    "LAYERS", "SAMPLES", "DamagedError", "LayerFit", "intact_layers", "intact_samples", "read_intact", "read_keys",
     "read_layers", "read_sums", "read_tensors", "read_whole", "summed_samples", "total_moments", "wait_for_files",
     "write_layer", "write_sample", "write_sums", "write_tensors",
 ]  # fmt: skip
@@ -58,10 +58,15 @@ def write_sample(folder: Path, sample: int, keys: dict[int, Tensor]) -> None:
     write_tensors(_file(folder, SAMPLES, sample), {str(layer): each for layer, each in keys.items()})
 
 
-def read_layer(folder: Path, layer: int, samples: list[int]) -> Tensor:
-    """Read the keys of one layer: `[kv_heads, N, head_dim]`, of all these samples in order. Raises `DamagedError`."""
-    name = str(layer)
-    return torch.cat([read_tensors(_file(folder, SAMPLES, sample), [name])[name] for sample in samples], dim=1)
+def read_keys(folder: Path, layers: list[int], samples: list[int]) -> Tensor:
+    """Read the keys of layers, `[layers, kv_heads, N, head_dim]`, of all these samples in order.
+
+    Raises:
+        DamagedError: a file is missing or damaged.
+    """
+    names = {str(layer): [_file(folder, SAMPLES, sample) for sample in samples] for layer in layers}
+    of_layers = (torch.cat([read_tensors(file, [name])[name] for file in files], 1) for name, files in names.items())
+    return torch.stack(list(of_layers))
 
 
 def intact_samples(folder: Path, plan: Plan) -> set[int]:

@@ -19,8 +19,8 @@ __all__ = ["Packing", "Rows", "State", "read_codes", "read_tokens", "within", "w
 class Rows:
     """The sequences of a step: one object for all layers that attend to as many tokens."""
 
-    lengths: Tensor  # int64 [B], slots in use, the newest token included
-    k: Tensor  # int64 [B, 1] or [B, H_KV], tokens to attend to, at most the real ones
+    lengths: Tensor  # integers [B], slots in use, the newest token included
+    k: Tensor  # integers [B, 1] or [B, H_KV], tokens to attend to, at most the real ones
     longest: int  # on the host: no length is above it
     width: int  # on the host: no `k` is above it
     valid: Tensor | None = None  # bool [B, room], False for padding; None: no padding. Not with a block table

@@ -5,11 +5,10 @@ from torch import Tensor
 
 from bpc_calib.backends.cpu import pipeline
 from bpc_calib.backends.cpu.fitting import fit
-from bpc_calib.backends.cpu.pipeline import encode_with
+from bpc_calib.backends.cpu.pipeline import encode_with, sparse_decode
 from bpc_calib.backends.limits import unserved
 from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
-from bpc_calib.method.rules import Rules
 from bpc_calib.method.state import Rows, State, within, write
 
 __all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
@@ -33,14 +32,6 @@ def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor |
         write(state.values, value, at)
     if codebook is not None:
         pipeline.hash_into(codebook, key, state, at)
-
-
-def sparse_decode(
-    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
-) -> tuple[Tensor, Tensor]:
-    """`bpc_calib.method.step.sparse_decode`, in one call."""
-    step.check(query, codebook, state, rows, fresh)
-    return pipeline.sparse_decode(query, codebook, state, rows, rules, fresh=fresh)
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:

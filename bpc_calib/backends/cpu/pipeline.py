@@ -1,4 +1,4 @@
-"""The calls of the kernels for checked arguments: tensors become addresses and strides, nothing is copied.
+"""The calls of the kernels: tensors become addresses and strides, nothing is copied.
 
 What a step of a layer reads is written down once, in a record that is kept for its state; a step adds its query, its
 sequences and its results.
@@ -29,7 +29,7 @@ from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, write_codes, write_newest
-from bpc_calib.method.step import newest
+from bpc_calib.method.step import check, newest
 
 __all__ = ["attend", "encode_gram", "encode_with", "hash_into", "rank", "sparse_decode"]
 
@@ -57,6 +57,7 @@ def sparse_decode(
     query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`, in one call."""
+    check(query, codebook, state, rows, fresh)
     if fresh > FEW:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
         fresh = 0

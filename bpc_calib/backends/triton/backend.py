@@ -64,7 +64,7 @@ def sparse_decode(
     step.check(query, codebook, state, rows, fresh)
     if fresh:
         write_newest(encode_with(codebook, step.newest(state, rows, fresh)), rows, state)
-    if rows.block_table is not None and state.room % pipeline.SMALLEST:
+    if rows.block_table is not None and (state.packing is not None or state.room % pipeline.SMALLEST):
         return step.sparse_decode(query, codebook, state, rows, rules)
     assert state.codes is not None
     return ops.sparse_decode(
