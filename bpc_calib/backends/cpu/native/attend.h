@@ -90,17 +90,22 @@ INLINE void logits_of(const Part &part, i64 begin, i64 count, i64 found, i64 dim
 
 // Turn the logits `[CHUNK]` of a head into weights, and scale the earlier sums to match.
 INLINE void weigh(float *logits, i64 count, i64 dim, float *most, float *total, float *sums) {
-    float largest = logits[0];
-    for (i64 i = 1; i < count; i++) largest = logits[i] > largest ? logits[i] : largest;
-    if (largest > *most) {
-        float down = __builtin_expf(*most - largest);
-        *most = largest, *total *= down;
+    for (i64 i = count; i < CHUNK; i++) logits[i] = -INFINITY;
+    floats tops = load<floats>(logits), weights = {};
+    for (i64 i = LANES; i < CHUNK; i += LANES) {
+        floats more = load<floats>(logits + i);
+        tops = more > tops ? more : tops;
+    }
+    float top = largest(tops);
+    if (top > *most) {
+        float down = __builtin_expf(*most - top);
+        *most = top, *total *= down;
         for (i64 d = 0; d < dim; d++) sums[d] *= down;
     }
-    for (i64 i = count; i < CHUNK; i++) logits[i] = *most;
     exponentials(logits, CHUNK, *most);
     for (i64 i = count; i < CHUNK; i++) logits[i] = 0;
-    for (i64 i = 0; i < count; i++) *total += logits[i];
+    for (i64 i = 0; i < CHUNK; i += LANES) weights += load<floats>(logits + i);
+    *total += sum(weights);
 }
 
 // The values from `begin` on, weighted by `weights [4, CHUNK]`, added to `sums [4, dim]`: 4 values at once.

@@ -95,6 +95,18 @@ INLINE float sum(floats x) {
 #endif
 }
 
+INLINE float largest(floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float lanes[LANES];
+    store(lanes, x);
+    for (i64 half = LANES / 2; half; half /= 2)
+        for (i64 i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+    return lanes[0];
+#endif
+}
+
 INLINE double sum(doubles x) {
     double lanes[DOUBLES], total = 0;
     store(lanes, x);
