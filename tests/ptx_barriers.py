@@ -18,11 +18,10 @@ from ptx.emulation import emulate
 from ptx.program import Fault
 
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.bench.inputs import rows_of
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.state import State
+from bpc_calib.method.state import State, alike
 
 BARRIER = re.compile(r"^\s*bar\.sync[^;]*;", re.MULTILINE)
 
@@ -61,7 +60,7 @@ def step() -> list[torch.Tensor]:
     query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 1100, 64, seed=2)
     codebook, rules = make_codebook(projection, keys.dtype), Rules(scaling=0.1, recent=2, safeguard=0.2)
     state = State(keys, keys, encoded.codes, encoded.gain, worst=worst_first(encoded.error))
-    out, indices = pipeline.sparse_decode(query, codebook, state, rows_of(keys, 60), rules)
+    out, indices = pipeline.sparse_decode(query, codebook, state, alike(keys, 60), rules)
     return [indices, out, pipeline.encode_with(codebook, keys[:, :, :70]).codes]
 
 

@@ -14,13 +14,12 @@ import torch
 from bpc_calib import BPCCache, enable, quantize_query
 from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.cpu import native, pipeline
-from bpc_calib.bench.inputs import rows_of
 from bpc_calib.compat import with_cache
 from bpc_calib.method import step
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import State
+from bpc_calib.method.state import State, alike
 from bpc_calib.models.loading import load_model, load_tokenizer
 
 RULES = Rules(scaling=0.1)
@@ -51,7 +50,7 @@ def large(rows, tokens, words=1):
 def ranking(query, projection, encoded, k):
     """What ranking reads, which is no key."""
     state = State(query, query, encoded.codes, encoded.gain)
-    return query, make_codebook(projection, query.dtype), state, rows_of(encoded.error.unsqueeze(-1), k)
+    return query, make_codebook(projection, query.dtype), state, alike(encoded.error.unsqueeze(-1), k)
 
 
 def both(query, projection, encoded, k, *, valid=None, lengths=None, **rules):
@@ -70,7 +69,7 @@ def rounded(query, projection):
 
 
 def attend(query, keys, values, indices, scaling=None):
-    return pipeline.attend(query, State(keys, values), rows_of(keys, indices.shape[-1]), indices, scaling)
+    return pipeline.attend(query, State(keys, values), alike(keys, indices.shape[-1]), indices, scaling)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
@@ -95,7 +94,7 @@ def test_a_step_in_any_number_of_threads(threads, count):
     state = State(keys, keys, encoded.codes, encoded.gain, encoded.error)
     newest = pipeline.encode_with(codebook, keys[:, :, length - 1 : length])
     threads(count)
-    out, chosen = pipeline.sparse_decode(query, codebook, state, rows_of(keys[:, :, :length], 400), RULES, fresh=1)
+    out, chosen = pipeline.sparse_decode(query, codebook, state, alike(keys[:, :, :length], 400), RULES, fresh=1)
     for name in ("codes", "gain", "error"):
         assert torch.equal(getattr(state, name)[:, :, length - 1 : length], getattr(newest, name))
     in_use = Encoded(*(each[:, :, :length] for each in (encoded.codes, encoded.error, encoded.gain)))
@@ -289,7 +288,7 @@ def test_the_default_dtype_changes_nothing():
     codebook = make_codebook(torch.randn(2, 64, 64, generator=generator) / 8, torch.float32)
 
     def everything():
-        encoded, rows = kernels.encode_with(codebook, keys), rows_of(keys, 9)
+        encoded, rows = kernels.encode_with(codebook, keys), alike(keys, 9)
         state = State(keys.clone(), keys.clone(), encoded.codes, encoded.gain, encoded.error)
         step = kernels.sparse_decode(query, codebook, state, rows, RULES, fresh=1)
         chosen, rounded = pipeline.rank(query, codebook, state, rows, RULES)

@@ -9,12 +9,11 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw
 from bpc_calib import hash_scores, quantize_query, select
 from bpc_calib.backends.triton import backend, ops, pipeline
 from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
-from bpc_calib.bench.inputs import rows_of
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import GAIN_MAX
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.state import State
+from bpc_calib.method.state import State, alike
 from bpc_calib.method.step import attend
 from bpc_calib.method.step import rank as plain_rank
 
@@ -26,7 +25,7 @@ def layer(batch, kv_heads, tokens, dim, bits, k, *, dtype=torch.float32, **more)
     projection, encoded = cache(batch, kv_heads, tokens, dim, bits, **more)
     keys = draw(batch, kv_heads, tokens, dim, seed=2, dtype=dtype)
     state = State(keys, keys, encoded.codes, encoded.gain, encoded.error)
-    return make_codebook(projection, dtype), state, rows_of(keys, k)
+    return make_codebook(projection, dtype), state, alike(keys, k)
 
 
 @pytest.mark.emulated(group=["relative"], heads=[1, 16])
@@ -42,7 +41,7 @@ def test_the_largest_scores_there_can_be(group, heads, bits):
     codes[..., 60, :] = 0x5555555555555555
     gain = torch.full((1, 1, 200), GAIN_MAX, dtype=torch.uint8, device=DEVICE)
     keys, rules = torch.zeros(1, 1, 200, bits, device=DEVICE), Rules(group=group, scaling=0.1)
-    state, rows = State(keys, keys, codes, gain), rows_of(keys, 9)
+    state, rows = State(keys, keys, codes, gain), alike(keys, 9)
     made = pipeline.score(query, codebook, state, rows, rules)
     assert made.values.abs().eq(127).all()
     pipeline.rank(made, state, rows, rules)
@@ -109,7 +108,7 @@ def test_scores_and_their_histogram():
 def test_attention_over_everything():
     query, keys, values = draw(2, 2, 4, 64), draw(2, 2, 150, 64, seed=1), draw(2, 2, 150, 64, seed=2)
     lengths = torch.tensor([150, 70], device=DEVICE)
-    state, rows = State(keys, values), replace(rows_of(keys, 150), lengths=lengths)
+    state, rows = State(keys, values), replace(alike(keys, 150), lengths=lengths)
     everything = torch.arange(150, device=DEVICE).expand(2, 2, -1)
     expected = attend(query, state, rows, everything.where(everything < lengths.view(2, 1, 1), -1))
     found = pipeline.attend(query, state, rows, None)
@@ -173,7 +172,7 @@ def test_operators_tell_their_shapes():
 
 def test_dense_attention_beyond_the_buffer():
     query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 60, 64, seed=2)
-    state, rows = State(keys, keys), rows_of(keys, 60)
+    state, rows = State(keys, keys), alike(keys, 60)
     everything = torch.arange(60, device=DEVICE).expand(1, 2, -1)
     dense = pipeline.attend(query, state, replace(rows, lengths=rows.lengths + 15), None)
     expected = attend(query, state, rows, everything)

@@ -11,9 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bpc_calib.backends import dispatch
-from bpc_calib.bench.inputs import rows_of
 from bpc_calib.bench.timing import reason
-from bpc_calib.method.state import Rows, State
+from bpc_calib.method.state import Rows, State, alike
 
 __all__ = ["OURS", "Dense", "correct_forms", "exact", "fault", "folded", "forms", "matmul", "ours"]
 
@@ -133,7 +132,7 @@ def ours(device: torch.device) -> Dense:
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if keys.shape not in rows:
-            rows[keys.shape] = rows_of(keys, keys.shape[2])
+            rows[keys.shape] = alike(keys, keys.shape[2])
         state = State(keys, values)
         return dispatch.find(query, state).dense_decode(query, state, rows[keys.shape])
 

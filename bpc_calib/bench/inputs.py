@@ -13,7 +13,7 @@ from bpc_calib.bench.machine import available_memory, cache_bytes
 from bpc_calib.errors import InputError
 from bpc_calib.method.codebook import Codebook, make_codebook
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import Rows, State
+from bpc_calib.method.state import Rows, State, alike
 from bpc_calib.runtime.growing import LEAST_ROOM
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "make",
     "repeated",
     "room",
-    "rows_of",
     "stage_bytes",
     "working_sets",
 ]
@@ -84,7 +83,7 @@ class LayerInputs:
 
     def rows(self, k: int) -> Rows:
         """Return the sequences of a step that attends to `k` tokens of each."""
-        return rows_of(self.states[0].keys, k)
+        return alike(self.states[0].keys, k)
 
 
 def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
@@ -143,12 +142,6 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
         rules=Rules(),
         states=[State(keys[i], values[i], codes[j], gains[j]) for i, j in pairs],
     )
-
-
-def rows_of(keys: Tensor, k: int) -> Rows:
-    """Return the sequences of a step over keys `[B, H_KV, N, D]` that attends to `k` of the `N` tokens of each."""
-    lengths = torch.full((len(keys),), keys.shape[2], device=keys.device)
-    return Rows(lengths, torch.full_like(lengths, k).unsqueeze(-1), keys.shape[2], k)
 
 
 def room(tokens: int) -> int:

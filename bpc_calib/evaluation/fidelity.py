@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from bpc_calib.evaluation.forcing import FullLayer
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import select, sortable
-from bpc_calib.method.state import Rows, State
+from bpc_calib.method.state import Rows, State, alike
 from bpc_calib.method.step import attend
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import SparseLayer
@@ -63,8 +63,7 @@ class FullAttention:
         recall = chosen.gather(-1, select(self.ranks, indices.shape[-1])).to(dtype).mean(-1)
         mass = (self.weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
         kept = chosen.gather(-1, self.heaviest).to(dtype).mean(-1)
-        lengths = torch.full(indices.shape[:1], self.keys.shape[2], device=indices.device)
-        rows = Rows(lengths, lengths.unsqueeze(-1), self.keys.shape[2], indices.shape[2])
+        rows = alike(self.keys, indices.shape[2])
         sparse = attend(self.query, State(self.keys, self.values), rows, indices, self.scaling)
         cosine = F.cosine_similarity(self.output, sparse.to(dtype), dim=-1).mean(-1)
         return torch.stack([recall, mass, kept, cosine], dim=-1)

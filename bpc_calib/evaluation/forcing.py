@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
-from bpc_calib.method.state import Rows
+from bpc_calib.method.state import Rows, alike
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.hashed_layer import BPCLayer
@@ -31,9 +31,7 @@ class FullLayer(SparseLayer):
 
     def rows(self, call: AttentionCall) -> Rows:
         """Return the sequences of a step, of which batches must not be padded."""
-        batch, length = self.keys.shape[0], self.keys.shape[2]
-        lengths = torch.full((batch,), length, device=self.keys.device)
-        return Rows(lengths, lengths.unsqueeze(-1), length, length)
+        return alike(self.keys, self.keys.shape[2])
 
     def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Attend to all tokens."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bpc_calib.method.encoded import Encoded
 
-__all__ = ["Packing", "Rows", "State", "read_codes", "read_tokens", "within", "write_codes", "write_newest"]
+__all__ = ["Packing", "Rows", "State", "alike", "read_codes", "read_tokens", "within", "write_codes", "write_newest"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +56,12 @@ class State:
     def room(self) -> int:
         """Tokens that each row of slots, or each page, has room for."""
         return (self.keys if self.codes is None else self.codes).shape[2]
+
+
+def alike(keys: Tensor, k: int) -> Rows:
+    """Return the sequences of a step over keys `[B, H_KV, N, D]` that attends to `k` of the `N` tokens of each."""
+    lengths = torch.full((len(keys),), keys.shape[2], device=keys.device)
+    return Rows(lengths, torch.full_like(lengths, k).unsqueeze(-1), keys.shape[2], k)
 
 
 def write_codes(encoded: Encoded, at: Tensor, state: State) -> None:
