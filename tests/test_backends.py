@@ -226,6 +226,17 @@ def test_every_k(k, rules, pipeline):
     check(pipeline, Case(tokens=60, k=k, safeguard=rules.get("safeguard", 0.0), rules=rules))
 
 
+@pytest.mark.emulated
+def test_a_mask_whose_tokens_lie_apart(pipeline):
+    """As one that lies with tokens before sequences."""
+    case = Case(padding=True)
+    *given, rows, rules = case.made()
+    assert rows.valid.stride(1) == 1
+    apart = replace(rows, valid=rows.valid.T.contiguous().T)
+    case.made = lambda: (*given, apart, rules)
+    check(pipeline, case)
+
+
 @pytest.mark.emulated(layout=["static"])
 @pytest.mark.parametrize("layout", ["growing", "static", "paged"])
 def test_each_sequence_with_a_codebook_of_its_own(layout, pipeline):

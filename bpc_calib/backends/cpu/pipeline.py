@@ -5,6 +5,7 @@ sequences and its results.
 """
 
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -197,7 +198,7 @@ def _recorded(codebook: Codebook, state: State, rules: Rules) -> _Record:
     return _Record(codebook, rules, call, (projection, worst, *kept))
 
 
-def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Tensor, ...]:
+def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Any, ...]:
     """Fill in the query and the sequences of a step; return the query and others as the kernel reads them."""
     query, lengths = tight(query), rows.lengths.to(torch.int64).contiguous()
     ks = rows.k.to(torch.int64).expand(query.shape[:2])
@@ -207,11 +208,12 @@ def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Tensor, .
     call.tokens, call.width = rows.longest, rows.width
     call.lengths = lengths.data_ptr()
     call.ks, call.ks_b, call.ks_h = ks.data_ptr(), ks.stride(0), ks.stride(1)
-    if rows.valid is not None:
-        call.valid, call.valid_b = rows.valid.data_ptr(), rows.valid.stride(0)
-    if rows.block_table is not None:
-        call.table, call.pages, call.page = rows.block_table.data_ptr(), rows.block_table.shape[1], state.room
-    return query, lengths, ks
+    valid, table = (None if each is None else each.contiguous() for each in (rows.valid, rows.block_table))
+    if valid is not None:
+        call.valid, call.valid_b = valid.data_ptr(), valid.stride(0)
+    if table is not None:
+        call.table, call.pages, call.page = table.data_ptr(), table.shape[1], state.room
+    return query, lengths, ks, valid, table
 
 
 def _fresh(call: Call, keys: Tensor) -> None:
