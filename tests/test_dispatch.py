@@ -175,10 +175,13 @@ def test_states_that_the_kernels_do_not_take(monkeypatch, warned, backend):
     found, expected = (decode(query, codebook, each, rows, rules) for each in (apart, state))
     assert torch.equal(found[1], expected[1])
     torch.testing.assert_close(found[0], expected[0])
+    spread = torch.stack([state.gain, state.gain], dim=3)[..., 0]
+    assert dispatch.find(query, replace(state, gain=spread)) is plain
     across = replace(state, keys=state.keys.mT.contiguous().mT)
     assert dispatch.find(query, across) is plain
     assert [said.split(" serve ")[1].split(";")[0] for said in warned()] == [
         "codes that do not lie one after the other",
+        "gains or errors that do not lie one after the other",
         "a last dimension that is not contiguous",
     ]
 

@@ -18,9 +18,11 @@ def serves(tensor: Tensor, state: State | None = None) -> str | None:
     """What about a call the kernels do not serve; None: nothing."""
     if state is not None and state.scales is not None:
         return "keys and values of 8 bits"
-    codes = None if state is None else state.codes
+    codes, others = (None, ()) if state is None else (state.codes, (state.gain, state.error))
     if codes is not None and (codes.stride(3) != 1 or codes.stride(2) != codes.shape[3]):
         return "codes that do not lie one after the other"
+    if any(each is not None and each.stride(2) != 1 for each in others):
+        return "gains or errors that do not lie one after the other"
     return unserved(tensor, state)
 
 

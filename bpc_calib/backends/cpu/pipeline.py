@@ -208,10 +208,12 @@ def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Any, ...]
     call.tokens, call.width = rows.longest, rows.width
     call.lengths = lengths.data_ptr()
     call.ks, call.ks_b, call.ks_h = ks.data_ptr(), ks.stride(0), ks.stride(1)
-    valid, table = (None if each is None else each.contiguous() for each in (rows.valid, rows.block_table))
+    valid, table = rows.valid, rows.block_table
     if valid is not None:
+        valid = tight(valid)
         call.valid, call.valid_b = valid.data_ptr(), valid.stride(0)
     if table is not None:
+        table = table.contiguous()
         call.table, call.pages, call.page = table.data_ptr(), table.shape[1], state.room
     return query, lengths, ks, valid, table
 
