@@ -11,7 +11,7 @@ from bpc_calib.compat import continued_cache_restarts
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.state import Rows
 
-__all__ = ["AttentionCall", "check_continued", "layer_of", "rows_of", "visible_tokens", "with_layer"]
+__all__ = ["AttentionCall", "Seen", "as_output", "check_continued", "layer_of", "visible_tokens", "with_layer"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,15 @@ class AttentionCall:
     scaling: float | None  # factor on the products q k; None: head_dim ** -0.5
     window: int | None  # length of the sliding window; None: full attention
     positions: Tensor | None  # [batch, new]
+
+    def grouped(self, kv_heads: int) -> Tensor:
+        """Return the queries of one new token per sequence by KV head: `[batch, kv_heads, G, head_dim]`."""
+        return self.query.squeeze(2).unflatten(1, (kv_heads, -1))
+
+
+def as_output(attended: Tensor) -> Tensor:
+    """Return attention `[batch, kv_heads, G, head_dim]` as transformers takes it, `[batch, 1, query_heads, head_dim]`."""
+    return attended.flatten(1, 2).unsqueeze(1)
 
 
 def with_layer(keys: Tensor, layer: Any) -> Tensor:
@@ -41,26 +50,44 @@ def layer_of(keys: Tensor) -> Any:
     return getattr(keys, "bpc_layer", None)
 
 
-def rows_of(call: AttentionCall, keys: Tensor, count: Callable[[int], int]) -> Rows | None:
-    """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
+@dataclass
+class Seen:
+    """What the mask of the step that runs says, and the rows made from it: found once for all layers of a cache."""
 
-    Args:
-        call: of the step.
-        keys: `[batch, kv_heads, N, head_dim]`, with the new token.
-        count: returns the number of attended tokens for a number of real tokens.
+    asked: tuple[Any, ...] | None = None
+    visible: Tensor | None = None  # bool [batch, N]; None: no padding
+    real: tuple[int, ...] = ()  # tokens of each sequence without padding
+    wanted: tuple[int, ...] = ()  # tokens that each attends to, in `rows`
+    rows: Rows | None = None
 
-    Raises:
-        ModelError, InputError: as `visible_tokens`.
-    """
-    visible, (batch, _, length, _), device = visible_tokens(call.mask, keys, call.window), keys.shape, keys.device
-    real = [length] * batch if visible is None else visible.sum(-1).tolist()
-    wanted = [count(tokens) for tokens in real]
-    if wanted == real:
-        return None
-    most = max(wanted)
-    # A number alike for all needs no copy from the host.
-    k = torch.full((batch,), most, device=device) if visible is None else torch.tensor(wanted, device=device)
-    return Rows(torch.full((batch,), length, device=device), k.unsqueeze(-1), length, most, visible)
+    def rows_of(self, call: AttentionCall, keys: Tensor, count: Callable[[int], int]) -> Rows | None:
+        """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
+
+        Args:
+            call: of the step.
+            keys: `[batch, kv_heads, N, head_dim]`, with the new token.
+            count: returns the number of attended tokens for a number of real tokens.
+
+        Raises:
+            ModelError, InputError: as `visible_tokens`.
+        """
+        (batch, _, length, _), device = keys.shape, keys.device
+        asked = (call.mask, batch, length, device, call.window)
+        if self.asked is None or self.asked[0] is not call.mask or self.asked[1:] != asked[1:]:
+            self.visible, self.rows, self.wanted = visible_tokens(call.mask, keys, call.window), None, ()
+            self.real = (length,) * batch if self.visible is None else tuple(self.visible.sum(-1).tolist())
+            self.asked = asked
+        wanted = tuple(map(count, self.real))
+        if wanted == self.real:
+            return None
+        if wanted != self.wanted:
+            most = max(wanted)
+            # A number alike for all needs no copy from the host.
+            alike = self.visible is None
+            k = torch.full((batch,), most, device=device) if alike else torch.tensor(wanted, device=device)
+            lengths = torch.full((batch,), length, device=device)
+            self.wanted, self.rows = wanted, Rows(lengths, k.unsqueeze(-1), length, most, self.visible)
+        return self.rows
 
 
 def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:

@@ -3,7 +3,7 @@
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from bpc_calib.method.selection import select
 from bpc_calib.method.state import Rows, State
 from bpc_calib.method.step import attend
 from bpc_calib.models.description import ModelDescription
-from bpc_calib.runtime.call import AttentionCall, check_continued, rows_of, with_layer
+from bpc_calib.runtime.call import AttentionCall, Seen, as_output, check_continued, with_layer
 from bpc_calib.runtime.growing import append
 
 __all__ = ["Common", "DenseLayer", "GrowingLayer", "RankingLayer", "SparseLayer"]
@@ -32,9 +32,7 @@ class Common:
     bits: int = 64  # of the codes of online projections
     seed: int = 0  # of online projections
     layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
-    # The sequences of the step that runs are found once for all layers: what they were found from, and they.
-    asked: tuple[Any, ...] | None = None
-    rows: Rows | None = None
+    seen: Seen = field(default_factory=Seen)
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -92,11 +90,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        common, keys = self.common, self.keys
-        asked = (call.mask, self.rules, keys.shape[0], keys.shape[2], keys.device, call.window)
-        if common.asked is None or common.asked[0] is not call.mask or common.asked[1:] != asked[1:]:
-            common.asked, common.rows = asked, rows_of(call, keys, self.rules.count)
-        return common.rows
+        return self.common.seen.rows_of(call, self.keys, self.count)
+
+    def count(self, length: int) -> int:
+        """Return the number of attended tokens at `length` tokens."""
+        return self.rules.count(length)
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length` without moving a buffer.
@@ -193,8 +191,8 @@ class SparseLayer(GrowingLayer):
         rows = self.rows(call)
         if rows is None:
             return None
-        out, _ = self.decode(call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)), rows)
-        return out.flatten(1, 2).unsqueeze(1)
+        out, _ = self.decode(call.grouped(self.keys.shape[1]), rows)
+        return as_output(out)
 
     def scale(self, scaling: float | None) -> None:
         """Take the model's own factor on the products q k; None: `head_dim ** -0.5`."""
@@ -224,14 +222,6 @@ class SparseLayer(GrowingLayer):
     def skip_attention(self) -> None:
         """Accept the last update without attention, because its tokens were cached without a pass of the model."""
         self.served = True
-
-    def rows(self, call: AttentionCall) -> Rows | None:
-        """Return the sequences of a step, as `GrowingLayer.rows`; a layer with a `count` of its own has its own."""
-        return super().rows(call) if type(self).count is SparseLayer.count else rows_of(call, self.keys, self.count)
-
-    def count(self, length: int) -> int:
-        """Return the number of attended tokens at `length` tokens."""
-        return self.rules.count(length)
 
     def borrow(self, other: "SparseLayer") -> None:
         """Use another layer's keys and values."""
@@ -299,5 +289,5 @@ class DenseLayer(GrowingLayer):
         rows = self.rows(call)
         if rows is None:
             return None  # no layer chooses: the step has the bits of the model's own
-        query, state = call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)), self.state()
-        return find(query, state).dense_decode(query, state, rows, call.scaling).flatten(1, 2).unsqueeze(1)
+        query, state = call.grouped(self.keys.shape[1]), self.state()
+        return as_output(find(query, state).dense_decode(query, state, rows, call.scaling))

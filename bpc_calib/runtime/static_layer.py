@@ -9,7 +9,7 @@ from bpc_calib.backends.dispatch import find
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.state import Rows
-from bpc_calib.runtime.call import AttentionCall, with_layer
+from bpc_calib.runtime.call import AttentionCall, as_output, with_layer
 from bpc_calib.runtime.growing import reserve
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
@@ -97,14 +97,14 @@ class StaticLayer(GrowingLayer):
             self.layer.serve(call.module)
             self.layer.scale(call.scaling)
         self.served = True
-        query = call.query.squeeze(2).unflatten(1, (self.keys.shape[1], -1))
+        query = call.grouped(self.keys.shape[1])
         state, rows = self.state(), self.clock.rows
         serving = find(query, state)
         if self.codebook is None:
             out = serving.dense_decode(query, state, rows, call.scaling)
         else:
             out, _ = serving.sparse_decode(query, self.codebook, state, rows, self.layer.rules)
-        return out.flatten(1, 2).unsqueeze(1)
+        return as_output(out)
 
     def thaw(self) -> GrowingLayer:
         """Return the replaced layer, with the tokens of all steps."""
