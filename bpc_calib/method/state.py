@@ -12,7 +12,18 @@ from torch import Tensor
 
 from bpc_calib.method.encoded import Encoded
 
-__all__ = ["Packing", "Rows", "State", "alike", "read_codes", "read_tokens", "within", "write_codes", "write_newest"]
+__all__ = [
+    "Packing",
+    "Rows",
+    "State",
+    "alike",
+    "read_codes",
+    "read_tokens",
+    "within",
+    "write_codes",
+    "write_newest",
+    "write_tokens",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +80,11 @@ def write_codes(encoded: Encoded, at: Tensor, state: State) -> None:
 
     Args:
         encoded: of keys `[B, H_KV, T, D]`, or for pages `[1, H_KV, T, D]`.
-        at: int64 `[T]`, the slots; of one sequence or pages, a token with a negative slot is not written.
+        at: int64 `[T]`, the slots; of several pages, a token with a negative slot is not written.
         state: where to write.
     """
-    for to, new in ((state.codes, encoded.codes), (state.gain, encoded.gain), (state.error, encoded.error)):
-        if to is not None:
-            write(to, new, at)
+    for to, new in _kept(encoded, state):
+        _write(to, new, at)
 
 
 def write_newest(encoded: Encoded, rows: Rows, state: State) -> None:
@@ -86,12 +96,30 @@ def write_newest(encoded: Encoded, rows: Rows, state: State) -> None:
         state: where to write; not pages.
     """
     first = rows.longest - encoded.codes.shape[2]
-    for to, new in ((state.codes, encoded.codes), (state.gain, encoded.gain), (state.error, encoded.error)):
-        if to is not None:
-            to[:, :, first : rows.longest] = new
+    for to, new in _kept(encoded, state):
+        to[:, :, first : rows.longest] = new
 
 
-def write(to: Tensor, new: Tensor, at: Tensor) -> None:
+def write_tokens(key: Tensor, value: Tensor | None, at: Tensor, state: State) -> None:
+    """Write the keys and values of `T` tokens to their slots, in place; without values nothing.
+
+    Args:
+        key, value: `[B, H_KV, T, D]`, or for pages `[1, H_KV, T, D]`.
+        at: as in `write_codes`.
+        state: where to write.
+    """
+    if value is not None:
+        _write(state.keys, key, at)
+        _write(state.values, value, at)
+
+
+def _kept(encoded: Encoded, state: State) -> list[tuple[Tensor, Tensor]]:
+    """What of keys is kept beside them: where, and what."""
+    pairs = ((state.codes, encoded.codes), (state.gain, encoded.gain), (state.error, encoded.error))
+    return [(to, new) for to, new in pairs if to is not None]
+
+
+def _write(to: Tensor, new: Tensor, at: Tensor) -> None:
     """Write `new [B, H_KV, T, ...]` to the slots `at [T]` of `to [B, H_KV, room, ...]` or, with B = 1, of pages."""
     if new.shape[0] > 1 or at.shape[0] == 1 == to.shape[0]:
         to.index_copy_(2, at, new)

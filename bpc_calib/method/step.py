@@ -21,7 +21,7 @@ from bpc_calib.method.scoring import (
     quantize_query,
 )
 from bpc_calib.method.selection import select
-from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write, write_codes, write_newest
+from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write_codes, write_newest, write_tokens
 
 __all__ = [
     "append", "attend", "check", "check_append", "choose", "dense_decode", "newest", "rank", "sparse_decode",
@@ -36,16 +36,14 @@ def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor |
         codebook: None: write no codes.
         key: `[B, H_KV, T, D]`; for pages `[1, H_KV, T, D]`.
         value: alike; None: keys and values lie there already, and only codes are written.
-        at: int64 `[T]`, the slots to write, on the device of the state; of pages or of one sequence, a token with a
-            negative slot is not written.
+        at: int64 `[T]`, the slots to write, on the device of the state; of several pages, a token with a negative slot
+            is not written.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
     check_append(state, codebook, key, value, at)
-    if value is not None:
-        write(state.keys, key, at)
-        write(state.values, value, at)
+    write_tokens(key, value, at, state)
     if codebook is not None:
         write_codes(encode_with(codebook, key), at, state)
 

@@ -1,1 +1,4 @@
-"""Sharing artifacts on the Hub: the model card, and the upload."""
+"""Sharing artifacts on the Hub: the model card, and the upload.
+
+Writes what a stranger reads first. May import `errors`, `hub`, `method` and `evaluation`.
+"""

@@ -9,7 +9,7 @@ from bpc_calib.backends.cpu.pipeline import encode_with, sparse_decode
 from bpc_calib.backends.limits import unserved
 from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
-from bpc_calib.method.state import Rows, State, within, write
+from bpc_calib.method.state import Rows, State, within, write_tokens
 
 __all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
@@ -29,9 +29,7 @@ def serves(tensor: Tensor, state: State | None = None) -> str | None:
 def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor | None, at: Tensor) -> None:
     """`bpc_calib.method.step.append`."""
     step.check_append(state, codebook, key, value, at)
-    if value is not None:
-        write(state.keys, key, at)
-        write(state.values, value, at)
+    write_tokens(key, value, at, state)
     if codebook is not None:
         pipeline.hash_into(codebook, key, state, at)
 

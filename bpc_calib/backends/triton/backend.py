@@ -10,7 +10,7 @@ from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.fitting import fit
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import Rows, State, write, write_codes, write_newest
+from bpc_calib.method.state import Rows, State, write_codes, write_newest, write_tokens
 
 __all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
@@ -45,9 +45,7 @@ def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor |
         parts = (None,) * 4 if codebook is None else (codebook.matrix, codebook.gram, codebook.metric, codebook.mean)
         ops.append(*parts, key, value, at, state.keys, state.values, state.codes, state.gain, state.error)
         return
-    if value is not None:
-        write(state.keys, key, at)
-        write(state.values, value, at)
+    write_tokens(key, value, at, state)
     if codebook is None:
         return
     if key.shape[0] > 1 or state.gain is None or state.error is not None or state.room % pipeline.SMALLEST:
