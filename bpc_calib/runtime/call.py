@@ -31,7 +31,7 @@ class AttentionCall:
 
 
 def as_output(attended: Tensor) -> Tensor:
-    """Return attention `[batch, kv_heads, G, head_dim]` as transformers takes it, `[batch, 1, query_heads, head_dim]`."""
+    """Return attention `[batch, kv_heads, G, head_dim]` as transformers takes it: `[batch, 1, heads, head_dim]`."""
     return attended.flatten(1, 2).unsqueeze(1)
 
 
