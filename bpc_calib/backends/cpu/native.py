@@ -1,5 +1,6 @@
 """The compiled kernels, and the record of a call that they read."""
 
+import contextlib
 import ctypes
 import functools
 from pathlib import Path
@@ -40,6 +41,8 @@ def library() -> Any:
         lib.bpc_products.argtypes = [number, pointer, number, number, *[pointer] * 3, number, pointer, pointer]
     except (OSError, AttributeError) as fault:  # for another machine, or of older sources
         raise ImportError(f"the kernels for CPUs cannot be loaded: {first_line(fault)}") from fault
+    with contextlib.suppress(AttributeError):  # a torch without OpenMP
+        lib.bpc_share_threads(pointer.from_buffer(ctypes.CDLL(None).GOMP_parallel))
     return lib
 
 

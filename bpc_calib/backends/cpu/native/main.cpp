@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "table.h"
+#include "threads.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -92,6 +93,8 @@ EXPORT const char *bpc_fields() {
 
 // The instruction set that serves: "avx512", "avx2" or "base".
 EXPORT const char *bpc_isa() { return name; }
+
+EXPORT void bpc_share_threads(bpc::Region region) { bpc::share_threads(region); }
 
 EXPORT int64_t bpc_step(const bpc::Call *call) {
     std::lock_guard<std::mutex> lock(one_at_a_time);

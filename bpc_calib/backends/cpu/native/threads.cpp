@@ -26,67 +26,82 @@ void pause() {
 #endif
 }
 
-struct Pool {
-    std::mutex mutex;
-    std::condition_variable woken;
-    std::vector<std::thread> workers;
-    std::atomic<int64_t> job{0};      // counts the calls
-    std::atomic<int64_t> next{0};     // the first item that nobody has taken
-    std::atomic<int64_t> working{0};  // workers that may still take items
-    int64_t wanted = 0, items = 0;
-    void (*work)(const void *, int64_t) = nullptr;
-    const void *with = nullptr;
+struct Job {
+    void (*work)(const void *, int64_t);
+    const void *with;
+    int64_t items;
+    std::atomic<int64_t> next{0};  // the first item that nobody has taken
 
     void take_items() {
         for (int64_t item; (item = next.fetch_add(1)) < items;) work(with, item);
     }
+};
+
+// Threads of our own, where there is no OpenMP.
+struct Pool {
+    std::mutex mutex;
+    std::condition_variable woken;
+    std::vector<std::thread> workers;
+    std::atomic<int64_t> count{0};    // of the jobs so far
+    std::atomic<int64_t> working{0};  // workers that may still take items
+    int64_t wanted = 0;
+    Job *job = nullptr;
 
     void wait(int64_t index, int64_t seen) {
         for (;;) {
-            for (int i = 0; i < LOOKS && job.load() == seen; i++) pause();
-            if (job.load() == seen) {
+            for (int i = 0; i < LOOKS && count.load() == seen; i++) pause();
+            if (count.load() == seen) {
                 std::unique_lock<std::mutex> lock(mutex);
-                woken.wait(lock, [&] { return job.load() != seen; });
+                woken.wait(lock, [&] { return count.load() != seen; });
             }
-            seen = job.load();
-            if (index < wanted) take_items();
+            seen = count.load();
+            if (index < wanted) job->take_items();
             working.fetch_sub(1);
         }
     }
+
+    void run(int64_t threads, Job &given) {
+        while ((int64_t)workers.size() < threads - 1) {
+            int64_t index = (int64_t)workers.size();
+            workers.emplace_back([this, index, seen = count.load()] { wait(index, seen); });
+        }
+        wanted = threads - 1;
+        job = &given;
+        working.store((int64_t)workers.size());
+        {
+            std::lock_guard<std::mutex> lock(mutex);  // none may fall asleep in between
+            count.fetch_add(1);
+        }
+        woken.notify_all();
+        given.take_items();
+        for (int looks = 0; working.load(); looks++) looks < LOOKS ? pause() : std::this_thread::yield();
+    }
 };
 
+Region region = nullptr;
+int region_of = 0;  // the process that has these threads: a forked child has none
 Pool *pool = nullptr;
-int pool_of = 0;  // the process that has these threads: a forked child has none
+int pool_of = 0;
 
 }  // namespace
 
+void share_threads(Region found) {
+    region = found;
+    region_of = getpid();
+}
+
 void parallel(int64_t threads, int64_t items, void (*work)(const void *, int64_t), const void *with) {
+    Job job{work, with, items};
     if (threads > items) threads = items;
-    if (threads <= 1) {
-        for (int64_t item = 0; item < items; item++) work(with, item);
-        return;
+    if (threads <= 1) return job.take_items();
+    if (region && region_of == getpid()) {
+        return region([](void *job) { static_cast<Job *>(job)->take_items(); }, &job, (unsigned)threads, 0);
     }
     if (!pool || pool_of != getpid()) {
         pool = new Pool;  // never freed: its threads wait until the process ends
         pool_of = getpid();
     }
-    while ((int64_t)pool->workers.size() < threads - 1) {
-        int64_t index = (int64_t)pool->workers.size();
-        pool->workers.emplace_back([pool = pool, index, seen = pool->job.load()] { pool->wait(index, seen); });
-    }
-    pool->wanted = threads - 1;
-    pool->items = items;
-    pool->work = work;
-    pool->with = with;
-    pool->next.store(0);
-    pool->working.store((int64_t)pool->workers.size());
-    {
-        std::lock_guard<std::mutex> lock(pool->mutex);  // none may fall asleep in between
-        pool->job.fetch_add(1);
-    }
-    pool->woken.notify_all();
-    pool->take_items();
-    for (int looks = 0; pool->working.load(); looks++) looks < LOOKS ? pause() : std::this_thread::yield();
+    pool->run(threads, job);
 }
 
 }  // namespace bpc
