@@ -4,7 +4,6 @@
 // keep all threads busy, a row is cut into parts, and all wait for each other between the stages.
 namespace BPC_ISA {
 
-constexpr i64 FEW_CODES = 1 << 15;    // one thread ranks as many in some 100 us: more would wait for each other
 constexpr i64 LEAST_KEYS = 4096;      // keys that are worth a thread
 constexpr i64 LEAST_ATTENDED = 64;    // attended tokens that are
 
@@ -19,8 +18,7 @@ static Plan plan_of(const bpc::Call &call) {
     Plan plan{};
     plan.rows = call.batch * call.kv_heads;
     bool chooses = call.stages & bpc::PROJECT;
-    bool small = chooses && (call.stages & bpc::HASH) && plan.rows * call.tokens <= FEW_CODES;
-    plan.threads = small ? 1 : call.threads;
+    plan.threads = call.threads;
     plan.stride = ceil_to(call.tokens, PAD) + PAD;
     auto parts_of = [&](i64 length, i64 least) {
         if (plan.rows >= 2 * plan.threads || call.page || plan.threads == 1) return (i64)1;
