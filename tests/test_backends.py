@@ -31,7 +31,8 @@ PAGE = 16
     ]
 )
 def pipeline(request):
-    return importlib.import_module(f"bpc_calib.backends.{request.param}.pipeline")
+    name = "backend" if request.param == "cpu" else "pipeline"
+    return importlib.import_module(f"bpc_calib.backends.{request.param}.{name}")
 
 
 def backend_of(pipeline):
@@ -352,7 +353,7 @@ FAULTS = {  # what a step forgets
 @pytest.mark.skipif(GPU, reason="the tensors of these tests are on the GPU here")
 def test_a_backend_that_forgets_something_fails(fault):
     case, change = FAULTS[fault]
-    cpu = importlib.import_module("bpc_calib.backends.cpu.pipeline")
+    cpu = importlib.import_module("bpc_calib.backends.cpu.backend")
 
     def forgetful(query, codebook, state, rows, rules, fresh):
         given = {"query": query, "codebook": codebook, "state": state, "rows": rows, "rules": rules, "fresh": fresh}

@@ -13,7 +13,7 @@ import torch
 
 from bpc_calib import BPCCache, enable, quantize_query
 from bpc_calib.backends.cpu import backend as kernels
-from bpc_calib.backends.cpu import native, pipeline
+from bpc_calib.backends.cpu import native
 from bpc_calib.compat import with_cache
 from bpc_calib.method import step
 from bpc_calib.method.codebook import make_codebook
@@ -58,18 +58,18 @@ def both(query, projection, encoded, k, *, valid=None, lengths=None, **rules):
     query, codebook, state, rows = ranking(query, projection, encoded, k)
     rows = replace(rows, valid=valid, lengths=rows.lengths if lengths is None else lengths)
     rules = replace(RULES, **rules)
-    found, asked = pipeline.rank(query, codebook, state, rows, rules)
+    found, asked = kernels.rank(query, codebook, state, rows, rules)
     return found, step.choose(asked, state, rows, rules, query.shape[-1])
 
 
 def rounded(query, projection):
     """The int8 queries of the kernels."""
     few = large(len(projection), 8, -(-projection.shape[-2] // 64))
-    return pipeline.rank(*ranking(query, projection, few, 1), RULES, stages=native.PROJECT)[1]
+    return kernels.rank(*ranking(query, projection, few, 1), RULES, stages=native.PROJECT)[1]
 
 
 def attend(query, keys, values, indices, scaling=None):
-    return pipeline.attend(query, State(keys, values), alike(keys, indices.shape[-1]), indices, scaling)
+    return kernels.attend(query, State(keys, values), alike(keys, indices.shape[-1]), indices, scaling)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
@@ -92,9 +92,9 @@ def test_a_step_in_any_number_of_threads(threads, count):
     query, keys = draw(1, 2, 4, 64), draw(1, 2, 20_010, 64, seed=2)
     codebook = make_codebook(projection, torch.float32)
     state = State(keys, keys, encoded.codes, encoded.gain, encoded.error)
-    newest = pipeline.encode_with(codebook, keys[:, :, length - 1 : length])
+    newest = kernels.encode_with(codebook, keys[:, :, length - 1 : length])
     threads(count)
-    out, chosen = pipeline.sparse_decode(query, codebook, state, alike(keys[:, :, :length], 400), RULES, fresh=1)
+    out, chosen = kernels.sparse_decode(query, codebook, state, alike(keys[:, :, :length], 400), RULES, fresh=1)
     for name in ("codes", "gain", "error"):
         assert torch.equal(getattr(state, name)[:, :, length - 1 : length], getattr(newest, name))
     in_use = Encoded(*(each[:, :, :length] for each in (encoded.codes, encoded.error, encoded.gain)))
@@ -192,12 +192,12 @@ def test_an_index_beyond_the_tokens_is_refused():
 def test_steps_in_several_threads_at_once():
     queries = [draw(1, 2, 4, 64, seed=seed) for seed in range(4)]
     _, *given = ranking(queries[0], draw(2, 64, 64, seed=1), large(2, 5_000), 99)
-    expected = [pipeline.rank(query, *given, RULES)[0] for query in queries]
+    expected = [kernels.rank(query, *given, RULES)[0] for query in queries]
     wrong = []
 
     def work(i):
         for _ in range(20):
-            found, _ = pipeline.rank(queries[i], *given, RULES)
+            found, _ = kernels.rank(queries[i], *given, RULES)
             if not torch.equal(found, expected[i]):
                 wrong.append(i)
 
@@ -291,7 +291,7 @@ def test_the_default_dtype_changes_nothing():
         encoded, rows = kernels.encode_with(codebook, keys), alike(keys, 9)
         state = State(keys.clone(), keys.clone(), encoded.codes, encoded.gain, encoded.error)
         step = kernels.sparse_decode(query, codebook, state, rows, RULES, fresh=1)
-        chosen, rounded = pipeline.rank(query, codebook, state, rows, RULES)
+        chosen, rounded = kernels.rank(query, codebook, state, rows, RULES)
         dense = kernels.dense_decode(query, state, rows)
         return encoded.error, *step, chosen, rounded.scale, attend(query, keys, keys, chosen), dense
 

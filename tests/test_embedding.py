@@ -23,6 +23,6 @@ def test_the_engine_in_pages(capsys):
     rules = {"budget": 0.02, "min_tokens": 32, "dense_layers": ()}
     for ids, answer in zip(names["encoded"], printed.splitlines(), strict=True):
         cache = BPCCache(model.config, names["artifact"], **rules)
-        made = model.generate(ids[None], **with_cache(cache), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        made = model.generate(ids[None], **with_cache(cache), max_new_tokens=4, min_new_tokens=4, do_sample=False)
         assert f"{len(ids)} {names['tokenizer'].decode(made[0, len(ids) :])}" == answer
         assert torch.equal(cache.layers[0].codebook.gram, engine.codebooks[0].gram)

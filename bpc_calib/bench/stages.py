@@ -33,14 +33,14 @@ def stages_of(query: Tensor, codebook: Codebook, rows: Rows, rules: Rules) -> tu
 
 
 def _on_cpu(query: Tensor, codebook: Codebook, rows: Rows, rules: Rules) -> tuple[Stages, Attend]:
-    from bpc_calib.backends.cpu import native, pipeline
+    from bpc_calib.backends.cpu import backend, native
 
     def until(stages: int) -> Callable[[State], Tensor]:
-        return lambda state: pipeline.rank(query, codebook, state, rows, rules, stages=stages)[0]
+        return lambda state: backend.rank(query, codebook, state, rows, rules, stages=stages)[0]
 
     scored = native.PROJECT | native.SCORE
     stages = {"project": until(native.PROJECT), "score": until(scored), "select": until(scored | native.SELECT)}
-    return stages, lambda state, chosen: pipeline.attend(query, state, rows, chosen, rules.scaling)
+    return stages, lambda state, chosen: backend.attend(query, state, rows, chosen, rules.scaling)
 
 
 def _in_triton(query: Tensor, codebook: Codebook, rows: Rows, rules: Rules) -> tuple[Stages, Attend]:

@@ -1,17 +1,47 @@
-"""The backend of a CPU: checked arguments, then the compiled kernels."""
+"""The backend of a CPU: tensors become addresses and strides for the compiled kernels, nothing is copied.
+
+What a step of a layer reads is written down once, in a record that is kept for its state; a step adds its query, its
+sequences and its results.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.cpu import pipeline
 from bpc_calib.backends.cpu.fitting import fit
-from bpc_calib.backends.cpu.pipeline import encode_with, sparse_decode
-from bpc_calib.backends.limits import unserved
-from bpc_calib.method import step
+from bpc_calib.backends.cpu.native import ATTEND, ELEMENTS, HASH, PROJECT, SCORE, SELECT, Call, address, library, run
+from bpc_calib.backends.limits import tight, unserved
 from bpc_calib.method.codebook import Codebook
-from bpc_calib.method.state import Rows, State, within, write_tokens
+from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.scoring import QuantizedQuery
+from bpc_calib.method.selection import as_fraction
+from bpc_calib.method.state import Rows, State, within, write_codes, write_newest, write_tokens
+from bpc_calib.method.step import check, check_append, newest
 
 __all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
+
+GROUPS = {"relative": 0, "max": 1}
+FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
+FEW_OF_PAGES = 8
+BLOCK = 2048  # tokens of a prompt hashed at once
+RANKS = PROJECT | SCORE | SELECT
+
+
+@dataclass
+class _Record:
+    """The fields of a call that stay the same from step to step, and the tensors that they point to."""
+
+    codebook: Codebook
+    rules: Rules
+    fields: Call
+    kept: tuple[Tensor | None, ...]
+
+
+_records: WeakKeyDictionary[State, _Record] = WeakKeyDictionary()
 
 
 def serves(tensor: Tensor, state: State | None = None) -> str | None:
@@ -28,14 +58,232 @@ def serves(tensor: Tensor, state: State | None = None) -> str | None:
 
 def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor | None, at: Tensor) -> None:
     """`bpc_calib.method.step.append`."""
-    step.check_append(state, codebook, key, value, at)
+    check_append(state, codebook, key, value, at)
     write_tokens(key, value, at, state)
     if codebook is not None:
-        pipeline.hash_into(codebook, key, state, at)
+        hash_into(codebook, key, state, at)
+
+
+def sparse_decode(
+    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`bpc_calib.method.step.sparse_decode`, in one call."""
+    check(query, codebook, state, rows, fresh)
+    if fresh > FEW:
+        write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
+        fresh = 0
+    call = _call(codebook, state, rules)
+    query, *kept = _ask(call, query, rows, state)
+    indices = torch.empty(*query.shape[:2], rows.width, dtype=torch.int64)
+    out = torch.empty(query.shape, dtype=torch.float32)
+    call.stages = RANKS | ATTEND
+    if fresh:
+        call.stages |= HASH
+        call.fresh_tokens, call.first = fresh, rows.longest - fresh
+        call.fresh = state.keys.data_ptr() + call.first * call.keys_n * state.keys.element_size()
+        call.fresh_b, call.fresh_h, call.fresh_n = call.keys_b, call.keys_h, call.keys_n
+    call.indices, call.out = indices.data_ptr(), out.data_ptr()
+    if indices.numel() and query.numel():
+        run(call)
+    del kept
+    return out.to(query.dtype), indices
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:
     """`bpc_calib.method.step.dense_decode`: attention over a list of every token."""
-    step.check(query, None, state, rows)
+    check(query, None, state, rows)
     every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, query.shape[1], -1)
-    return pipeline.attend(query, state, rows, every, scaling)
+    return attend(query, state, rows, every, scaling)
+
+
+def rank(
+    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, stages: int = RANKS
+) -> tuple[Tensor, QuantizedQuery]:
+    """Some stages of `sparse_decode`: the tokens, which only `SELECT` writes, and the rounded queries."""
+    call = _call(codebook, state, rules)
+    query, *kept = _ask(call, query, rows, state)
+    batch, kv_heads, heads, _ = query.shape
+    rounded = torch.empty(batch, kv_heads, heads, codebook.bits, dtype=torch.int8)
+    scale = torch.empty(batch, kv_heads, dtype=torch.float32)
+    indices = torch.empty(batch, kv_heads, rows.width, dtype=torch.int64)
+    call.stages, call.indices = stages, indices.data_ptr()
+    call.rounded, call.scale = rounded.data_ptr(), scale.data_ptr()
+    if rounded.numel() and rows.width:
+        run(call)
+    del kept
+    return indices, QuantizedQuery(rounded, scale)
+
+
+def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
+    """`bpc_calib.method.step.attend`: over listed tokens, int64 `[B, H_KV, k]`."""
+    call = Call(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling)
+    _place_keys(call, state)
+    query, *kept = _ask(call, query, rows, state)
+    indices = indices.contiguous()
+    out = torch.zeros(query.shape, dtype=torch.float32)
+    call.stages, call.width = ATTEND, indices.shape[-1]
+    call.indices, call.out = indices.data_ptr(), out.data_ptr()
+    if indices.numel() and query.numel() and run(call):
+        raise IndexError(f"a token is beyond the {rows.longest} there are: {int(indices.max())}")
+    del kept
+    return out.to(query.dtype)
+
+
+def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> None:
+    """Write the codes, gains and errors of keys `[B, H_KV, T, D]` to their slots `at [T]`; see `append`."""
+    paged = keys.shape[0] != state.keys.shape[0] or keys.shape[0] == 1
+    if keys.shape[2] > (FEW_OF_PAGES if paged else FEW):
+        write_codes(encode_with(codebook, keys), at, state)
+        return
+    assert state.codes is not None
+    keys, at = tight(keys), at.to(torch.int64).contiguous()
+    call = Call(stages=HASH, slots=at.data_ptr(), page=state.room if paged else 0)
+    kept = _hash(call, codebook)
+    _place_codes(call, state)
+    _fresh(call, keys)
+    run(call)
+    del kept
+
+
+def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
+    """`bpc_calib.method.encoding.encode_with`: few tokens in one kernel, many with torch's products."""
+    codebook.check(keys)
+    lead, tokens = keys.shape[:-2], keys.shape[-2]
+    if tokens > FEW or not lead.numel():
+        return _encode_many(codebook, keys)
+    encoded, keys = _empty(lead, tokens, codebook.bits), tight(keys)
+    call = Call(stages=HASH)
+    kept = _hash(call, codebook)
+    _place_codes(call, State(keys, keys, encoded.codes, encoded.gain, encoded.error))
+    _fresh(call, keys)
+    run(call)
+    del kept
+    return encoded
+
+
+def _encode_many(codebook: Codebook, keys: Tensor) -> Encoded:
+    """Hash a block of tokens after the other: the products of a block are still cached in the next operation."""
+    blocks = []
+    with torch.autocast("cpu", enabled=False):
+        for block in keys.split(BLOCK, -2):
+            wide, along = codebook.centre(block)
+            blocks.append(encode_gram(wide @ codebook.matrix, codebook.gram, (wide * along).sum(-1)))
+    if len(blocks) == 1:
+        return blocks[0]
+    return Encoded(
+        codes=torch.cat([block.codes for block in blocks], -2),
+        error=torch.cat([block.error for block in blocks], -1),
+        gain=torch.cat([block.gain for block in blocks], -1),
+    )
+
+
+def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
+    """`bpc_calib.method.encoding.encode_gram` for float32 products `[B, H_KV, N, H]` or `[rows, N, H]`."""
+    lead, (tokens, bits) = scores.shape[:-2], scores.shape[-2:]
+    scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
+    gram, encoded = gram.expand(*lead, bits, bits).contiguous(), _empty(lead, tokens, bits)
+    library().bpc_greedy(
+        torch.get_num_threads(), scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), bits * bits, lead.numel(),
+        tokens, bits, encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
+    )  # fmt: skip
+    return encoded
+
+
+def _call(codebook: Codebook, state: State, rules: Rules) -> Call:
+    """A copy of the record of a state, which is made where there is none of this codebook and these rules."""
+    record = _records.get(state)
+    if record is None or record.codebook is not codebook or record.rules is not rules:
+        record = _records[state] = _recorded(codebook, state, rules)
+    return Call.from_buffer_copy(record.fields)
+
+
+def _recorded(codebook: Codebook, state: State, rules: Rules) -> _Record:
+    call, projection = Call(), tight(codebook.projection)
+    worst = None if state.worst is None or not rules.safeguard else state.worst.to(torch.int32).contiguous()
+    numerator, denominator = (0, 1) if worst is None else as_fraction(rules.safeguard).as_integer_ratio()
+    _put(call, "projection", projection, "bhn" if projection.dim() == 4 else "hn")
+    kept = _hash(call, codebook)
+    _place_codes(call, state)
+    _place_keys(call, state)
+    call.gained, call.group, call.recent, call.sink = (
+        state.gain is not None and rules.gain, GROUPS[rules.group], rules.recent, rules.sink,
+    )  # fmt: skip
+    call.numerator, call.denominator, call.scaling = numerator, denominator, rules.scale(projection.shape[-1])
+    call.worst, call.worst_count = address(worst), 0 if worst is None else worst.shape[-1]
+    return _Record(codebook, rules, call, (projection, worst, *kept))
+
+
+def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Any, ...]:
+    """Fill in the query and the sequences of a step; return the query and others as the kernel reads them."""
+    query, lengths = tight(query), rows.lengths.to(torch.int64).contiguous()
+    ks = rows.k.to(torch.int64).expand(query.shape[:2])
+    call.element = ELEMENTS[query.dtype]
+    call.batch, call.kv_heads, call.heads, call.dim = query.shape
+    _put(call, "query", query, "bhg")
+    call.tokens, call.width = rows.longest, rows.width
+    call.lengths = lengths.data_ptr()
+    call.ks, call.ks_b, call.ks_h = ks.data_ptr(), ks.stride(0), ks.stride(1)
+    valid, table = rows.valid, rows.block_table
+    if valid is not None:
+        valid = tight(valid)
+        call.valid, call.valid_b = valid.data_ptr(), valid.stride(0)
+    if table is not None:
+        table = table.contiguous()
+        call.table, call.pages, call.page = table.data_ptr(), table.shape[1], state.room
+    return query, lengths, ks, valid, table
+
+
+def _fresh(call: Call, keys: Tensor) -> None:
+    """Fill in keys to hash, `[B, H_KV, T, D]`."""
+    call.element, (call.batch, call.kv_heads, call.fresh_tokens, call.dim) = ELEMENTS[keys.dtype], keys.shape
+    _put(call, "fresh", keys, "bhn")
+
+
+def _place_keys(call: Call, state: State) -> None:
+    _put(call, "keys", state.keys, "bhn" if state.packing is None else "bh")
+    _put(call, "values", state.values, "bhn" if state.packing is None else "bh")
+    if state.packing is not None:
+        call.keys_at, call.values_at = state.packing.keys.data_ptr(), state.packing.values.data_ptr()
+
+
+def _place_codes(call: Call, state: State) -> None:
+    codes = state.codes
+    assert codes is not None
+    call.words = codes.shape[3]
+    _put(call, "codes", codes, "bh")
+    for name, each in (("gain", state.gain), ("error", state.error)):
+        if each is not None:
+            _put(call, name, each, "bh")
+
+
+def _hash(call: Call, codebook: Codebook) -> tuple[Tensor | None, ...]:
+    """Fill in what hashes keys; return the tensors that the kernel reads there."""
+    call.bits, call.codebooks = codebook.bits, codebook.matrix.shape[:-2].numel()
+    tensors = {
+        "matrix": codebook.matrix.mT, "gram": codebook.gram, "metric": codebook.metric, "mean": codebook.mean,
+    }  # fmt: skip
+    kept: list[Tensor | None] = []
+    for name, each in tensors.items():
+        rank = 1 if name == "mean" else 2
+        # Of a metric or mean that all heads share, each codebook has a copy.
+        whole = None if each is None else each.expand(*codebook.matrix.shape[:-2], *each.shape[-rank:]).contiguous()
+        setattr(call, name, address(whole))
+        setattr(call, f"{name}_r", 0 if whole is None else whole.shape[-rank:].numel())
+        kept.append(whole)
+    return tuple(kept)
+
+
+def _put(call: Call, name: str, tensor: Tensor, dimensions: str) -> None:
+    """Fill in a tensor: its address, and its first strides."""
+    setattr(call, name, tensor.data_ptr())
+    for each, stride in zip(dimensions, tensor.stride(), strict=False):
+        setattr(call, f"{name}_{each}", stride)
+
+
+def _empty(lead: torch.Size, tokens: int, bits: int) -> Encoded:
+    """Room for the codes of keys `[*lead, tokens, D]`."""
+    return Encoded(
+        codes=torch.empty(*lead, tokens, -(-bits // 64), dtype=torch.int64),
+        error=torch.empty(*lead, tokens, dtype=torch.float32),
+        gain=torch.empty(*lead, tokens, dtype=torch.uint8),
+    )

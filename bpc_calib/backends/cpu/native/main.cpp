@@ -1,4 +1,5 @@
 // What Python calls: plain C, so that one library serves every version of Python and of torch.
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <string_view>
@@ -11,6 +12,39 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(_WIN32)
+static int getpid() { return 0; }  // no fork there
+#else
+#include <unistd.h>
+#endif
+
+namespace bpc {
+namespace {
+
+struct Job {
+    void (*work)(const void *, int64_t);
+    const void *with;
+    int64_t items;
+    std::atomic<int64_t> next{0};  // the first item that nobody has taken
+
+    void take_items() {
+        for (int64_t item; (item = next.fetch_add(1)) < items;) work(with, item);
+    }
+};
+
+Region region = nullptr;
+int process = 0;  // the one that has these threads: a forked child has none
+
+}  // namespace
+
+void parallel(int64_t threads, int64_t items, void (*work)(const void *, int64_t), const void *with) {
+    Job job{work, with, items};
+    if (threads > items) threads = items;
+    if (threads <= 1 || !region || process != getpid()) return job.take_items();
+    region([](void *job) { static_cast<Job *>(job)->take_items(); }, &job, (unsigned)threads, 0);
+}
+
+}  // namespace bpc
 
 namespace base {
 extern const bpc::Kernels kernels;
@@ -94,7 +128,11 @@ EXPORT const char *bpc_fields() {
 // The instruction set that serves: "avx512", "avx2" or "base".
 EXPORT const char *bpc_isa() { return name; }
 
-EXPORT void bpc_share_threads(bpc::Region region) { bpc::share_threads(region); }
+// Makes `parallel` use the threads of this OpenMP; without a call there is one thread.
+EXPORT void bpc_share_threads(bpc::Region found) {
+    bpc::region = found;
+    bpc::process = getpid();
+}
 
 EXPORT int64_t bpc_step(const bpc::Call *call) {
     std::lock_guard<std::mutex> lock(one_at_a_time);

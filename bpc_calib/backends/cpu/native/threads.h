@@ -7,9 +7,6 @@ namespace bpc {
 // OpenMP's `GOMP_parallel(work, with, threads, flags)`: calls `work(with)` on so many threads, this one among them.
 using Region = void (*)(void (*)(void *), void *, unsigned, unsigned);
 
-// Makes `parallel` use the threads of this OpenMP; without a call it has its own.
-void share_threads(Region region);
-
 // Calls `work(with, item)` for every item below `items`, on at most `threads` threads, this one among them.
 void parallel(int64_t threads, int64_t items, void (*work)(const void *, int64_t), const void *with);
 
