@@ -16,19 +16,19 @@ import safetensors.numpy
 
 from bpc_artifacts.errors import ArtifactError, why
 from bpc_artifacts.replacing import Kind, replacing, try_replacing
-from bpc_artifacts.schema import FORMAT_VERSION, LayerProjection, ProjectionArtifact, check, check_version
+from bpc_artifacts.schema import LayerProjection, ProjectionArtifact, check, check_version, format_version
 
 __all__ = ["check_writable", "load", "save"]
 
 MAX_HEADER = 1 << 20  # bytes
 MAX_FILE = 4 << 30  # bytes; the artifact of the largest open model has about 0.1 GB
 
-_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean)")
+_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean|need)")
 _OURS = re.compile(rb'"__metadata__"\s*:\s*\{[^{}]*"bpc"\s*:')  # also in a header that is damaged elsewhere
 
 
 def load(path: str | os.PathLike[str]) -> ProjectionArtifact:
-    """Read and check an artifact of format version 1.
+    """Read and check an artifact of format version 1 or 3.
 
     Raises:
         ArtifactError: the file is missing, is damaged, has a newer format, or holds a value that the format does not
@@ -54,7 +54,7 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
             neither an artifact nor empty, or the file cannot be written.
     """
     metadata = dict(artifact.metadata) | {
-        "format_version": FORMAT_VERSION,
+        "format_version": format_version(artifact),
         "key_space": "post_rope",
         "layers": list(artifact.layers),
         "payload_sha256": "",

@@ -1,4 +1,4 @@
-"""The contents of a projection artifact, and the check of every value before its use (format version 1)."""
+"""The contents of a projection artifact, and the check of every value before its use (format versions 1 and 3)."""
 
 import sys
 from collections.abc import Mapping
@@ -11,16 +11,18 @@ from numpy.typing import NDArray
 from bpc_artifacts.errors import ArtifactError
 
 __all__ = [
-    "FORMAT_VERSION",
+    "SHARES",
     "LayerProjection",
     "ProjectionArtifact",
     "check",
     "check_version",
+    "format_version",
     "unknown_keys",
 ]
 
-FORMAT_VERSION = 1
-PRODUCT_VERSION = 2
+# Version 2 had product codes. Version 3 is version 1 with the needs of the KV heads.
+PLAIN_VERSION, PRODUCT_VERSION, NEEDS_VERSION = 1, 2, 3
+SHARES = 16  # at which a need is measured
 BITS = (32, 64, 128)
 
 Array = NDArray[np.float32]
@@ -34,6 +36,7 @@ class LayerProjection:
     residual: Array  # [kv_heads, bits + 1]: |R|_F / |K|_F after 0..bits bits, on the fitted keys
     metric: Array | None = None  # [kv_heads, head_dim, head_dim], symmetric positive definite; None: identity
     mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
+    need: Array | None = None  # [kv_heads, SHARES], what a head loses at each share of the tokens; None: not measured
 
     @property
     def bits(self) -> int:
@@ -47,6 +50,11 @@ class ProjectionArtifact:
 
     layers: Mapping[int, LayerProjection]
     metadata: Mapping[str, Any]
+
+    @property
+    def has_needs(self) -> bool:
+        """Whether the needs of the KV heads are known."""
+        return all(layer.need is not None for layer in self.layers.values())
 
     def tensors(self) -> dict[str, Array]:
         """Return all arrays by their names in the file."""
@@ -124,16 +132,22 @@ _OPTIONAL: dict[str, Any] = {
 }
 
 
+def format_version(artifact: ProjectionArtifact) -> int:
+    """Return the lowest format version that holds an artifact."""
+    return NEEDS_VERSION if artifact.has_needs else PLAIN_VERSION
+
+
 def check_version(metadata: Mapping[str, Any]) -> None:
     """Raise `ArtifactError` if the metadata names a format version that this code does not read."""
-    version = metadata.get("format_version", FORMAT_VERSION)
+    version = metadata.get("format_version", PLAIN_VERSION)
     if version == PRODUCT_VERSION:
         raise ArtifactError("format_version is 2, of product codes, which bpc reads no longer: calibrate again")
-    if type(version) is int and version > FORMAT_VERSION:
+    if type(version) is int and version > NEEDS_VERSION:
         raise ArtifactError(
-            f"format_version is {version}, but this bpc reads only up to {FORMAT_VERSION}: upgrade bpc-calib"
+            f"format_version is {version}, but this bpc reads only up to {NEEDS_VERSION}: upgrade bpc-calib"
         )
-    _expect("metadata.format_version", version, f"{FORMAT_VERSION}", type(version) is int and version == FORMAT_VERSION)
+    known = (PLAIN_VERSION, NEEDS_VERSION)
+    _expect("metadata.format_version", version, "1 or 3", type(version) is int and version in known)
 
 
 def check(artifact: ProjectionArtifact) -> None:
@@ -160,15 +174,21 @@ def check(artifact: ProjectionArtifact) -> None:
         for kind, array, flag in (
             ("metric", layer.metric, algorithm["metric"]),
             ("mean", layer.mean, algorithm["centred"]),
+            ("need", layer.need, metadata["format_version"] == NEEDS_VERSION),
         ):
             if (array is not None) != flag:
                 found = "absent" if array is None else "present"
-                raise ArtifactError(f"{name}.{kind}: is {found}, but metadata.algorithm says the opposite")
+                which = "format_version" if kind == "need" else "algorithm"
+                raise ArtifactError(f"{name}.{kind}: is {found}, but metadata.{which} says the opposite")
         if layer.metric is not None:
             _check_array(f"{name}.metric", layer.metric, (kv_heads, head_dim, head_dim))
             _check_metric(f"{name}.metric", layer.metric)
         if layer.mean is not None:
             _check_array(f"{name}.mean", layer.mean, (kv_heads, head_dim))
+        if layer.need is not None:
+            _check_array(f"{name}.need", layer.need, (kv_heads, SHARES))
+            if (layer.need < 0).any():
+                raise ArtifactError(f"{name}.need: expected values of 0 or more, found a negative one")
 
 
 def unknown_keys(metadata: Mapping[str, Any]) -> list[str]:

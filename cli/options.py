@@ -51,7 +51,17 @@ class CacheOptions:
             help="Attend to all tokens while the context is shorter than this; bpc bench --crossover finds the value."
         ),
     ] = 0
-    dense_layers: DenseLayers = DENSE_LAYERS
+    dense_layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers that attend to all tokens, such as 0,1; or none. Default: none, or 0,1 with projections that "
+            "do not say what each head needs.",
+            metavar="LAYERS",
+        ),
+    ] = None
+    equal_shares: Annotated[
+        bool, typer.Option("--equal-shares", help="Give every KV head as many tokens, whatever it needs.")
+    ] = False
 
     def rules(self) -> dict[str, Any]:
         """The arguments of `BPCCache`."""
@@ -59,7 +69,8 @@ class CacheOptions:
             "budget": parse_budget(self.budget),
             "min_tokens": self.min_tokens,
             "min_context": self.min_context,
-            "dense_layers": parse_layers(self.dense_layers),
+            "dense_layers": None if self.dense_layers is None else parse_layers(self.dense_layers),
+            "equal_shares": self.equal_shares,
         }
 
 

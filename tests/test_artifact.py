@@ -213,9 +213,10 @@ def set_path(table, dotted, value):
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [
-        ("format_version", 3, "format_version is 3, but this bpc reads only up to 1: upgrade"),
-        ("format_version", 0, "metadata.format_version: expected 1, found 0"),
-        ("format_version", True, "metadata.format_version: expected 1, found True"),
+        ("format_version", 4, "format_version is 4, but this bpc reads only up to 3: upgrade"),
+        ("format_version", 3, "layers.0.need: is absent, but metadata.format_version says the opposite"),
+        ("format_version", 0, "metadata.format_version: expected 1 or 3, found 0"),
+        ("format_version", True, "metadata.format_version: expected 1 or 3, found True"),
         ("format_version", KeyError, "metadata.format_version: missing"),
         ("bpc_version", 1, "metadata.bpc_version: expected str, found 1"),
         ("key_space", "pre_rope", "metadata.key_space: expected 'post_rope', found 'pre_rope'"),

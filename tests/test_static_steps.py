@@ -71,6 +71,16 @@ def assert_same(model, inputs, rules, *, artifact=None, **arguments):
     return caches
 
 
+@pytest.mark.parametrize("lengths", [(83,), (80, 43, 31)], ids=["one", "ragged"])
+def test_shares_by_head(lengths):
+    model = enabled()
+    artifact = tiny.artifact(model.config, needs=True)
+    caches = assert_same(model, prompt(*lengths), ALL_SPARSE | {"budget": 0.3}, artifact=artifact)
+    layer = caches[0].layers[0]
+    assert len(set(layer.counts(80))) == 2  # its two KV heads differ
+    assert layer.counts(80) != layer.counts(80)[::-1]
+
+
 @pytest.mark.parametrize("family", SERVED)
 @pytest.mark.parametrize("lengths", [(41,), (40, 23, 31)], ids=["one", "ragged"])
 def test_families(family, lengths):

@@ -76,8 +76,11 @@ def multimodal() -> Any:
     return model("gemma3", text_config=config("gemma3_text").to_dict(), vision_config=vision)
 
 
-def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
-    """Return random projections with the model's shapes, for tests that do not depend on good selections."""
+def artifact(config: Any, bits: int = 64, *, needs: bool = False, **algorithm: Any) -> Any:
+    """Return random projections with the model's shapes, for tests that do not depend on good selections.
+
+    With `needs`, some KV heads need ten times as many tokens as others.
+    """
     from bpc_artifacts import LayerProjection, ProjectionArtifact
     from bpc_calib import describe
 
@@ -95,9 +98,18 @@ def artifact(config: Any, bits: int = 64, **algorithm: Any) -> Any:
             torch.zeros(described.kv_heads, bits + 1).numpy(),
             metric=(root.mT @ root / 2 / described.head_dim).numpy() if algorithm.get("metric") else None,
             mean=mean.numpy() if algorithm.get("centred") else None,
+            need=need(described.kv_heads, generator) if needs else None,
         )
     made_by = {"name": "score-aware", "bits": bits, "metric": False, "centred": False} | algorithm
     return ProjectionArtifact(layers, {"model": described.metadata(), "algorithm": made_by})
+
+
+def need(kv_heads: int, generator: torch.Generator) -> Any:
+    """Return losses by share that fall, each head's at its own pace: float32 `[kv_heads, 16]`."""
+    from bpc_calib.method.shares import GRID
+
+    pace = 0.05 + 3 * torch.rand(kv_heads, 1, generator=generator)
+    return (torch.exp(-torch.tensor(GRID) / 0.02 / pace) * pace).numpy()
 
 
 def tokenizer(*, bos: bool = True) -> Any:

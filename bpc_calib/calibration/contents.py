@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_artifacts.schema import FORMAT_VERSION
+from bpc_artifacts.schema import format_version
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.stored import LayerFit
 
@@ -34,8 +34,9 @@ def contents(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[i
             "residual_by_layer": by_layer,
             "residual_by_head": {layer: each.tolist() for layer, each in held_out.items()},
         }
+    layers = {layer: found.layer for layer, found in fits.items()}
     metadata = {
-        "format_version": FORMAT_VERSION,
+        "format_version": format_version(ProjectionArtifact(layers, {})),
         "bpc_version": version("bpc-calib"),
         "key_space": "post_rope",
         "layers": list(fits),
@@ -60,4 +61,4 @@ def contents(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[i
         },
         "metrics": metrics,
     }
-    return ProjectionArtifact({layer: found.layer for layer, found in fits.items()}, metadata)
+    return ProjectionArtifact(layers, metadata)

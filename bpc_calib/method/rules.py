@@ -1,5 +1,6 @@
 """How many tokens a decoding step attends to, and which."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
@@ -7,10 +8,11 @@ from typing import Any, TypedDict
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
-from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_calib.method.scoring import GROUPS, check_group
+from bpc_calib.method.shares import Shares, most, share_out
 
-__all__ = ["Ranking", "Rules", "ranking_defaults"]
+__all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of"]
 
 
 class Ranking(TypedDict, total=False):
@@ -25,9 +27,9 @@ class Ranking(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a decoding step, checked; the same for all layers of a cache.
+    """The rules of a decoding step, checked; those of the layers of a cache differ in their shares alone.
 
-    `sparse_decode` reads all but the first three, which give the numbers in `Rows.k`.
+    `sparse_decode` reads all but the first three and the shares, which give the numbers in `Rows.k`.
     """
 
     budget: float | int = BUDGET  # share of the tokens in (0, 1], or a number of tokens
@@ -39,6 +41,7 @@ class Rules:
     safeguard: float = 0.0  # largest share of k for the tokens of `State.worst`
     gain: bool = True  # whether scores include the gain, where it is kept
     scaling: float | None = None  # attention's factor on the products q k, the size of one logit; None: D ** -0.5
+    shares: Shares | None = None  # of the KV heads (`share_out`); None: all attend to as many tokens
 
     def __post_init__(self) -> None:
         """Raise `InputError` for the first value out of range."""
@@ -55,16 +58,30 @@ class Rules:
             raise InputError(f"gain must be True or False, not {self.gain!r}")
 
     def count(self, length: int) -> int:
-        """Return the number of attended tokens at `length` tokens."""
+        """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""
         return length if length < self.min_context else attended(length, self.budget, self.min_tokens)
 
     def most(self, limit: int) -> int:
-        """Return the largest number of attended tokens at up to `limit` tokens."""
-        return max(self.count(limit), self.count(min(limit, max(0, self.min_context - 1))))
+        """Return a bound of the number of tokens that a KV head attends to at up to `limit` tokens."""
+        mean = max(self.count(limit), self.count(min(limit, max(0, self.min_context - 1))))
+        return mean if self.shares is None else most(mean, limit, self.shares)
 
     def scale(self, head_dim: int) -> float:
         """Return attention's factor on the products of queries and keys with so many dimensions."""
         return head_dim**-0.5 if self.scaling is None else self.scaling
+
+
+def default_dense_layers(artifact: ProjectionArtifact | None, num_layers: int) -> tuple[int, ...]:
+    """Return the layers that attend to everything: the first two, or none where the needs of the heads are known."""
+    known = artifact is not None and artifact.has_needs
+    return () if known else tuple(layer for layer in DENSE_LAYERS if layer < num_layers)
+
+
+def shares_of(artifact: ProjectionArtifact | None, layers: Sequence[int]) -> dict[int, Shares]:
+    """Return the shares of the KV heads of the layers that choose; none where their needs are not known."""
+    if artifact is None or not artifact.has_needs:
+        return {}
+    return share_out({layer: need for layer in layers if (need := artifact.layers[layer].need) is not None})
 
 
 def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:

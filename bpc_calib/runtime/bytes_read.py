@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpc_calib.method.budget import attended
+from bpc_calib.method.shares import counts
 from bpc_calib.runtime.layers import SparseLayer
 
 __all__ = ["KVBytes", "count_bytes"]
@@ -52,6 +53,8 @@ def _of_layer(layer: Any, length: int) -> dict[str, int]:
     if not isinstance(layer, SparseLayer):
         return {"dense": full, "full": full}
     read = layer.step_bytes(length, token)
-    ranking = layer.ranking_bytes(length) if layer.count(length) < length else 0
-    chosen = min(read - ranking, attended(length, layer.rules.budget, min_tokens=1) * token)
+    ranking = layer.ranking_bytes(length) if min(layer.counts(length)) < length else 0
+    mean, shares = attended(length, layer.rules.budget, min_tokens=1), layer.rules.shares
+    k = (mean,) if shares is None else counts(mean, length, shares)
+    chosen = min(read - ranking, sum(k) * token // len(k))
     return {"ranking": ranking, "chosen": chosen, "minimum": read - ranking - chosen, "full": full}

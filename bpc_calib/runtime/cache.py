@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import check_bits, default_bits
-from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
-from bpc_calib.method.rules import Ranking, Rules, ranking_defaults
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
@@ -55,7 +55,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         recent: number of newest tokens that are always attended; None: 1 for projections of the paper's method,
             else 0.
         sink: number of first tokens that are always attended.
-        dense_layers: indices of layers that attend to everything.
+        dense_layers: indices of layers that attend to everything; None: none if the artifact has the needs of the KV
+            heads, else the first two.
+        equal_shares: whether all KV heads attend to as many tokens, also where the artifact has their needs.
         group: rule that reduces the scores of the query heads of a KV head to one score: "relative" or "max"
             (`group_scores`); None: "max" for projections of the paper's method, else "relative".
         gain: whether scores include the gain; None: False for projections of the paper's method, else True.
@@ -80,7 +82,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         *,
         budget: float | int = BUDGET,
         min_tokens: int = MIN_TOKENS,
-        dense_layers: Sequence[int] = DENSE_LAYERS,
+        dense_layers: Sequence[int] | None = None,
+        equal_shares: bool = False,
         min_context: int = 0,
         bits: int | None = None,
         seed: int = 0,
@@ -94,12 +97,15 @@ class BPCCache(Cache):  # type: ignore[misc]
             budget=budget, min_tokens=min_tokens, min_context=min_context, **(ranking_defaults(artifact) | given)
         )
         _check_seed(seed)
+        if dense_layers is None:
+            dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
             check_bits(bits)
         sparse = _sparse_layers(model, dense_layers)
         projections: Mapping[int, LayerProjection] = {}
         if artifact is not None:
             projections = _projections(artifact, model, bits)
+        shares = {} if equal_shares else shares_of(artifact, sparse)
 
         layer_class = self.layer_class  # not self: a cycle would keep the cache alive
 
@@ -109,7 +115,8 @@ class BPCCache(Cache):  # type: ignore[misc]
             for index in model.full_layers:
                 layers[index] = DenseLayer(rules, common)
                 if index in sparse:
-                    layers[index] = layer_class(index, rules, common, projections.get(index))
+                    own = replace(rules, shares=shares.get(index))
+                    layers[index] = layer_class(index, own, common, projections.get(index))
             return layers
 
         self._fresh = fresh

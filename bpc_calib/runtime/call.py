@@ -57,16 +57,16 @@ class Seen:
     asked: tuple[Any, ...] | None = None
     visible: Tensor | None = None  # bool [batch, N]; None: no padding
     real: tuple[int, ...] = ()  # tokens of each sequence without padding
-    wanted: tuple[int, ...] = ()  # tokens that each attends to, in `rows`
+    wanted: tuple[tuple[int, ...], ...] = ()  # tokens that each KV head of each attends to, in `rows`
     rows: Rows | None = None
 
-    def rows_of(self, call: AttentionCall, keys: Tensor, count: Callable[[int], int]) -> Rows | None:
+    def rows_of(self, call: AttentionCall, keys: Tensor, counts: Callable[[int], tuple[int, ...]]) -> Rows | None:
         """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
 
         Args:
             call: of the step.
             keys: `[batch, kv_heads, N, head_dim]`, with the new token.
-            count: returns the number of attended tokens for a number of real tokens.
+            counts: returns the numbers of attended tokens, one or one per KV head, for a number of real tokens.
 
         Raises:
             ModelError, InputError: as `visible_tokens`.
@@ -77,16 +77,16 @@ class Seen:
             self.visible, self.rows, self.wanted = visible_tokens(call.mask, keys, call.window), None, ()
             self.real = (length,) * batch if self.visible is None else tuple(self.visible.sum(-1).tolist())
             self.asked = asked
-        wanted = tuple(map(count, self.real))
-        if wanted == self.real:
+        wanted = tuple(map(counts, self.real))
+        most = max(map(max, wanted))
+        if all(min(some) == real for some, real in zip(wanted, self.real, strict=True)):
             return None
         if wanted != self.wanted:
-            most = max(wanted)
             # A number alike for all needs no copy from the host.
-            alike = self.visible is None
-            k = torch.full((batch,), most, device=device) if alike else torch.tensor(wanted, device=device)
+            alike = self.visible is None and len(wanted[0]) == 1
+            k = torch.full((batch, 1), most, device=device) if alike else torch.tensor(wanted, device=device)
             lengths = torch.full((batch,), length, device=device)
-            self.wanted, self.rows = wanted, Rows(lengths, k.unsqueeze(-1), length, most, self.visible)
+            self.wanted, self.rows = wanted, Rows(lengths, k, length, most, self.visible)
         return self.rows
 
 

@@ -1,6 +1,7 @@
 """BPC's cache layer: it stores a code, a gain and an error for every key."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +37,18 @@ class BPCLayer(SparseLayer):
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As `SparseLayer.update`; with the first keys, take the shares of the KV heads of this process.
+
+        Raises:
+            ModelError: the artifact's projections do not fit these.
+        """
+        shares = self.rules.shares
+        if not self.is_initialized and shares is not None:
+            heads = self.heads(len(shares[0]), key_states.shape[1])
+            self.rules = replace(self.rules, shares=tuple(each[heads] for each in shares))
+        return super().update(key_states, value_states, *args, **kwargs)
+
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         """Keep some queries `[batch, query_heads, n, head_dim]` for the metric of online projections."""
         if self.unfitted():
@@ -70,7 +83,8 @@ class BPCLayer(SparseLayer):
     def ranking_bytes(self, length: int) -> int:
         """Return the bytes of a sequence's codes and gains, and of the part of the safeguard's list that is read."""
         bits = self.common.bits if self.calibrated is None else self.calibrated.bits
-        listed = 4 * int(self.rules.safeguard * self.count(length))
+        k = self.counts(length)
+        listed = sum(4 * int(self.rules.safeguard * each) for each in k) // len(k)
         return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
 
     def rewind(self, length: int) -> None:
@@ -128,7 +142,7 @@ class BPCLayer(SparseLayer):
         """Return whether the next one-token step chooses among the cached tokens; `visible` is bool `[batch, N]`."""
         length = self.get_seq_length()
         longest = length if visible is None else int(visible.sum(-1).max())
-        return bool(longest) and self.count(longest + 1) <= longest
+        return bool(longest) and min(self.counts(longest + 1)) <= longest
 
     def unfitted(self) -> bool:
         """Return whether the layer waits for online projections."""
@@ -165,15 +179,24 @@ class BPCLayer(SparseLayer):
     def _take_calibrated(self) -> None:
         """Hash with the artifact's projections of the KV heads of this process from now on."""
         assert self.calibrated is not None
-        keys, ranks, total = self.keys, self.common.model.ranks, len(self.calibrated.projection)
-        heads = held_heads(total, keys.shape[1], rank_among(ranks), ranks)
+        heads = self.heads(len(self.calibrated.projection), self.keys.shape[1])
+        self.codebook = codebook_of(self.calibrated, heads, self.keys.dtype, self.keys.device)
+
+    def heads(self, total: int, held: int) -> slice:
+        """Return which of the artifact's KV heads this process holds.
+
+        Raises:
+            ModelError: so many heads are no shard of them.
+        """
+        ranks = self.common.model.ranks
+        heads = held_heads(total, held, rank_among(ranks), ranks)
         if heads is None:
             raise ModelError(
-                f"layer {self.index} has {keys.shape[1]} KV heads, but its projections have {total}, and the cache's "
+                f"layer {self.index} has {held} KV heads, but its projections have {total}, and the cache's "
                 f"config names {ranks} processes that shard them: make the cache from the config of the loaded "
                 "model (model.config)"
             )
-        self.codebook = codebook_of(self.calibrated, heads, keys.dtype, keys.device)
+        return heads
 
 
 def prepare(layers: Sequence[BPCLayer], mask: Tensor | None) -> None:

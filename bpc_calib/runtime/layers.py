@@ -15,6 +15,7 @@ from bpc_calib.backends.dispatch import backend, find
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
+from bpc_calib.method.shares import counts
 from bpc_calib.method.state import Rows, State
 from bpc_calib.method.step import attend
 from bpc_calib.models.description import ModelDescription
@@ -90,11 +91,16 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        return self.common.seen.rows_of(call, self.keys, self.count)
+        return self.common.seen.rows_of(call, self.keys, self.counts)
 
     def count(self, length: int) -> int:
-        """Return the number of attended tokens at `length` tokens."""
+        """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""
         return self.rules.count(length)
+
+    def counts(self, length: int) -> tuple[int, ...]:
+        """Return `count` by KV head; one number where all have the same."""
+        mean = self.count(length)
+        return (mean,) if self.rules.shares is None else counts(mean, length, self.rules.shares)
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length` without moving a buffer.
@@ -231,8 +237,8 @@ class SparseLayer(GrowingLayer):
 
     def step_bytes(self, length: int, token: int) -> int:
         """Return the bytes that a step reads per sequence; `token` is the size of one token's keys and values."""
-        k = self.count(length)
-        return k * token + (self.ranking_bytes(length) if k < length else 0)
+        k = self.counts(length)
+        return sum(k) * token // len(k) + (self.ranking_bytes(length) if min(k) < length else 0)
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length` without moving a buffer."""

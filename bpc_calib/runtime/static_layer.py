@@ -1,13 +1,15 @@
 """Cache layers of fixed size: the slot of the next token is a tensor on the device."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from bpc_calib.backends.dispatch import find
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codebook import Codebook
+from bpc_calib.method.shares import Shares, spread
 from bpc_calib.method.state import Rows
 from bpc_calib.runtime.call import AttentionCall, as_output, with_layer
 from bpc_calib.runtime.growing import reserve
@@ -24,16 +26,31 @@ class Clock:
     place: Tensor  # int64 [1]: slot of the new token
     counts: Tensor  # int64 [B, room]: number of tokens that a new token attends to, by its slot
     valid: Tensor | None  # bool [B, room]: False for padding
+    padding: Tensor  # int64 [B]: how many slots are padding
     width: int  # the largest count
     length: int  # slots in use, counted on the host
     stepping: bool = False  # whether a step is calling the model
+    shares: Tensor | None = None  # int64 [layers, LEVELS, H_KV], of the layers that have some
     rows: Rows = field(init=False)  # the sequences of the step that runs
+    k: Tensor = field(init=False)  # int64 [layers, B, H_KV]: by layer, where there are shares
 
     def tick(self) -> None:
         """Begin a step: find its sequences."""
         lengths = (self.place + 1).repeat(len(self.counts))
         k, room = self.counts.index_select(1, self.place), self.counts.shape[1]
         self.rows = Rows(lengths, k, room, self.width, self.valid)
+        if self.shares is not None:
+            self.k = spread(k.squeeze(-1), lengths - self.padding, self.shares)
+
+    def share_out(self, layers: "list[StaticLayer]") -> None:
+        """Take the shares of the layers that have some."""
+        shares: list[Shares] = []
+        for layer in layers:
+            own = layer.layer.rules.shares
+            if layer.chooses and own is not None:
+                layer.nth, layer.width = len(shares), layer.layer.rules.most(self.counts.shape[1])
+                shares.append(own)
+        self.shares = torch.tensor(shares, device=self.place.device) if shares else None
 
 
 class StaticLayer(GrowingLayer):
@@ -45,6 +62,7 @@ class StaticLayer(GrowingLayer):
         self.chooses = chooses and isinstance(layer, SparseLayer)
         self.codebook: Codebook | None = None  # None: attends to everything
         self.served = False
+        self.nth, self.width = -1, 0  # among the layers with shares, and the most tokens that one of its heads takes
         names = ["keys", "values"]
         if self.chooses:
             if not isinstance(layer, BPCLayer):
@@ -103,6 +121,8 @@ class StaticLayer(GrowingLayer):
         if self.codebook is None:
             out = serving.dense_decode(query, state, rows, call.scaling)
         else:
+            if self.nth >= 0:
+                rows = replace(rows, k=self.clock.k[self.nth], width=self.width)
             out, _ = serving.sparse_decode(query, self.codebook, state, rows, self.layer.rules)
         return as_output(out)
 

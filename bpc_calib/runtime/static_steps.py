@@ -177,10 +177,14 @@ class _Steps:
                 # The slots before the first step get columns too, so that a slot is the index of its count.
                 counts=torch.nn.functional.pad(torch.tensor(self.counts, device=self.device), (self.start, 0)),
                 valid=None if self.mask is None else _widened(self.mask, self.room),
+                padding=torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+                if self.mask is None
+                else (~self.mask).sum(-1),
                 width=max(map(max, self.counts)),
                 length=self.length,
             )
             self.layers = [StaticLayer(layer, self.clock, chooses=chooses) for layer in self.cache.layers]
+            self.clock.share_out(self.layers)
         self.cache.layers = self.layers
         # transformers passes a 4-dimensional mask on unchanged, so it builds none; no static layer reads this one.
         unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)

@@ -29,9 +29,10 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from bpc_calib.errors import ModelError
+from bpc_calib.method.shares import spread
 from bpc_calib.method.state import Rows, State
-from bpc_calib.serving.layer import Layer, Split, asked, settings, sized
-from bpc_calib.serving.options import read_options
+from bpc_calib.serving.layer import Layer, Split, asked, settings, shares_on, sized
+from bpc_calib.serving.options import Options, read_options
 from bpc_calib.serving.packing import packing
 
 __all__ = ["CPUAttention", "CPUBackend", "CPUBuilder", "GPUAttention", "GPUBackend", "GPUBuilder"]
@@ -75,6 +76,8 @@ class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
 class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Finds BPC's rows of a step, once for all layers that share block tables."""
 
+    shares: tuple[Options, Tensor | None] | None = None  # of these options (`shares_on`)
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
@@ -96,6 +99,10 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             Rows(lengths[chosen].long(), ks.unsqueeze(1), most, int(ks.max()), block_table=table),
             slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else tokens,
         )
+        if self.shares is None or self.shares[0] != options:
+            self.shares = options, shares_on(self.vllm_config, options, lengths.device)
+        if self.shares[1] is not None:
+            whole.bpc = dataclasses.replace(whole.bpc, k=spread(ks, lengths[chosen].long(), self.shares[1]))
         if not chosen.all():
             left, sizes = (~chosen).nonzero().squeeze(-1), starts.diff()[:requests]
             others, sizes = (~chosen).repeat_interleave(sizes).nonzero().squeeze(-1), sizes[left]
@@ -143,6 +150,10 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         # A CUDA graph reads it in place.
         most = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.k = torch.zeros(most, dtype=torch.int64, device=device)
+        self.shares = shares_on(vllm_config, options, device)
+        if self.shares is not None:
+            layers, _, kv_heads = self.shares.shape
+            self.spread = torch.zeros(layers, most, kv_heads, dtype=torch.int64, device=device)
         self._init_reorder_batch_threshold(1)  # requests of one token come first
 
     @classmethod
@@ -170,6 +181,9 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         k = torch.index_select(self.counts, 0, lengths, out=self.k[:decoded]).unsqueeze(1)
         longest = min(len(self.counts) - 1, table.shape[1] * self.block_size)
         whole.bpc = Split(Rows(lengths, k, longest, min(self.width, longest), block_table=table), slice(0, decoded))
+        if self.shares is not None:
+            by_layer = self.spread[:, :decoded].copy_(spread(k.squeeze(1), lengths.long(), self.shares))
+            whole.bpc = dataclasses.replace(whole.bpc, k=by_layer)
         if others:  # a fast build leaves alone what the dense layers read of the other one
             starts = common.query_start_loc[requests:] - tokens, common.query_start_loc_cpu[requests:] - tokens
             rest = some(
@@ -188,6 +202,8 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         if hasattr(made, "bpc"):
             made.seq_lens.fill_(1)
             self.k.fill_(1)
+            if self.shares is not None:
+                self.spread.fill_(1)
         return made
 
     def update_block_table(

@@ -19,7 +19,16 @@ from bpc_calib.method.rules import Rules
 from bpc_calib.method.state import Rows, State
 from bpc_calib.models.description import describe, first_head
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
-from bpc_calib.serving.options import Options, checked_artifact, layer_codebook, open_artifact, read_options, rules
+from bpc_calib.serving.options import (
+    Options,
+    checked_artifact,
+    dense,
+    layer_codebook,
+    open_artifact,
+    read_options,
+    rules,
+    shares,
+)
 
 __all__ = ["Layer", "Split", "asked", "check", "is_hybrid", "settings", "sized"]
 
@@ -83,8 +92,20 @@ class Split:
 
     rows: Rows
     tokens: slice | Tensor  # rows of the queries; int64 where other requests lie between them
+    k: Tensor | None = None  # int64 [layers, requests, H_KV], in place of that of the rows in layers with shares
     others: Any = None  # vLLM's metadata of the other requests; None: there are none
     other_tokens: slice | Tensor | None = None  # their rows of the queries
+
+
+def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Tensor | None:
+    """Return the shares of this rank's KV heads in the layers that have some: int64 `[layers, LEVELS, H_KV]`."""
+    layers = config.compilation_config.static_forward_context.values()
+    own = next((each.impl for each in layers if getattr(getattr(each, "impl", None), "codebook", None)), None)
+    found = shares(options)
+    if own is None or not found:
+        return None
+    heads = own.heads()
+    return torch.tensor([[level[heads] for level in found[index]] for index in sorted(found)], device=device)
 
 
 class Layer:
@@ -107,6 +128,7 @@ class Layer:
         self.config = get_current_vllm_config()
         self.codebook: Codebook | None = None  # None: the layer attends to everything
         self.cache: CodeCache | None = None  # None: codes lie behind the pages
+        self.nth = 0  # among the layers with shares
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the codebook of this layer, and a cache for its codes.
@@ -119,7 +141,7 @@ class Layer:
         layers = self.config.compilation_config.static_forward_context
         name = next(name for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         index = extract_layer_index(name)
-        if options is None or index in options.dense_layers:
+        if options is None or index in dense(options):
             return
         artifact, device = open_artifact(options.artifact), torch.device(self.config.device_config.device)
         codebook = layer_codebook(artifact, index, self.heads(), act_dtype, device)
@@ -135,6 +157,9 @@ class Layer:
         if query.is_cuda and self.backend.sparse_decode is step.sparse_decode:  # which no CUDA graph can hold
             raise InputError("BPC's kernels do not serve this model on this GPU: the warning above says why")
         self.codebook, self.rules = codebook, replace(settings(options), scaling=self.scale)
+        if index in (found := shares(options)):
+            self.nth = sorted(found).index(index)
+            self.rules = replace(self.rules, shares=tuple(each[self.heads()] for each in found[index]))
         if not is_hybrid(self.config):
             self.cache = add_code_cache(self.config, name, self.num_kv_heads, codebook.words)
 
@@ -218,7 +243,11 @@ class Layer:
         grouped = query[split.tokens].unflatten(1, (self.num_kv_heads, -1))
         if grouped.dtype != codebook.projection.dtype:  # of an FP8 cache vLLM quantises the queries, too
             grouped = (grouped.float() * layer._q_scale).to(codebook.projection.dtype)
-        found, _ = self.attend(grouped, self.state(layer, kv_cache), split.rows)
+        rows = split.rows
+        if split.k is not None:
+            most = self.rules.most(self.config.model_config.max_model_len)
+            rows = replace(rows, k=split.k[self.nth], width=min(most, rows.longest))
+        found, _ = self.attend(grouped, self.state(layer, kv_cache), rows)
         output[split.tokens] = found.view(-1, *output.shape[1:])
         return output
 

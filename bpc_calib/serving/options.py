@@ -11,12 +11,14 @@ import torch
 from bpc_artifacts import ProjectionArtifact, check_model, load
 from bpc_calib.errors import InputError
 from bpc_calib.method.codebook import Codebook, codebook_of
-from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
-from bpc_calib.method.rules import Rules, ranking_defaults
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.rules import Rules, default_dense_layers, ranking_defaults, shares_of
+from bpc_calib.method.shares import Shares
 from bpc_calib.models.description import describe
 
 __all__ = [
-    "Options", "checked_artifact", "given_options", "layer_codebook", "open_artifact", "read_options", "rules",
+    "Options", "checked_artifact", "dense", "given_options", "layer_codebook", "open_artifact", "read_options", "rules",
+    "shares",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,8 @@ class Options:
     budget: float | int = BUDGET
     min_tokens: int = MIN_TOKENS
     min_context: int = 0
-    dense_layers: tuple[int, ...] = DENSE_LAYERS
+    dense_layers: tuple[int, ...] | None = None
+    equal_shares: bool = False
     recent: int | None = None
     sink: int | None = None
     group: str | None = None
@@ -77,6 +80,21 @@ def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
         budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context,
         **(chosen | {"safeguard": 0.0}),
     )  # fmt: skip
+
+
+@functools.cache
+def shares(options: Options) -> dict[int, Shares]:
+    """Return the shares of the KV heads of the layers that choose; none where all heads have the same."""
+    artifact = open_artifact(options.artifact)
+    return {} if options.equal_shares else shares_of(artifact, [i for i in artifact.layers if i not in dense(options)])
+
+
+def dense(options: Options) -> tuple[int, ...]:
+    """Return the layers that attend to everything."""
+    if options.dense_layers is not None:
+        return options.dense_layers
+    artifact = open_artifact(options.artifact)
+    return default_dense_layers(artifact, artifact.metadata["model"]["num_layers"])
 
 
 @functools.cache

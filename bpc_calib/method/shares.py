@@ -1,0 +1,89 @@
+"""Shares of a budget by KV head: more for a head that loses more without it, the same mean over all heads.
+
+A head's need is its loss at each share of the tokens in `GRID`. On the lower convex hull of every need, the tokens that
+save most go first, until the mean is spent: the least sum of losses. LU-KV allots the tokens it evicts in this way.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["GRID", "LEAST", "LEVELS", "UNIT", "Shares", "counts", "most", "share_out", "spread"]
+
+GRID = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.22, 0.33, 0.5, 1.0)
+LEAST = 16  # tokens of a head, if the mean of all heads is not below
+LEVELS = 21  # means for which shares are found: level i for means from 2^-(i + 1)/2 to 2^-i/2 of the tokens
+UNIT = 1024  # the share of a head that attends to as many tokens as the mean of all heads
+
+Shares = tuple[tuple[int, ...], ...]  # [LEVELS][H_KV], in UNIT
+
+
+def share_out(needs: Mapping[int, NDArray[np.float32]]) -> dict[int, Shares]:
+    """Return the shares of the KV heads of each layer that minimise the sum of losses.
+
+    Args:
+        needs: by layer, float32 `[H_KV, len(GRID)]`: what is lost where a head attends to a share of the tokens.
+    """
+    heads = np.concatenate([each.astype(np.float64) for each in needs.values()])
+    parts = [(-slope, head, width) for head, need in enumerate(heads) for slope, width in _hull(need)]
+    parts.sort()  # those that save most first; ties by head
+    owner, width = np.array([part[1] for part in parts]), np.array([part[2] for part in parts])
+    before = width.cumsum() - width
+    levels = []
+    for level in range(LEVELS):
+        mean = max(GRID[0], 2 ** -((level + 0.5) / 2))
+        taken = (len(heads) * (mean - GRID[0]) - before).clip(0, width)
+        share = GRID[0] + np.bincount(owner, taken, len(heads))
+        levels.append(np.round(share / mean * UNIT).astype(int))
+    split = np.cumsum([len(each) for each in needs.values()])[:-1]
+    by_layer = np.split(np.stack(levels), split, axis=1)
+    return {layer: tuple(map(tuple, each.tolist())) for layer, each in zip(needs, by_layer, strict=True)}
+
+
+def _hull(need: NDArray[np.float64]) -> list[tuple[float, float]]:
+    """Return what each piece of the lower convex hull of a need saves per share, and how wide it is; the best first."""
+    corners: list[tuple[float, float]] = []
+    for share, loss in zip(GRID, need.tolist(), strict=True):
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], (share, loss)):
+            corners.pop()
+        corners.append((share, loss))
+    return [(-_slope(one, two), two[0] - one[0]) for one, two in itertools.pairwise(corners)]
+
+
+def _slope(one: tuple[float, float], two: tuple[float, float]) -> float:
+    return (two[1] - one[1]) / (two[0] - one[0])
+
+
+def counts(mean: int, length: int, shares: Shares) -> tuple[int, ...]:
+    """Return how many of `length` tokens each KV head attends to, where the mean of all heads is `mean`."""
+    if mean >= length:
+        return (length,) * len(shares[0])
+    level = min(LEVELS, (length * length // (mean * mean)).bit_length()) - 1
+    least = min(LEAST, mean)
+    return tuple(min(length, max(least, mean * share // UNIT)) for share in shares[level])
+
+
+def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:
+    """Return the `counts` of several sequences on their device, without waiting for it: int64 `[layers, B, H_KV]`.
+
+    Args:
+        mean: int64 `[B]`.
+        length: int64 `[B]`, below 2^31.
+        shares: int64 `[layers, LEVELS, H_KV]`.
+    """
+    ratio = (length * length) // (mean * mean).clamp(min=1)
+    powers = 1 << torch.arange(LEVELS, device=mean.device)
+    level = (ratio.unsqueeze(-1) >= powers).sum(-1) - 1
+    mean, length = mean.unsqueeze(-1), length.unsqueeze(-1)
+    count = torch.maximum(mean * shares[:, level] // UNIT, mean.clamp(max=LEAST))
+    return torch.where(mean >= length, length, torch.minimum(count, length))
+
+
+def most(mean: int, length: int, shares: Sequence[Sequence[int]]) -> int:
+    """Return a bound of `counts` for all lengths up to `length` and all means up to `mean`."""
+    means = (min(mean, int(length * 2 ** (-level / 2)) + 1) for level in range(LEVELS))
+    return min(length, max(max(LEAST, each * max(some) // UNIT) for each, some in zip(means, shares, strict=True)))
