@@ -6,6 +6,7 @@ namespace BPC_ISA {
 
 constexpr i64 LEAST_KEYS = 4096;      // keys that are worth a thread
 constexpr i64 LEAST_ATTENDED = 64;    // attended tokens that are
+constexpr i64 FEW_ROWS = 64;          // of more, threads take one after the other and end at about the same time
 
 struct Plan {
     i64 rows, threads, stride;
@@ -97,6 +98,15 @@ static void copy_codes(const bpc::Call &call, i64 row, Room &room) {
     }
 }
 
+// Few rows, those that attend to most tokens first: then all threads end at about the same time.
+static void longest_first(const bpc::Call &call, i64 rows, i64 *order) {
+    for (i64 row = 0; row < rows; row++) {
+        i64 place = row;
+        for (; place && wanted_of(call, order[place - 1]) < wanted_of(call, row); place--) order[place] = order[place - 1];
+        order[place] = row;
+    }
+}
+
 // All stages after the hashing; whether an index is beyond the tokens there are.
 template <Element E>
 static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *memory, i64 bytes_room, i64 bytes_part) {
@@ -114,10 +124,14 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
     float *out = (float *)call.out;
     if (plan.parts == 1 && plan.shares == 1) {
         bool beyond[256] = {};
+        i64 taken = 0, order[FEW_ROWS];
+        bool ordered = chooses && plan.rows <= FEW_ROWS;
+        if (ordered) longest_first(call, plan.rows, order);
         bpc::parallel(plan.threads, plan.slots, [&](i64 slot) {
             Room room = room_of(slot);
             Part part = part_of(slot);
-            for (i64 row = slot * plan.rows / plan.slots; row < (slot + 1) * plan.rows / plan.slots; row++) {
+            for (i64 nth; (nth = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < plan.rows;) {
+                i64 row = ordered ? order[nth] : nth;
                 i64 *list = indices + row * call.width, count = call.width;
                 if (chooses) prepare_row<E>(call, row, room);
                 if (scores && call.page) copy_codes(call, row, room);
