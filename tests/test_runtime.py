@@ -507,7 +507,6 @@ def test_a_continued_cache_with_chunks_is_right_or_refused():
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"dense_layers": 1}, "dense_layers"),
-        ({"dense_layers": None}, "dense_layers"),
         ({"dense_layers": "0"}, "dense_layers"),
         ({"dense_layers": (99,)}, "dense_layers: 99 is not a layer of llama, which has layers 0 to 2"),
         ({"dense_layers": (-1,)}, "dense_layers"),
