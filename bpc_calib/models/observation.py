@@ -18,7 +18,8 @@ __all__ = ["input_device", "observing", "verify"]
 NAME = "bpc_observe"
 
 # Arguments: module, query [batch, query_heads, T, D], key and value [batch, kv_heads, T, D], the other arguments.
-Observer = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], None]
+# Returns attention [batch, T, query_heads, D] to go on with; None: that of the model.
+Observer = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Any]], Tensor | None]
 
 _observer: ContextVar[Observer | None] = ContextVar("bpc_observer", default=None)
 
@@ -28,8 +29,9 @@ def _observed_attention(
 ) -> tuple[Tensor, Tensor | None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if (observer := _observer.get()) is not None:
-        observer(module, query, key, value, arguments)
+    observer = _observer.get()
+    if observer is not None and (own := observer(module, query, key, value, arguments)) is not None:
+        return own, None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
 
 

@@ -1,0 +1,107 @@
+"""What a KV head needs: against forced decoding, and against attention written out for one query."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+import bpc_artifacts
+from bpc_calib import BPCCache, InputError, disable, enable, make_plan
+from bpc_calib.calibration.calibrate import calibrate
+from bpc_calib.calibration.needs import REFERENCE, TOKENS, losses, output_weight, text_needs, with_needs
+from bpc_calib.evaluation.forcing import compare, fork, keep, prefill
+from bpc_calib.method.shares import GRID
+from bpc_calib.models.description import describe
+
+IDS = torch.randint(250, (2, TOKENS + 300), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.model(max_position_embeddings=1024).float()
+
+
+@pytest.fixture(scope="module")
+def artifact(model):
+    plan = make_plan(describe(model.config), samples=4, sequence_length=256)
+    return calibrate(model, tiny.tokenizer(), ["demo-prose"], plan)
+
+
+def test_the_sensitivity_of_a_layer_is_what_forced_decoding_loses(model, artifact):
+    needs = text_needs(model, artifact, IDS[0])
+    enable(model)
+    try:
+        prefix, rest = prefill(model, IDS[:1, :-TOKENS]), IDS[:1, -TOKENS:]
+        layers = range(len(needs))
+        kept = keep(model, fork(prefix, BPCCache(model.config, budget=1.0, dense_layers=())), rest)
+        for layer in layers:
+            others = [each for each in layers if each != layer]
+            cache = BPCCache(model.config, artifact, budget=REFERENCE, min_tokens=1, dense_layers=others)
+            _, apart = compare(model, fork(prefix, cache), rest, kept)
+            # The first of the tokens counts in one and not in the other, and predictions are kept in 16 bits.
+            assert needs[layer][:, GRID.index(REFERENCE)].sum() == pytest.approx(apart.item(), rel=0.1)
+    finally:
+        disable(model)
+
+
+def test_a_loss_is_the_change_behind_the_output_projection():
+    generator = torch.Generator().manual_seed(0)
+    tokens = TOKENS + 50
+    query, key, value = (torch.randn(n, t, 8, generator=generator) for n, t in ((4, TOKENS), (2, tokens), (2, tokens)))
+    weight = torch.randn(12, 32, generator=generator)
+    ranks = torch.randint(-50, 50, (2, TOKENS, tokens), generator=generator).int()
+    later = torch.arange(tokens) > torch.arange(50, tokens).unsqueeze(-1)
+    ranks = ranks.masked_fill(later, torch.iinfo(torch.int32).min)
+    curve, chosen = losses(query, key, value, ranks, 0.5, weight)
+    assert curve.shape == (2, len(GRID))
+    assert curve[:, -1].abs().max() < 1e-10
+
+    share, expected = GRID.index(0.1), torch.zeros(2, dtype=torch.float64)
+    places = range(3, TOKENS, 4)
+    for place in places:
+        length = 50 + place + 1
+        count = int(0.1 * length)
+        whole, changed = torch.zeros(12, dtype=torch.float64), []
+        for head in range(4):
+            k, v = key[head // 2, :length].double(), value[head // 2, :length].double()
+            likely = (k @ query[head, place].double() * 0.5).softmax(0)
+            best = sorted(range(length), key=lambda i: (-ranks[head // 2, place, i].item(), i))[:count]
+            out = weight[:, head * 8 : head * 8 + 8].double()
+            whole += out @ (likely @ v)
+            changed.append(out @ (likely[best] @ v[best] / likely[best].sum() - likely @ v))
+        for kv_head in range(2):
+            change = changed[2 * kv_head] + changed[2 * kv_head + 1]
+            expected[kv_head] += change.square().sum() / whole.square().sum() / len(places)
+    torch.testing.assert_close(curve[:, share], expected, rtol=1e-4, atol=0)
+    assert chosen.shape == (1, TOKENS, 4, 8)
+
+
+def test_an_artifact_with_needs(model, artifact, tmp_path):
+    seen = []
+    made = [with_needs(model, artifact, IDS, lambda done, total: seen.append((done, total))) for _ in range(2)]
+    assert seen[:3] == [(0, 2), (1, 2), (2, 2)]
+    for i, each in enumerate(made):
+        bpc_artifacts.save(each, tmp_path / f"{i}.safetensors")
+    assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
+    loaded = bpc_artifacts.load(tmp_path / "0.safetensors")
+    assert loaded.metadata["format_version"] == 3
+    for layer, found in loaded.layers.items():
+        both = np.mean([text_needs(model, artifact, text)[layer].numpy() for text in IDS], axis=0)
+        np.testing.assert_allclose(found.need, both, rtol=1e-6)
+    assert all(layer.rules.shares for layer in BPCCache(model.config, loaded).layers)
+
+
+def test_layers_with_windows_have_no_needs():
+    model = tiny.model("gemma3_text").float()
+    found = text_needs(model, tiny.artifact(model.config), IDS[0])
+    assert list(found) == describe(model.config).full_layers
+
+
+def test_a_module_without_an_output_projection():
+    assert output_weight(torch.nn.Module()) is None
+
+
+@pytest.mark.parametrize("tokens", [IDS[0], IDS[:0], IDS[:, :TOKENS]])
+def test_short_texts_are_refused(tokens, model, artifact):
+    with pytest.raises(InputError, match="more than 128 tokens"):
+        with_needs(model, artifact, tokens)
