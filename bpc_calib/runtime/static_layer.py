@@ -26,10 +26,10 @@ class Clock:
     place: Tensor  # int64 [1]: slot of the new token
     counts: Tensor  # int64 [B, room]: number of tokens that a new token attends to, by its slot
     valid: Tensor | None  # bool [B, room]: False for padding
-    padding: Tensor  # int64 [B]: how many slots are padding
     width: int  # the largest count
     length: int  # slots in use, counted on the host
     stepping: bool = False  # whether a step is calling the model
+    padding: Tensor | None = None  # int64 [B]: how many slots are padding; None: none
     shares: Tensor | None = None  # int64 [layers, LEVELS, H_KV], of the layers that have some
     rows: Rows = field(init=False)  # the sequences of the step that runs
     k: Tensor = field(init=False)  # int64 [layers, B, H_KV]: by layer, where there are shares
@@ -40,7 +40,8 @@ class Clock:
         k, room = self.counts.index_select(1, self.place), self.counts.shape[1]
         self.rows = Rows(lengths, k, room, self.width, self.valid)
         if self.shares is not None:
-            self.k = spread(k.squeeze(-1), lengths - self.padding, self.shares)
+            real = lengths if self.padding is None else lengths - self.padding
+            self.k = spread(k.squeeze(-1), real, self.shares)
 
     def share_out(self, layers: "list[StaticLayer]") -> None:
         """Take the shares of the layers that have some."""

@@ -177,9 +177,7 @@ class _Steps:
                 # The slots before the first step get columns too, so that a slot is the index of its count.
                 counts=torch.nn.functional.pad(torch.tensor(self.counts, device=self.device), (self.start, 0)),
                 valid=None if self.mask is None else _widened(self.mask, self.room),
-                padding=torch.zeros(self.batch, dtype=torch.int64, device=self.device)
-                if self.mask is None
-                else (~self.mask).sum(-1),
+                padding=None if self.mask is None else (~self.mask).sum(-1),
                 width=max(map(max, self.counts)),
                 length=self.length,
             )
