@@ -26,7 +26,7 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import bpc_artifacts
-from bpc_calib import BPCCache, calibrate, make_plan
+from bpc_calib import BPCCache, calibrate, make_plan, with_needs
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.method.state import Rows, read_tokens
 from bpc_calib.models.description import describe
@@ -43,12 +43,15 @@ DENSE = {"min_context": 10**9}
 PAGE = 128  # tokens
 
 
-def made_artifact(model_folder, target, samples=4):
-    """Projections of a model, from a little of the demo's text."""
+def made_artifact(model_folder, target, samples=4, needs=False):
+    """Projections of a model, from a little of the demo's text; with `needs` its KV heads have shares of their own."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     plan = make_plan(describe(model.config), samples=samples, sequence_length=256)
     text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
-    bpc_artifacts.save(calibrate(model, text, ["demo-prose"], plan), target)
+    artifact = calibrate(model, text, ["demo-prose"], plan)
+    if needs:
+        artifact = with_needs(model, artifact, torch.tensor([ids(400)]))
+    bpc_artifacts.save(artifact, target)
     return target
 
 
@@ -105,8 +108,9 @@ class Engine:
                 layer = copy.deepcopy(fresh[names[id(attention)]])
                 layer.update(keys, values)
                 layer.scale(attention.scale)
-                k = int(rows.k[row])
-                assert k == layer.count(length) <= rows.width <= rows.longest
+                k = max(layer.counts(length))
+                assert tuple(rows.k[row].tolist()) == layer.counts(length)
+                assert k <= rows.width <= rows.longest
                 own, wanted = layer.decode(
                     query[row : row + 1], Rows(rows.lengths[row : row + 1], rows.k[row : row + 1], length, k)
                 )

@@ -42,7 +42,7 @@ from bpc_calib.serving.plugin import supported
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    return made_artifact(DEMO_MODEL, tmp_path_factory.mktemp("artifact") / "demo.safetensors")
+    return made_artifact(DEMO_MODEL, tmp_path_factory.mktemp("artifact") / "demo.safetensors", needs=True)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
     monkeypatch.setattr(attention.CPUAttention, "attend", counted)
     monkeypatch.setattr(attention, "choosing", every_step)
     assert engine.generate(*prompts)[0] == dense
-    assert sum(rows) == 3 * 11 * 2
+    assert sum(rows) == 3 * 11 * 4
     assert max(rows) == 3
 
 
@@ -92,7 +92,7 @@ def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch
     with engine.checked(monkeypatch) as counted:
         engine.generate(*prompts)
     assert counted.together == 5
-    assert counted.rows == 5 * 11 * 2  # the first token comes from the prefill; two of four layers are dense
+    assert counted.rows == 5 * 11 * 4  # the first token comes from the prefill
 
 
 def test_a_cached_prompt_keeps_its_codes(engine, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_cached_prompt_keeps_its_codes(engine, monkeypatch):
     assert none == 0
     assert cached == 900 // PAGE * PAGE
     assert first == second
-    assert counted.rows == 2 * 11 * 2
+    assert counted.rows == 2 * 11 * 4
 
 
 def test_preempted_requests_go_on(engine, monkeypatch):

@@ -40,7 +40,7 @@ def flash_attention():
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    return made_artifact(DEMO_MODEL, tmp_path_factory.mktemp("artifact") / "demo.safetensors")
+    return made_artifact(DEMO_MODEL, tmp_path_factory.mktemp("artifact") / "demo.safetensors", needs=True)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch
     with engine.checked(monkeypatch) as counted:
         engine.generate(*prompts)
     assert counted.together == 5
-    assert counted.rows == 5 * 11 * 2  # the first token comes from the prefill; two of four layers are dense
+    assert counted.rows == 5 * 11 * 4  # the first token comes from the prefill
 
 
 def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
@@ -78,7 +78,8 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
     def everything(builder, *arguments):
         if builder.counts is not None:
             monkeypatch.setattr(builder, "counts", torch.arange(len(builder.counts)))
-            monkeypatch.setattr(builder, "width", len(builder.counts) - 1)
+            for width in ("width", "spread_width"):
+                monkeypatch.setattr(builder, width, len(builder.counts) - 1)
         return build(builder, *arguments)
 
     monkeypatch.setattr(GPUBuilder, "build", FlashAttentionMetadataBuilder.build)
@@ -95,7 +96,7 @@ def test_a_cached_prompt_keeps_its_codes(engine, monkeypatch):
         (second,), (cached,) = engine.generate(prompt)
     assert (none, cached) == (0, 900 // PAGE * PAGE)
     assert first == second
-    assert counted.rows == 2 * 11 * 2
+    assert counted.rows == 2 * 11 * 4
 
 
 def test_the_kernels_serve(engine, monkeypatch):
@@ -108,7 +109,7 @@ def test_the_kernels_serve(engine, monkeypatch):
             monkeypatch.setattr(layer.impl, "backend", triton)
     with engine.checked(monkeypatch) as counted:
         kernels, _ = engine.generate(*prompts, new=3)
-    assert counted.rows == 2 * 2 * 2
+    assert counted.rows == 2 * 2 * 4
     assert kernels == plain
 
 

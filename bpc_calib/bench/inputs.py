@@ -33,6 +33,7 @@ __all__ = [
 
 BITS = 64
 MOST_BYTES = {"cpu": 4 << 30, "cuda": 16 << 30}  # limit for all working sets together
+MOST_SETS = 1024  # of short contexts, where a processor's caches hold hundreds of MB
 BLOCK = 1 << 24  # count of random numbers that are drawn; longer tensors repeat them
 
 
@@ -102,8 +103,8 @@ def working_sets(shape: LayerShape, k: int, device: torch.device) -> Sets:
     most = min(free // 3, MOST_BYTES["cuda" if device.type == "cuda" else "cpu"])
     held = code_bytes(shape, room(shape.tokens))
     codes, dense, kept = code_bytes(shape, shape.tokens), dense_bytes(shape, shape.tokens), dense_bytes(shape, k)
-    code_sets = max(1, min(-(-wanted // codes), most // 2 // held))
-    fitting = max(1, (most - code_sets * held) // (shape.cached_bytes - held))
+    code_sets = max(1, min(-(-wanted // codes), most // 2 // held, MOST_SETS))
+    fitting = max(1, min((most - code_sets * held) // (shape.cached_bytes - held), MOST_SETS))
     key_sets = min(max(2, -(-wanted // kept)), fitting)
     dense_sets = min(key_sets, max(2, -(-wanted // dense)))
     # Before a step reads the same keys and values again, it reads codes too.

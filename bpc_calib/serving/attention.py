@@ -102,7 +102,8 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         if self.shares is None or self.shares[0] != options:
             self.shares = options, shares_on(self.vllm_config, options, lengths.device)
         if self.shares[1] is not None:
-            whole.bpc = dataclasses.replace(whole.bpc, k=spread(ks, lengths[chosen].long(), self.shares[1]))
+            by_layer = spread(ks, lengths[chosen].long(), self.shares[1])
+            whole.bpc = dataclasses.replace(whole.bpc, k=by_layer, width=int(by_layer.max()))
         if not chosen.all():
             left, sizes = (~chosen).nonzero().squeeze(-1), starts.diff()[:requests]
             others, sizes = (~chosen).repeat_interleave(sizes).nonzero().squeeze(-1), sizes[left]
@@ -154,6 +155,8 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         if self.shares is not None:
             layers, _, kv_heads = self.shares.shape
             self.spread = torch.zeros(layers, most, kv_heads, dtype=torch.int64, device=device)
+            by_layer = (dataclasses.replace(rules, shares=each) for each in self.shares.tolist())
+            self.spread_width = max(each.most(limit) for each in by_layer)
         self._init_reorder_batch_threshold(1)  # requests of one token come first
 
     @classmethod
@@ -183,7 +186,8 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         whole.bpc = Split(Rows(lengths, k, longest, min(self.width, longest), block_table=table), slice(0, decoded))
         if self.shares is not None:
             by_layer = self.spread[:, :decoded].copy_(spread(k.squeeze(1), lengths.long(), self.shares))
-            whole.bpc = dataclasses.replace(whole.bpc, k=by_layer)
+            width = min(self.spread_width, longest)
+            whole.bpc = dataclasses.replace(whole.bpc, k=by_layer, width=width)
         if others:  # a fast build leaves alone what the dense layers read of the other one
             starts = common.query_start_loc[requests:] - tokens, common.query_start_loc_cpu[requests:] - tokens
             rest = some(

@@ -93,6 +93,7 @@ class Split:
     rows: Rows
     tokens: slice | Tensor  # rows of the queries; int64 where other requests lie between them
     k: Tensor | None = None  # int64 [layers, requests, H_KV], in place of that of the rows in layers with shares
+    width: int = 0  # no such `k` is above it
     others: Any = None  # vLLM's metadata of the other requests; None: there are none
     other_tokens: slice | Tensor | None = None  # their rows of the queries
 
@@ -245,8 +246,7 @@ class Layer:
             grouped = (grouped.float() * layer._q_scale).to(codebook.projection.dtype)
         rows = split.rows
         if split.k is not None:
-            most = self.rules.most(self.config.model_config.max_model_len)
-            rows = replace(rows, k=split.k[self.nth], width=min(most, rows.longest))
+            rows = replace(rows, k=split.k[self.nth], width=split.width)
         found, _ = self.attend(grouped, self.state(layer, kv_cache), rows)
         output[split.tokens] = found.view(-1, *output.shape[1:])
         return output
