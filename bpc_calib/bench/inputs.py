@@ -33,7 +33,7 @@ __all__ = [
 
 BITS = 64
 MOST_BYTES = {"cpu": 4 << 30, "cuda": 16 << 30}  # limit for all working sets together
-MOST_SETS = 1024  # of short contexts, where a processor's caches hold hundreds of MB
+MOST_SETS = 8192  # of short contexts, where the caches of a processor hold hundreds of MB
 BLOCK = 1 << 24  # count of random numbers that are drawn; longer tensors repeat them
 
 
