@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bpc_artifacts.errors import ArtifactError
 
 __all__ = [
+    "NEEDS_VERSION",
     "SHARES",
     "LayerProjection",
     "ProjectionArtifact",

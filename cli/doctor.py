@@ -21,7 +21,7 @@ from bpc_cli.console import (
     size_text,
 )
 from bpc_cli.opening import OneDeviceOptions, OpenedModel, model_without_weights, open_model, pick_device, weight_bytes
-from bpc_cli.options import DENSE_LAYERS, MODEL_HELP, AsJson, parse_layers
+from bpc_cli.options import MODEL_HELP, AsJson
 
 
 @command
@@ -93,11 +93,12 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
     import torch
 
     from bpc_calib.method.codes import default_bits
+    from bpc_calib.method.rules import default_dense_layers
     from bpc_calib.runtime.bytes_forecast import forecast_bytes
 
     model, weights = opened.description, model_without_weights(opened)
     looked_at = _look_at_layers(weights, opened)
-    dense = [layer for layer in parse_layers(DENSE_LAYERS) if layer < model.num_layers]
+    dense = list(default_dense_layers(None, model.num_layers))
     if set(model.full_layers) <= set(dense):  # the defaults would leave no layer to choose in
         dense = []
     reads = []

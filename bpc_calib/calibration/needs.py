@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
+from bpc_artifacts.schema import NEEDS_VERSION
 from bpc_calib.compat import with_cache
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codebook import codebook_of
@@ -64,7 +65,7 @@ def with_needs(
     for layer, found in artifact.layers.items():
         need: NDArray[np.float32] = torch.stack([each[layer] for each in measured]).mean(0).float().numpy()
         layers[layer] = replace(found, need=need)
-    return ProjectionArtifact(layers, artifact.metadata)
+    return ProjectionArtifact(layers, {**artifact.metadata, "format_version": NEEDS_VERSION})
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_calib.method.scoring import GROUPS, check_group
-from bpc_calib.method.shares import Shares, most, share_out
+from bpc_calib.method.shares import Shares, counts, most, share_out
 
 __all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of"]
 
@@ -60,6 +60,10 @@ class Rules:
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""
         return length if length < self.min_context else attended(length, self.budget, self.min_tokens)
+
+    def by_head(self, mean: int, length: int) -> tuple[int, ...]:
+        """Return how many of `length` tokens each KV head attends to for a mean; one number where all have the same."""
+        return (mean,) if self.shares is None else counts(mean, length, self.shares)
 
     def most(self, limit: int) -> int:
         """Return a bound of the number of tokens that a KV head attends to at up to `limit` tokens."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bpc_calib.method.budget import attended
-from bpc_calib.method.shares import counts
 from bpc_calib.runtime.layers import SparseLayer
 
 __all__ = ["KVBytes", "count_bytes"]
@@ -54,7 +53,6 @@ def _of_layer(layer: Any, length: int) -> dict[str, int]:
         return {"dense": full, "full": full}
     read = layer.step_bytes(length, token)
     ranking = layer.ranking_bytes(length) if min(layer.counts(length)) < length else 0
-    mean, shares = attended(length, layer.rules.budget, min_tokens=1), layer.rules.shares
-    k = (mean,) if shares is None else counts(mean, length, shares)
+    k = layer.rules.by_head(attended(length, layer.rules.budget, min_tokens=1), length)
     chosen = min(read - ranking, sum(k) * token // len(k))
     return {"ranking": ranking, "chosen": chosen, "minimum": read - ranking - chosen, "full": full}

@@ -15,7 +15,6 @@ from bpc_calib.backends.dispatch import backend, find
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
-from bpc_calib.method.shares import counts
 from bpc_calib.method.state import Rows, State
 from bpc_calib.method.step import attend
 from bpc_calib.models.description import ModelDescription
@@ -99,8 +98,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def counts(self, length: int) -> tuple[int, ...]:
         """Return `count` by KV head; one number where all have the same."""
-        mean = self.count(length)
-        return (mean,) if self.rules.shares is None else counts(mean, length, self.rules.shares)
+        return self.rules.by_head(self.count(length), length)
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length` without moving a buffer.

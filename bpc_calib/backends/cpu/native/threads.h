@@ -1,4 +1,4 @@
-// Threads that wait for work: those of torch, which would keep others from the cores while it waits itself.
+// Torch's own threads: while they wait for work they hold the cores, so threads of ours would have to wait for them.
 #pragma once
 #include <cstdint>
 
