@@ -11,10 +11,16 @@ from bpc_cli.progress import StageTimes
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
-    from bpc_calib.calibration.forecast import Needs
+    from bpc_calib.calibration.forecast import Costs
     from bpc_calib.calibration.plan import Plan
 
-STAGES = {"load": "Loading", "text": "Reading text", "keys": "Collecting keys", "decompose": "Decomposing layers"}
+STAGES = {
+    "load": "Loading",
+    "text": "Reading text",
+    "keys": "Collecting keys",
+    "decompose": "Decomposing layers",
+    "needs": "Measuring needs",
+}
 
 
 def report(
@@ -81,7 +87,7 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
     """Print the plan as a table or as JSON."""
     import torch
 
-    from bpc_calib.calibration.forecast import needs
+    from bpc_calib.calibration.forecast import costs
 
     weights, device = model_without_weights(opened), torch.device(opened.device)
     model, dtype = plan.model, weights.dtype
@@ -100,6 +106,7 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "sequence_length": plan.sequence_length,
         "tokens": plan.tokens,
         "keys_per_head": plan.keys_per_head,
+        "measured_samples": len(plan.measured),
         "device": opened.device,
         "dtype": str(dtype).removeprefix("torch."),
         "weights_bytes": weight_bytes(weights),
@@ -107,7 +114,7 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "output": str(target),
         "output_bytes": plan.artifact_bytes,
     }
-    found = needs(plan, weights, device)
+    found = costs(plan, weights, device)
     table |= calibration_memory(found, table["weights_bytes"], device) | {"work_bytes": found.disk_bytes}
     if as_json:
         print_json(table)
@@ -128,19 +135,32 @@ def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}",
         "tokens": f"{plan.tokens:,}",
         "keys": f"{plan.keys_per_head:,} per KV head",
+        "needs": _needs_text(plan),
         "weights": f"{size_text(table['weights_bytes'])} ({table['dtype']}, on {table['device']})",
         "memory": f"about {memory}",
         "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}, {size_text(table['work_bytes'])} until then",
     }
 
 
-def calibration_memory(needs: "Needs", weights_bytes: int, device: Any) -> dict[str, int | None]:
+def _needs_text(plan: "Plan") -> str:
+    from bpc_calib.calibration.plan import LEAST_LENGTH
+
+    if plan.measured:
+        return f"measured on {len(plan.measured)} of the samples, for shares by head"
+    if not plan.method.needs:
+        return f"not measured by {plan.method.name}: all heads get equal shares"
+    if plan.model.ranks > 1:
+        return "not measured with --tensor-parallel: all heads get equal shares"
+    return f"not measured on samples of fewer than {LEAST_LENGTH:,} tokens: all heads get equal shares"
+
+
+def calibration_memory(costs: "Costs", weights_bytes: int, device: Any) -> dict[str, int | None]:
     """Peaks in bytes: of main memory, with and without what this process takes now, and of the GPU (None: no GPU).
 
     What this process takes now are mostly the libraries, which a calibration loads, too.
     """
-    on_device, on_cpu = weights_bytes + max(needs.pass_bytes, needs.fit_bytes), device.type == "cpu"
-    added = on_device if on_cpu else needs.fit_bytes
+    on_device, on_cpu = weights_bytes + max(costs.pass_bytes, costs.fit_bytes), device.type == "cpu"
+    added = on_device if on_cpu else costs.fit_bytes
     return {
         "memory_bytes": (_status("VmRSS") or 0) + added,
         "added_memory_bytes": added,

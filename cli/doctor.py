@@ -156,11 +156,11 @@ def _kernels(opened: OpenedModel, dtype: Any) -> str | None:
 
 def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, Any]:
     """What a calibration with the default settings takes, as far as it can be counted."""
-    from bpc_calib.calibration.forecast import needs
+    from bpc_calib.calibration.forecast import costs
     from bpc_calib.calibration.plan import make_plan
 
     plan = make_plan(opened.description)
-    found, held = needs(plan, weights, device), weight_bytes(weights)
+    found, held = costs(plan, weights, device), weight_bytes(weights)
     return {
         "samples": plan.samples,
         "sequence_length": plan.sequence_length,

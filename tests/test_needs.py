@@ -1,5 +1,8 @@
 """What a KV head needs: against forced decoding, and against attention written out for one query."""
 
+import shutil
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny
@@ -8,7 +11,15 @@ import torch
 import bpc_artifacts
 from bpc_calib import BPCCache, InputError, disable, enable, make_plan
 from bpc_calib.calibration.calibrate import calibrate
-from bpc_calib.calibration.needs import REFERENCE, TOKENS, losses, output_weight, text_needs, with_needs
+from bpc_calib.calibration.needs import (
+    REFERENCE,
+    TOKENS,
+    decoder_layers,
+    losses,
+    output_projection,
+    text_needs,
+    with_needs,
+)
 from bpc_calib.evaluation.forcing import compare, fork, keep, prefill
 from bpc_calib.method.shares import GRID
 from bpc_calib.models.description import describe
@@ -48,11 +59,14 @@ def test_a_loss_is_the_change_behind_the_output_projection():
     generator = torch.Generator().manual_seed(0)
     tokens = TOKENS + 50
     query, key, value = (torch.randn(n, t, 8, generator=generator) for n, t in ((4, TOKENS), (2, tokens), (2, tokens)))
-    weight = torch.randn(12, 32, generator=generator)
+    module = torch.nn.Module()
+    module.first, module.last, module.norm = torch.nn.Linear(32, 5), torch.nn.Linear(32, 12), torch.nn.LayerNorm(12)
+    weight = module.last.weight.detach()
     ranks = torch.randint(-50, 50, (2, TOKENS, tokens), generator=generator).int()
     later = torch.arange(tokens) > torch.arange(50, tokens).unsqueeze(-1)
     ranks = ranks.masked_fill(later, torch.iinfo(torch.int32).min)
-    curve, chosen = losses(query, key, value, ranks, 0.5, weight)
+    with torch.no_grad():
+        curve, chosen = losses(query, key, value, ranks, 0.5, output_projection(module))
     assert curve.shape == (2, len(GRID))
     assert curve[:, -1].abs().max() < 1e-10
 
@@ -79,7 +93,7 @@ def test_a_loss_is_the_change_behind_the_output_projection():
 def test_an_artifact_with_needs(model, artifact, tmp_path):
     seen = []
     made = [with_needs(model, artifact, IDS, lambda done, total: seen.append((done, total))) for _ in range(2)]
-    assert seen[:3] == [(0, 2), (1, 2), (2, 2)]
+    assert seen[:7] == [(done, 6) for done in range(7)]
     for i, each in enumerate(made):
         bpc_artifacts.save(each, tmp_path / f"{i}.safetensors")
     assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
@@ -98,7 +112,88 @@ def test_layers_with_windows_have_no_needs():
 
 
 def test_a_module_without_an_output_projection():
-    assert output_weight(torch.nn.Module()) is None
+    heads = torch.randn(2, 3, 5, 4)
+    alone = output_projection(torch.nn.Module())(heads)
+    assert torch.equal(alone.sum(0), heads.flatten(0, 1).transpose(0, 1).flatten(1))
+
+
+@pytest.mark.parametrize("family", [*sorted(tiny.FAMILIES.keys() - {"phi3"}), "qwen3_moe"])
+def test_layers_below_the_sparse_one_are_not_computed_anew(family, monkeypatch):
+    model = tiny.model(family, max_position_embeddings=1024).float()
+    artifact = tiny.artifact(model.config)
+    found, ran = text_needs(model, artifact, IDS[0]), []
+    hooks = [block.register_forward_hook(lambda *_: ran.append(1)) for block in decoder_layers(model)]
+    assert len(hooks) == 3
+    monkeypatch.setattr("bpc_calib.calibration.needs.decoder_layers", lambda model: [])
+    every = text_needs(model, artifact, IDS[0])
+    assert len(ran) == 3 * (2 + len(artifact.layers))
+    for layer in artifact.layers:
+        torch.testing.assert_close(found[layer], every[layer], rtol=0, atol=0)
+    assert all("forward" not in vars(block) for block in decoder_layers(model))
+
+
+@pytest.fixture
+def run(model, text_folder, tmp_path):
+    """Calibrate on samples that are long enough for needs; return the file's bytes and the steps; stop at a step."""
+
+    def run(work=None, *, stop=None, **changes):
+        seen = []
+
+        def progress(*step):
+            seen.append(step)
+            if step[:2] == stop:
+                raise KeyboardInterrupt
+
+        plan = make_plan(describe(model.config), **({"samples": 4, "bits": 32, "sequence_length": 1024} | changes))
+        folder = None if work is None else tmp_path / work
+        corpora = [f"notes={text_folder}"]
+        made = calibrate(model, tiny.tokenizer(), corpora, plan, work_dir=folder, progress=progress)
+        bpc_artifacts.save(made, tmp_path / "made.safetensors", overwrite=True)
+        return (tmp_path / "made.safetensors").read_bytes(), seen
+
+    return run
+
+
+def test_a_calibration_measures_needs_and_goes_on_where_it_was_stopped(run, tmp_path, caplog):
+    expected, steps = run()
+    assert [step for step in steps if step[0] == "needs"] == [("needs", done, 9) for done in range(10)]
+    assert bpc_artifacts.load(tmp_path / "made.safetensors").has_needs
+    for stop, left in ((0, 9), (4, 6), (9, 3), (None, 0)):  # a text that was not finished is measured again
+        if stop is not None:
+            shutil.rmtree(tmp_path / "work" / "needs", ignore_errors=True)
+            with pytest.raises(KeyboardInterrupt):
+                run("work", stop=("needs", stop))
+        made, steps = run("work")
+        assert made == expected
+        assert [step for step in steps if step[0] == "needs"] == [("needs", done, 9) for done in range(9 - left, 10)]
+    (tmp_path / "work" / "needs" / "000003.safetensors").write_bytes(b"other")
+    made, steps = run("work")
+    assert made == expected
+    assert "1 damaged and made again; the first: 000003.safetensors" in caplog.text
+    assert steps[-4] == ("needs", 6, 9)
+
+
+def test_other_bits_have_other_needs(run, tmp_path):
+    expected, _ = run(bits=64)
+    run("work")
+    made, steps = run("work", bits=64)
+    assert made == expected
+    assert "keys" not in {stage for stage, *_ in steps}
+    assert ("needs", 0, 9) in steps
+
+
+def test_on_which_samples_needs_are_measured():
+    description = describe(tiny.config(max_position_embeddings=4096))
+
+    def measured(samples, description=description, **settings):
+        return make_plan(description, samples=samples, **({"sequence_length": 1024} | settings)).measured
+
+    assert measured(180) == [15, 45, 75, 105, 135, 165]
+    assert measured(24) == [4, 12, 20]
+    assert measured(2) == [0, 1]
+    assert measured(24, sequence_length=1023) == []
+    assert measured(24, method="paper") == []
+    assert measured(24, replace(description, ranks=2)) == []
 
 
 @pytest.mark.parametrize("tokens", [IDS[0], IDS[:0], IDS[:, :TOKENS]])

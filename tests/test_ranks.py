@@ -100,6 +100,15 @@ def test_two_ranks_write_the_file_of_one_process(start, whole, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "whole.safetensors"}
 
 
+def test_two_ranks_measure_needs(start, whole, tmp_path):
+    words = ["-m", tiny.save(tmp_path / "long" / "tiny-llama", max_position_embeddings=2048)]
+    words += ["--samples", 4, "--sequence-length", 1024]
+    code, _, errors = end(start(2, *words, "-o", "a.safetensors"))
+    assert (code, errors) == (0, [])
+    assert load(tmp_path / "a.safetensors").has_needs
+    assert (tmp_path / "a.safetensors").read_bytes() == whole(*words)
+
+
 @pytest.mark.slow  # another number of ranks
 def test_four_ranks_write_the_same_file(start, whole, tmp_path):
     assert end(start(4, "-o", "a.safetensors"))[0] == 0

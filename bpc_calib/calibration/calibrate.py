@@ -1,5 +1,6 @@
 """Calibration: from text to keys, to their decomposition, to the artifact."""
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -8,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.calibration.collecting import collect
 from bpc_calib.calibration.contents import contents
+from bpc_calib.calibration.measuring import measure
 from bpc_calib.calibration.plan import Plan, make_plan
 from bpc_calib.calibration.projecting import project
 from bpc_calib.calibration.ranks import Ranks
-from bpc_calib.calibration.run_text import Text, read_text, stored_text
+from bpc_calib.calibration.run_text import read_text, stored_text
 from bpc_calib.calibration.stored import LAYERS, read_layers, wait_for_files
 from bpc_calib.calibration.work_folder import WorkFolder, broadcast_work, join_work_folder, open_work_folder
 from bpc_calib.errors import InputError, ModelError
@@ -50,7 +53,8 @@ def calibrate(
         plan: the settings (`make_plan`); None is the default plan for this model.
         work_dir: a folder for the finished samples and layers; the same call with the same folder goes on where a
             former one stopped. It stays until you delete it. None: a temporary folder, removed at the end.
-        progress: is called with a stage ("text", "keys", "decompose"), the number of finished steps and their total.
+        progress: is called with a stage ("text", "keys", "decompose", "needs"), the number of finished steps and their
+            total.
 
     Raises:
         ModelError: the model is not supported, or a key is not finite.
@@ -73,17 +77,17 @@ def calibrate(
     with ExitStack() as stack:
         folder = work_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="bpc-"))
         work = stack.enter_context(open_work_folder(Path(folder), plan, input_device(model)))
-        text = read_text(opened, tokenizer, work, progress)
-        return calibrate_in(work, text, lambda: model, progress)
+        tokens = read_text(opened, tokenizer, work, progress)
+        return calibrate_in(work, tokens, lambda: model, progress)
 
 
-def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress: Progress) -> ProjectionArtifact:
+def calibrate_in(work: WorkFolder, tokens: Tensor, load: Callable[[], Any], progress: Progress) -> ProjectionArtifact:
     """Do what is left of a calibration, with the other ranks if there are some.
 
     Args:
         work: the work folder of the calibration.
-        text: its samples.
-        load: returns the model; called only if a sample is left.
+        tokens: its samples, int32 `[samples, T]`.
+        load: returns the model; called only if a sample or its needs are left.
         progress: as in `calibrate`.
 
     Raises:
@@ -91,12 +95,21 @@ def calibrate_in(work: WorkFolder, text: Text, load: Callable[[], Any], progress
         WorkError: the work folder is damaged or cannot be written, or another rank is gone.
     """
     broadcast_work(work)
-    collect(load, text.tokens, work, progress)
+    return _finish(work, tokens, load, progress)
+
+
+def _finish(work: WorkFolder, tokens: Tensor, load: Callable[[], Any], progress: Progress) -> ProjectionArtifact:
+    """Do this rank's part of each stage; return the artifact of all ranks."""
+    load = functools.cache(load)
+    collect(load, tokens, work, progress)
     project(work, progress)
     if work.ranks.count > 1:
         wait_for_files(work.path, LAYERS, work.plan.model.full_layers)
     fits = read_layers(work.path, work.plan)
-    return contents(work.plan, text.sources, work.journal.weights["dtype"], fits)
+    artifact = contents(work.plan, work.journal.sources, work.journal.weights["dtype"], fits)
+    artifact = measure(load, tokens, artifact, work, progress)
+    work.ranks.barrier("artifact")  # then rank 0 may remove the folder
+    return artifact
 
 
 def help_calibrate(path: Path, plan: Plan, device: torch.device, load: Callable[[], Any], ranks: Ranks) -> None:
@@ -106,7 +119,7 @@ def help_calibrate(path: Path, plan: Plan, device: torch.device, load: Callable[
         path: the work folder, as this rank sees it.
         plan: the settings, the same on all ranks.
         device: where this rank computes.
-        load: returns the model; called only if a sample is left.
+        load: returns the model; called only if a sample or its needs are left.
         ranks: this process among the ranks.
 
     Raises:
@@ -115,5 +128,4 @@ def help_calibrate(path: Path, plan: Plan, device: torch.device, load: Callable[
     """
     work = join_work_folder(path, plan, device, ranks)
     if work is not None:
-        collect(load, stored_text(work), work, lambda stage, done, total: None)
-        project(work, lambda stage, done, total: None)
+        _finish(work, stored_text(work), load, lambda stage, done, total: None)

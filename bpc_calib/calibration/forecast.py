@@ -6,24 +6,25 @@ from typing import Any
 import torch
 
 from bpc_calib.calibration.keys import chunk_edges, pass_bytes
+from bpc_calib.calibration.needs import measuring_bytes
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.projecting import layers_at_once
 
-__all__ = ["Needs", "needs"]
+__all__ = ["Costs", "costs"]
 
 COPIES = 3  # of the keys of a group of layers: as read, stacked, and as the kernels want them
 
 
 @dataclass(frozen=True)
-class Needs:
+class Costs:
     """What a calibration takes beside the weights: bytes are peaks of one device each."""
 
-    pass_bytes: int  # of a sample's forward passes, without the weights
+    pass_bytes: int  # of a sample's forward passes, without the weights, and of measuring needs
     fit_bytes: int  # of the keys that are fitted together
     disk_bytes: int  # of the work folder
 
 
-def needs(plan: Plan, model: Any, device: torch.device) -> Needs:
+def costs(plan: Plan, model: Any, device: torch.device) -> Costs:
     """Count what a calibration takes.
 
     Args:
@@ -35,8 +36,9 @@ def needs(plan: Plan, model: Any, device: torch.device) -> Needs:
     passes = chunk_edges(model, plan.model, plan.sequence_length)
     whole, chunked = pass_bytes(model.config.get_text_config(decoder=True), plan.model, plan.sequence_length, itemsize)
     fitted = plan.model.kv_heads * plan.keys_per_head * plan.model.head_dim * itemsize
-    return Needs(
-        whole if len(passes) == 1 else chunked,
+    measured = measuring_bytes(plan.model, plan.sequence_length, itemsize) if plan.measured else 0
+    return Costs(
+        max(whole if len(passes) == 1 else chunked, measured),
         COPIES * layers_at_once(plan, itemsize, device) * fitted,
         plan.work_bytes(itemsize),
     )

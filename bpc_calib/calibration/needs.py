@@ -6,7 +6,8 @@ changes behind the output projection: this weighs a head by what the layer passe
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,21 +18,24 @@ from torch import Tensor
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_artifacts.schema import NEEDS_VERSION
+from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codebook import codebook_of
-from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.rules import ranking_defaults
-from bpc_calib.method.scoring import hash_scores, quantize_query
+from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
 from bpc_calib.method.shares import GRID
 from bpc_calib.method.step import rank
+from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.observation import input_device, observing
 
-__all__ = ["REFERENCE", "TOKENS", "text_needs", "with_needs"]
+__all__ = ["REFERENCE", "TOKENS", "joined", "measuring_bytes", "text_needs", "with_needs"]
 
 REFERENCE = 0.02
 TOKENS = 128  # the newest tokens of a text, at which needs are measured
 EVERY = 4  # of these tokens, one in so many gives the curve by share; all give the sensitivity
+
+Needs = dict[int, Tensor]  # by layer, float64 [H_KV, len(GRID)]
 
 
 def with_needs(
@@ -42,13 +46,14 @@ def with_needs(
 ) -> ProjectionArtifact:
     """Return the artifact with what each KV head needs, the mean over some texts.
 
-    A text takes as many passes of `TOKENS` tokens over a cached prefix as there are layers.
+    A text takes a pass over all but its newest `TOKENS` tokens, and for each layer a pass of these through that layer
+    and those above it.
 
     Args:
         model: the model of the artifact.
         artifact: its projections.
         tokens: integers `[texts, T]`, with more than `TOKENS` tokens each; best such text as the projections come from.
-        progress: is called with the number of finished texts and of all.
+        progress: is called with the number of finished layers of all texts, and their total.
 
     Raises:
         InputError: the texts are too short.
@@ -56,11 +61,19 @@ def with_needs(
     """
     if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] <= TOKENS:
         raise InputError(f"tokens must be [texts, T] with more than {TOKENS} tokens each, not {list(tokens.shape)}")
-    measured = []
-    for done, text in enumerate(tokens):
-        progress(done, len(tokens))
-        measured.append(text_needs(model, artifact, text))
-    progress(len(tokens), len(tokens))
+    done, total = 0, len(tokens) * len(artifact.layers)
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    progress(done, total)
+    return joined(artifact, [text_needs(model, artifact, text, tick) for text in tokens])
+
+
+def joined(artifact: ProjectionArtifact, measured: list[Needs]) -> ProjectionArtifact:
+    """Return the artifact with the mean of what was measured on each text."""
     layers = {}
     for layer, found in artifact.layers.items():
         need: NDArray[np.float32] = torch.stack([each[layer] for each in measured]).mean(0).float().numpy()
@@ -69,13 +82,16 @@ def with_needs(
 
 
 @torch.inference_mode()
-def text_needs(model: Any, artifact: ProjectionArtifact, tokens: Tensor) -> dict[int, Tensor]:
-    """Return the needs of the KV heads of each layer on one text: float64 `[H_KV, len(GRID)]`.
+def text_needs(
+    model: Any, artifact: ProjectionArtifact, tokens: Tensor, tick: Callable[[], None] = lambda: None
+) -> Needs:
+    """Return the needs of the KV heads of each layer on one text.
 
     Args:
         model: the model of the artifact.
         artifact: its projections.
         tokens: integers `[T]`.
+        tick: is called when a layer is finished.
     """
     from transformers import DynamicCache
 
@@ -94,26 +110,75 @@ def text_needs(model: Any, artifact: ProjectionArtifact, tokens: Tensor) -> dict
         if sparse < 0:
             scaling = arguments.get("scaling") or query.shape[-1] ** -0.5
             ranks = code_ranks(query[0], key[0], artifact.layers[layer], method, scaling)
-            curves[layer], asked[layer] = losses(query[0], key[0], value[0], ranks, scaling, output_weight(module))
+            curves[layer], asked[layer] = losses(query[0], key[0], value[0], ranks, scaling, output_projection(module))
         return asked[layer].to(query.dtype) if layer == sparse else None
 
-    def logits() -> Tensor:
+    def likely() -> Tensor:
         # A copy, because a sliding window cannot be cropped.
         found = model(input_ids=ids[:, -TOKENS:], **with_cache(copy.deepcopy(cache)))
         return found.logits[0].float().log_softmax(-1)
 
-    needs = {}
+    needs, blocks = {}, decoder_layers(model)
     with observing(model, attend):
-        full = logits()
+        with recording(blocks) as outputs:
+            full = likely()
         if missing := sorted(artifact.layers.keys() - curves.keys()):
             raise ModelError(f"layers {missing} of the artifact bypass transformers' attention interface")
+        weight = full.exp()
         for sparse in artifact.layers:
-            own = logits()
-            apart = (full.exp() * (full - own)).sum(-1).mean().clamp(min=0).double()
-            curve = curves[sparse]
+            with replaying(blocks[:sparse], outputs):
+                apart = torch.einsum("tv,tv->t", weight, full - likely()).mean().clamp(min=0)
+            curve = curves[sparse]  # on the CPU: some devices have no float64
             at = curve[:, GRID.index(REFERENCE)].sum().clamp(min=torch.finfo(torch.float64).tiny)
-            needs[sparse] = (curve * (apart / at)).cpu()
+            needs[sparse] = curve * (apart.cpu().double() / at)
+            tick()
     return needs
+
+
+def measuring_bytes(model: ModelDescription, length: int, itemsize: int) -> int:
+    """Return about the most bytes that `text_needs` takes beside the weights, for numbers of `itemsize` bytes."""
+    cached = 2 * model.kv_heads * model.head_dim * length * len(model.full_layers) * itemsize
+    pairs = model.query_heads * TOKENS * length
+    return 2 * cached + 4 * (5 * pairs + 5 * TOKENS * model.vocab_size)  # several copies of scores and of logits
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Return the modules that are a model's layers, in order; [] if they do not lie in one list."""
+    for each in model.modules():
+        if isinstance(each, torch.nn.ModuleList) and len(each) and all(map(_has_number, each, range(len(each)))):
+            return list(each)
+    return []
+
+
+def _has_number(block: Any, number: int) -> bool:
+    return any(getattr(part, "layer_idx", None) == number for part in block.modules())
+
+
+@contextmanager
+def recording(blocks: list[Any]) -> Iterator[list[Any]]:
+    """Give a list that holds, after a pass, what each of these modules has returned."""
+    outputs: list[Any] = []
+    hooks = [block.register_forward_hook(lambda *passed: outputs.append(copy.deepcopy(passed[-1]))) for block in blocks]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def replaying(blocks: list[Any], outputs: list[Any]) -> Iterator[None]:
+    """Let these modules return what they have returned before, without computing it."""
+    before = [vars(block).get("forward") for block in blocks]  # accelerate sets its own
+    try:
+        for block, output in zip(blocks, outputs, strict=False):
+            block.forward = lambda *_, output=output, **__: output
+        yield
+    finally:
+        for block, own in zip(blocks, before, strict=True):
+            del block.forward
+            if own is not None:
+                block.forward = own
 
 
 def code_ranks(query: Tensor, key: Tensor, found: LayerProjection, method: Mapping[str, Any], scaling: float) -> Tensor:
@@ -126,12 +191,14 @@ def code_ranks(query: Tensor, key: Tensor, found: LayerProjection, method: Mappi
         method: the defaults of `ranking_defaults`.
         scaling: attention's factor on the products q k.
     """
-    codebook = codebook_of(found, slice(None), key.dtype, key.device)
-    encoded = encode_with(codebook, key.unsqueeze(0))
-    gain = encoded.gain[0].unsqueeze(1) if method["gain"] else None
+    codebook, keys = codebook_of(found, slice(None), key.dtype, key.device), key.unsqueeze(0)
+    encoded = find(keys).encode_with(codebook, keys)
+    gain = encoded.gain[0] if method["gain"] else None
     grouped = query.unflatten(0, (len(key), -1)).transpose(1, 2)  # [H_KV, TOKENS, G, D]
     rounded = quantize_query(grouped, codebook.projection.unsqueeze(1))
-    scores = hash_scores(rounded, encoded.codes[0].unsqueeze(1), gain)
+    # All queries of a KV head read the same codes.
+    together = QuantizedQuery(rounded.values.flatten(1, 2), rounded.scale)
+    scores = hash_scores(together, encoded.codes[0], gain).unflatten(1, (TOKENS, -1))
     seen = visible(key.shape[1], key.device)
     ranks = rank(
         scores, rounded.scale, group=method["group"], gain=gain is not None, scaling=scaling, valid=seen.unsqueeze(0)
@@ -140,7 +207,7 @@ def code_ranks(query: Tensor, key: Tensor, found: LayerProjection, method: Mappi
 
 
 def losses(
-    query: Tensor, key: Tensor, value: Tensor, ranks: Tensor, scaling: float, weight: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, ranks: Tensor, scaling: float, project: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return what each KV head loses by share, and the attention to `REFERENCE` of the tokens.
 
@@ -149,37 +216,35 @@ def losses(
     Args:
         query: `[heads, TOKENS, D]`.
         key, value: `[H_KV, T, D]`.
-        ranks: int32 `[H_KV, TOKENS, T]`; the largest is the best.
+        ranks: int32 `[H_KV, TOKENS, T]`; the largest is the best, of equal ones the first.
         scaling: attention's factor on the products q k.
-        weight: `[hidden, heads * D]`, of the output projection; None: there is none.
+        project: see `output_projection`.
 
     Returns:
         float64 `[H_KV, len(GRID)]`, and `[1, TOKENS, heads, D]` as transformers takes it.
     """
-    grouped, value = query.unflatten(0, (len(key), -1)).float(), value.float().unsqueeze(1)
-    seen = visible(key.shape[1], key.device)
+    grouped, wide = query.unflatten(0, (len(key), -1)).float(), value.float().unsqueeze(1)
+    length = key.shape[1]
+    seen = visible(length, key.device)
     weights = (grouped @ key.float().unsqueeze(1).mT * scaling).masked_fill(~seen, float("-inf")).softmax(-1)
-    order = ranks.argsort(dim=-1, descending=True, stable=True)
-    place = torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=key.device).expand_as(order)
-    )
-    full, count = weights @ value, seen.sum(-1, keepdim=True)
+    order = ranks.to(torch.int64) * length - torch.arange(length, device=key.device)  # no two are equal
+    full, count = weights @ wide, seen.sum(-1)
 
-    def attended(share: float, some: slice) -> Tensor:
-        kept = weights[:, :, some] * (place[:, some] < (share * count[some]).floor().clamp(min=1)).unsqueeze(1)
-        return kept @ value / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    def attended(share: float, best: Tensor, some: slice) -> Tensor:
+        last = (share * count[some]).floor().clamp(min=1).long() - 1
+        least = best.gather(-1, last.expand(len(best), -1).unsqueeze(-1))
+        kept = weights[:, :, some] * (order[:, some] >= least).unsqueeze(1)
+        return kept @ wide / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
-    if weight is None:
-        weight = torch.eye(query.shape[0] * query.shape[2], device=key.device)
-    weight = weight.float().unflatten(1, (*grouped.shape[:2], -1))  # [hidden, H_KV, G, D]
     few = slice(EVERY - 1, None, EVERY)
-
-    def passed_on(each: Tensor) -> Tensor:
-        return torch.einsum("ehgd,hgtd->hte", weight, each)
-
-    whole = passed_on(full[:, :, few]).sum(0).square().sum(-1)
-    curve = [(passed_on(attended(share, few) - full[:, :, few]).square().sum(-1) / whole).mean(-1) for share in GRID]
-    return torch.stack(curve, -1).double(), attended(REFERENCE, slice(None)).flatten(0, 1).transpose(0, 1).unsqueeze(0)
+    best = order[:, few].sort(-1, descending=True).values
+    whole = project(full[:, :, few].to(value.dtype)).float().sum(0).square().sum(-1)
+    curve = []
+    for share in GRID:
+        change = project((attended(share, best, few) - full[:, :, few]).to(value.dtype)).float()
+        curve.append((change.square().sum(-1) / whole).mean(-1))
+    chosen = attended(REFERENCE, order.topk(max(1, int(REFERENCE * length)), -1).values, slice(None))
+    return torch.stack(curve, -1).cpu().double(), chosen.flatten(0, 1).transpose(0, 1).unsqueeze(0)
 
 
 def visible(length: int, device: torch.device) -> Tensor:
@@ -188,7 +253,23 @@ def visible(length: int, device: torch.device) -> Tensor:
     return place <= place[-TOKENS:].unsqueeze(-1)
 
 
-def output_weight(module: Any) -> Tensor | None:
-    """Return the weight of an attention module's output projection, its last linear layer; None: it has none."""
-    linear = [child for child in module.children() if isinstance(child, torch.nn.Linear)]
-    return linear[-1].weight if linear else None
+def output_projection(module: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function from what heads attend to, `[H_KV, G, T, D]`, to what each KV head adds: `[H_KV, T, hidden]`.
+
+    It calls the module's output projection, its last linear layer, for each KV head apart: the weights may be
+    quantized, or elsewhere until they are used.
+    """
+    linear = [child for child in module.children() if hasattr(child, "in_features")]
+
+    def project(each: Tensor) -> Tensor:
+        kv_heads = len(each)
+        apart = each.new_zeros(kv_heads, each.shape[2], kv_heads, each.shape[1], each.shape[3])
+        own = torch.arange(kv_heads, device=each.device)
+        apart[own, :, own] = each.transpose(1, 2)
+        joined = apart.flatten(2)
+        if not linear:
+            return joined
+        bias = getattr(linear[-1], "bias", None)
+        return linear[-1](joined) if bias is None else linear[-1](joined) - bias
+
+    return project

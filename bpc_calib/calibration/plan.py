@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from bpc_artifacts.schema import SHARES
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, default_bits
@@ -13,6 +14,9 @@ KEYS_PER_HEAD = 65_536
 LEAST_PER_BIT = 2  # fitted keys: with one per bit, other keys have 3 times their residual; with two, 1.8 times
 SEQUENCE_LENGTH = 8192
 HELD_OUT = 16  # one sample in so many is held out
+MEASURED = 8  # one sample in so many measures needs, within `FEWEST` and `MOST`
+FEWEST, MOST = 3, 6
+LEAST_LENGTH = 1024  # tokens of a sample that can measure needs: 2 % of fewer are too few to tell heads apart
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
 
 
@@ -21,7 +25,10 @@ def held_out_samples(samples: int) -> list[int]:
 
     Their keys are kept aside, and measure the projections on text that these were not fitted to.
     """
-    count = max(1, samples // HELD_OUT) if samples > 1 else 0
+    return _spread(samples, max(1, samples // HELD_OUT) if samples > 1 else 0)
+
+
+def _spread(samples: int, count: int) -> list[int]:
     return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
@@ -59,6 +66,13 @@ class Plan:
         return self.fitted if self.method.metric else []
 
     @property
+    def measured(self) -> list[int]:
+        """The samples on which needs are measured; none where samples are too short, or the model is sharded."""
+        if not self.method.needs or self.sequence_length < LEAST_LENGTH or self.model.ranks > 1:
+            return []
+        return _spread(self.samples, min(self.samples, max(FEWEST, min(MOST, self.samples // MEASURED))))
+
+    @property
     def group_size(self) -> int:
         """Samples in a group. The moments are summed in each group, then over the groups: a sum in a fixed order."""
         return max(LEAST_GROUP, -(-self.samples // MOST_GROUPS))
@@ -88,7 +102,7 @@ class Plan:
         groups = len(self.groups)
         # Every rank replaces one file of moments at a time; the layers, and the artifact that joins them.
         tables = (groups + ranks) * moments + 2 * self.artifact_bytes + tokens
-        files = self.samples + groups + len(model.full_layers) + 8
+        files = self.samples + groups + len(model.full_layers) + len(self.measured) + 8
         return self.key_bytes(itemsize) + tables + files * (4096 + 256 * len(model.full_layers))
 
     @property
@@ -97,6 +111,7 @@ class Plan:
         model = self.model
         method, dim = self.method, model.head_dim
         numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
+        numbers += SHARES if self.measured else 0
         return len(model.full_layers) * model.kv_heads * numbers * 4
 
 

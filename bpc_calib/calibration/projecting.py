@@ -28,8 +28,6 @@ READ_AT_ONCE = 1 << 29  # bytes of keys
 def project(work: WorkFolder, progress: Callable[[str, int, int], None]) -> None:
     """Fit this rank's share of the layers that the work folder lacks, and write them; return when every rank is done.
 
-    Rank 0 may remove the folder then: the others look into it no more.
-
     Raises:
         ModelError: the keys of a layer cannot be fitted.
         WorkError: the work folder is damaged or cannot be written.

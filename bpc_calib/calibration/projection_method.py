@@ -16,6 +16,7 @@ class ProjectionMethod:
     metric: bool  # whether errors are measured in the query metric
     centred: bool  # subtract the mean key first
     shift: bool  # shift positions by default
+    needs: bool  # measure what each KV head needs
 
 
 DEFAULT_METHOD = "score-aware"
@@ -30,6 +31,7 @@ PROJECTION_METHODS = {
             metric=True,
             centred=True,
             shift=True,
+            needs=True,
         ),
         ProjectionMethod(
             "paper",
@@ -39,6 +41,7 @@ PROJECTION_METHODS = {
             metric=False,
             centred=False,
             shift=False,
+            needs=False,
         ),
     )
 }

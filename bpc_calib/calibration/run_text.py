@@ -1,7 +1,7 @@
 """The text of a run: drawn once, and the same when the run goes on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,15 @@ from bpc_calib.text.corpora import pin
 from bpc_calib.text.known_corpora import Corpus
 from bpc_calib.text.samples import check_vocabulary, draw_corpus, samples_by_corpus, source
 
-__all__ = ["Text", "read_text", "stored_text"]
-
-
-@dataclass(frozen=True)
-class Text:
-    """The samples of a run."""
-
-    tokens: Tensor  # int32 [samples, sequence_length]
-    sources: list[dict[str, Any]]  # `calibration.sources` of the artifact
+__all__ = ["read_text", "stored_text"]
 
 
 def read_text(
     corpora: Sequence[Corpus], tokenizer: Any, work: WorkFolder, progress: Callable[[str, int, int], None]
-) -> Text:
-    """Draw the samples of each corpus, or take those of the Hub from the work folder; note them in its journal.
+) -> Tensor:
+    """Draw the samples of each corpus, or take those of the Hub from the work folder: int32 `[samples, T]`.
+
+    Their sources are noted in its journal, and get into the artifact.
 
     Text of the Hub that the work folder has is at the same commit as before, and needs no network.
 
@@ -46,7 +40,6 @@ def read_text(
     """
     plan = work.plan
     tokens: list[Tensor] = []
-    sources: list[dict[str, Any]] = []
     for place, (corpus, wanted) in enumerate(zip(corpora, samples_by_corpus(plan.samples, len(corpora)), strict=True)):
         if not wanted:
             continue
@@ -81,8 +74,7 @@ def read_text(
         if noted is None:
             work.note(replace(work.journal, sources=[*work.journal.sources, found]))
         tokens.append(drawn)
-        sources.append(found)
-    return Text(torch.cat(tokens), sources)
+    return torch.cat(tokens)
 
 
 def stored_text(work: WorkFolder) -> Tensor:

@@ -25,15 +25,17 @@ from bpc_calib.calibration.plan import Plan
 from bpc_calib.errors import WorkError
 
 __all__ = [
-    "LAYERS", "SAMPLES", "DamagedError", "LayerFit", "intact_layers", "intact_samples", "read_intact", "read_keys",
-    "read_layers", "read_sums", "read_tensors", "read_whole", "summed_samples", "total_moments", "wait_for_files",
-    "write_layer", "write_sample", "write_sums", "write_tensors",
+    "LAYERS", "NEEDS", "SAMPLES", "DamagedError", "LayerFit", "intact_layers", "intact_needs", "intact_samples",
+    "read_intact", "read_keys", "read_layers", "read_needs", "read_sums", "read_tensors", "read_whole",
+    "summed_samples", "total_moments", "wait_for_files", "write_layer", "write_needs", "write_sample", "write_sums",
+    "write_tensors",
 ]  # fmt: skip
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-SAMPLES, MOMENTS, LAYERS = "samples", "moments", "layers"  # folders; a file per sample, group of samples, and layer
+# Folders, with a file per sample, group of samples, layer, and sample on which needs are measured.
+SAMPLES, MOMENTS, LAYERS, NEEDS = "samples", "moments", "layers", "needs"
 LAST = "last"  # the last sample of a running sum
 HELD_OUT = "held_out"
 
@@ -84,7 +86,7 @@ def wait_for_files(folder: Path, kind: str, numbers: Iterable[int]) -> None:
 
     Args:
         folder: the work folder.
-        kind: `SAMPLES` or `LAYERS`.
+        kind: `SAMPLES`, `LAYERS` or `NEEDS`.
         numbers: of the samples or layers.
 
     Raises:
@@ -176,6 +178,22 @@ def _read_fit(path: Path) -> LayerFit:
         return LayerFit(LayerProjection(**{name: tensor.numpy() for name, tensor in tensors.items()}), held_out)
     except TypeError as fault:  # other names
         raise DamagedError(path) from fault
+
+
+def write_needs(folder: Path, sample: int, needs: dict[int, Tensor]) -> None:
+    """Write the needs of the KV heads on one sample, float64 `[kv_heads, shares]` by layer. Raises `WorkError`."""
+    write_tensors(_file(folder, NEEDS, sample), {str(layer): each for layer, each in needs.items()})
+
+
+def intact_needs(folder: Path, plan: Plan) -> set[int]:
+    """Return the samples whose needs are measured; remove damaged files, with one warning."""
+    return set(read_intact({sample: _file(folder, NEEDS, sample) for sample in plan.measured}, read_tensors))
+
+
+def read_needs(folder: Path, plan: Plan) -> list[dict[int, Tensor]]:
+    """Read the needs on every sample that measures them. Raises `DamagedError` if some are missing or damaged."""
+    files = (read_tensors(_file(folder, NEEDS, sample)) for sample in plan.measured)
+    return [{int(layer): each for layer, each in file.items()} for file in files]
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

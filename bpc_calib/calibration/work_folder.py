@@ -5,6 +5,7 @@
     samples/            one file per finished sample: its keys
     moments/            one file per group of samples: the running sums of the queries' moments
     layers/             one file per finished layer: its projections
+    needs/              one file per sample that measures them: what each KV head needs
     artifact.safetensors
 
 Every file is written in one step and has checksums.
@@ -28,7 +29,16 @@ from bpc_artifacts.errors import why
 from bpc_calib.calibration.durable import locked, make_folder, write_file
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.ranks import JOIN, Ranks
-from bpc_calib.calibration.stored import LAYERS, MOMENTS, SAMPLES, intact_layers, intact_samples, summed_samples
+from bpc_calib.calibration.stored import (
+    LAYERS,
+    MOMENTS,
+    NEEDS,
+    SAMPLES,
+    intact_layers,
+    intact_needs,
+    intact_samples,
+    summed_samples,
+)
 from bpc_calib.errors import WorkError
 
 __all__ = [
@@ -37,7 +47,7 @@ __all__ = [
 ]  # fmt: skip
 
 LOCK, JOURNAL, ARTIFACT = ".lock", "journal.json", "artifact.safetensors"  # no corpus holds a hidden file
-FOLDERS = (SAMPLES, MOMENTS, LAYERS, "text")
+FOLDERS = (SAMPLES, MOMENTS, LAYERS, NEEDS, "text")
 LEAST_ITEMSIZE = 2  # bytes per number of a key, before the model's dtype is known
 SEEN_WITHIN = 10.0  # seconds for a new file to be seen on other machines
 FORMAT = 5  # of the whole folder
@@ -68,6 +78,7 @@ class WorkFolder:
     samples: set[int]  # finished by earlier runs
     summed: dict[int, int]  # by earlier runs: the last sample in the sums of moments, by group
     layers: set[int]  # finished by earlier runs
+    needs: set[int]  # the samples on which earlier runs have measured needs
     ranks: Ranks
 
     @property
@@ -113,7 +124,7 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
                 journal = fresh
             elif (changed := _changed(journal.settings, fresh.settings)) and FIT.issuperset(changed):
                 # The kept keys and the sums of moments are the same.
-                _remove(path, [LAYERS, ARTIFACT])
+                _remove(path, [LAYERS, NEEDS, ARTIFACT])
                 journal = replace(journal, settings=fresh.settings)
             check_same(path, journal.settings, fresh.settings)
             for name in FOLDERS:
@@ -121,7 +132,8 @@ def open_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks 
             summed = summed_samples(path, plan)
             unsummed = {sample for sample in plan.summed if sample > summed.get(sample // plan.group_size, -1)}
             samples = intact_samples(path, plan) - unsummed
-            work = WorkFolder(path, plan, device, journal, samples, summed, intact_layers(path, plan), ranks)
+            layers, needs = intact_layers(path, plan), intact_needs(path, plan)
+            work = WorkFolder(path, plan, device, journal, samples, summed, layers, needs, ranks)
             check_room(work, LEAST_ITEMSIZE)
             work.note(journal)
             ranks.advice = _advice(path, plan)
@@ -161,7 +173,8 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
         return None
     journal = Journal(seen["settings"], left["sources"], left["weights"])
     summed = {int(group): sample for group, sample in left["summed"].items()}
-    return WorkFolder(path, plan, device, journal, set(left["samples"]), summed, set(left["layers"]), ranks)
+    samples, layers, needs = (set(left[name]) for name in (SAMPLES, LAYERS, NEEDS))
+    return WorkFolder(path, plan, device, journal, samples, summed, layers, needs, ranks)
 
 
 def broadcast_work(work: WorkFolder) -> None:
@@ -172,6 +185,7 @@ def broadcast_work(work: WorkFolder) -> None:
             "samples": sorted(work.samples),
             "summed": work.summed,
             "layers": sorted(work.layers),
+            "needs": sorted(work.needs),
             "sources": work.journal.sources,
             "weights": work.journal.weights,
         },
