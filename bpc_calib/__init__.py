@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bpc_calib.backends.dispatch import find
     from bpc_calib.calibration.calibrate import calibrate
-    from bpc_calib.calibration.needs import with_needs
     from bpc_calib.calibration.plan import Plan, make_plan
     from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError, WorkError
     from bpc_calib.method.budget import attended
@@ -67,13 +66,11 @@ __all__ = [
     "static_generate",
     "static_steps",
     "tensor_parallel",
-    "with_needs",
 ]
 
 _MODULES = {
     "bpc_calib.backends.dispatch": ("find",),
     "bpc_calib.calibration.calibrate": ("calibrate",),
-    "bpc_calib.calibration.needs": ("with_needs",),
     "bpc_calib.calibration.plan": ("Plan", "make_plan"),
     "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError", "WorkError"),
     "bpc_calib.method.budget": ("attended",),

@@ -26,7 +26,8 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 import bpc_artifacts
-from bpc_calib import BPCCache, calibrate, make_plan, with_needs
+from bpc_calib import BPCCache, calibrate, make_plan
+from bpc_calib.calibration.needs import joined, text_needs
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.method.state import Rows, read_tokens
 from bpc_calib.models.description import describe
@@ -50,7 +51,7 @@ def made_artifact(model_folder, target, samples=4, needs=False):
     text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
     artifact = calibrate(model, text, ["demo-prose"], plan)
     if needs:
-        artifact = with_needs(model, artifact, torch.tensor([ids(400)]))
+        artifact = joined(artifact, [text_needs(model, artifact, torch.tensor(ids(400)))])
     bpc_artifacts.save(artifact, target)
     return target
 

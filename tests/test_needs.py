@@ -9,16 +9,16 @@ import tiny
 import torch
 
 import bpc_artifacts
-from bpc_calib import BPCCache, InputError, disable, enable, make_plan
+from bpc_calib import BPCCache, disable, enable, make_plan
 from bpc_calib.calibration.calibrate import calibrate
 from bpc_calib.calibration.needs import (
     REFERENCE,
     TOKENS,
     decoder_layers,
+    joined,
     losses,
     output_projection,
     text_needs,
-    with_needs,
 )
 from bpc_calib.evaluation.forcing import compare, fork, keep, prefill
 from bpc_calib.method.shares import GRID
@@ -91,9 +91,7 @@ def test_a_loss_is_the_change_behind_the_output_projection():
 
 
 def test_an_artifact_with_needs(model, artifact, tmp_path):
-    seen = []
-    made = [with_needs(model, artifact, IDS, lambda done, total: seen.append((done, total))) for _ in range(2)]
-    assert seen[:7] == [(done, 6) for done in range(7)]
+    made = [joined(artifact, [text_needs(model, artifact, text) for text in IDS]) for _ in range(2)]
     for i, each in enumerate(made):
         bpc_artifacts.save(each, tmp_path / f"{i}.safetensors")
     assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
@@ -194,9 +192,3 @@ def test_on_which_samples_needs_are_measured():
     assert measured(24, sequence_length=1023) == []
     assert measured(24, method="paper") == []
     assert measured(24, replace(description, ranks=2)) == []
-
-
-@pytest.mark.parametrize("tokens", [IDS[0], IDS[:0], IDS[:, :TOKENS]])
-def test_short_texts_are_refused(tokens, model, artifact):
-    with pytest.raises(InputError, match="more than 128 tokens"):
-        with_needs(model, artifact, tokens)

@@ -20,7 +20,7 @@ from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_artifacts.schema import NEEDS_VERSION
 from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
-from bpc_calib.errors import InputError, ModelError
+from bpc_calib.errors import ModelError
 from bpc_calib.method.codebook import codebook_of
 from bpc_calib.method.rules import ranking_defaults
 from bpc_calib.method.scoring import QuantizedQuery, hash_scores, quantize_query
@@ -29,47 +29,13 @@ from bpc_calib.method.step import rank
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.observation import input_device, observing
 
-__all__ = ["REFERENCE", "TOKENS", "joined", "measuring_bytes", "text_needs", "with_needs"]
+__all__ = ["REFERENCE", "TOKENS", "joined", "measuring_bytes", "text_needs"]
 
 REFERENCE = 0.02
 TOKENS = 128  # the newest tokens of a text, at which needs are measured
 EVERY = 4  # of these tokens, one in so many gives the curve by share; all give the sensitivity
 
 Needs = dict[int, Tensor]  # by layer, float64 [H_KV, len(GRID)]
-
-
-def with_needs(
-    model: Any,
-    artifact: ProjectionArtifact,
-    tokens: Tensor,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ProjectionArtifact:
-    """Return the artifact with what each KV head needs, the mean over some texts.
-
-    A text takes a pass over all but its newest `TOKENS` tokens, and for each layer a pass of these through that layer
-    and those above it.
-
-    Args:
-        model: the model of the artifact.
-        artifact: its projections.
-        tokens: integers `[texts, T]`, with more than `TOKENS` tokens each; best such text as the projections come from.
-        progress: is called with the number of finished layers of all texts, and their total.
-
-    Raises:
-        InputError: the texts are too short.
-        ModelError: the artifact has layers that the attention interface did not see.
-    """
-    if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] <= TOKENS:
-        raise InputError(f"tokens must be [texts, T] with more than {TOKENS} tokens each, not {list(tokens.shape)}")
-    done, total = 0, len(tokens) * len(artifact.layers)
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    progress(done, total)
-    return joined(artifact, [text_needs(model, artifact, text, tick) for text in tokens])
 
 
 def joined(artifact: ProjectionArtifact, measured: list[Needs]) -> ProjectionArtifact:
@@ -87,11 +53,17 @@ def text_needs(
 ) -> Needs:
     """Return the needs of the KV heads of each layer on one text.
 
+    It takes a pass over all but the newest `TOKENS` tokens, and for each layer a pass of these through that layer and
+    those above it.
+
     Args:
         model: the model of the artifact.
         artifact: its projections.
-        tokens: integers `[T]`.
+        tokens: integers `[T]`, more than `TOKENS`.
         tick: is called when a layer is finished.
+
+    Raises:
+        ModelError: the artifact has layers that the attention interface did not see.
     """
     from transformers import DynamicCache
 
