@@ -8,17 +8,19 @@ from bpc_cli.console import TextTable, heads_text, print_rows, print_text_table,
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
+    from bpc_cli.share_tables import SharedOut
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """A checked artifact, the words that named it, its file, its Hub commit, and a result of `bpc eval` with it."""
+    """A checked artifact, the words that named it, its file, its Hub commit, and what else is shown with it."""
 
     name: str
     path: Path
     commit: str | None  # None: a local file
     artifact: "ProjectionArtifact"
-    evaluation: dict[str, Any] | None = None
+    shares: "SharedOut | None" = None  # None: it does not know what each KV head needs
+    evaluation: dict[str, Any] | None = None  # a result of `bpc eval` with it
 
 
 MOST_HEADS = 8  # columns of the table; the picture and the page show every head

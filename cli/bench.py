@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, SHAPES, Settings
+from bpc_calib.method.defaults import DENSE_LAYERS
 from bpc_cli.bench_tables import print_benchmark
 from bpc_cli.command import command
 from bpc_cli.console import fail, print_json, printable, quiet_libraries
 from bpc_cli.opening import OneDeviceOptions, load_artifact, open_model, open_weights, pick_device
 from bpc_cli.options import (
     BUDGET_HELP,
-    DENSE_LAYERS,
     MODEL_HELP,
     PROJECTIONS,
     AsJson,
-    DenseLayers,
     Force,
     Output,
     Quiet,
@@ -64,7 +63,9 @@ class MeasureOptions:
     ] = None
     batch_sizes: Annotated[str, typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...")] = "1"
     budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%"
-    dense_layers: DenseLayers = DENSE_LAYERS
+    dense_layers: Annotated[
+        str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
+    ] = _listed(DENSE_LAYERS)
     prefill_tokens: Annotated[
         int | None,
         typer.Option(

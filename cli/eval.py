@@ -17,10 +17,10 @@ from bpc_cli.eval_tables import is_hard, print_evaluation
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
     BUDGET_HELP,
-    DENSE_LAYERS,
     PROJECTIONS,
     AsJson,
     DenseLayers,
+    EqualShares,
     Force,
     MinTokens,
     Model,
@@ -35,6 +35,7 @@ from bpc_cli.progress import progress_bar, working
 from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
+    from bpc_artifacts import ProjectionArtifact
     from bpc_calib.evaluation.comparison import Comparison
 
 HARNESS = "lm_eval:"
@@ -86,7 +87,8 @@ class ComparisonOptions:
         ),
     ] = False
     min_tokens: MinTokens = MIN_TOKENS
-    dense_layers: DenseLayers = DENSE_LAYERS
+    dense_layers: DenseLayers = None
+    equal_shares: EqualShares = False
     seed: Annotated[
         int, typer.Option(help="Random seed of the prompts and of the methods that draw by chance.", min=0)
     ] = 0
@@ -96,6 +98,7 @@ class ComparisonOptions:
         for name in ("min_tokens", "dense_layers") if self.hard else ():
             if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT":
                 fail(f"--hard sets --min-tokens 1 --dense-layers none: leave out --{name.replace('_', '-')}")
+        dense = None if self.dense_layers is None else parse_layers(self.dense_layers)
         return {
             "lengths": parse_counts(self.lengths, "--lengths"),
             "budgets": parse_budgets(self.budgets),
@@ -106,7 +109,8 @@ class ComparisonOptions:
             "batch": self.batch_size,
             "rules": {
                 "min_tokens": 1 if self.hard else self.min_tokens,
-                "dense_layers": () if self.hard else parse_layers(self.dense_layers),
+                "dense_layers": () if self.hard else dense,
+                "equal_shares": self.equal_shares,
             },
         }
 
@@ -146,7 +150,7 @@ def eval_(
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
     from bpc_calib import enable
     from bpc_calib.evaluation import harness, pictures
-    from bpc_calib.evaluation.comparison import Comparison, check
+    from bpc_calib.evaluation.comparison import Comparison, check, settled
     from bpc_calib.evaluation.evaluate import evaluate
     from bpc_calib.text.corpora import open_corpora
 
@@ -156,9 +160,10 @@ def eval_(
         pictures.check(plot, force)
     opened = open_model(model, load)
     corpora = open_corpora(options.corpus or [DEMO]) if TEXT in tasks else []
+    given["rules"] = settled(opened.config, projections, given["rules"])
     comparison = Comparison(tasks=tasks, corpora=corpora, **given)
     methods = check(opened.config, projections, comparison)
-    for message in () if quiet else _without_effect(options, comparison, projections is not None, methods):
+    for message in () if quiet else _notes(options, comparison, projections, methods):
         note(message)
     tokenizer, prepared = open_tokenizer(opened), []
     if harness_tasks:
@@ -191,16 +196,24 @@ def eval_(
         pictures.draw(result["rows"], plot, overwrite=force)
 
 
-def _without_effect(
-    options: ComparisonOptions, comparison: "Comparison", artifact: bool, methods: tuple[str, ...]
+def _notes(
+    options: ComparisonOptions,
+    comparison: "Comparison",
+    artifact: "ProjectionArtifact | None",
+    methods: tuple[str, ...],
 ) -> Iterator[str]:
-    """Say which options change nothing; `artifact`: whether --artifact was given."""
+    """Say which options change nothing, and where methods do not keep the budget."""
     from bpc_calib.method.budget import attended
 
     if options.corpus and TEXT not in comparison.tasks:
         yield f"--corpus has no effect: the task {TEXT} is not among --tasks"
-    if artifact and "bpc" not in methods:
+    has_needs = artifact is not None and artifact.has_needs  # which the exact top-k follows, and the dense layers
+    if artifact is not None and not has_needs and "bpc" not in methods:
         yield "--artifact has no effect: the method bpc is not among --methods"
+    if options.equal_shares and not has_needs:
+        yield "--equal-shares has no effect: there are no projections that say what each KV head needs"
+    if artifact is not None and not comparison.rules["equal_shares"]:
+        yield from _beyond_budget(comparison, artifact)
     least = comparison.rules["min_tokens"]
     lengths_of_ours = comparison.lengths if comparison.tasks else ()
     pairs = [(length, budget) for length in lengths_of_ours for budget in comparison.budgets]
@@ -210,6 +223,27 @@ def _without_effect(
         yield (
             f"--min-tokens {least} is more than a budget of {', '.join(map(budget_text, budgets))} at "
             f"{', '.join(f'{length:,}' for length in lengths)} tokens: --hard measures the budget itself"
+        )
+
+
+def _beyond_budget(comparison: "Comparison", artifact: "ProjectionArtifact") -> Iterator[str]:
+    """Say where shares by head are more tokens than the budget, which the other methods keep."""
+    from bpc_calib.method.budget import attended
+    from bpc_calib.method.rules import shares_of
+    from bpc_calib.method.shares import LEAST, counts
+
+    rules, found = comparison.rules, []
+    shares = shares_of(artifact, [layer for layer in artifact.layers if layer not in rules["dense_layers"]])
+    for length in comparison.lengths if comparison.tasks else ():
+        for budget in comparison.budgets:
+            mean = attended(length, budget, rules["min_tokens"])
+            each = [count for layer in shares.values() for count in counts(mean, length, layer)]
+            if sum(each) > 1.01 * mean * len(each):
+                found.append(f"{sum(each) / len(each):.0f} instead of {mean} of {length:,}")
+    if found:
+        yield (
+            "exact top-k and BPC attend to more tokens than the others, because no KV head attends to fewer than "
+            f"{LEAST}: {', '.join(dict.fromkeys(found))}"
         )
 
 

@@ -34,6 +34,9 @@ def print_evaluation(result: dict[str, Any]) -> None:
         print("Hard setting: no dense layers, no minimum of tokens.")
     else:
         print(f"Dense layers: {dense}. At least {settings['min_tokens']:,} tokens are attended.")
+    if not settings.get("equal_shares", True):  # older results have no shares by head
+        names = " and ".join(method.label for method in METHODS.values() if method.by_need)
+        print(f"{names} share the budget by what each KV head needs; with the others each head attends to the mean.")
 
 
 def evaluation_tables(rows: list[dict[str, Any]], model: str) -> list[TextTable]:

@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.artifact_tables import Inspected, compare_artifacts, print_artifact, print_comparison
+from bpc_calib.method.defaults import BUDGET
+from bpc_cli.artifact_tables import MOST_HEADS, Inspected, compare_artifacts, print_artifact, print_comparison
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.opening import find_artifact
-from bpc_cli.options import TrustRemoteCode
+from bpc_cli.options import TrustRemoteCode, parse_budget
 from bpc_cli.report import check_page, draw_residuals, write_page
+from bpc_cli.share_tables import SharedOut, print_shares, shared_out
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -42,8 +44,17 @@ def inspect(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="File for a picture of the residuals: .png, .svg or .pdf (needs matplotlib)."),
+        typer.Option(
+            help="File for a picture of the residuals and of the shares by head: .png, .svg or .pdf (needs matplotlib)."
+        ),
     ] = None,
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="Share of the tokens for which to show what each KV head gets, in a file that has what each needs.",
+            metavar="SHARE",
+        ),
+    ] = f"{100 * BUDGET:g}%",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the artifact on the Hub.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the picture or the page if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything except the projections as JSON.")] = False,
@@ -59,10 +70,10 @@ def inspect(
         fail("--plot draws one artifact: use --html to compare two")
     quiet_libraries()
     _check_outputs(plot, html, force)
-    found = _read(files, evaluation or [], revision)
+    found = _read(files, evaluation or [], revision, _share(budget))
     fits = [{} if model is None else _fit(each.artifact, model, trust_remote_code) for each in found]
     if plot is not None:
-        draw_residuals(found[0].artifact, plot, force)
+        draw_residuals(found[0].artifact, plot, force, found[0].shares)
     if html is not None:
         write_page(found, html, force)
     if as_json:
@@ -76,6 +87,8 @@ def inspect(
         return
     if len(found) == 1:
         print_artifact(found[0].artifact, found[0].name, found[0].commit)
+        if found[0].shares is not None:
+            print_shares(found[0].shares, MOST_HEADS)
     else:
         print_comparison(found[0], found[1])
     for each in found:
@@ -100,7 +113,14 @@ def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
         check_page(html, force)
 
 
-def _read(files: list[str], evaluations: list[Path], revision: str | None) -> list[Inspected]:
+def _share(budget: str) -> float:
+    share = parse_budget(budget)
+    if isinstance(share, int) or not 0 < share <= 1:
+        fail(f"--budget {budget}: expected a share of the tokens, such as 2%")
+    return share
+
+
+def _read(files: list[str], evaluations: list[Path], revision: str | None, budget: float) -> list[Inspected]:
     from bpc_artifacts import load
     from bpc_calib.evaluation.saved_result import read_result
 
@@ -111,7 +131,7 @@ def _read(files: list[str], evaluations: list[Path], revision: str | None) -> li
         path, commit = find_artifact(name, revision)
         artifact = load(path)
         result = read_result(evaluations[number], artifact) if evaluations else None
-        found.append(Inspected(name, path, commit, artifact, result))
+        found.append(Inspected(name, path, commit, artifact, shared_out(artifact, budget), result))
     return found
 
 
@@ -141,5 +161,18 @@ def _facts(each: Inspected, fit: dict[str, Any]) -> dict[str, Any]:
         "tensors": {name: list(array.shape) for name, array in artifact.tensors().items()},
         "residual": {str(index): layer.residual.tolist() for index, layer in artifact.layers.items()},
         "verdict": verdict(artifact),
+        **({} if each.shares is None else _needs(artifact, each.shares)),
         **({} if each.evaluation is None else {"evaluation": each.evaluation}),
+    }
+
+
+def _needs(artifact: "ProjectionArtifact", shares: SharedOut) -> dict[str, Any]:
+    names = ("budget", "by_need", "equal_shares")
+    return {
+        "need": {str(i): layer.need.tolist() for i, layer in artifact.layers.items() if layer.need is not None},
+        "shares": {
+            "budget": shares.budget,
+            "by_head": {str(index): found for index, found in shares.by_head.items()},
+            "losses": [dict(zip(names, row, strict=True)) for row in shares.losses],
+        },
     }

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
-from bpc_calib.method.defaults import DENSE_LAYERS as LAYERS
+from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_cli.console import fail
 
 MODEL_HELP = "Folder, GGUF file or Hub id of a causal language model; demo is the bundled model."
@@ -23,10 +22,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, neither bars nor lines.")]
 ONLINE = "online"
 
-DENSE_LAYERS = ",".join(map(str, LAYERS))
 MinTokens = Annotated[int, typer.Option(help="Attend to at least this many tokens.")]
 DenseLayers = Annotated[
-    str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
+    str | None,
+    typer.Option(
+        help="Layers that attend to all tokens, such as 0,1; or none. Default: none, or "
+        f"{','.join(map(str, DENSE_LAYERS))} with projections that do not say what each head needs.",
+        metavar="LAYERS",
+    ),
+]
+EqualShares = Annotated[
+    bool, typer.Option("--equal-shares", help="Give every KV head as many tokens, whatever it needs.")
 ]
 Artifact = Annotated[
     str, typer.Option("--artifact", "-a", help=f"{PROJECTIONS} {ONLINE} finds projections in the prompt instead.")
@@ -51,17 +57,8 @@ class CacheOptions:
             help="Attend to all tokens while the context is shorter than this; bpc bench --crossover finds the value."
         ),
     ] = 0
-    dense_layers: Annotated[
-        str | None,
-        typer.Option(
-            help="Layers that attend to all tokens, such as 0,1; or none. Default: none, or 0,1 with projections that "
-            "do not say what each head needs.",
-            metavar="LAYERS",
-        ),
-    ] = None
-    equal_shares: Annotated[
-        bool, typer.Option("--equal-shares", help="Give every KV head as many tokens, whatever it needs.")
-    ] = False
+    dense_layers: DenseLayers = None
+    equal_shares: EqualShares = False
 
     def rules(self) -> dict[str, Any]:
         """The arguments of `BPCCache`."""

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.method.defaults import budget_text
 from bpc_cli import artifact_tables
 from bpc_cli.artifact_tables import Inspected, new_text_residuals, residual_rows
 from bpc_cli.console import TextTable, printable, size_text
 from bpc_cli.eval_tables import evaluation_tables
+from bpc_cli.share_tables import LOSSES, SharedOut, loss_table, share_table
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -95,11 +97,19 @@ def write_page(found: Sequence[Inspected], path: Path, force: bool) -> None:
         temporary.write_text(printable(page, keep="\n"), encoding="utf-8")
 
 
-def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool) -> None:
-    """Draw the picture of `--plot`: residuals by bits, and by layer and head."""
+def draw_residuals(artifact: "ProjectionArtifact", path: Path, force: bool, shares: SharedOut | None = None) -> None:
+    """Draw the picture of `--plot`: residuals by bits, and by layer and head; below them the shares by head."""
+    from matplotlib.figure import Figure
+
     from bpc_artifacts.replacing import PICTURE, replacing
 
-    figure = _by_bits(artifact)
+    figure = Figure(figsize=(12, 4.5 if shares is None else 9), layout="constrained")
+    if shares is None:
+        _by_bits(figure, artifact)
+    else:
+        halves: Any = figure.subfigures(2, 1)
+        _by_bits(halves[0], artifact)
+        _by_need(halves[1], shares)
     figure.suptitle(printable(artifact.metadata["model"]["id"]), parse_math=False)
     with replacing(path, force, PICTURE) as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the font may lack letters of a name
@@ -127,11 +137,14 @@ def _parts(found: Sequence[Inspected]) -> Iterator[_Part]:
         layers, notes = [artifact_tables.residual_table(compared), *layers], " ".join(compared.notes)
         differs = artifact_tables.difference_table(compared)._replace(title="")
         yield _Part("What differs", [differs] if differs.rows else [], "" if differs.rows else "Nothing.")
-    picture = _svg(_by_layer, artifacts) if compared is None or compared.comparable else ""
+    picture = _svg(_by_layer, artifacts, 3.5) if compared is None or compared.comparable else ""
     yield _Part("Residual by layer", layers, notes, picture)
     for name, each in named.items():
         of = f" of {name}" if name else ""
-        yield _Part(f"By bits and by head{of}", [*_numbers(each.artifact)], "", _svg(_by_bits, each.artifact))
+        yield _Part(f"By bits and by head{of}", [*_numbers(each.artifact)], "", _svg(_by_bits, each.artifact, 4.5))
+        if each.shares is not None:
+            shown = [share_table(each.shares), loss_table(each.shares)]
+            yield _Part(f"Shares by head{of}", shown, LOSSES, _svg(_by_need, each.shares, 4.5))
         if each.evaluation is not None:
             settings = ", ".join(f"{key}: {value}" for key, value in each.evaluation["settings"].items())
             shown = evaluation_tables(each.evaluation["rows"], each.evaluation["model"])
@@ -172,28 +185,29 @@ def _texts(artifact: "ProjectionArtifact", title: str) -> _Part:
     return _Part(title, [TextTable("", names, rows)], f"Samples kept aside as new text: {aside}.")
 
 
-def _svg(draw: Callable[[Any], Any], subject: Any) -> str:
+def _svg(draw: Callable[[Any, Any], None], subject: Any, height: float) -> str:
     """A picture as a part of a page: letters stay text, and the same numbers give the same bytes."""
     import matplotlib
+    from matplotlib.figure import Figure
 
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with matplotlib.rc_context({"svg.hashsalt": "bpc", "svg.fonttype": "none", **dict.fromkeys(inked, INK)}):
         out = io.StringIO()
-        draw(subject).savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        figure = Figure(figsize=(12, height), layout="constrained")
+        draw(figure, subject)
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>", "", out.getvalue(), flags=re.DOTALL)
     return text.replace(INK, "currentColor")
 
 
-def _by_bits(artifact: "ProjectionArtifact") -> Any:
+def _by_bits(figure: Any, artifact: "ProjectionArtifact") -> None:
     """Residuals after each bit, a line per layer, and after all bits by layer and head."""
     import numpy as np
     from matplotlib import colormaps
-    from matplotlib.figure import Figure
 
     layers = list(artifact.layers)
     residual = np.stack([layer.residual for layer in artifact.layers.values()])  # [layers, heads, steps + 1]
     steps, bits = residual.shape[2] - 1, artifact.metadata["algorithm"]["bits"]
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
     curves, heads = figure.subplots(1, 2)
     colours = colormaps["plasma"](np.linspace(0.25, 0.75, len(layers)))
     named = dict(_ticks(layers))
@@ -205,25 +219,49 @@ def _by_bits(artifact: "ProjectionArtifact") -> Any:
     limits = (0, max(1, residual.max()))
     curves.set(xlabel="bits", ylabel="residual, mean over KV heads", ylim=limits, title="Residual by bits")
     curves.legend(fontsize="small", ncols=1 + len(named) // 12, frameon=False)
+    _map(figure, heads, layers, residual[:, :, -1], vmin=0, vmax=1)
+    heads.set(title="Residual after all bits")
+
+
+def _by_need(figure: Any, found: SharedOut) -> None:
+    """The share of the tokens by layer and head, and the sum of the heads' losses by budget."""
+    import numpy as np
+    from matplotlib.colors import LogNorm
+
+    heads, curves = figure.subplots(1, 2)
+    shares = 100 * np.array(list(found.by_head.values()))  # [layers, heads]
+    _map(figure, heads, list(found.by_head), shares, norm=LogNorm(0.05, 100))
+    heads.set(title=f"Attended tokens at a budget of {budget_text(found.budget)}, in %")
+    budgets, *losses = zip(*found.losses, strict=True)
+    for colour, name, values in zip(COLOURS, ("shares by head", "equal shares"), losses, strict=True):
+        curves.plot([100 * budget for budget in budgets], values, color=colour, marker="o", label=name)
+    curves.set(xlabel="budget, in % of the tokens", xscale="log", ylabel="sum of the heads' losses, KL")
+    curves.set(ylim=(0, None), title="Loss by budget")
+    curves.set_xticks([100 * budget for budget in budgets], [f"{100 * budget:.3g}" for budget in budgets], minor=False)
+    curves.set_xticks([], minor=True)
+    curves.legend(fontsize="small", frameon=False)
+
+
+def _map(figure: Any, axis: Any, layers: Sequence[int], values: Any, **scale: Any) -> None:
+    """Draw values `[layers, heads]` in colours, and their scale."""
+    from matplotlib import colormaps
+
     # Few colours: matplotlib would turn a scale of many into an image, which a page does not load.
-    cells = heads.pcolormesh(residual[:, :, -1], cmap=colormaps["viridis"].resampled(20), vmin=0, vmax=1)
-    heads.set(xlabel="KV head", ylabel="layer", title="Residual after all bits")
-    for set_ticks, names in ((heads.set_yticks, layers), (heads.set_xticks, range(residual.shape[1]))):
+    cells = axis.pcolormesh(values, cmap=colormaps["viridis"].resampled(20), **scale)
+    axis.set(xlabel="KV head", ylabel="layer")
+    for set_ticks, names in ((axis.set_yticks, layers), (axis.set_xticks, range(values.shape[1]))):
         set_ticks([place + 0.5 for place, _ in _ticks(names)], [str(name) for _, name in _ticks(names)])
-    heads.invert_yaxis()
-    figure.colorbar(cells, ax=heads)
-    return figure
+    axis.invert_yaxis()
+    figure.colorbar(cells, ax=axis, format="%g")
 
 
-def _by_layer(artifacts: "Mapping[str, ProjectionArtifact]") -> Any:
+def _by_layer(figure: Any, artifacts: "Mapping[str, ProjectionArtifact]") -> None:
     """The mean residual of each layer of one or two artifacts, the range of its heads, and that on new text."""
     import numpy as np
-    from matplotlib.figure import Figure
 
     from bpc_artifacts.verdict import HIGH
 
     layers, top = sorted({layer for each in artifacts.values() for layer in each.layers}), 1.0
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
     axis = figure.subplots()
     for number, (name, artifact) in enumerate(artifacts.items()):
         colour, shown = COLOURS[number], f"{name}, " if name else ""
@@ -240,7 +278,6 @@ def _by_layer(artifacts: "Mapping[str, ProjectionArtifact]") -> Any:
     axis.set(xlabel="layer", ylabel="residual", ylim=(0, top))
     axis.set_xticks([place for place, _ in _ticks(layers)], [str(layer) for _, layer in _ticks(layers)])
     figure.legend(loc="outside lower center", ncols=7, fontsize="small", frameon=False)
-    return figure
 
 
 def _ticks(names: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,6 +1,7 @@
 """`evaluate` and `bpc eval`: rows, errors, files. tests/test_demo.py tests retrieval, on a model trained for it."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -8,12 +9,13 @@ import pytest
 import tiny
 import torch
 
-from bpc_artifacts import save
-from bpc_calib import InputError, enable
-from bpc_calib.evaluation.comparison import HARD, Comparison, check
+from bpc_artifacts import ProjectionArtifact, save
+from bpc_calib import BPCCache, InputError, enable
+from bpc_calib.evaluation.comparison import HARD, Comparison, check, make_cache
 from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER
+from bpc_calib.method.shares import counts
 from bpc_calib.text.corpora import open_corpus
 
 LENGTHS = {"max_position_embeddings": 2048}
@@ -28,6 +30,17 @@ def folder(tmp_path_factory):
 def artifact(folder, tmp_path_factory):
     made = tiny.calibrated(tiny.model(**LENGTHS), tiny.tokenizer(), corpora=["demo"], samples=4, sequence_length=256)
     path = tmp_path_factory.mktemp("artifact") / "tiny.safetensors"
+    save(made, path)
+    return path, made
+
+
+@pytest.fixture(scope="module")
+def needs(artifact, tmp_path_factory):
+    """The artifact with needs of its KV heads."""
+    generator = torch.Generator().manual_seed(1)
+    layers = {i: replace(layer, need=tiny.need(2, generator)) for i, layer in artifact[1].layers.items()}
+    made = ProjectionArtifact(layers, artifact[1].metadata | {"format_version": 3})
+    path = tmp_path_factory.mktemp("needs") / "needs.safetensors"
     save(made, path)
     return path, made
 
@@ -229,6 +242,60 @@ def test_the_setting_is_that_of_generate_unless_hard(bpc, folder):
     ]
 
 
+@pytest.mark.parametrize("equal", [False, True])
+def test_bpc_decodes_as_generate_does_and_the_others_attend_to_the_same_mean(artifact, needs, equal):
+    config = tiny.config(**LENGTHS)
+    for made in (artifact[1], needs[1]):
+        rules = {"budget": 0.1, "equal_shares": equal}
+        own = [(type(each), each.rules) for each in BPCCache(config, made, **rules).layers]
+        assert [(type(each), each.rules) for each in make_cache("bpc", config, made, **rules).layers] == own
+        dense = [kind.__name__ == "DenseLayer" for kind, _ in own]
+        assert dense == [made is artifact[1]] * 2 + [False]
+        for name in METHODS.keys() - {"full"}:
+            layers = make_cache(name, config, made, **rules).layers
+            assert [type(each).__name__ == "DenseLayer" for each in layers] == dense, name
+            shares = [each.rules.shares for each in layers]
+            assert shares == [each.shares if name in ("bpc", "oracle") else None for _, each in own], name
+            assert {each.rules.count(2000) for each in layers} == {200}
+    assert (own[2][1].shares is None) == equal
+
+
+def test_the_command_takes_the_shares_of_the_artifact(bpc, folder, artifact, needs):
+    words = ("eval", "-m", folder, *SMALL[1:], "--budgets", "64", "--tasks", "text", "--methods", "oracle,bpc,random")
+    said = "exact top-k and BPC share the budget by what each KV head needs"
+    for file, more, dense, equal in (
+        (artifact[0], (), [0, 1], True),
+        (needs[0], (), [], False),
+        (needs[0], ("--hard",), [], False),
+        (needs[0], ("--equal-shares",), [], True),
+        (needs[0], ("--dense-layers", "1", "--min-tokens", "1"), [1], False),
+    ):
+        ran = bpc(*words, "-a", file, *more, "--json")
+        result = json.loads(ran.out)
+        settings, text = result["settings"], {row["method"]: row for row in result["rows"]}
+        assert (settings["dense_layers"], settings["equal_shares"]) == (dense, equal), more
+        assert {len(row["layers"]) for row in text.values()} == {3 - len(dense)}
+        assert text["oracle"]["recall"]["value"] > 0.99
+    ran = bpc(*words, "-a", needs[0], "--hard")
+    assert ran.out.splitlines()[-2] == "Hard setting: no dense layers, no minimum of tokens."
+    assert ran.out.splitlines()[-1].startswith(said)
+    assert said not in bpc(*words, "-a", needs[0], "--hard", "--equal-shares").out
+
+
+def test_where_shares_are_more_than_the_budget_a_line_says_so(bpc, folder, needs):
+    words = ("eval", "-m", folder, "-a", needs[0], "--tasks", "text", "--lengths", "700", "--prompts", "1", "--hard")
+    words += ("--methods", "bpc,random", "--json")
+    shares = BPCCache(tiny.config(**LENGTHS), needs[1]).layers
+    ran = bpc(*words, "--budgets", "20")
+    found = re.search(r"no KV head attends to fewer than 16: (\d+) instead of 20 of 700\n", ran.err)
+    each = [count for layer in shares for count in counts(20, 700, layer.rules.shares)]
+    assert int(found[1]) == round(sum(each) / len(each)) > 20
+    read = {row["method"]: row["read"] for row in json.loads(ran.out)["rows"]}
+    assert read["random"] == pytest.approx(20 / 700, abs=1e-4)
+    for more in (("--budgets", "400"), ("--budgets", "20", "--equal-shares")):
+        assert "instead of" not in bpc(*words, *more).err
+
+
 def test_options_without_effect_are_noted(bpc, folder, artifact):
     words = (
         "eval",
@@ -249,6 +316,7 @@ def test_options_without_effect_are_noted(bpc, folder, artifact):
         "--corpus has no effect: the task text is not among --tasks",
         "--artifact has no effect: the method bpc is not among --methods",
     ]
+    assert "--equal-shares has no effect: there are no projections" in bpc(*words, "--equal-shares").err
 
 
 def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):

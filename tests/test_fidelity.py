@@ -1,5 +1,6 @@
 """The metrics of a choice of tokens, compared with sums written out in float64."""
 
+import itertools
 import math
 import random
 
@@ -13,6 +14,8 @@ from bpc_calib.evaluation.fidelity import METRICS, FullAttention, probe
 from bpc_calib.evaluation.forcing import force, fork, prefill
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.statistics import mean, proportion
+from bpc_calib.method.rules import shares_of
+from bpc_calib.method.shares import counts
 
 
 def by_hand(query, keys, values, chosen, scaling):
@@ -56,6 +59,22 @@ def test_metrics_are_the_sums_of_their_definitions(scaling):
             assert found[row, head].tolist() == pytest.approx(expected, abs=1e-12)
 
 
+def test_the_metrics_of_heads_that_attend_to_different_numbers():
+    generator = torch.Generator().manual_seed(4)
+    query, keys, values = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((2, 3, 2, 8), (2, 3, 20, 8), (2, 3, 20, 8))
+    )
+    rng = random.Random(1)
+    lists = [[sorted(rng.sample(range(20), k)) for k in (7, 2, 1)] for _ in range(2)]
+    padded = torch.tensor([[each + [-1] * (7 - len(each)) for each in row] for row in lists])
+    found = FullAttention(query, keys, values).kept(padded)
+    for row, head in itertools.product(range(2), range(3)):
+        cases = (x[row, head].tolist() for x in (query, keys, values))
+        expected = by_hand(*cases, lists[row][head], 8**-0.5)
+        assert found[row, head].tolist() == pytest.approx(expected, abs=1e-12)
+
+
 def test_choosing_all_tokens_keeps_everything():
     keys = torch.randn(1, 1, 9, 4, generator=torch.Generator().manual_seed(1))
     found = FullAttention(keys[:, :, :2], keys, keys).kept(torch.arange(9).expand(1, 1, 9))
@@ -94,6 +113,26 @@ def test_a_probe_measures_every_method_and_does_not_change_decoding():
     assert max(mass, key=mass.get) == "oracle"
     assert mass["bpc-online"] > mass["random"] + 0.05
     assert cache.asked_layers() == [0, 1, 2]
+
+
+def test_a_probe_asks_each_head_for_its_share(monkeypatch):
+    model = tiny.model()
+    enable(model)
+    artifact, ids = tiny.artifact(model.config, needs=True), torch.arange(200).reshape(2, 100) % 250
+    rules = {"min_tokens": 1, "dense_layers": ()}
+    caches = {name: make_cache(name, model.config, artifact, 0.4, **rules) for name in ("oracle", "bpc", "window")}
+    asked = []
+    kept = FullAttention.kept
+    monkeypatch.setattr(FullAttention, "kept", lambda self, indices: asked.append(indices) or kept(self, indices))
+    cache = probe(model.config, caches)
+    force(model, fork(prefill(model, ids[:, :-1]), cache), ids[:, -1:])
+    shares = shares_of(artifact, range(3))
+    for layer in range(3):
+        by_need = counts(40, 100, shares[layer])
+        assert len(set(by_need)) == 2
+        for name, indices in zip(caches, asked[3 * layer :], strict=False):
+            assert (indices >= 0).sum(-1).tolist() == [[40, 40] if name == "window" else list(by_need)] * 2, name
+    torch.testing.assert_close(cache.found()["oracle"][..., 0], torch.ones(3, 2, 2, dtype=torch.float64))
 
 
 def test_a_probe_of_every_third_step_is_the_mean_over_those_steps():

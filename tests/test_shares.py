@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.compat import with_cache
-from bpc_calib.method.rules import Rules
-from bpc_calib.method.shares import GRID, LEAST, LEVELS, UNIT, counts, most, share_out, spread
+from bpc_calib.method.rules import Rules, spread
+from bpc_calib.method.shares import GRID, LEAST, LEVELS, UNIT, counts, most, share_out
 
 MEAN_OF = [2 ** -((level + 0.5) / 2) for level in range(LEVELS)]
 

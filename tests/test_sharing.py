@@ -162,6 +162,9 @@ def test_without_matplotlib_the_card_has_no_pictures(tmp_path, monkeypatch):
     assert b"This card has no pictures" in files["README.md"]
 
 
+SETTINGS = {"prompts": 20, "raw": False, "min_tokens": 1, "dense_layers": [0]}
+
+
 def evaluation(artifact, /, **changes) -> dict:
     """What `bpc eval -o` writes."""
     figure = {"value": 0.5, "low": 0.25, "high": 0.75}
@@ -173,9 +176,8 @@ def evaluation(artifact, /, **changes) -> dict:
         {**row, "task": "text", "loss_difference": figure, "kl": figure, "by_corpus": {"/home/anna": 1}},
         {**row, "task": "arc_easy", "tokens": None, "metrics": {"acc,none": 0.625, "alias": "arc"}},
     ]
-    settings = {"prompts": 20, "raw": False, "min_tokens": 1, "dense_layers": [0]}
     metadata = artifact.metadata
-    known = {"model": metadata["model"]["id"], "artifact": metadata["algorithm"], "settings": settings, "rows": rows}
+    known = {"model": metadata["model"]["id"], "artifact": metadata["algorithm"], "settings": SETTINGS, "rows": rows}
     return known | {"payload_sha256": metadata["payload_sha256"]} | changes
 
 
@@ -193,6 +195,10 @@ def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_
     assert "20 prompts per task and length, dense layers 0, tokens attended at least 1." in quality
     assert f"({BUDGETS})" in quality
     assert "anna" not in card
+    (tmp_path / "eval.json").write_text(json.dumps(evaluation(artifact, settings=SETTINGS | {"equal_shares": False})))
+    shared = model_card(artifact, "alice/name", evaluation=publishable_result(tmp_path / "eval.json", artifact))
+    assert "at least 1, exact top-k and BPC share them by what each KV head needs." in shared
+    assert "share them by" not in card
 
 
 @pytest.mark.parametrize(
@@ -209,6 +215,7 @@ def test_the_card_shows_measured_quality_and_nothing_else_of_the_evaluation(tmp_
         ({"rows": [{"task": "needle", "method": "none", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
         ({"rows": [{"task": "needle", "method": "bpc", "tokens": 1, "budget": 1}]}, "not a result of bpc eval"),
         ({"settings": {"prompts": "many"}}, "not a result of bpc eval"),
+        ({"settings": SETTINGS | {"equal_shares": "no"}}, "not a result of bpc eval"),
         ({"rows": 7}, "not a result of bpc eval"),
     ],
 )

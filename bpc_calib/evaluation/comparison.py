@@ -11,12 +11,12 @@ from bpc_calib.evaluation.methods import BPC_LAYER, METHODS
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
-from bpc_calib.method.rules import ranking_defaults
+from bpc_calib.method.rules import default_dense_layers, ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.text.known_corpora import Corpus
 
-__all__ = ["FORCED", "HARD", "Comparison", "check", "make_cache"]
+__all__ = ["FORCED", "HARD", "Comparison", "check", "make_cache", "settled"]
 
 FORCED = 64  # last tokens of each text, decoded one at a time, unless a comparison says otherwise
 
@@ -29,8 +29,9 @@ def make_cache(
 ) -> BPCCache:
     """An empty cache that attends as this method does.
 
-    The safeguard is BPC's; the other methods choose by their ranking alone. What is forced, and how the scores of a
-    group become one, are the same for all: the artifact's method says, where `rules` do not.
+    The safeguard is BPC's; the other methods choose by their ranking alone. What is forced, which layers are dense, and
+    how the scores of a group become one, are the same for all: the artifact says, where `rules` do not. Where it has
+    the needs of the KV heads, `bpc` and `oracle` share the budget by these; the others give every head the mean.
 
     Args:
         name: one of `METHODS`, or "full".
@@ -47,7 +48,7 @@ def make_cache(
     if name == "full":
         return BPCCache(config, budget=1.0, dense_layers=())
     method, defaults = METHODS[name], ranking_defaults(artifact)
-    rules = {"group": defaults["group"], "recent": defaults["recent"]} | rules
+    rules = {"group": defaults["group"], "recent": defaults["recent"]} | settled(config, artifact, rules)
     if method.layer != BPC_LAYER:
         rules = rules | {"safeguard": 0.0}
     module, _, layer = method.layer.rpartition(".")
@@ -55,7 +56,22 @@ def make_cache(
     kind: type[BPCCache] = type("ComparedCache", (BPCCache,), {"layer_class": layer_class})
     if budget is not None:
         rules = rules | {"budget": budget}
-    return kind(config, artifact if method.calibrated else None, **rules)
+    return kind(config, artifact if method.calibrated or method.by_need else None, **rules)
+
+
+def settled(config: Any, artifact: ProjectionArtifact | None, rules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rules that name the dense layers, and whether all KV heads attend to as many tokens.
+
+    Args:
+        config: `model.config`.
+        artifact: whose defaults hold, for the methods without an artifact too.
+        rules: arguments of `BPCCache`; None, or absent: the default.
+    """
+    dense = rules.get("dense_layers")
+    if dense is None:
+        dense = default_dense_layers(artifact, describe(config).num_layers)
+    equal = bool(rules.get("equal_shares")) or artifact is None or not artifact.has_needs
+    return {**rules, "dense_layers": dense, "equal_shares": equal}
 
 
 @dataclass(frozen=True)

@@ -55,18 +55,25 @@ class FullAttention:
         - cosine: cosine similarity of the attention outputs over the chosen tokens and over all, mean over the group.
 
         Args:
-            indices: int64 `[batch, kv_heads, k]`, the chosen tokens, without duplicates.
+            indices: int64 `[batch, kv_heads, width]`, the chosen tokens, without duplicates; -1 is no token. The `k` of
+                a KV head is the number of its tokens.
         """
-        dtype = self.query.dtype
-        chosen = torch.zeros(self.ranks.shape, dtype=torch.bool, device=self.query.device)
-        chosen.scatter_(-1, indices, True)
-        recall = chosen.gather(-1, select(self.ranks, indices.shape[-1])).to(dtype).mean(-1)
+        dtype, count = self.query.dtype, self.ranks.shape[-1]
+        chosen = _marked(indices, count)
+        k = chosen.sum(-1)
+        recall = (chosen & _marked(select(self.ranks, k), count)).sum(-1).to(dtype) / k
         mass = (self.weights * chosen.unsqueeze(-2)).sum(-1).mean(-1)
         kept = chosen.gather(-1, self.heaviest).to(dtype).mean(-1)
         rows = alike(self.keys, indices.shape[2])
         sparse = attend(self.query, State(self.keys, self.values), rows, indices, self.scaling)
         cosine = F.cosine_similarity(self.output, sparse.to(dtype), dim=-1).mean(-1)
         return torch.stack([recall, mass, kept, cosine], dim=-1)
+
+
+def _marked(indices: Tensor, count: int) -> Tensor:
+    """Return which of `count` tokens are in a list `[..., width]`, where -1 is no token: bool `[..., count]`."""
+    marked = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
+    return marked.scatter_(-1, indices.where(indices >= 0, count), True)[..., :count]
 
 
 class ProbeLayer(FullLayer):
@@ -89,8 +96,9 @@ class ProbeLayer(FullLayer):
             full = FullAttention(query, self.keys, self.values, self.rules.scaling)
             for method, layer in self.probed.items():
                 layer.borrow(self)
-                k = layer.count(rows.longest)
-                _, chosen = layer.decode(query, replace(rows, k=torch.full_like(rows.k, k), width=k))
+                counts = layer.counts(rows.longest)
+                k = torch.tensor([counts], device=query.device).repeat(len(query), 1)
+                _, chosen = layer.decode(query, replace(rows, k=k, width=max(counts)))
                 assert chosen is not None
                 metrics = full.kept(chosen).double()
                 self.sums[method] = self.sums[method] + metrics if self.measured else metrics

@@ -17,13 +17,14 @@ class ComparedMethod:
     layer: str  # dotted name of the cache layer that ranks
     forced: int = 0  # tokens attended whatever the ranking says
     calibrated: bool = False  # needs an artifact
+    by_need: bool = False  # shares the budget by what each KV head needs, where the artifact says it
     takes_budget: bool = True
 
 
 METHODS = {
     "full": ComparedMethod("full attention", "bpc_calib.evaluation.forcing.FullLayer", takes_budget=False),
-    "oracle": ComparedMethod("exact top-k", f"{_BASELINES}.OracleLayer"),
-    "bpc": ComparedMethod("BPC", BPC_LAYER, calibrated=True),
+    "oracle": ComparedMethod("exact top-k", f"{_BASELINES}.OracleLayer", by_need=True),
+    "bpc": ComparedMethod("BPC", BPC_LAYER, calibrated=True, by_need=True),
     "bpc-online": ComparedMethod("BPC online", BPC_LAYER),
     "quest": ComparedMethod("Quest, page 16", f"{_BASELINES}.QuestLayer"),
     "magicpig": ComparedMethod("MagicPIG LSH", f"{_BASELINES}.MagicPIGLayer"),

@@ -56,8 +56,7 @@ def _settings(found: Any) -> dict[str, Any]:
     _of(settings["prompts"], int), _of(settings["min_tokens"], int)
     for layer in _of(settings["dense_layers"], list):
         _of(layer, int)
-    if not isinstance(settings["raw"], bool):
-        raise TypeError("raw")
+    _of(settings["raw"], bool), _of(settings.get("equal_shares", True), bool)
     return settings
 
 

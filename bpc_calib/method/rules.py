@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
 
+import torch
+from torch import Tensor
+
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_calib.method.scoring import GROUPS, check_group
-from bpc_calib.method.shares import Shares, counts, most, share_out
+from bpc_calib.method.shares import LEAST, LEVELS, UNIT, Shares, counts, most, share_out
 
-__all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of"]
+__all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of", "spread"]
 
 
 class Ranking(TypedDict, total=False):
@@ -86,6 +89,22 @@ def shares_of(artifact: ProjectionArtifact | None, layers: Sequence[int]) -> dic
     if artifact is None or not artifact.has_needs:
         return {}
     return share_out({layer: need for layer in layers if (need := artifact.layers[layer].need) is not None})
+
+
+def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:
+    """Return the `counts` of several sequences on their device, without waiting for it: int64 `[layers, B, H_KV]`.
+
+    Args:
+        mean: int64 `[B]`.
+        length: int64 `[B]`, below 2^31.
+        shares: int64 `[layers, LEVELS, H_KV]`.
+    """
+    ratio = (length * length) // (mean * mean).clamp(min=1)
+    powers = 1 << torch.arange(LEVELS, device=mean.device)
+    level = (ratio.unsqueeze(-1) >= powers).sum(-1) - 1
+    mean, length = mean.unsqueeze(-1), length.unsqueeze(-1)
+    count = torch.maximum(mean * shares[:, level] // UNIT, mean.clamp(max=LEAST))
+    return torch.where(mean >= length, length, torch.minimum(count, length))
 
 
 def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:

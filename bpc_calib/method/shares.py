@@ -2,21 +2,22 @@
 
 A head's need is its loss at each share of the tokens in `GRID`. On the lower convex hull of every need, the tokens that
 save most go first, until the mean is spent: the least sum of losses. LU-KV allots the tokens it evicts in this way.
+
+Without torch, so that `bpc inspect` starts fast; `spread` in `method/rules.py` has the same numbers on a device.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-__all__ = ["GRID", "LEAST", "LEVELS", "UNIT", "Shares", "counts", "most", "share_out", "spread"]
+__all__ = ["GRID", "LEAST", "LEVELS", "UNIT", "Shares", "counts", "loss", "most", "share_out", "shares_at"]
 
 GRID = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.22, 0.33, 0.5, 1.0)
 LEAST = 16  # tokens of a head, if the mean of all heads is not below
 LEVELS = 21  # means for which shares are found: level i for means from 2^-(i + 1)/2 to 2^-i/2 of the tokens
+LONG = 1 << 20  # tokens of a context so long that `LEAST` counts for nothing
 UNIT = 1024  # the share of a head that attends to as many tokens as the mean of all heads
 
 Shares = tuple[tuple[int, ...], ...]  # [LEVELS][H_KV], in UNIT
@@ -67,20 +68,21 @@ def counts(mean: int, length: int, shares: Shares) -> tuple[int, ...]:
     return tuple(min(length, max(least, mean * share // UNIT)) for share in shares[level])
 
 
-def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:
-    """Return the `counts` of several sequences on their device, without waiting for it: int64 `[layers, B, H_KV]`.
+def shares_at(shares: Mapping[int, Shares], budget: float) -> dict[int, NDArray[np.float64]]:
+    """Return the share of the tokens of a long context that each KV head attends to, `[H_KV]` by layer."""
+    mean = max(1, int(budget * LONG))
+    return {layer: np.array(counts(mean, LONG, each)) / LONG for layer, each in shares.items()}
+
+
+def loss(needs: Mapping[int, NDArray[np.float32]], shares: Mapping[int, NDArray[np.float64]]) -> float:
+    """Return the sum of what KV heads lose that attend to these shares of the tokens; between those of `GRID`, a line.
 
     Args:
-        mean: int64 `[B]`.
-        length: int64 `[B]`, below 2^31.
-        shares: int64 `[layers, LEVELS, H_KV]`.
+        needs: as in `share_out`.
+        shares: by layer, `[H_KV]`.
     """
-    ratio = (length * length) // (mean * mean).clamp(min=1)
-    powers = 1 << torch.arange(LEVELS, device=mean.device)
-    level = (ratio.unsqueeze(-1) >= powers).sum(-1) - 1
-    mean, length = mean.unsqueeze(-1), length.unsqueeze(-1)
-    count = torch.maximum(mean * shares[:, level] // UNIT, mean.clamp(max=LEAST))
-    return torch.where(mean >= length, length, torch.minimum(count, length))
+    pairs = [pair for layer, each in shares.items() for pair in zip(each, needs[layer], strict=True)]
+    return float(sum(np.interp(share, GRID, need) for share, need in pairs))
 
 
 def most(mean: int, length: int, shares: Sequence[Sequence[int]]) -> int:

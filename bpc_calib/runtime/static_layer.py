@@ -9,7 +9,8 @@ from torch import Tensor
 from bpc_calib.backends.dispatch import find
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codebook import Codebook
-from bpc_calib.method.shares import Shares, spread
+from bpc_calib.method.rules import spread
+from bpc_calib.method.shares import Shares
 from bpc_calib.method.state import Rows
 from bpc_calib.runtime.call import AttentionCall, as_output, with_layer
 from bpc_calib.runtime.growing import reserve

@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from bpc_calib.errors import ModelError
-from bpc_calib.method.shares import spread
+from bpc_calib.method.rules import spread
 from bpc_calib.method.state import Rows, State
 from bpc_calib.serving.layer import Layer, Split, asked, settings, shares_on, sized
 from bpc_calib.serving.options import Options, read_options

@@ -169,10 +169,11 @@ def quality(evaluation: Mapping[str, Any]) -> str:
     """Return the tables of a checked evaluation: right answers, plain text, and tasks of lm_eval."""
     rows, settings = evaluation["rows"], evaluation["settings"]
     dense = ", ".join(map(str, settings["dense_layers"])) or "none"
+    shared = "" if settings.get("equal_shares", True) else ", exact top-k and BPC share them by what each KV head needs"
     parts = [
         f"Measured by `bpc eval`: {settings['prompts']} prompts per task and length, dense layers {dense}, "
-        f"tokens attended at least {settings['min_tokens']:,}{', no chat template' if settings['raw'] else ''}. "
-        "In brackets: the 95 % interval."
+        f"tokens attended at least {settings['min_tokens']:,}{shared}"
+        f"{', no chat template' if settings['raw'] else ''}. In brackets: the 95 % interval."
     ]
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     answers = [row for row in rows if row["task"] in tasks]
