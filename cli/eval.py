@@ -202,7 +202,7 @@ def _notes(
     artifact: "ProjectionArtifact | None",
     methods: tuple[str, ...],
 ) -> Iterator[str]:
-    """Say which options change nothing, and where methods do not keep the budget."""
+    """Say which options change nothing."""
     from bpc_calib.method.budget import attended
 
     if options.corpus and TEXT not in comparison.tasks:
@@ -212,8 +212,6 @@ def _notes(
         yield "--artifact has no effect: the method bpc is not among --methods"
     if options.equal_shares and not has_needs:
         yield "--equal-shares has no effect: there are no projections that say what each KV head needs"
-    if artifact is not None and not comparison.rules["equal_shares"]:
-        yield from _beyond_budget(comparison, artifact)
     least = comparison.rules["min_tokens"]
     lengths_of_ours = comparison.lengths if comparison.tasks else ()
     pairs = [(length, budget) for length in lengths_of_ours for budget in comparison.budgets]
@@ -223,27 +221,6 @@ def _notes(
         yield (
             f"--min-tokens {least} is more than a budget of {', '.join(map(budget_text, budgets))} at "
             f"{', '.join(f'{length:,}' for length in lengths)} tokens: --hard measures the budget itself"
-        )
-
-
-def _beyond_budget(comparison: "Comparison", artifact: "ProjectionArtifact") -> Iterator[str]:
-    """Say where shares by head are more tokens than the budget, which the other methods keep."""
-    from bpc_calib.method.budget import attended
-    from bpc_calib.method.rules import shares_of
-    from bpc_calib.method.shares import LEAST, counts
-
-    rules, found = comparison.rules, []
-    shares = shares_of(artifact, [layer for layer in artifact.layers if layer not in rules["dense_layers"]])
-    for length in comparison.lengths if comparison.tasks else ():
-        for budget in comparison.budgets:
-            mean = attended(length, budget, rules["min_tokens"])
-            each = [count for layer in shares.values() for count in counts(mean, length, layer)]
-            if sum(each) > 1.01 * mean * len(each):
-                found.append(f"{sum(each) / len(each):.0f} instead of {mean} of {length:,}")
-    if found:
-        yield (
-            "exact top-k and BPC attend to more tokens than the others, because no KV head attends to fewer than "
-            f"{LEAST}: {', '.join(dict.fromkeys(found))}"
         )
 
 

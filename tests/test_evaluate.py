@@ -1,7 +1,6 @@
 """`evaluate` and `bpc eval`: rows, errors, files. tests/test_demo.py tests retrieval, on a model trained for it."""
 
 import json
-import re
 import sys
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from bpc_calib.evaluation.comparison import HARD, Comparison, check, make_cache
 from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER
-from bpc_calib.method.shares import counts
 from bpc_calib.text.corpora import open_corpus
 
 LENGTHS = {"max_position_embeddings": 2048}
@@ -280,20 +278,6 @@ def test_the_command_takes_the_shares_of_the_artifact(bpc, folder, artifact, nee
     assert ran.out.splitlines()[-2] == "Hard setting: no dense layers, no minimum of tokens."
     assert ran.out.splitlines()[-1].startswith(said)
     assert said not in bpc(*words, "-a", needs[0], "--hard", "--equal-shares").out
-
-
-def test_where_shares_are_more_than_the_budget_a_line_says_so(bpc, folder, needs):
-    words = ("eval", "-m", folder, "-a", needs[0], "--tasks", "text", "--lengths", "700", "--prompts", "1", "--hard")
-    words += ("--methods", "bpc,random", "--json")
-    shares = BPCCache(tiny.config(**LENGTHS), needs[1]).layers
-    ran = bpc(*words, "--budgets", "20")
-    found = re.search(r"no KV head attends to fewer than 16: (\d+) instead of 20 of 700\n", ran.err)
-    each = [count for layer in shares for count in counts(20, 700, layer.rules.shares)]
-    assert int(found[1]) == round(sum(each) / len(each)) > 20
-    read = {row["method"]: row["read"] for row in json.loads(ran.out)["rows"]}
-    assert read["random"] == pytest.approx(20 / 700, abs=1e-4)
-    for more in (("--budgets", "400"), ("--budgets", "20", "--equal-shares")):
-        assert "instead of" not in bpc(*words, *more).err
 
 
 def test_options_without_effect_are_noted(bpc, folder, artifact):

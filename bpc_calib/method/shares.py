@@ -8,18 +8,20 @@ Without torch, so that `bpc inspect` starts fast; `spread` in `method/rules.py` 
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GRID", "LEAST", "LEVELS", "UNIT", "Shares", "counts", "loss", "most", "share_out", "shares_at"]
+__all__ = ["GRID", "LEVELS", "UNIT", "Shares", "counts", "loss", "most", "rounded", "share_out", "shares_at"]
 
 GRID = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.22, 0.33, 0.5, 1.0)
-LEAST = 16  # tokens of a head, if the mean of all heads is not below
+LEAST = 8  # no head gets less than the mean over this: 16 tokens with the default `min_tokens`
 LEVELS = 21  # means for which shares are found: level i for means from 2^-(i + 1)/2 to 2^-i/2 of the tokens
-LONG = 1 << 20  # tokens of a context so long that `LEAST` counts for nothing
+LONG = 1 << 20  # tokens of a context so long that rounding counts for nothing
 UNIT = 1024  # the share of a head that attends to as many tokens as the mean of all heads
 
+T = TypeVar("T", int, Any)
 Shares = tuple[tuple[int, ...], ...]  # [LEVELS][H_KV], in UNIT
 
 
@@ -30,29 +32,30 @@ def share_out(needs: Mapping[int, NDArray[np.float32]]) -> dict[int, Shares]:
         needs: by layer, float32 `[H_KV, len(GRID)]`: what is lost where a head attends to a share of the tokens.
     """
     heads = np.concatenate([each.astype(np.float64) for each in needs.values()])
-    parts = [(-slope, head, width) for head, need in enumerate(heads) for slope, width in _hull(need)]
+    parts = [(slope, head, begin, end) for head, need in enumerate(heads) for slope, begin, end in _hull(need)]
     parts.sort()  # those that save most first; ties by head
-    owner, width = np.array([part[1] for part in parts]), np.array([part[2] for part in parts])
-    before = width.cumsum() - width
+    owner, begin, end = (np.array([part[i] for part in parts]) for i in (1, 2, 3))
     levels = []
     for level in range(LEVELS):
         mean = max(GRID[0], 2 ** -((level + 0.5) / 2))
-        taken = (len(heads) * (mean - GRID[0]) - before).clip(0, width)
-        share = GRID[0] + np.bincount(owner, taken, len(heads))
+        least = max(GRID[0], mean / LEAST)
+        width = (end - begin.clip(least)).clip(0)
+        taken = (len(heads) * (mean - least) - (width.cumsum() - width)).clip(0, width)
+        share = least + np.bincount(owner, taken, len(heads))
         levels.append(np.round(share / mean * UNIT).astype(int))
     split = np.cumsum([len(each) for each in needs.values()])[:-1]
     by_layer = np.split(np.stack(levels), split, axis=1)
     return {layer: tuple(map(tuple, each.tolist())) for layer, each in zip(needs, by_layer, strict=True)}
 
 
-def _hull(need: NDArray[np.float64]) -> list[tuple[float, float]]:
-    """Return what each piece of the lower convex hull of a need saves per share, and how wide it is; the best first."""
+def _hull(need: NDArray[np.float64]) -> list[tuple[float, float, float]]:
+    """Return the pieces of the lower convex hull of a need: slope, first and last share."""
     corners: list[tuple[float, float]] = []
     for share, loss in zip(GRID, need.tolist(), strict=True):
         while len(corners) > 1 and _slope(corners[-2], corners[-1]) >= _slope(corners[-1], (share, loss)):
             corners.pop()
         corners.append((share, loss))
-    return [(-_slope(one, two), two[0] - one[0]) for one, two in itertools.pairwise(corners)]
+    return [(_slope(one, two), one[0], two[0]) for one, two in itertools.pairwise(corners)]
 
 
 def _slope(one: tuple[float, float], two: tuple[float, float]) -> float:
@@ -64,8 +67,12 @@ def counts(mean: int, length: int, shares: Shares) -> tuple[int, ...]:
     if mean >= length:
         return (length,) * len(shares[0])
     level = min(LEVELS, (length * length // (mean * mean)).bit_length()) - 1
-    least = min(LEAST, mean)
-    return tuple(min(length, max(least, mean * share // UNIT)) for share in shares[level])
+    return tuple(min(length, max(1, rounded(mean * share))) for share in shares[level])
+
+
+def rounded(count: T) -> T:
+    """Return numbers of tokens in `UNIT` as whole tokens."""
+    return (count + UNIT // 2) // UNIT
 
 
 def shares_at(shares: Mapping[int, Shares], budget: float) -> dict[int, NDArray[np.float64]]:
@@ -88,4 +95,4 @@ def loss(needs: Mapping[int, NDArray[np.float32]], shares: Mapping[int, NDArray[
 def most(mean: int, length: int, shares: Sequence[Sequence[int]]) -> int:
     """Return a bound of `counts` for all lengths up to `length` and all means up to `mean`."""
     means = (min(mean, int(length * 2 ** (-level / 2)) + 1) for level in range(LEVELS))
-    return min(length, max(max(LEAST, each * max(some) // UNIT) for each, some in zip(means, shares, strict=True)))
+    return min(length, max(max(1, rounded(each * max(some))) for each, some in zip(means, shares, strict=True)))
