@@ -57,11 +57,31 @@ def others(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def defaults(subject: Subject, settings: Settings) -> list[Row]:
-    """BPC as `bpc generate` decodes, with its dense layers and its least number of tokens; and without them."""
+    """BPC as `bpc generate` decodes, and with its rules for projections without needs."""
+    from bpc_calib.method.defaults import DENSE_LAYERS
+
+    without = {"dense_layers": DENSE_LAYERS, "equal_shares": True}
     return [
-        row | {"default_rules": rules}
-        for rules in (True, False)
-        for row in on_text(subject, settings, BEST, hard=not rules)
+        row | {"needs": not rules} for rules in ({}, without) for row in on_text(subject, settings, BEST, rules=rules)
+    ]
+
+
+def shares(subject: Subject, settings: Settings) -> list[Row]:
+    """The exact best tokens and BPC, with shares by head and with equal shares."""
+    return [
+        row | {"equal_shares": equal}
+        for equal in (False, True)
+        for row in on_text(subject, settings, BEST, rules=hard(equal_shares=equal))
+    ]
+
+
+def answers(subject: Subject, settings: Settings) -> list[Row]:
+    """Questions at small budgets, with shares by head and with equal shares."""
+    common = {name: settings[name] for name in ("tasks", "budgets", "prompts")} | {"lengths": subject.lengths[:1]}
+    return [
+        row | {"equal_shares": equal}
+        for equal in (False, True)
+        for row in evaluated(subject, "bpc", methods=["full", "bpc"], rules=hard(equal_shares=equal), **common)
     ]
 
 
@@ -109,10 +129,10 @@ def on_text(
     lengths: slice = slice(2),
     *,
     paper: bool = False,
-    hard: bool = True,
+    rules: Settings | None = None,
 ) -> list[Row]:
     """These methods on text (None: every method of `bpc eval`), and BPC with the paper's projections on the same."""
-    common = {"tasks": ["text"], "lengths": subject.lengths[lengths], "prompts": settings["texts"], "hard": hard}
+    common = {"tasks": ["text"], "lengths": subject.lengths[lengths], "prompts": settings["texts"], "rules": rules}
     common |= {name: settings[name] for name in ("budgets", "forced")}
     if not common["lengths"]:
         return []
@@ -122,18 +142,25 @@ def on_text(
     return [row | {"forced": settings["forced"]} for row in rows]
 
 
-def evaluated(subject: Subject, artifact: str, *, hard: bool = True, **settings: Any) -> list[Row]:
-    """Rows of `evaluate`; BPC has the name of its artifact."""
+def evaluated(subject: Subject, artifact: str, *, rules: Settings | None = None, **settings: Any) -> list[Row]:
+    """Rows of `evaluate`, by default without dense layers or a minimum of tokens; BPC has the name of its artifact."""
     from bpc_artifacts import load
-    from bpc_calib.evaluation.comparison import HARD, Comparison
+    from bpc_calib.evaluation.comparison import Comparison
     from bpc_calib.evaluation.evaluate import evaluate
     from bpc_calib.text.corpora import open_corpora
 
     corpora = open_corpora(subject.corpora("held-out"))
-    comparison = Comparison(corpora=corpora, rules=HARD if hard else {}, **settings)
+    comparison = Comparison(corpora=corpora, rules=hard() if rules is None else rules, **settings)
     projections = load(subject.artifact(artifact))
     rows = evaluate(*opened(subject), projections, comparison, progress=lambda share, what: say(f"  {what}"))
     return [row | {"method": artifact if row["method"] == "bpc" else row["method"]} for row in rows]
+
+
+def hard(**more: Any) -> dict[str, Any]:
+    """Rules without dense layers or a minimum of tokens."""
+    from bpc_calib.evaluation.comparison import HARD
+
+    return HARD | more
 
 
 @cache
@@ -165,6 +192,8 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
         partial(on_text, methods=None, lengths=slice(1), paper=True), {"budgets": [0.02], "forced": 64, "texts": 4},
     ),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
+    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "forced": 128, "texts": 6}),
+    "answers": (answers, {"tasks": ["needle", "single"], "budgets": [0.02, 0.005, 0.0025], "prompts": 150}),
     "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (generate, {"lengths": [2048, 4096, 8192], "new": 64}),
 }  # fmt: skip

@@ -7,7 +7,10 @@ from bpc_calib.method.defaults import budget_text
 
 __all__ = ["PARTS", "TABLES"]
 
-PARTS = ("calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "tasks", "generate")
+PARTS = (
+    "calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "shares", "answers", "tasks",
+    "generate",
+)  # fmt: skip
 LENGTH = 8192  # tokens per prompt of the first table
 HEADLINE = ("full", "oracle", "bpc", "bpc-online", "paper", "random")
 SHOWN = {name: FIGURES[name] for name in ("loss_difference", "kl", "mass", "cosine")}
@@ -47,7 +50,7 @@ def short(results: Results) -> Lines:
     heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "full attention, tokens/s"]
     yield *heads, "BPC, tokens/s", "speedup"
     for model, found in models(results, "generate").items():
-        losses = [row for row in rows_of(results, "defaults", model) if row["default_rules"] and row["method"] == "bpc"]
+        losses = [row for row in rows_of(results, "defaults", model) if row["needs"] and row["method"] == "bpc"]
         shortest = min(row["prompt_tokens"] for row in found["rows"])
         for row in found["rows"]:
             prompt, calibrated = row["prompt_tokens"], row["projections"] == "calibrated"
@@ -103,14 +106,49 @@ def methods(results: Results) -> Lines:
 
 
 def defaults(results: Results) -> Lines:
-    """BPC and the exact best tokens without and with the dense layers and the least number of `bpc generate`."""
-    heads = ["model", "tokens", "method", "as `bpc generate`: KV read", "loss", "KL", "every layer chooses: KV read"]
-    yield *heads, "loss", "KL"
+    """What a step reads and loses as `bpc generate` decodes, with needs and without them."""
+    heads = ["model", "tokens", "method", "with needs: KV read", "loss", "KL", "without: KV read", "loss", "KL"]
+    yield tuple(heads)
     for model, found in models(results, "defaults").items():
-        own = by(found["rows"], "tokens", "method", "default_rules")
+        own = by(found["rows"], "tokens", "method", "needs")
         for tokens, name in dict.fromkeys((tokens, name) for tokens, name, _ in own if name in ("oracle", "bpc")):
-            pair = (own[tokens, name, rules] for rules in (True, False))
+            pair = (own[tokens, name, needs] for needs in (True, False))
             yield model, tokens, label(name), *(cell for row in pair for cell in _figures(row)[:3])
+            model = ""
+
+
+def shares(results: Results) -> Lines:
+    """KL with shares by head and with equal shares, of the exact best tokens and of BPC."""
+    yield (
+        "model",
+        "tokens",
+        "budget",
+        *(f"{who}, {how}" for who in ("exact best", "BPC") for how in ("equal", "by head")),
+    )
+    for model, found in models(results, "shares").items():
+        own = by((row for row in found["rows"] if row["budget"]), "tokens", "budget", "method", "equal_shares")
+        for tokens, budget in sorted({place[:2] for place in own}, key=lambda place: (place[0], -place[1])):
+            rows = (own[tokens, budget, name, equal] for name in ("oracle", "bpc") for equal in (True, False))
+            yield model, tokens, budget_text(budget), *(spread(row["kl"]) for row in rows)
+            model = ""
+
+
+def answers(results: Results) -> Lines:
+    """Right answers with shares by head and with equal shares."""
+    found = models(results, "answers")
+    budgets = sorted({row["budget"] for made in found.values() for row in made["rows"] if row["budget"]}, reverse=True)
+    yield (
+        "model",
+        "task",
+        "full attention",
+        *(f"{budget_text(each)}: {how}" for each in budgets for how in ("equal", "by head")),
+    )
+    for model, made in found.items():
+        own = by(made["rows"], "task", "budget", "equal_shares")
+        for task in dict.fromkeys(row["task"] for row in made["rows"]):
+            rows = [own[task, None, True], *(own[task, each, equal] for each in budgets for equal in (True, False))]
+            yield model, task, *(_score(row) for row in rows)
+            model = ""
 
 
 def tasks(results: Results) -> Lines:
@@ -122,8 +160,7 @@ def tasks(results: Results) -> Lines:
         own = by(found["rows"], "task", "tokens", "method")
         for task, tokens in dict.fromkeys((task, tokens) for task, tokens, _ in own):
             rows = [own[task, tokens, name] for name in names]
-            scores = [[percent(row["score"][side], 0) for side in ("value", "low", "high")] for row in rows]
-            yield model, task, rows[0]["prompts"], *(f"{value} ({low} to {high})" for value, low, high in scores)
+            yield model, task, rows[0]["prompts"], *map(_score, rows)
 
 
 def generate(results: Results) -> Lines:
@@ -173,7 +210,8 @@ def files(results: Results) -> Lines:
 
 
 TABLES = made_by(
-    short, headline, lengths, methods, defaults, tasks, generate, decode, engines, files, prefix="real-"
+    short, headline, lengths, methods, defaults, shares, answers, tasks, generate, decode, engines, files,
+    prefix="real-",
 )  # fmt: skip
 
 
@@ -188,6 +226,11 @@ def _speeds(row: Row) -> tuple[str, ...]:
     ours, theirs = ((run["prepare_seconds"] + run["decode_seconds"]) / max(1, run["tokens"] - 1) for run in runs)
     speeds = (f"{run['tokens_per_second'] or 0:.1f}" for run in runs)
     return *speeds, f"{theirs / ours:.2f}"
+
+
+def _score(row: Row) -> str:
+    value, low, high = (percent(row["score"][side], 0) for side in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
 
 
 def _figures(row: Row) -> list[str]:
