@@ -90,13 +90,13 @@ def _print_answers(rows: list[dict[str, Any]], prompts: int) -> None:
     example = rows[0]["example"]
     print(f"3. Decoding: each text of {TOKENS:,} tokens hides 8 facts, then asks for one. The first question:")
     print(f"     ...{printable(example['fact'])} ...{printable(example['question'])}")
-    names = {"full": "every token", "bpc": "the best 0.5 % by their codes (BPC)", "random": "0.5 % drawn by chance"}
+    names = {"full": "every token", "bpc": "BPC's best 0.5 %", "random": "0.5 % by chance"}
     lines = []
     for row in rows:
         said, score = row["example"]["said"].strip(), row["score"]
         figures = (f"{score['value'] * prompts:.0f}", f"{score['low']:.0%} to {score['high']:.0%}")
         lines.append((names[row["method"]], f"{row['read']:.1%}", said, *figures))
-    columns = ("attends to", "KV bytes read", "it answers", f"right, of {prompts}", "95 % interval")
+    columns = ("attends to", "KV read", "it answers", f"right of {prompts}", "95 % interval")
     print_text_table(TextTable("", columns, lines))
     print(
         "On your own model:\n"

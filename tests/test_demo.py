@@ -82,8 +82,8 @@ def test_the_command_shows_all_its_parts(bpc):
         "2. Calibration",
         "3. Decoding",
         "every token",
-        "(BPC)",
-        "drawn by chance",
+        "BPC's best",
+        "by chance",
         "bpc eval",
     ):
         assert word in ran.out
