@@ -1,5 +1,8 @@
 """Algorithms 1 to 3 of the paper, implemented line by line in float64 with plain loops: slow on purpose."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,11 +55,41 @@ def gain(key: Tensor, approximation: Tensor, in_metric: Tensor | None = None) ->
     return min(255, max(0, round(64 * squared / dot - 32)))  # Python rounds half to even
 
 
-def group_scores(scores: list[list[float]], group: str, limit: float | None = None) -> list[float]:
-    """Return one score per key from the scores per query head; all keys are valid."""
+def denominator(scores: list[float], logit: float | None, places: list[int] | None = None) -> float:
+    """Return the logarithm of the denominator of a head's softmax, in the unit of its scores.
+
+    Integers: only the best key of each stripe counts, `places` are those of the keys, and between powers of two the
+    power and the logarithm are straight lines.
+    """
+    best = max(scores)
+    if logit is None:
+        return best
+    if isinstance(best, float):
+        return best + logit * math.log(sum(math.exp((score - best) / logit) for score in scores))
+    octave = np.float32(int(min(max(np.float32(math.log(2)) * np.float32(logit), 1), 1 << 17)))
+    stripes = dict.fromkeys(range(64), -(1 << 23))
+    for place, score in zip(places or range(len(scores)), scores, strict=True):
+        stripes[place % 64] = max(stripes[place % 64], score)
+    total = 0
+    for score in stripes.values():
+        halvings, part = divmod(int(np.float32(best - score) * (np.float32(128) / octave)), 128)
+        total += (1 << 23) * (256 - part) // 256 >> halvings
+    total = int(np.float32(total))
+    doublings = total.bit_length() - 24
+    part = 128 * total // (1 << 23 + doublings) - 128
+    return best + int(np.float32(128 * doublings + part) * (octave / 128))
+
+
+def group_scores(
+    scores: list[list[float]], group: str, logit: float | None = None, places: list[int] | None = None
+) -> list[float]:
+    """Return one score per key from the scores per query head; all keys are valid, and lie at `places`."""
     if group == "relative":
-        below = list(zip(*([score - max(head) for score in head] for head in scores), strict=True))
-        least = -float("inf") if limit is None else -limit
+        whole = [denominator(head, logit, places) for head in scores]
+        below = list(zip(*([score - all_of for score in head] for head, all_of in zip(scores, whole)), strict=True))
+        least = -float("inf")
+        if logit is not None:
+            least = -16 * logit if isinstance(scores[0][0], float) else -int(min(np.float32(16 * logit), 1 << 24))
         return [4 * len(scores) * max(column) + sum(max(score, least) for score in column) for column in below]
     return [max(column) for column in zip(*scores, strict=True)]
 

@@ -44,7 +44,7 @@ def test_the_oracle_chooses_the_largest_products_and_the_newest(group, padding):
     found = chosen(layer(baselines.OracleLayer, group=group), visible)
     for head in range(2):
         products = (QUERY[0, head] @ KEYS[0, head, padding:].T).tolist()
-        best = literal.group_scores(products, group, 16 * 8**0.5)
+        best = literal.group_scores(products, group, 8**0.5)
         order = sorted(range(69 - padding), key=lambda i: -best[i])
         assert found[0, head].tolist() == sorted([69, *(padding + i for i in order[:11])])
 
@@ -77,7 +77,7 @@ def test_quest_chooses_whole_pages_by_their_upper_bound(group):
             ]
             assert all(per_query[g] >= float((page @ QUERY[0, head, g]).max()) - 1e-5 for g in range(2))
             bounds.append(per_query)
-        bounds = literal.group_scores(list(zip(*bounds, strict=True)), group, 16 * 8**0.5)
+        bounds = literal.group_scores(list(zip(*bounds, strict=True)), group, 8**0.5)
         taken = [69]  # the newest
         for page in sorted(range(5), key=lambda page: -bounds[page]):
             taken += [token for token in range(16 * page, min(70, 16 * page + 16)) if token != 69]

@@ -12,6 +12,7 @@ from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import GAIN_MAX
 from bpc_calib.method.rules import Rules
+from bpc_calib.method.scoring import LEAST, STRIPES
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.state import State, alike
 from bpc_calib.method.step import attend
@@ -93,7 +94,8 @@ def test_scores_and_their_histogram():
     scores = hash_scores(rounded, state.codes, state.gain)
     plain = hash_scores(rounded, state.codes).mT.flatten(0, 1)
     assert torch.equal(made.heads[:, :1500].int(), plain)
-    assert torch.equal(made.best.amax(1).unflatten(0, (2, 2)), scores.amax(-1))
+    stripes = torch.nn.functional.pad(scores, (0, -1500 % STRIPES), value=LEAST).unflatten(-1, (-1, STRIPES)).amax(-2)
+    assert torch.equal(made.best.mT.unflatten(0, (2, 2)), stripes)
     ranked = plain_rank(scores, rounded.scale, group="relative", gain=True, scaling=0.1).flatten(0, 1)
     assert torch.equal(made.ranked[:, 1:1498], ranked[:, 1:1498])
     assert (made.ranked[:, [0, 1498, 1499]] == 2**31 - 1).all()

@@ -1,5 +1,7 @@
 """Algorithm 3: exact integers, equal for every formula of the score."""
 
+import math
+
 import literal
 import pytest
 import torch
@@ -115,28 +117,28 @@ def test_autocast_changes_nothing():
 @given(
     group=st.sampled_from(GROUPS),
     heads=st.integers(1, 5),
-    count=st.integers(1, 30),
+    count=st.integers(1, 150),
     floating=st.booleans(),
-    limit=st.sampled_from([None, 3_000_000]),
+    logit=st.sampled_from([None, 0.01, 700, 187_500, 3_000_000, math.inf]),
     seed=st.integers(0, 1000),
 )
-def test_the_scores_of_a_group_are_combined_into_one(group, heads, count, floating, limit, seed):
+def test_the_scores_of_a_group_are_combined_into_one(group, heads, count, floating, logit, seed):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-(1 << 22), 1 << 22, (2, heads, count), generator=generator, dtype=torch.int32)
     valid = torch.rand(2, count, generator=generator) < 0.8
     if floating:
         scores = scores.double() / 1000
-        limit = limit and limit / 1000
-    limits = None if limit is None else torch.full((2,), limit, dtype=scores.dtype)
-    found = group_scores(scores, group, valid=valid, limit=limits)
+        logit = logit and min(logit, 1e6) / 1000
+    logits = None if logit is None else torch.full((2,), logit, dtype=torch.float64 if floating else torch.float32)
+    found = group_scores(scores, group, valid=valid, logit=logits)
     assert found.dtype == scores.dtype
     for row in range(2):
         kept = valid[row].nonzero().flatten()
         if len(kept):
-            expected = literal.group_scores(scores[row][:, kept].tolist(), group, limit)
+            expected = literal.group_scores(scores[row][:, kept].tolist(), group, logit, kept.tolist())
             assert found[row, kept].tolist() == pytest.approx(expected, abs=1e-6 if floating else 0)
     if valid.all():
-        assert torch.equal(found, group_scores(scores, group, limit=limits))
+        assert torch.equal(found, group_scores(scores, group, logit=logits))
 
 
 def test_heads_with_small_scores_count():
@@ -144,8 +146,35 @@ def test_heads_with_small_scores_count():
     assert group_scores(scores, "max").tolist() == [1_000_000, 999_999, 999_998, 700]
     # 8 times the smaller distance, plus both distances: key 0 is the best of head 0, and key 3 of head 1.
     assert group_scores(scores, "relative").tolist() == [-699, -707, -715, -999_995]
-    assert group_scores(scores, "relative", limit=torch.tensor(500)).tolist() == [-500, -509, -518, -500]
     assert group_scores(scores[:1], "relative").tolist() == [0, -5, -10, -4_999_975]
+
+
+def test_a_key_ranks_by_its_weight():
+    weights = torch.tensor([[0.6, 0.3, 0.1, 1e-9], [0.25, 0.2, 0.3, 0.25]]).double()
+    scores = 7 * weights.log() + torch.tensor([[3.0], [-100]])  # a softmax ignores a constant of a head
+    own = weights.log()
+    limited = own.clamp(min=-16)
+    expected = 8 * own.amax(0) + limited.sum(0)
+    torch.testing.assert_close(group_scores(scores, "relative", logit=7), 7 * expected)
+    units = (30_000 * scores / 7).round().to(torch.int32)
+    found = group_scores(units, "relative", logit=torch.tensor(30_000.0))
+    torch.testing.assert_close(found / 30_000, expected.float(), rtol=0, atol=1)  # ten distances
+    # Of a head whose weights are alike, the best key is no better than its weight; below the best scores, it ranks second.
+    assert found.argsort(descending=True).tolist() == [0, 1, 2, 3]
+    assert group_scores(scores, "relative").argsort(descending=True).tolist() == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("logit", [300.0, 20_000.0, 180_000.0])
+@pytest.mark.parametrize("count", [1, 60, 64, 1000])
+def test_an_integer_denominator_is_that_of_the_best_keys_of_64_stripes(logit, count):
+    spread = torch.linspace(0.1, 8, 50).unsqueeze(-1)
+    scores = (spread * logit * torch.randn(50, count, generator=torch.Generator().manual_seed(count))).int()
+    scores = scores.clamp(-(1 << 22), 1 << 22)
+    found = group_scores(scores.unsqueeze(1), "relative", logit=logit)[..., 0]
+    stripes = torch.nn.functional.pad(scores.double(), (0, -count % 64), value=-math.inf).unflatten(-1, (-1, 64))
+    exact = (stripes.amax(-2) / logit).logsumexp(-1)
+    distance = exact - scores[:, 0] / logit
+    torch.testing.assert_close(found / logit, (-4 * distance - distance.clamp(max=16)).float(), rtol=0, atol=0.5)
 
 
 @pytest.mark.parametrize("heads", [8, 40, 71, 128])
@@ -154,10 +183,11 @@ def test_the_scores_of_large_groups_fit_int32(heads):
     scores = torch.full((heads, 3), -largest, dtype=torch.int32)
     scores[:, 0] = largest
     scores[0, 1] = 0
-    found = group_scores(scores, "relative").tolist()
-    assert found[0] == 0 > found[1] >= found[2] >= -(1 << 31)
-    if heads <= 40:
-        assert found == literal.group_scores(scores.tolist(), "relative")
+    for logit in (None, 50_000, math.inf):
+        found = group_scores(scores, "relative", logit=logit).tolist()
+        assert 0 >= found[0] > found[1] >= found[2] >= -(1 << 31)
+        if heads <= 40:
+            assert found == literal.group_scores(scores.tolist(), "relative", logit)
 
 
 def test_a_zero_query_scores_every_key_zero():

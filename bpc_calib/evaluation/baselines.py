@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
+from bpc_calib.method.scoring import group_scores
 from bpc_calib.method.selection import sortable
 from bpc_calib.method.state import Rows
 from bpc_calib.runtime.layers import RankingLayer, SparseLayer
@@ -44,8 +44,8 @@ def ranked(layer: SparseLayer, scores: Tensor, visible: Tensor | None, *, in_pro
         in_products: whether the unit of the scores is that of the products q k.
     """
     valid = None if visible is None else visible.unsqueeze(1)
-    limit = RELATIVE_LIMIT / layer.scaling if in_products else None
-    return sortable(group_scores(scores, layer.rules.group, valid=valid, limit=limit))
+    logit = 1 / layer.scaling if in_products else None
+    return sortable(group_scores(scores, layer.rules.group, valid=valid, logit=logit))
 
 
 class OracleLayer(RankingLayer):
@@ -105,7 +105,7 @@ class QuestLayer(RankingLayer):
         least, most = least.nan_to_num(0, 0, 0), most.nan_to_num(0, 0, 0)
         query = query.float()
         bound = query.clamp(min=0) @ most.mT + query.clamp(max=0) @ least.mT
-        best = group_scores(bound, self.rules.group, valid=~empty, limit=RELATIVE_LIMIT / self.scaling)
+        best = group_scores(bound, self.rules.group, valid=~empty, logit=1 / self.scaling)
         return sortable(best).repeat_interleave(self.PAGE, dim=-1)[..., :length]
 
     def ranking_bytes(self, length: int) -> int:

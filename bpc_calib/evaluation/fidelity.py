@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from bpc_calib.evaluation.forcing import FullLayer
-from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
+from bpc_calib.method.scoring import group_scores
 from bpc_calib.method.selection import select, sortable
 from bpc_calib.method.state import Rows, State, alike
 from bpc_calib.method.step import attend
@@ -42,7 +42,7 @@ class FullAttention:
         products = self.query @ self.keys.mT
         self.weights = (products * self.scaling).softmax(-1)  # [batch, kv_heads, G, N]
         self.heaviest = products.argmax(-1)  # [batch, kv_heads, G], the token with the largest weight
-        self.ranks = sortable(group_scores(products, "relative", limit=RELATIVE_LIMIT / self.scaling))  # of the group
+        self.ranks = sortable(group_scores(products, "relative", logit=1 / self.scaling))  # of the group
         self.output = self.weights @ self.values
 
     def kept(self, indices: Tensor) -> Tensor:

@@ -13,8 +13,12 @@ from bpc_calib.method.encoded import GAIN_OFFSET
 __all__ = [
     "GROUPS",
     "LARGEST_LIMIT",
+    "LARGEST_OCTAVE",
     "LARGEST_QUERY",
+    "LEAST",
+    "OCTAVES",
     "RELATIVE_LIMIT",
+    "STRIPES",
     "QuantizedQuery",
     "check_group",
     "group_scores",
@@ -24,8 +28,12 @@ __all__ = [
 
 # Rules to combine the scores of the query heads of one KV head: see `group_scores`.
 GROUPS = ("relative", "max")
-RELATIVE_LIMIT = 16.0  # logits: a key that far below the best key has e^-16 of its weight
+RELATIVE_LIMIT = 16.0  # logits: a key that far below the denominator has e^-16 of a head's attention
 LARGEST_LIMIT = 1 << 24  # largest limit in the unit of scores, whose absolute values are below 2^23
+STRIPES = 64  # the denominator of integer scores counts the best key of each stripe; key `i` is in stripe `i % STRIPES`
+LARGEST_OCTAVE = 1 << 17  # of the unit of scores in a factor of two of the weight: above it all keys weigh nearly alike
+OCTAVES = 6  # so far can a denominator be above the best score: the logarithm of `STRIPES`
+LEAST = -(1 << 23)  # below every score: of a key that does not count
 LARGEST_QUERY = 127  # largest absolute int8 value of a quantized query
 
 
@@ -89,22 +97,26 @@ def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None
 
 
 def group_scores(
-    scores: Tensor, group: str, *, valid: Tensor | None = None, limit: Tensor | float | None = None
+    scores: Tensor, group: str, *, valid: Tensor | None = None, logit: Tensor | float | None = None
 ) -> Tensor:
     """Combine the scores of the `G` query heads of a KV head: `[..., G, N]` -> `[..., N]`, same dtype.
 
-    - "relative": `4 G max + sum` over the heads of `s - max s`, the distance of a key below the best key of a
-      head; that is `G` times the sum of their mean and four times the smallest distance. A head whose scores are all
-      large gets no extra weight, just as its softmax ignores a constant. The best keys of every head rank first. Among
-      keys that are equally good for one head, the keys that suit the other heads rank first;
+    - "relative": `4 G max + sum` over the heads of `s - logsumexp s`, the distance of a key below the denominator of
+      a head's softmax: the logarithm of its attention weight. That is `G` times the sum of their mean and four times
+      the smallest distance. The keys with the largest weight in any head rank first. Among keys that are equally good
+      for one head, the keys that suit the other heads rank first;
     - "max": the largest score, as in the paper's release.
 
     Args:
         scores: int32 with absolute values below 2^23 (`hash_scores`), or floats.
         group: one of `GROUPS`.
-        valid: bool `[..., N]`; an invalid key is not the best key of any head.
-        limit: for "relative", `[...]`, in the unit and dtype of the scores: a larger distance counts as this one,
-            because the softmax gives such a key no weight (`RELATIVE_LIMIT`). None: no limit.
+        valid: bool `[..., N]`; an invalid key is in no denominator.
+        logit: for "relative", `[...]`: one logit of attention in the unit of the scores. In the sum, a distance above
+            `RELATIVE_LIMIT` logits counts as this limit, because such a key has no weight. None: the unit is unknown;
+            distances are below the best score of a head, without a limit.
+
+    Of floats the denominator is exact. Of integers it is the sum over `STRIPES` stripes of the weight of the best key, with
+    powers and logarithms linear between powers of two: the same integer on every machine, within 0.1 logit.
 
     Raises:
         InputError: the group is unknown.
@@ -115,15 +127,39 @@ def group_scores(
     heads, exact = scores.shape[-2], not scores.dtype.is_floating_point
     counted = scores
     if valid is not None:
-        counted = scores.masked_fill(~valid.unsqueeze(-2), -(1 << 23) if exact else -math.inf)
+        counted = scores.masked_fill(~valid.unsqueeze(-2), LEAST if exact else -math.inf)
+    if logit is None:
+        whole = counted.amax(-1, keepdim=True)
+    else:
+        unit = torch.float32 if exact else scores.dtype
+        logit = torch.as_tensor(logit, dtype=unit, device=scores.device)[..., None, None]
+        whole = _denominator(counted, logit) if exact else (counted / logit).logsumexp(-1, keepdim=True) * logit
     # Keeps the result within int32; up to 40 heads never reach this bound.
     least = -(((1 << 31) - 1) // (5 * heads)) if exact else -math.inf
-    below = (scores - counted.amax(-1, keepdim=True)).clamp_(least, 0)
+    below = (scores - whole).clamp_(least, 0)
     best = below.amax(-2)
-    if limit is not None:
-        limit = torch.as_tensor(limit, dtype=scores.dtype, device=scores.device)
-        below = below.clamp_(min=-limit[..., None, None])
+    if logit is not None:
+        limit = RELATIVE_LIMIT * logit
+        below = below.clamp_(min=-(limit.clamp(max=LARGEST_LIMIT).to(scores.dtype) if exact else limit))
     return 4 * heads * best + below.sum(-2, dtype=scores.dtype)
+
+
+def _denominator(scores: Tensor, logit: Tensor) -> Tensor:
+    """Return the logarithms of the denominators, in the unit of the scores: int32 `[..., G, 1]` of `[..., G, N]`.
+
+    Weights are integers, so that their sum does not depend on its order. All steps are in units of 1/128 octave, that
+    is 1/128 of the scores that halve a weight.
+    """
+    octave = (math.log(2) * logit).clamp(1, LARGEST_OCTAVE).to(torch.int32).float()
+    stripes = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % STRIPES), value=LEAST)
+    stripes = stripes.unflatten(-1, (-1, STRIPES)).amax(-2)
+    best = stripes.amax(-1, keepdim=True)
+    below = ((best - stripes) * (128 / octave)).to(torch.int32)
+    weights = (256 - (below & 127) << 15) >> (below >> 7).clamp(max=31)  # 2^23 of the best
+    total = weights.sum(-1, keepdim=True, dtype=torch.int32)
+    # The exponent of a float and its upper 7 bits, after those of 2^23.
+    above = (total.float().view(torch.int32) >> 16) - (150 << 7)
+    return best + (above * (octave / 128)).to(torch.int32)
 
 
 def check_group(group: str) -> None:

@@ -13,8 +13,6 @@ from bpc_calib.method.encoded import GAIN_UNIT
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import (
-    LARGEST_LIMIT,
-    RELATIVE_LIMIT,
     QuantizedQuery,
     group_scores,
     hash_scores,
@@ -131,7 +129,7 @@ def choose(query: QuantizedQuery, state: State, rows: Rows, rules: Rules, head_d
 def rank(
     scores: Tensor, scale: Tensor, *, group: str, gain: bool, scaling: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Call `group_scores` with the limit that fits the scale of the queries; returns `[..., N]`, int32.
+    """Call `group_scores` with the logit that fits the scale of the queries; returns `[..., N]`, int32.
 
     Args:
         scores: int32 `[..., G, N]`, as `hash_scores` returns them.
@@ -144,9 +142,7 @@ def rank(
     Raises:
         InputError: the group is unknown.
     """
-    logit = (GAIN_UNIT if gain else 1) / (scale * scaling)  # one logit, in the unit of the scores
-    limit = (RELATIVE_LIMIT * logit).clamp(max=LARGEST_LIMIT).to(scores.dtype)
-    return group_scores(scores, group, valid=valid, limit=limit)
+    return group_scores(scores, group, valid=valid, logit=(GAIN_UNIT if gain else 1) / (scale * scaling))
 
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:

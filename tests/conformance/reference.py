@@ -213,16 +213,15 @@ def score(
     codes, _, residual = literal.encode(centred, rounded, towards)
     approximation, largest, unit = codes @ rounded, projected.abs().max(), 127
     quantized = (projected * (unit / largest)).round() if largest else projected
-    ranked = quantized @ codes.T  # [G, N]
+    ranked = (quantized @ codes.T).long()  # [G, N]
     if rules["gain"]:
         gains = [literal.gain(k, about, whole @ k) for k, about in zip(centred, approximation, strict=True)]
         ranked = ranked * (torch.tensor(gains) + 32)
-    # Sixteen logits in the unit of the scores; in float32, like the scale of the query.
+    # In the unit of the scores; in float32, like the scale of the query.
     logit = (64 if rules["gain"] else 1) / (
         (largest / unit).float() * (keys.shape[1] ** -0.5 if scaling is None else scaling)
     )
-    limit = int((16 * logit).clamp(max=1 << 24))
-    by_group = literal.group_scores(ranked[:, visible].tolist(), rules["group"], limit)
+    by_group = literal.group_scores(ranked[:, visible].tolist(), rules["group"], logit.item(), visible)
     grouped = dict(zip(visible, by_group, strict=True))
     error = (residual @ whole * residual).sum(1).clamp(min=0).sqrt()
     return [int(grouped.get(i, 0)) for i in range(len(keys))], error.float().tolist()

@@ -289,7 +289,7 @@ def test_sharp_heads_reach_the_limit_of_relative_scores(gain, scaling, monkeypat
         layer.update(keys, keys)
         layer.scale(scaling)
         if limit:
-            monkeypatch.setattr("bpc_calib.method.step.RELATIVE_LIMIT", limit)
+            monkeypatch.setattr("bpc_calib.method.scoring.RELATIVE_LIMIT", limit)
         rows = layer.rows(AttentionCall(None, queries, None, None, None, None))
         chosen.append(layer.decode(queries.squeeze(2).unflatten(1, (2, 4)), rows)[1])
     assert not torch.equal(*chosen)  # proves that the limit matters here

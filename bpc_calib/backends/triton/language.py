@@ -1,5 +1,7 @@
 """What Triton's language lacks: products that are right in the interpreter, too, IEEE division, rounding."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -22,10 +24,15 @@ __all__ = [
     "INTERPRET",
     "LARGEST_FACTOR",
     "LARGEST_LIMIT",
+    "LARGEST_OCTAVE",
     "LARGEST_QUERY",
+    "LEAST",
+    "LN2",
     "NEVER",
+    "OCTAVES",
     "RELATIVE_LIMIT",
     "ROUNDED_TWICE",
+    "STRIPES",
     "THREE_PASSES",
     "divide",
     "dot",
@@ -94,6 +101,11 @@ LARGEST_FACTOR = tl.constexpr(encoded.GAIN_MAX + encoded.GAIN_OFFSET)  # the lar
 LARGEST_QUERY = tl.constexpr(scoring.LARGEST_QUERY)
 RELATIVE_LIMIT = tl.constexpr(scoring.RELATIVE_LIMIT)
 LARGEST_LIMIT = tl.constexpr(float(scoring.LARGEST_LIMIT))
+LARGEST_OCTAVE = tl.constexpr(float(scoring.LARGEST_OCTAVE))
+STRIPES = tl.constexpr(scoring.STRIPES)
+OCTAVES = tl.constexpr(scoring.OCTAVES)
+LEAST = tl.constexpr(scoring.LEAST)
+LN2 = tl.constexpr(math.log(2))
 
 INT32_MIN = tl.constexpr(-(1 << 31))
 INT32_MAX = tl.constexpr((1 << 31) - 1)

@@ -23,7 +23,7 @@ from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.scoring import LARGEST_QUERY, QuantizedQuery
+from bpc_calib.method.scoring import LARGEST_OCTAVE, LARGEST_QUERY, LEAST, OCTAVES, STRIPES, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, within
 
@@ -52,7 +52,7 @@ class Ranking:
     scale: Tensor  # float32 [rows]
     plan: Tensor  # int32 [rows, PLAN_SIZE], see `plan`
     heads: Tensor  # int16 [rows, room, G_UP], scores of the heads without the gain
-    best: Tensor  # int32 [rows, programs, G_UP], largest score of each head, with the gain
+    best: Tensor  # int32 [rows, STRIPES, G_UP], largest score of each head and stripe, with the gain
     ranked: Tensor  # int32 [rows, room]
     counts: Tensor  # int32 [rows, COARSE + middle + FINE], the three histograms
     limits: Limits
@@ -73,7 +73,7 @@ def middle_bins(group: str, heads: int, largest: int, gain: bool) -> int:
     reach = largest * (GAIN_MAX + GAIN_OFFSET if gain else 1)
     span = 2 * reach
     if group == "relative":
-        span = 5 * heads * min(2 * reach, ((1 << 31) - 1) // (5 * heads))
+        span = 5 * heads * min(2 * reach + OCTAVES * LARGEST_OCTAVE, ((1 << 31) - 1) // (5 * heads))
     return int(1 << max(0, span.bit_length() - (FINE.bit_length() - 1) - (COARSE.bit_length() - 1)))
 
 
@@ -128,11 +128,13 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
         scale=empty(dtype=torch.float32),
         plan=empty(PLAN_SIZE.value),
         heads=empty(room, heads_up, dtype=torch.int16),
-        best=empty(parts, heads_up),
+        best=empty(STRIPES, heads_up),
         ranked=empty(room),
         counts=empty(counts),
         limits=_limits(rows, rules, batch, kv_heads),
     )
+    if rules.group == "relative":
+        made.best.fill_(LEAST)  # the programs of a row raise it together
     query, projection = tight(query), tight(codebook.projection).expand(batch, *codebook.projection.shape[-3:])
     assert state.codes is not None
     codes, padded = state.codes.view(torch.int8), rows.valid is not None
@@ -197,16 +199,16 @@ def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
 
 def rank(ranking: Ranking, state: State, rows: Rows, rules: Rules) -> None:
     """Steps 2 and 3: fills `ranked` and the first histogram."""
-    count, parts, heads_up = ranking.best.shape
+    count, _, heads_up = ranking.best.shape
     heads, room, worst, gain = ranking.queries, ranking.ranked.shape[1], state.worst, _gain(state, rules)
     shape = RankShape(
         H_KV=count // len(rows.lengths), G=heads, G_UP=heads_up, GROUP=rules.group, GAIN=gain is not None,
-        FORCES=bool(rules.recent or rules.sink), PARTS_UP=triton.next_power_of_2(max(1, SCORING // count)),
-        COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED), PAGE=_page(state, rows),
+        FORCES=bool(rules.recent or rules.sink), COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED),
+        PAGE=_page(state, rows),
     )  # fmt: skip
     rank_kernel[(programs(count, rows.longest, shape.BLOCK), count)](
         ranking.heads, placed(gain, rows), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
-        ranking.counts, room, parts, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        ranking.counts, room, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     if worst is not None and worst.shape[-1] and rules.safeguard:
         worst = tight(worst).flatten(0, 1)

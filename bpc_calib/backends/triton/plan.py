@@ -10,13 +10,16 @@ from bpc_calib.backends.triton.language import (
     INT32_MAX,
     LARGEST_FACTOR,
     LARGEST_LIMIT,
+    LARGEST_OCTAVE,
+    LN2,
+    OCTAVES,
     RELATIVE_LIMIT,
 )
 from bpc_calib.backends.triton.limits import Limits
 
 __all__ = [
     "PLAN_FIRST_TO", "PLAN_LEAST", "PLAN_LEFT", "PLAN_LENGTH", "PLAN_LIMIT", "PLAN_LOW", "PLAN_NEWEST_FROM",
-    "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED", "SIDE_BY_SIDE", "clear",
+    "PLAN_OCTAVE", "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED", "SIDE_BY_SIDE", "clear",
     "make_plan", "planned", "record", "span_of_program", "whole",
 ]  # fmt: skip
 
@@ -29,12 +32,13 @@ PLAN_WANTED = tl.constexpr(4)  # tokens to choose beside the forced ones; `guard
 PLAN_LOW = tl.constexpr(5)  # the least score there can be
 PLAN_SHIFT = tl.constexpr(6)  # bits of a score below those that the first histogram counts
 PLAN_LIMIT = tl.constexpr(7)  # as in `group_scores`
+PLAN_OCTAVE = tl.constexpr(8)  # as in `denominators`
 # `middle` writes these.
-PLAN_UPPER = tl.constexpr(8)  # the threshold's bin in the first histogram
-PLAN_UPPER_LEFT = tl.constexpr(9)  # how many keys of this bin are needed
+PLAN_UPPER = tl.constexpr(9)  # the threshold's bin in the first histogram
+PLAN_UPPER_LEFT = tl.constexpr(10)  # how many keys of this bin are needed
 # `fine` writes these.
-PLAN_LEAST = tl.constexpr(10)  # the least score that has all bits of the threshold but the lowest 8
-PLAN_LEFT = tl.constexpr(11)  # how many keys with these bits are needed
+PLAN_LEAST = tl.constexpr(11)  # the least score that has all bits of the threshold but the lowest 8
+PLAN_LEFT = tl.constexpr(12)  # how many keys with these bits are needed
 PLAN_SIZE = tl.constexpr(16)
 
 # Rows of scores hold a multiple of so many tokens, all written: kernels then load several at once, whatever the length.
@@ -72,10 +76,15 @@ def whole(length):
 def make_plan(plan, limits: Limits, row, length, k, most, scale, scaling, shape: tl.constexpr):
     """Writes what the later steps know of a row; no score without the gain is above `most`, or below `-most`."""
     G: tl.constexpr = shape.G
+    product = scale * scaling
+    logit = tl.div_rn(tl.full([], GAIN_UNIT if shape.GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
+    limit = tl.where(product > 0, tl.minimum(logit * RELATIVE_LIMIT, LARGEST_LIMIT), LARGEST_LIMIT).to(tl.int32)
+    octave = tl.minimum(tl.maximum(logit * LN2, 1.0), LARGEST_OCTAVE)
+    octave = tl.where(product > 0, octave, LARGEST_OCTAVE).to(tl.int32)
     # Scores lie in [low, low + span]; the later histograms count the lowest `shift` bits of their distance from low.
     most = most * (LARGEST_FACTOR if shape.GAIN else 1)
     if shape.GROUP == "relative":
-        span = 5 * G * tl.minimum(2 * most, INT32_MAX // (5 * G))
+        span = 5 * G * tl.minimum(2 * most + OCTAVES * octave, INT32_MAX // (5 * G))
         low = -span
     else:
         span = 2 * most
@@ -83,9 +92,6 @@ def make_plan(plan, limits: Limits, row, length, k, most, scale, scaling, shape:
     shift = FINE_BITS
     for each in tl.static_range(FINE_BITS, 31):
         shift += ((span >> each) >= COARSE).to(tl.int32)
-    product = scale * scaling
-    logit = tl.div_rn(tl.full([], GAIN_UNIT if shape.GAIN else 1.0, tl.float32), tl.where(product > 0, product, 1.0))
-    limit = tl.where(product > 0, tl.minimum(logit * RELATIVE_LIMIT, LARGEST_LIMIT), LARGEST_LIMIT).to(tl.int32)
 
     # Which tokens are forced: the newest, then the first, and never more than k of them.
     newest = tl.minimum(k, limits.recent)
@@ -108,6 +114,7 @@ def make_plan(plan, limits: Limits, row, length, k, most, scale, scaling, shape:
     record(plan, row, PLAN_LOW, low)
     record(plan, row, PLAN_SHIFT, shift)
     record(plan, row, PLAN_LIMIT, limit)
+    record(plan, row, PLAN_OCTAVE, octave)
 
 
 @triton.jit

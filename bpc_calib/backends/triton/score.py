@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
-from bpc_calib.backends.triton.language import ASM, GAIN_OFFSET, LARGEST_QUERY, NEVER, divide, dot, round_even
+from bpc_calib.backends.triton.language import ASM, GAIN_OFFSET, LARGEST_QUERY, LEAST, STRIPES, divide, dot, round_even
 from bpc_calib.backends.triton.limits import Limits, counted, length_of, number_of
 from bpc_calib.backends.triton.plan import clear, make_plan, span_of_program, whole
 
@@ -112,9 +112,9 @@ def score_kernel(
     scaling,
     shape: tl.constexpr,
 ):
-    """Scores `heads [rows, room, G_UP]`, and for "relative" the largest of each head, `best [rows, programs, G_UP]`.
+    """Scores `heads [rows, room, G_UP]`, and for "relative" raises `best [rows, STRIPES, G_UP]` to the largest ones.
 
-    Also writes the quantized queries and the plan, and clears `counts`. Grid (programs, rows). Every program quantizes
+    Key `i` is in stripe `i % STRIPES`. Also writes the quantized queries and the plan, and clears `counts`. Grid (programs, rows). Every program quantizes
     the queries of its row anew, which saves a launch.
     """
     G: tl.constexpr = shape.G
@@ -142,7 +142,7 @@ def score_kernel(
     clear(made.counts, row, shape.COUNTS)
 
     totals = tl.sum(values, 1)
-    top = tl.full([ROWS, PACK, G_UP], NEVER, tl.int32)
+    top = tl.full([ROWS, PACK, G_UP], LEAST, tl.int32)
     for start in range(first, last, BLOCK):
         x = codes_of(codes, b, h, start, last, shape)
         gains = gains_of(gain, b, h, start, last, shape)
@@ -156,10 +156,11 @@ def score_kernel(
         if shape.GROUP == "relative":
             if shape.GAIN:
                 scores = scores * (gains.to(tl.int32) + GAIN_OFFSET)[:, :, None]
-            top = tl.maximum(top, tl.where(counted(limits, b, at, length)[:, :, None], scores, NEVER))
+            top = tl.maximum(top, tl.where(counted(limits, b, at, length)[:, :, None], scores, LEAST))
     if shape.GROUP == "relative":
-        best = tl.max(tl.max(top, 0), 0)
-        tl.store(made.best + (row.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * G_UP + g, best)
+        best = tl.max(tl.reshape(top, [BLOCK // STRIPES, STRIPES, G_UP]), 0)  # a block begins with stripe 0
+        stripe = row.to(tl.int64) * STRIPES + tl.arange(0, STRIPES)
+        tl.atomic_max(made.best + stripe[:, None] * G_UP + g[None, :], best, sem="relaxed")
 
 
 HEADS = tl.constexpr(16)  # the least height of a matrix product, and the most heads there are

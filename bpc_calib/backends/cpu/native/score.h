@@ -1,10 +1,12 @@
 // Steps 1 and 2: the queries projected and rounded to int8, and one ranked integer per key from its code alone.
 //
-// Ranking a key takes each head's best score (`group_scores`), so a first pass leaves the products, as int16, and the
-// best scores, and a second pass ranks.
+// Ranking a key takes the denominator of each head (`group_scores`), so a first pass leaves the products, as int16, and
+// the best score of each stripe, and a second pass ranks.
 namespace BPC_ISA {
 
 constexpr float LARGEST_QUERY = 127, RELATIVE_LIMIT = 16, LARGEST_LIMIT = 1 << 24;
+constexpr float LN2 = 0.6931471805599453f, LARGEST_OCTAVE = 1 << 17;
+constexpr i64 STRIPES = 64;          // key `i` is in stripe `i % STRIPES`
 constexpr i32 LEAST = -(1 << 23);  // below every score
 constexpr i64 BLOCK = 1024;        // keys whose products are in the nearest cache
 constexpr i64 SAMPLE = 1024;       // keys of each row that are ranked first
@@ -17,7 +19,8 @@ struct Room {
     i32 *totals;      // [heads], sums of the rounded queries
     i8 *rounded;      // [heads, bits]
     i16 *products;    // [heads, stride]
-    i32 *best;        // [parts, heads], the best score of each head
+    i32 *best;        // [parts, heads, STRIPES], the best score of each stripe
+    i32 *whole;       // [heads], the denominators
     i16 *sampled;     // [heads, SAMPLE]
     u8 *weights;      // [SAMPLE], gains of the sample
     u64 *marks;       // [stride / 64], a bit per token: whether it is forced
@@ -206,24 +209,27 @@ static void products_of_words(i64 words, const i64 *codes, i64 count, const i32 
         products_of<2, N>(codes, count, table, totals, out, stride);
 }
 
-// Raise the best score of a head to those of `count` keys.
+// Raise the best scores of the stripes of a head to those of `count` keys, the first of which is in stripe 0.
 template <bool GAINED, bool MASKED>
-static i32 best_of(const i16 *products, const u8 *gains, const u8 *valid, i64 count, i32 best) {
-    for (i64 i = 0; i < count; i++) {
-        i32 score = products[i];
-        if (GAINED) score *= (i32)gains[i] + (i32)GAIN_OFFSET;
-        if (MASKED) score = valid[i] ? score : LEAST;
-        best = score > best ? score : best;
-    }
-    return best;
+static void raise_stripes(const i16 *products, const u8 *gains, const u8 *valid, i64 count, i32 *__restrict best) {
+    auto raise = [&](i64 i, i64 stripe) {
+        i32 score = products[i + stripe];
+        if (GAINED) score *= (i32)gains[i + stripe] + (i32)GAIN_OFFSET;
+        if (MASKED) score = valid[i + stripe] ? score : LEAST;
+        best[stripe] = score > best[stripe] ? score : best[stripe];
+    };
+    i64 i = 0;
+    for (; i + STRIPES <= count; i += STRIPES)
+        for (i64 stripe = 0; stripe < STRIPES; stripe++) raise(i, stripe);
+    for (i64 stripe = 0; stripe < count - i; stripe++) raise(i, stripe);
 }
 
-// `rank_block` for up to four heads: the largest score and, relative to the best ones, the sum of those within the limit.
+// `rank_block` for up to four heads: the largest score and, relative to the denominators, the sum of those within the limit.
 template <int N, bool RELATIVE, bool GAINED, bool FIRST, bool LAST>
-static void rank_heads(const i16 *__restrict products, i64 stride, const u8 *__restrict gains, const i32 *best, i32 limit,
+static void rank_heads(const i16 *__restrict products, i64 stride, const u8 *__restrict gains, const i32 *whole, i32 limit,
                        i64 count, i32 all, i32 *__restrict top, i32 *__restrict total, i32 *__restrict ranks) {
     i32 most[N];
-    for (int g = 0; g < N; g++) most[g] = RELATIVE ? best[g] : 0;
+    for (int g = 0; g < N; g++) most[g] = RELATIVE ? whole[g] : 0;
     const i16 *a = products, *b = products + (N > 1) * stride, *c = products + 2 * (N > 2) * stride,
               *d = products + 3 * (N > 3) * stride;
     for (i64 i = 0; i < count; i++) {
@@ -244,16 +250,29 @@ static void rank_heads(const i16 *__restrict products, i64 stride, const u8 *__r
 }
 
 template <int N, bool RELATIVE, bool GAINED>
-static void rank_some(bool first, bool last, const i16 *products, i64 stride, const u8 *gains, const i32 *best, i32 limit,
+static void rank_some(bool first, bool last, const i16 *products, i64 stride, const u8 *gains, const i32 *whole, i32 limit,
                       i64 count, i32 all, i32 *top, i32 *total, i32 *ranks) {
     if (first && last)
-        rank_heads<N, RELATIVE, GAINED, true, true>(products, stride, gains, best, limit, count, all, top, total, ranks);
+        rank_heads<N, RELATIVE, GAINED, true, true>(products, stride, gains, whole, limit, count, all, top, total, ranks);
     else if (first)
-        rank_heads<N, RELATIVE, GAINED, true, false>(products, stride, gains, best, limit, count, all, top, total, ranks);
+        rank_heads<N, RELATIVE, GAINED, true, false>(products, stride, gains, whole, limit, count, all, top, total, ranks);
     else if (last)
-        rank_heads<N, RELATIVE, GAINED, false, true>(products, stride, gains, best, limit, count, all, top, total, ranks);
+        rank_heads<N, RELATIVE, GAINED, false, true>(products, stride, gains, whole, limit, count, all, top, total, ranks);
     else
-        rank_heads<N, RELATIVE, GAINED, false, false>(products, stride, gains, best, limit, count, all, top, total, ranks);
+        rank_heads<N, RELATIVE, GAINED, false, false>(products, stride, gains, whole, limit, count, all, top, total, ranks);
+}
+
+// The logarithm of the denominator of a head: `_denominator` of `group_scores`.
+static i32 denominator(const i32 *stripes, float octave) {
+    i32 best = stripes[0], total = 0, bits;
+    for (i64 stripe = 1; stripe < STRIPES; stripe++) best = stripes[stripe] > best ? stripes[stripe] : best;
+    for (i64 stripe = 0; stripe < STRIPES; stripe++) {
+        i32 below = (i32)((float)(best - stripes[stripe]) * (128 / octave)), halved = below >> 7;
+        total += ((256 - (below & 127)) << 15) >> (halved < 31 ? halved : 31);
+    }
+    float sum = (float)total;
+    std::memcpy(&bits, &sum, sizeof bits);
+    return best + (i32)((float)((bits >> 16) - (150 << 7)) * (octave / 128));
 }
 
 // How scores become ranks, see `group_scores`. The relative score is without the clamp to int32, which 16 heads never
@@ -261,7 +280,7 @@ static void rank_some(bool first, bool last, const i16 *products, i64 stride, co
 struct Ranker {
     i64 heads;
     bool relative, gained;
-    i32 best[16], limit;
+    i32 whole[16], limit;
 
     // The ranks of at most `BLOCK` keys whose products are int16 `[heads, stride]`.
     void rank(const i16 *products, i64 stride, const u8 *gains, i64 count, i32 *ranks) const {
@@ -272,13 +291,13 @@ struct Ranker {
             i32 all = (i32)(4 * heads);
 #define BPC_RANK(N)                                                                                                \
     if (relative && gained)                                                                                        \
-        rank_some<N, true, true>(first, last, from, stride, gains, best + begin, limit, count, all, top, total, ranks); \
+        rank_some<N, true, true>(first, last, from, stride, gains, whole + begin, limit, count, all, top, total, ranks); \
     else if (relative)                                                                                             \
-        rank_some<N, true, false>(first, last, from, stride, gains, best + begin, limit, count, all, top, total, ranks); \
+        rank_some<N, true, false>(first, last, from, stride, gains, whole + begin, limit, count, all, top, total, ranks); \
     else if (gained)                                                                                               \
-        rank_some<N, false, true>(first, last, from, stride, gains, best + begin, limit, count, all, top, total, ranks); \
+        rank_some<N, false, true>(first, last, from, stride, gains, whole + begin, limit, count, all, top, total, ranks); \
     else                                                                                                           \
-        rank_some<N, false, false>(first, last, from, stride, gains, best + begin, limit, count, all, top, total, ranks)
+        rank_some<N, false, false>(first, last, from, stride, gains, whole + begin, limit, count, all, top, total, ranks)
             switch (heads - begin) {
             case 1: BPC_RANK(1); break;
             case 2: BPC_RANK(2); break;
@@ -290,18 +309,29 @@ struct Ranker {
     }
 };
 
-static Ranker ranker_of(const bpc::Call &call, const Room &room, i64 parts) {
-    Ranker ranker{call.heads, call.group == 0, call.gained != 0, {}, 0};
+// One logit, in the unit of the scores.
+INLINE float logit_of(const bpc::Call &call, const Room &room) {
+    return (call.gained ? GAIN_UNIT : 1.0f) / (room.scale * (float)call.scaling);
+}
+
+// The denominators of a row whose parts are scored.
+static void put_whole(const bpc::Call &call, i64 parts, Room &room) {
+    float octave = LN2 * logit_of(call, room);
+    octave = (float)(i32)(octave < 1 ? 1 : octave < LARGEST_OCTAVE ? octave : LARGEST_OCTAVE);
     for (i64 g = 0; g < call.heads; g++) {
-        i32 best = LEAST;
-        for (i64 part = 0; part < parts; part++) {
-            i32 other = room.best[part * call.heads + g];
-            best = other > best ? other : best;
+        i32 *stripes = room.best + g * STRIPES;
+        for (i64 part = 1; part < parts; part++) {
+            const i32 *others = stripes + part * call.heads * STRIPES;
+            for (i64 stripe = 0; stripe < STRIPES; stripe++) stripes[stripe] = others[stripe] > stripes[stripe] ? others[stripe] : stripes[stripe];
         }
-        ranker.best[g] = best;
+        room.whole[g] = denominator(stripes, octave);
     }
-    // How far below the best a score counts, in units of scores.
-    float limit = RELATIVE_LIMIT * ((call.gained ? GAIN_UNIT : 1.0f) / (room.scale * (float)call.scaling));
+}
+
+static Ranker ranker_of(const bpc::Call &call, const Room &room) {
+    Ranker ranker{call.heads, call.group == 0, call.gained != 0, {}, 0};
+    for (i64 g = 0; g < call.heads; g++) ranker.whole[g] = room.whole[g];
+    float limit = RELATIVE_LIMIT * logit_of(call, room);
     ranker.limit = (i32) - (limit < LARGEST_LIMIT ? limit : LARGEST_LIMIT);
     return ranker;
 }
@@ -324,13 +354,13 @@ INLINE const u8 *gain_of(const bpc::Call &call, i64 b, i64 h, const Room &room) 
     return call.page ? room.gain : (const u8 *)call.gain + b * call.gain_b + h * call.gain_h;
 }
 
-// The products of the tokens from `begin` to `end` of a row, and the best score of each head among them.
+// The products of the tokens from `begin` to `end` of a row, and the best score of each stripe among them.
 static void score_part(const bpc::Call &call, i64 row, i64 begin, i64 end, Room &room, i32 *best) {
     i64 b = row / call.kv_heads, h = row % call.kv_heads, heads = call.heads, stride = room.stride;
     i64 length = length_of(call, b), step = sample_step(length);
     const i64 *codes = codes_of(call, b, h, room);
     const u8 *gains = gain_of(call, b, h, room), *valid = valid_of(call, b);
-    for (i64 g = 0; g < heads; g++) best[g] = LEAST;
+    for (i64 i = 0; i < heads * STRIPES; i++) best[i] = LEAST;
     for (; begin < least_of(length, end); begin += BLOCK) {
         i64 count = least_of(BLOCK, least_of(length, end) - begin);
         for (i64 g = 0; g < heads; g += 4) {
@@ -347,12 +377,15 @@ static void score_part(const bpc::Call &call, i64 row, i64 begin, i64 end, Room 
         for (i64 g = 0; g < heads; g++) {
             const i16 *products = room.products + g * stride + begin;
             const u8 *weights = gains ? gains + begin : nullptr, *real = valid ? valid + begin : nullptr;
-            if (gains)
-                best[g] = valid ? best_of<true, true>(products, weights, real, count, best[g])
-                                : best_of<true, false>(products, weights, real, count, best[g]);
+            i32 *stripes = best + g * STRIPES;
+            if (gains && valid)
+                raise_stripes<true, true>(products, weights, real, count, stripes);
+            else if (gains)
+                raise_stripes<true, false>(products, weights, real, count, stripes);
+            else if (valid)
+                raise_stripes<false, true>(products, weights, real, count, stripes);
             else
-                best[g] = valid ? best_of<false, true>(products, weights, real, count, best[g])
-                                : best_of<false, false>(products, weights, real, count, best[g]);
+                raise_stripes<false, false>(products, weights, real, count, stripes);
         }
         for (i64 i = (begin + step - 1) / step; i * step < begin + count; i++) {
             for (i64 g = 0; g < heads; g++) room.sampled[g * SAMPLE + i] = room.products[g * stride + i * step];

@@ -53,7 +53,8 @@ static Room room_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
     room.totals = bytes.take<i32>(heads);
     room.rounded = bytes.take<i8>(heads * call.bits);
     room.products = bytes.take<i16>(heads * stride);
-    room.best = bytes.take<i32>(plan.parts * heads);
+    room.best = bytes.take<i32>(plan.parts * heads * STRIPES);
+    room.whole = bytes.take<i32>(heads);
     room.sampled = bytes.take<i16>(heads * SAMPLE);
     room.weights = bytes.take<u8>(SAMPLE);
     room.marks = bytes.take<u64>(stride / 64);
@@ -138,7 +139,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
                 if (scores) score_part(call, row, 0, plan.size, room, room.best);
                 if (selects) {
                     mark_row(call, row, 1, room);
-                    room.counts[0] = candidates_of(call, row, 0, plan.size, 1, room);
+                    room.counts[0] = candidates_of(call, row, 0, plan.size, room);
                     count = take_row(call, row, 1, plan.size, room, list);
                 }
                 if (attends) {
@@ -165,7 +166,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
         bpc::parallel(plan.threads, plan.rows * plan.parts, [&](i64 task) {
             i64 row = task / plan.parts, part = task % plan.parts;
             Room &room = rooms[row];
-            score_part(call, row, part * plan.size, (part + 1) * plan.size, room, room.best + part * call.heads);
+            score_part(call, row, part * plan.size, (part + 1) * plan.size, room, room.best + part * call.heads * STRIPES);
         });
     }
     if (selects) {
@@ -173,8 +174,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
         bpc::parallel(plan.threads, plan.rows * plan.parts, [&](i64 task) {
             i64 row = task / plan.parts, part = task % plan.parts;
             Room &room = rooms[row];
-            room.counts[part] =
-                candidates_of(call, row, part * plan.size, (part + 1) * plan.size, plan.parts, room);
+            room.counts[part] = candidates_of(call, row, part * plan.size, (part + 1) * plan.size, room);
         });
         bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
             take_row(call, row, plan.parts, plan.size, rooms[row], indices + row * call.width);

@@ -86,7 +86,8 @@ static void mark_row(const bpc::Call &call, i64 row, i64 parts, Room &room) {
     i64 step = sample_step(length), count = (length + step - 1) / step;
     double expected = (double)(wanted * count) / (double)most_of(1, length);
     alignas(64) i32 ranks[SAMPLE];
-    ranker_of(call, room, parts).rank(room.sampled, SAMPLE, room.weights, count, ranks);
+    put_whole(call, parts, room);
+    ranker_of(call, room).rank(room.sampled, SAMPLE, room.weights, count, ranks);
     if (valid) {
         i64 real = 0;
         for (i64 i = 0; i < count; i++) {
@@ -118,10 +119,10 @@ INLINE u64 at_least(const i32 *ranks, i32 least) {
 
 // The candidates among the tokens from `begin` to `end` of a row, and how many: those with a rank of at least
 // `room.least` or that are forced. They lie from `begin` on.
-static i64 candidates_of(const bpc::Call &call, i64 row, i64 begin, i64 end, i64 parts, Room &room) {
+static i64 candidates_of(const bpc::Call &call, i64 row, i64 begin, i64 end, Room &room) {
     i64 b = row / call.kv_heads, length = least_of(length_of(call, b), end), taken = 0;
     const u8 *valid = valid_of(call, b), *gains = gain_of(call, b, row % call.kv_heads, room);
-    Ranker ranker = ranker_of(call, room, parts);
+    Ranker ranker = ranker_of(call, room);
     i32 *places = room.places + begin, *values = room.values + begin;
     alignas(64) i32 ranks[BLOCK + 64];
     for (; begin < length; begin += BLOCK) {
@@ -152,7 +153,7 @@ static i64 take_row(const bpc::Call &call, i64 row, i64 parts, i64 part_size, Ro
     if (found < wanted && room.least > NEVER + 1) {
         room.least = NEVER + 1;
         for (i64 part = 0; part < parts; part++)
-            room.counts[part] = candidates_of(call, row, part * part_size, (part + 1) * part_size, parts, room);
+            room.counts[part] = candidates_of(call, row, part * part_size, (part + 1) * part_size, room);
     }
     for (i64 part = 0; part < parts; part++) {
         i64 from = part * part_size, some = room.counts[part];
