@@ -21,7 +21,8 @@ from bpc_calib.method.shares import counts
 def by_hand(query, keys, values, chosen, scaling):
     """Return the four metrics of one KV head, computed from lists of numbers."""
     products = [[sum(a * b for a, b in zip(q, k, strict=True)) for k in keys] for q in query]
-    below = [[row[i] - max(row) for row in products] for i in range(len(keys))]
+    whole = [math.log(sum(math.exp(scaling * p) for p in row)) / scaling for row in products]
+    below = [[row[i] - each for row, each in zip(products, whole, strict=True)] for i in range(len(keys))]
     best_of_group = [4 * len(query) * max(column) + sum(max(r, -16 / scaling) for r in column) for column in below]
     true = sorted(range(len(keys)), key=lambda i: (-best_of_group[i], i))[: len(chosen)]
     found = {"recall": len(set(true) & set(chosen)) / len(chosen), "mass": 0.0, "best_kept": 0.0, "cosine": 0.0}
