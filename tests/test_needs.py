@@ -154,21 +154,21 @@ def run(model, text_folder, tmp_path):
 
 def test_a_calibration_measures_needs_and_goes_on_where_it_was_stopped(run, tmp_path, caplog):
     expected, steps = run()
-    assert [step for step in steps if step[0] == "needs"] == [("needs", done, 9) for done in range(10)]
+    assert [step for step in steps if step[0] == "needs"] == [("needs", done, 6) for done in range(7)]
     assert bpc_artifacts.load(tmp_path / "made.safetensors").has_needs
-    for stop, left in ((0, 9), (4, 6), (9, 3), (None, 0)):  # a text that was not finished is measured again
+    for stop, left in ((0, 6), (4, 3), (6, 3), (None, 0)):  # a text that was not finished is measured again
         if stop is not None:
             shutil.rmtree(tmp_path / "work" / "needs", ignore_errors=True)
             with pytest.raises(KeyboardInterrupt):
                 run("work", stop=("needs", stop))
         made, steps = run("work")
         assert made == expected
-        assert [step for step in steps if step[0] == "needs"] == [("needs", done, 9) for done in range(9 - left, 10)]
+        assert [step for step in steps if step[0] == "needs"] == [("needs", done, 6) for done in range(6 - left, 7)]
     (tmp_path / "work" / "needs" / "000003.safetensors").write_bytes(b"other")
     made, steps = run("work")
     assert made == expected
     assert "1 damaged and made again; the first: 000003.safetensors" in caplog.text
-    assert steps[-4] == ("needs", 6, 9)
+    assert steps[-4] == ("needs", 3, 6)
 
 
 def test_other_bits_have_other_needs(run, tmp_path):
@@ -177,7 +177,7 @@ def test_other_bits_have_other_needs(run, tmp_path):
     made, steps = run("work", bits=64)
     assert made == expected
     assert "keys" not in {stage for stage, *_ in steps}
-    assert ("needs", 0, 9) in steps
+    assert ("needs", 0, 6) in steps
 
 
 def test_on_which_samples_needs_are_measured():
@@ -187,7 +187,7 @@ def test_on_which_samples_needs_are_measured():
         return make_plan(description, samples=samples, **({"sequence_length": 1024} | settings)).measured
 
     assert measured(180) == [15, 45, 75, 105, 135, 165]
-    assert measured(24) == [4, 12, 20]
+    assert measured(24) == [6, 18]
     assert measured(2) == [0, 1]
     assert measured(24, sequence_length=1023) == []
     assert measured(24, method="paper") == []

@@ -14,8 +14,8 @@ KEYS_PER_HEAD = 65_536
 LEAST_PER_BIT = 2  # fitted keys: with one per bit, other keys have 3 times their residual; with two, 1.8 times
 SEQUENCE_LENGTH = 8192
 HELD_OUT = 16  # one sample in so many is held out
-MEASURED = 8  # one sample in so many measures needs, within `FEWEST` and `MOST`
-FEWEST, MOST = 3, 6
+MEASURED = 16  # one sample in so many measures needs, within `FEWEST` and `MOST`; it takes 4 to 6 times a pass
+FEWEST, MOST = 2, 6
 LEAST_LENGTH = 1024  # tokens of a sample that can measure needs: 2 % of fewer are too few to tell heads apart
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
 
