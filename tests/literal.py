@@ -85,12 +85,17 @@ def group_scores(
 ) -> list[float]:
     """Return one score per key from the scores per query head; all keys are valid, and lie at `places`."""
     if group == "relative":
-        whole = [denominator(head, logit, places) for head in scores]
-        below = list(zip(*([score - all_of for score in head] for head, all_of in zip(scores, whole)), strict=True))
+        below = []
+        for head in scores:
+            whole = denominator(head, logit, places)
+            below.append([score - whole for score in head])
         least = -float("inf")
         if logit is not None:
             least = -16 * logit if isinstance(scores[0][0], float) else -int(min(np.float32(16 * logit), 1 << 24))
-        return [4 * len(scores) * max(column) + sum(max(score, least) for score in column) for column in below]
+        return [
+            4 * len(scores) * max(column) + sum(max(score, least) for score in column)
+            for column in zip(*below, strict=True)
+        ]
     return [max(column) for column in zip(*scores, strict=True)]
 
 

@@ -159,7 +159,7 @@ def test_a_key_ranks_by_its_weight():
     units = (30_000 * scores / 7).round().to(torch.int32)
     found = group_scores(units, "relative", logit=torch.tensor(30_000.0))
     torch.testing.assert_close(found / 30_000, expected.float(), rtol=0, atol=1)  # ten distances
-    # Of a head whose weights are alike, the best key is no better than its weight; below the best scores, it ranks second.
+    # By distance from the best scores, the best key of the flat head, key 2, would rank second.
     assert found.argsort(descending=True).tolist() == [0, 1, 2, 3]
     assert group_scores(scores, "relative").argsort(descending=True).tolist() == [0, 2, 1, 3]
 

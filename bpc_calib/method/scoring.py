@@ -30,9 +30,9 @@ __all__ = [
 GROUPS = ("relative", "max")
 RELATIVE_LIMIT = 16.0  # logits: a key that far below the denominator has e^-16 of a head's attention
 LARGEST_LIMIT = 1 << 24  # largest limit in the unit of scores, whose absolute values are below 2^23
-STRIPES = 64  # the denominator of integer scores counts the best key of each stripe; key `i` is in stripe `i % STRIPES`
-LARGEST_OCTAVE = 1 << 17  # of the unit of scores in a factor of two of the weight: above it all keys weigh nearly alike
-OCTAVES = 6  # so far can a denominator be above the best score: the logarithm of `STRIPES`
+STRIPES = 64  # key `i` is in stripe `i % STRIPES`; the best key of each stripe counts in an integer denominator
+OCTAVES = 6  # as many factors of two can a denominator be above the best weight: the logarithm of `STRIPES`
+LARGEST_OCTAVE = 1 << 17  # units of scores in a factor of two, at most: with more, all keys weigh much alike
 LEAST = -(1 << 23)  # below every score: of a key that does not count
 LARGEST_QUERY = 127  # largest absolute int8 value of a quantized query
 
@@ -115,8 +115,9 @@ def group_scores(
             `RELATIVE_LIMIT` logits counts as this limit, because such a key has no weight. None: the unit is unknown;
             distances are below the best score of a head, without a limit.
 
-    Of floats the denominator is exact. Of integers it is the sum over `STRIPES` stripes of the weight of the best key, with
-    powers and logarithms linear between powers of two: the same integer on every machine, within 0.1 logit.
+    Of floats the denominator is exact. Of integers it is the sum of the weights of the best key of each of 64 stripes
+    (key `i` is in stripe `i % 64`), within 0.1 logit: powers and logarithms are linear between powers of two, so every
+    machine finds the same integer.
 
     Raises:
         InputError: the group is unknown.
@@ -129,14 +130,14 @@ def group_scores(
     if valid is not None:
         counted = scores.masked_fill(~valid.unsqueeze(-2), LEAST if exact else -math.inf)
     if logit is None:
-        whole = counted.amax(-1, keepdim=True)
+        denominator = counted.amax(-1, keepdim=True)
     else:
         unit = torch.float32 if exact else scores.dtype
         logit = torch.as_tensor(logit, dtype=unit, device=scores.device)[..., None, None]
-        whole = _denominator(counted, logit) if exact else (counted / logit).logsumexp(-1, keepdim=True) * logit
+        denominator = _denominator(counted, logit) if exact else (counted / logit).logsumexp(-1, keepdim=True) * logit
     # Keeps the result within int32; up to 40 heads never reach this bound.
     least = -(((1 << 31) - 1) // (5 * heads)) if exact else -math.inf
-    below = (scores - whole).clamp_(least, 0)
+    below = (scores - denominator).clamp_(least, 0)
     best = below.amax(-2)
     if logit is not None:
         limit = RELATIVE_LIMIT * logit
@@ -147,8 +148,8 @@ def group_scores(
 def _denominator(scores: Tensor, logit: Tensor) -> Tensor:
     """Return the logarithms of the denominators, in the unit of the scores: int32 `[..., G, 1]` of `[..., G, N]`.
 
-    Weights are integers, so that their sum does not depend on its order. All steps are in units of 1/128 octave, that
-    is 1/128 of the scores that halve a weight.
+    An octave is the distance that halves a weight. Distances are in 1/128 octaves, and weights are integers, so that
+    their sum does not depend on its order.
     """
     octave = (math.log(2) * logit).clamp(1, LARGEST_OCTAVE).to(torch.int32).float()
     stripes = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % STRIPES), value=LEAST)
@@ -157,7 +158,7 @@ def _denominator(scores: Tensor, logit: Tensor) -> Tensor:
     below = ((best - stripes) * (128 / octave)).to(torch.int32)
     weights = (256 - (below & 127) << 15) >> (below >> 7).clamp(max=31)  # 2^23 of the best
     total = weights.sum(-1, keepdim=True, dtype=torch.int32)
-    # The exponent of a float and its upper 7 bits, after those of 2^23.
+    # The logarithm: the exponent of a float and the upper 7 bits of its fraction, less those of 2^23.
     above = (total.float().view(torch.int32) >> 16) - (150 << 7)
     return best + (above * (octave / 128)).to(torch.int32)
 

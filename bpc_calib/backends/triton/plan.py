@@ -19,8 +19,8 @@ from bpc_calib.backends.triton.limits import Limits
 
 __all__ = [
     "PLAN_FIRST_TO", "PLAN_LEAST", "PLAN_LEFT", "PLAN_LENGTH", "PLAN_LIMIT", "PLAN_LOW", "PLAN_NEWEST_FROM",
-    "PLAN_OCTAVE", "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED", "SIDE_BY_SIDE", "clear",
-    "make_plan", "planned", "record", "span_of_program", "whole",
+    "PLAN_OCTAVE", "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED",
+    "SIDE_BY_SIDE", "clear", "make_plan", "planned", "record", "span_of_program", "whole",
 ]  # fmt: skip
 
 # `score` writes these.
@@ -32,7 +32,7 @@ PLAN_WANTED = tl.constexpr(4)  # tokens to choose beside the forced ones; `guard
 PLAN_LOW = tl.constexpr(5)  # the least score there can be
 PLAN_SHIFT = tl.constexpr(6)  # bits of a score below those that the first histogram counts
 PLAN_LIMIT = tl.constexpr(7)  # as in `group_scores`
-PLAN_OCTAVE = tl.constexpr(8)  # as in `denominators`
+PLAN_OCTAVE = tl.constexpr(8)  # as in `denominators` of `rank`
 # `middle` writes these.
 PLAN_UPPER = tl.constexpr(9)  # the threshold's bin in the first histogram
 PLAN_UPPER_LEFT = tl.constexpr(10)  # how many keys of this bin are needed

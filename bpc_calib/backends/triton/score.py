@@ -114,8 +114,8 @@ def score_kernel(
 ):
     """Scores `heads [rows, room, G_UP]`, and for "relative" raises `best [rows, STRIPES, G_UP]` to the largest ones.
 
-    Key `i` is in stripe `i % STRIPES`. Also writes the quantized queries and the plan, and clears `counts`. Grid (programs, rows). Every program quantizes
-    the queries of its row anew, which saves a launch.
+    Key `i` is in stripe `i % STRIPES`. Also writes the quantized queries and the plan, and clears `counts`. Grid
+    (programs, rows). Every program quantizes the queries of its row anew, which saves a launch.
     """
     G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
