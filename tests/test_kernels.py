@@ -14,7 +14,7 @@ from bpc_calib.method.encoded import GAIN_MAX
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import LEAST, STRIPES
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.state import State, alike
+from bpc_calib.method.state import Rows, State, alike
 from bpc_calib.method.step import attend
 from bpc_calib.method.step import rank as plain_rank
 
@@ -115,6 +115,20 @@ def test_attention_over_everything():
     expected = attend(query, state, rows, everything.where(everything < lengths.view(2, 1, 1), -1))
     found = pipeline.attend(query, state, rows, None)
     torch.testing.assert_close(found, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
+
+
+@pytest.mark.emulated(mean=[150])
+@pytest.mark.parametrize("mean", [None, 20, 150, 1000])
+def test_attention_over_lists_of_different_lengths(mean):
+    counts, width = (1000, 3, 128, 65), 1000
+    query, keys, values = draw(2, 2, 4, 64), draw(2, 2, 1200, 64, seed=1), draw(2, 2, 1200, 64, seed=2)
+    lists = torch.full((4, width), -1)
+    for row, count in enumerate(counts):
+        lists[row, :count] = torch.randperm(1200, generator=torch.Generator().manual_seed(row))[:count].sort().values
+    indices, lengths = lists.view(2, 2, width).to(DEVICE), torch.full((2,), 1200, device=DEVICE)
+    rows, state = Rows(lengths, torch.tensor(counts, device=DEVICE).view(2, 2), 1200, width), State(keys, values)
+    found = pipeline.attend(query, state, rows, indices, mean=mean)
+    torch.testing.assert_close(found, attend(query, state, rows, indices), rtol=1e-5, atol=1e-5)
 
 
 def test_the_same_every_time():

@@ -97,7 +97,10 @@ def attend_kernel(
     total = tl.zeros([16], wide)
     sums = tl.zeros([16, D_UP], wide)
     end = count if indices is not None else tl.minimum(tl.load(lengths + b).to(tl.int32), count)
-    for first in range(0, CHUNK, BLOCK):
+    last = CHUNK
+    if indices is not None and split > 0:  # a list that ends before this chunk leaves nothing to do
+        last = tl.where(tl.load(indices + row.to(tl.int64) * count + split * CHUNK) >= 0, CHUNK, 0)
+    for first in range(0, last, BLOCK):
         at = split * CHUNK + first + tl.arange(0, BLOCK)
         if indices is not None:
             token = tl.load(indices + row.to(tl.int64) * count + at, mask=at < end, other=-1).to(tl.int64)
@@ -136,8 +139,9 @@ def reduce_kernel(
     D_UP: tl.constexpr,
     SPLITS_UP: tl.constexpr,
     BLOCK: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
-    """Combines the splits into `out [rows, G, D]`: grid (G, rows)."""
+    """Combines the splits into `out [rows, G, D]`: grid (G, rows). `RAGGED`: many splits of some rows are empty."""
     head = tl.program_id(0)
     row = tl.program_id(1)
     d = tl.arange(0, D_UP)
@@ -148,10 +152,10 @@ def reduce_kernel(
     for first in tl.static_range(0, SPLITS_UP, BLOCK):
         split = first + tl.arange(0, BLOCK)
         at = (row.to(tl.int64) * splits + split) * tl.num_programs(0) + head
-        # All loads first: none waits for another.
+        # All loads first: none waits for another, but where that reads the parts of empty splits.
         tops = tl.load(largest + at, mask=split < splits, other=float("-inf"))
         weights = tl.load(weight + at, mask=split < splits, other=0)
-        mask = (split[:, None] < splits) & (d[None, :] < D)
+        mask = (weights[:, None] > 0 if RAGGED else split[:, None] < splits) & (d[None, :] < D)
         parts = tl.load(part + at[:, None] * D + d[None, :], mask=mask, other=0)
         next_top = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)
@@ -191,8 +195,12 @@ def attention(
     *,
     indices: Tensor | None = None,
     lengths: Tensor | None = None,
+    mean: int | None = None,
 ) -> Tensor:
-    """Steps 6 and 7: over `indices [B, H_KV, count]`, or over the first `lengths [B]` of `count` tokens."""
+    """Steps 6 and 7: over `indices [B, H_KV, count]`, or over the first `lengths [B]` of `count` tokens.
+
+    `mean` is about how many tokens a list has, and decides how it is split; None: `count`.
+    """
     batch, kv_heads, heads, dim = query.shape
     rows = batch * kv_heads
     if query.dtype == torch.float64:  # kernels get numbers as float32
@@ -203,7 +211,7 @@ def attention(
     # Keys and values of 8 bits take registers twice: as they are read, and as they are multiplied.
     wider = dim_up if source.keys.at.element_size() == 1 else 0
     # A power of two, so that few kernels are compiled while a list grows.
-    chunk = max(block, triton.next_power_of_2(triton.cdiv(count * rows, SPLITS)))
+    chunk = max(block, triton.next_power_of_2(triton.cdiv(min(count, mean or count) * rows, SPLITS)))
     splits = max(1, triton.cdiv(count, chunk))
     splits_up = triton.next_power_of_2(splits)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -220,7 +228,8 @@ def attention(
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
         part, weight, largest, out, splits,
-        D=dim, D_UP=dim_up, SPLITS_UP=splits_up, BLOCK=min(splits_up, max(1, COMBINED // dim_up)), num_warps=4,
+        D=dim, D_UP=dim_up, SPLITS_UP=splits_up, BLOCK=min(splits_up, max(1, COMBINED // dim_up)),
+        RAGGED=mean is not None and 2 * mean < count, num_warps=4,
         **ROUNDED_TWICE,
     )  # fmt: skip
     return out

@@ -244,15 +244,25 @@ def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: R
     return take(ranking, rows.width).unflatten(0, query.shape[:2])
 
 
-def attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, scaling: float | None = None) -> Tensor:
-    """Steps 6 and 7: attention over listed tokens, int64 `[B, H_KV, k]`, or over all within the lengths."""
+def attend(
+    query: Tensor,
+    state: State,
+    rows: Rows,
+    indices: Tensor | None,
+    scaling: float | None = None,
+    mean: int | None = None,
+) -> Tensor:
+    """Steps 6 and 7: attention over listed tokens, int64 `[B, H_KV, k]`, or over all within the lengths.
+
+    `mean`: see `attention`.
+    """
     scales, keys, values = NO_SCALES, state.keys, state.values
     if state.scales is not None:
         scales, (keys, values) = Scales(*state.scales), (each.view(torch.uint8) for each in (keys, values))
     source = Source(placed(keys, rows), placed(values, rows), _page(state, rows), scales)
     if indices is None:
         return attention(query, source, rows.longest, scaling, lengths=rows.lengths.contiguous())
-    return attention(query, source, indices.shape[-1], scaling, indices=indices.contiguous())
+    return attention(query, source, indices.shape[-1], scaling, indices=indices.contiguous(), mean=mean)
 
 
 SMALLEST = 16  # tokens of a page are a multiple of so many: a program takes that many codes side by side
@@ -289,7 +299,8 @@ def sparse_decode(query: Tensor, codebook: Codebook, state: State, rows: Rows, r
     step = at_once(sequence_bytes((kv_heads, heads, rows.longest), rules, codebook.bits))
     if batch <= step:
         chosen = choose(query, codebook, state, rows, rules)
-        return attend(query, state, rows, chosen, rules.scaling), chosen
+        each = rules.by_head(rules.count(rows.longest), rows.longest)
+        return attend(query, state, rows, chosen, rules.scaling, -(-sum(each) // len(each))), chosen
     parts = [
         sparse_decode(query[some], *_some(some, codebook, state, rows), rules)
         for some in (slice(first, first + step) for first in range(0, batch, step))
