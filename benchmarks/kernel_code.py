@@ -163,7 +163,6 @@ def _anchored(span: Span, lines: list[str], anchors: re.Pattern[str]) -> None:
 
 # Trips of loops whose bounds depend on data, by the kernel's name and the loop's place; from the compiled constants.
 RULES: dict[tuple[str, int], Callable[[Mapping[str, Any]], int]] = {
-    ("attend_kernel", 0): lambda constants: constants["CHUNK"] // constants["BLOCK"],  # of a chunk with tokens
     ("compact_kernel", 1): lambda constants: 0,  # fills what is behind the last token: of a full list, nothing
     ("guard_kernel", 0): lambda constants: 1,  # stops at the first tokens of the safeguard's list
 }

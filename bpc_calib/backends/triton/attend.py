@@ -97,29 +97,30 @@ def attend_kernel(
     total = tl.zeros([16], wide)
     sums = tl.zeros([16, D_UP], wide)
     end = count if indices is not None else tl.minimum(tl.load(lengths + b).to(tl.int32), count)
-    last = CHUNK
-    if indices is not None and split > 0:  # a list that ends before this chunk leaves nothing to do
-        last = tl.where(tl.load(indices + row.to(tl.int64) * count + split * CHUNK) >= 0, CHUNK, 0)
-    for first in range(0, last, BLOCK):
-        at = split * CHUNK + first + tl.arange(0, BLOCK)
-        if indices is not None:
-            token = tl.load(indices + row.to(tl.int64) * count + at, mask=at < end, other=-1).to(tl.int64)
-        else:
-            token = tl.where(at < end, at, -1).to(tl.int64)
-        listed = token >= 0
-        mask = listed[:, None] & (d[None, :] < D)
-        of_key = token_at(keys, b, token, listed, shape.PAGE)
-        of_value = token_at(values, b, token, listed, shape.PAGE) if shape.PAGE == 0 else of_key
-        k = widened(tl.load(own_keys + of_key[:, None] + d[None, :], mask=mask, other=0), q.dtype)
-        v = widened(tl.load(own_values + of_value[:, None] + d[None, :], mask=mask, other=0), q.dtype)
-        logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scaling, float("-inf"))
-        next_top = tl.maximum(top, tl.max(logits, 1))
-        base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token so far
-        weights = tl.exp(logits - base[:, None])
-        fade = tl.exp(top - base)
-        total = total * fade + tl.sum(weights, 1)
-        sums = sums * fade[:, None] + dot(weights.to(v.dtype), v)
-        top = next_top
+    some = True
+    if indices is not None:  # a list that ends before this chunk leaves nothing to do
+        some = tl.load(indices + row.to(tl.int64) * count + split * CHUNK) >= 0
+    if some:
+        for first in range(0, CHUNK, BLOCK):
+            at = split * CHUNK + first + tl.arange(0, BLOCK)
+            if indices is not None:
+                token = tl.load(indices + row.to(tl.int64) * count + at, mask=at < end, other=-1).to(tl.int64)
+            else:
+                token = tl.where(at < end, at, -1).to(tl.int64)
+            listed = token >= 0
+            mask = listed[:, None] & (d[None, :] < D)
+            of_key = token_at(keys, b, token, listed, shape.PAGE)
+            of_value = token_at(values, b, token, listed, shape.PAGE) if shape.PAGE == 0 else of_key
+            k = widened(tl.load(own_keys + of_key[:, None] + d[None, :], mask=mask, other=0), q.dtype)
+            v = widened(tl.load(own_values + of_value[:, None] + d[None, :], mask=mask, other=0), q.dtype)
+            logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scaling, float("-inf"))
+            next_top = tl.maximum(top, tl.max(logits, 1))
+            base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token so far
+            weights = tl.exp(logits - base[:, None])
+            fade = tl.exp(top - base)
+            total = total * fade + tl.sum(weights, 1)
+            sums = sums * fade[:, None] + dot(weights.to(v.dtype), v)
+            top = next_top
     if scales.of_values is not None:
         sums = sums * (tl.load(scales.of_values) * 256)
     at = (row.to(tl.int64) * tl.num_programs(0) + split) * G + g
