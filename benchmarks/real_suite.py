@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -62,17 +63,45 @@ def defaults(subject: Subject, settings: Settings) -> list[Row]:
 
     without = {"dense_layers": DENSE_LAYERS, "equal_shares": True}
     return [
-        row | {"needs": not rules} for rules in ({}, without) for row in on_text(subject, settings, BEST, rules=rules)
+        row | {"needs": not rules}
+        for rules in ({}, without)
+        for row in on_text(subject, settings, ["full", "bpc"], rules=rules)
     ]
 
 
 def shares(subject: Subject, settings: Settings) -> list[Row]:
-    """The exact best tokens and BPC, with shares by head and with equal shares."""
-    return [
-        row | {"equal_shares": equal}
-        for equal in (False, True)
-        for row in on_text(subject, settings, BEST, rules=hard(equal_shares=equal))
-    ]
+    """The exact best tokens and BPC, with shares by head and with equal shares, each text in one forced pass."""
+    from forced_pass import TOKENS, divergences
+
+    from bpc_artifacts import load
+    from bpc_calib.evaluation.statistics import mean
+    from bpc_calib.method.rules import Rules, shares_of
+    from bpc_calib.text.corpora import open_corpora
+    from bpc_calib.text.samples import draw_samples
+
+    (model, tokenizer), artifact = opened(subject), load(subject.artifact("bpc"))
+    by_head, rows = shares_of(artifact, list(artifact.layers)), []
+    cases = list(product(settings["budgets"], ("oracle", "bpc"), (False, True)))
+    for length in subject.lengths[:2]:
+        corpora = open_corpora(subject.corpora("held-out"))
+        about = {"samples": settings["texts"], "sequence_length": length, "seed": 0}
+        texts, _ = draw_samples(corpora, tokenizer, vocab_size=model.config.vocab_size, **about)
+        found = []
+        for done, text in enumerate(texts):
+            say(f"  text {done + 1} of {len(texts)}, {length:,} tokens")
+            asked = {}
+            for budget, method, equal in cases:
+                rules = {
+                    layer: Rules(budget, min_tokens=1, shares=None if equal else by_head.get(layer))
+                    for layer in artifact.layers
+                }
+                asked[f"{budget} {method} {equal}"] = method == "oracle", rules
+            found.append(divergences(model, artifact, text, asked))
+        for budget, method, equal in cases:
+            kl = mean([each[f"{budget} {method} {equal}"] for each in found], least=0)
+            row = {"tokens": length, "budget": budget, "method": method, "equal_shares": equal, "forced": TOKENS}
+            rows.append(row | {"kl": kl})
+    return rows
 
 
 def answers(subject: Subject, settings: Settings) -> list[Row]:
@@ -192,7 +221,7 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
         partial(on_text, methods=None, lengths=slice(1), paper=True), {"budgets": [0.02], "forced": 64, "texts": 4},
     ),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "forced": 128, "texts": 6}),
+    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "texts": 8}),
     "answers": (answers, {"tasks": ["needle", "single"], "budgets": [0.02, 0.005, 0.0025], "prompts": 150}),
     "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (generate, {"lengths": [2048, 4096, 8192], "new": 64}),
