@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import transformers
+
+from bpc_calib import BPCCache, enable
+from bpc_calib.evaluation.comparison import HARD, make_cache
+from bpc_calib.evaluation.forcing import compare, fork, keep, prefill
+from bpc_calib.method.rules import Rules, shares_of
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -45,6 +51,28 @@ def numbers(value: Any) -> list[float]:
     if isinstance(value, list):
         return [number for each in value for number in numbers(each)]
     return [value] if isinstance(value, int | float) else []
+
+
+def test_a_forced_pass_loses_what_decoding_loses():
+    import forced_pass
+
+    model = tiny.model(max_position_embeddings=1024).float()
+    artifact = tiny.artifact(model.config, needs=True)
+    ids = torch.randint(250, (400,), generator=torch.Generator().manual_seed(1))
+    by_head = shares_of(artifact, list(artifact.layers))
+    rules = {layer: Rules(0.1, min_tokens=1, shares=shares) for layer, shares in by_head.items()}
+    everything = {layer: Rules(1.0) for layer in by_head}
+    cases = {"bpc": (False, rules), "oracle": (True, rules), "all": (False, everything)}
+    found = forced_pass.divergences(model, artifact, ids, cases)
+    assert found["all"] < 1e-6
+    enable(model)
+    prefix, rest = prefill(model, ids[None, : -forced_pass.TOKENS]), ids[None, -forced_pass.TOKENS :]
+    kept = keep(model, fork(prefix, BPCCache(model.config, budget=1.0, dense_layers=())), rest)
+    for name in ("bpc", "oracle"):
+        cache = make_cache(name, model.config, artifact, 0.1, **HARD)
+        _, apart = compare(model, fork(prefix, cache), rest, kept)
+        # The first of the tokens counts in one and not in the other, and predictions are kept in 16 bits.
+        assert found[name] == pytest.approx(apart.item(), rel=0.1)
 
 
 def test_the_size_of_this_tree_and_of_another(tmp_path):
