@@ -82,9 +82,9 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
     (model, tokenizer), artifact = opened(subject), load(subject.artifact("bpc"))
     by_head, rows = shares_of(artifact, list(artifact.layers)), []
     cases = list(product(settings["budgets"], ("oracle", "bpc"), (False, True)))
-    for length in subject.lengths[:2]:
+    for length, texts_of in zip(subject.lengths, settings["texts_by_length"], strict=False):
         corpora = open_corpora(subject.corpora("held-out"))
-        about = {"samples": settings["texts"], "sequence_length": length, "seed": 0}
+        about = {"samples": texts_of, "sequence_length": length, "seed": 0}
         texts, _ = draw_samples(corpora, tokenizer, vocab_size=model.config.vocab_size, **about)
         found = []
         for done, text in enumerate(texts):
@@ -221,13 +221,14 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
         partial(on_text, methods=None, lengths=slice(1), paper=True), {"budgets": [0.02], "forced": 64, "texts": 4},
     ),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "texts": 8}),
+    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "texts_by_length": [8, 4]}),
     "answers": (answers, {"tasks": ["needle", "single"], "budgets": [0.02, 0.005, 0.0025], "prompts": 150}),
     "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (generate, {"lengths": [2048, 4096, 8192], "new": 64}),
 }  # fmt: skip
 TINY: dict[str, Any] = {  # in place of the settings of these names
     "samples": 4, "sequence_length": 256, "keys_per_head": 256, "budgets": [0.04], "forced": 8, "texts": 2,
+    "texts_by_length": [2, 1],
     "tasks": ["needle", "single"], "tried": 1, "prompts": 2, "least": 0.0, "lengths": [512], "new": 8,
 }  # fmt: skip
 
