@@ -115,6 +115,18 @@ def test_a_module_without_an_output_projection():
     assert torch.equal(alone.sum(0), heads.flatten(0, 1).transpose(0, 1).flatten(1))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "stablelm"])
+def test_weights_of_16_bits_give_the_needs_of_float32(family):
+    model = tiny.model(family, max_position_embeddings=1024).bfloat16()
+    artifact = tiny.artifact(model.config)
+    found = text_needs(model, artifact, IDS[0])
+    assert model.dtype == torch.bfloat16
+    expected = text_needs(model.float(), artifact, IDS[0])
+    for layer, need in expected.items():
+        # The keys of the prefix have 16 bits in one, and so the codes of both differ a little.
+        torch.testing.assert_close(found[layer].sum(0), need.sum(0), rtol=0.2, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", [*sorted(tiny.FAMILIES.keys() - {"phi3"}), "qwen3_moe"])
 def test_layers_below_the_sparse_one_are_not_computed_anew(family, monkeypatch):
     model = tiny.model(family, max_position_embeddings=1024).float()

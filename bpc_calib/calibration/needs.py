@@ -28,6 +28,7 @@ from bpc_calib.method.shares import GRID
 from bpc_calib.method.step import rank
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.models.observation import input_device, observing
+from bpc_calib.models.wide_passes import WidePasses
 
 __all__ = ["REFERENCE", "TOKENS", "joined", "measuring_bytes", "text_needs"]
 
@@ -54,7 +55,7 @@ def text_needs(
     """Return the needs of the KV heads of each layer on one text.
 
     It takes a pass over all but the newest `TOKENS` tokens, and for each layer a pass of these through that layer and
-    those above it.
+    those above it, in float32: in 16 bits, rounding alone moves predictions further than most layers do.
 
     Args:
         model: the model of the artifact.
@@ -71,6 +72,7 @@ def text_needs(
     ids = tokens.unsqueeze(0).to(device, torch.int64)
     cache = DynamicCache(config=model.config)
     model.base_model(input_ids=ids[:, :-TOKENS], **with_cache(cache))
+    newest = model.get_input_embeddings()(ids[:, -TOKENS:]).float()
     asked: dict[int, Tensor] = {}  # attention with `REFERENCE` of the tokens, by layer
     curves: dict[int, Tensor] = {}
     sparse = -1  # the layer that is sparse in the pass that runs
@@ -87,11 +89,11 @@ def text_needs(
 
     def likely() -> Tensor:
         # A copy, because a sliding window cannot be cropped.
-        found = model(input_ids=ids[:, -TOKENS:], **with_cache(copy.deepcopy(cache)))
+        found = model(inputs_embeds=newest, **with_cache(copy.deepcopy(cache)))
         return found.logits[0].float().log_softmax(-1)
 
     needs, blocks = {}, decoder_layers(model)
-    with observing(model, attend):
+    with observing(model, attend), WidePasses():
         with recording(blocks) as outputs:
             full = likely()
         if missing := sorted(artifact.layers.keys() - curves.keys()):
@@ -107,11 +109,19 @@ def text_needs(
     return needs
 
 
-def measuring_bytes(model: ModelDescription, length: int, itemsize: int) -> int:
-    """Return about the most bytes that `text_needs` takes beside the weights, for numbers of `itemsize` bytes."""
+def measuring_bytes(model: ModelDescription, hidden: int, length: int, itemsize: int) -> int:
+    """Return about the most bytes that `text_needs` takes beside the weights.
+
+    Args:
+        model: the description of the model.
+        hidden: numbers of a token between layers.
+        length: tokens of the text.
+        itemsize: bytes of a number of the model's dtype.
+    """
     cached = 2 * model.kv_heads * model.head_dim * length * len(model.full_layers) * itemsize
     pairs = model.query_heads * TOKENS * length
-    return 2 * cached + 4 * (5 * pairs + 5 * TOKENS * model.vocab_size)  # several copies of scores and of logits
+    # Several copies of scores and of logits; the widest weight in float32.
+    return 2 * cached + 4 * (5 * pairs + (5 * TOKENS + hidden) * model.vocab_size)
 
 
 def decoder_layers(model: Any) -> list[Any]:
