@@ -103,20 +103,26 @@ def serving(results: Results) -> Lines:
 
 def headline(results: Results) -> Lines:
     """The bundled model at two lengths."""
-    studies = [_study(results, f"demo_{length}") for length in (2048, 8192)]
-    budgets = (0.02, 0.005, 0.0025)
-    reads = [percent(studies[0]["headline: score-aware", budget]["read"]) for budget in budgets]
+    kinds = results["answers_demo"]["rows"]
+    found = {kind: by(rows, "method", "tokens", "budget") for kind, rows in kinds.items()}
+    lengths, budgets = (2048, 8192), (0.02, 0.005, 0.0025)
+    reads = [percent(found["by head"]["bpc", 2048, budget]["read"]) for budget in budgets]
     labels = {
-        "exact": "the exact best tokens",
-        "score-aware": f"BPC (reads {reads[0]} %, {reads[1]} % or {reads[2]} % of the KV bytes)",
-        "as in the paper": "BPC with the settings of the paper (`--method paper`)",
+        ("by head", "oracle"): "the exact best tokens",
+        ("by head", "bpc"): f"BPC (reads {reads[0]} %, {reads[1]} % or {reads[2]} % of the KV bytes)",
+        ("equal", "bpc"): "BPC, `--equal-shares`",
+        ("paper", "bpc"): "BPC with the settings of the paper (`--method paper`)",
     }
     yield "right answers", "2,048 tokens: 2 %", "0.5 %", "0.25 %", "8,192 tokens: 2 %", "0.5 %", "0.25 %"
-    full = [f"{_answers(study['full attention', None])} %" for study in studies]
-    yield "full attention", full[0], "", "", full[1], "", ""
-    for variant, label in labels.items():
-        rows = (study[f"headline: {variant}", budget] for study in studies for budget in budgets)
-        yield label, *(f"{_answers(row)} %" for row in rows)
+    full = (found["by head"]["full", length, None] for length in lengths)
+    yield "full attention", *(cell for row in full for cell in (_right(row), "", ""))
+    for (kind, method), label in labels.items():
+        rows = (found[kind][method, length, budget] for length in lengths for budget in budgets)
+        yield label, *map(_right, rows)
+
+
+def _right(row: Row) -> str:
+    return f"{percent(row['score']['value'])} %"
 
 
 def headline_both(results: Results) -> Lines:
