@@ -86,8 +86,8 @@ def test_only_marked_text_is_rewritten(results):
 
 def test_a_missing_row_is_an_error(results):
     changed = copy.deepcopy(dict(results))
-    changed["projections_demo_2048"]["rows"] = []
-    with pytest.raises(KeyError, match="headline: score-aware"):
+    changed["answers_demo"]["rows"]["equal"] = []
+    with pytest.raises(KeyError, match="bpc"):
         tables.TABLES["headline"](changed)
 
 

@@ -13,7 +13,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_calib.method.scoring import GROUPS, check_group
-from bpc_calib.method.shares import LEVELS, Shares, counts, most, rounded, share_out
+from bpc_calib.method.shares import LEAST, LEVELS, Shares, counts, most, rounded, share_out
 
 __all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of", "spread"]
 
@@ -103,7 +103,8 @@ def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:
     powers = 1 << torch.arange(LEVELS, device=mean.device)
     level = (ratio.unsqueeze(-1) >= powers).sum(-1) - 1
     mean, length = mean.unsqueeze(-1), length.unsqueeze(-1)
-    count = rounded(mean * shares[:, level]).clamp(min=1)
+    least = mean.clamp(max=LEAST)
+    count = least + rounded((mean - least) * shares[:, level])
     return torch.where(mean >= length, length, torch.minimum(count, length))
 
 

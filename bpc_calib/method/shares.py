@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GRID", "LEVELS", "UNIT", "Shares", "counts", "loss", "most", "rounded", "share_out", "shares_at"]
+__all__ = ["GRID", "LEAST", "LEVELS", "UNIT", "Shares", "counts", "loss", "most", "rounded", "share_out", "shares_at"]
 
 GRID = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.22, 0.33, 0.5, 1.0)
-LEAST = 8  # no head gets less than the mean over this: 16 tokens with the default `min_tokens`
+LEAST = 16  # tokens of every head, or the mean if that is lower; shares are of what is left
+FLOOR = 8  # no share is below that of an equal one over this
 LEVELS = 21  # means for which shares are found: level i for means from 2^-(i + 1)/2 to 2^-i/2 of the tokens
 LONG = 1 << 20  # tokens of a context so long that rounding counts for nothing
 UNIT = 1024  # the share of a head that attends to as many tokens as the mean of all heads
@@ -38,7 +39,7 @@ def share_out(needs: Mapping[int, NDArray[np.float32]]) -> dict[int, Shares]:
     levels = []
     for level in range(LEVELS):
         mean = max(GRID[0], 2 ** -((level + 0.5) / 2))
-        least = max(GRID[0], mean / LEAST)
+        least = max(GRID[0], mean / FLOOR)
         width = (end - begin.clip(least)).clip(0)
         taken = (len(heads) * (mean - least) - (width.cumsum() - width)).clip(0, width)
         share = least + np.bincount(owner, taken, len(heads))
@@ -67,7 +68,8 @@ def counts(mean: int, length: int, shares: Shares) -> tuple[int, ...]:
     if mean >= length:
         return (length,) * len(shares[0])
     level = min(LEVELS, (length * length // (mean * mean)).bit_length()) - 1
-    return tuple(min(length, max(1, rounded(mean * share))) for share in shares[level])
+    least = min(LEAST, mean)
+    return tuple(min(length, least + rounded((mean - least) * share)) for share in shares[level])
 
 
 def rounded(count: T) -> T:
@@ -95,4 +97,5 @@ def loss(needs: Mapping[int, NDArray[np.float32]], shares: Mapping[int, NDArray[
 def most(mean: int, length: int, shares: Sequence[Sequence[int]]) -> int:
     """Return a bound of `counts` for all lengths up to `length` and all means up to `mean`."""
     means = (min(mean, int(length * 2 ** (-level / 2)) + 1) for level in range(LEVELS))
-    return min(length, max(max(1, rounded(each * max(some))) for each, some in zip(means, shares, strict=True)))
+    pairs = ((each, min(LEAST, each), max(some)) for each, some in zip(means, shares, strict=True))
+    return min(length, max(least + rounded((each - least) * largest) for each, least, largest in pairs))
