@@ -37,7 +37,7 @@ def costs(plan: Plan, model: Any, device: torch.device) -> Costs:
     text, length = model.config.get_text_config(decoder=True), plan.sequence_length
     whole, chunked = pass_bytes(text, plan.model, length, itemsize)
     fitted = plan.model.kv_heads * plan.keys_per_head * plan.model.head_dim * itemsize
-    measured = measuring_bytes(plan.model, text.hidden_size, length, itemsize) if plan.measured else 0
+    measured = measuring_bytes(plan.model, text.hidden_size, plan.measured_length, itemsize) if plan.measured else 0
     return Costs(
         max(whole if len(passes) == 1 else chunked, measured),
         COPIES * layers_at_once(plan, itemsize, device) * fitted,

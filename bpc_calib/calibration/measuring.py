@@ -58,11 +58,11 @@ def measure(
         with (
             ranks.step("needs"),
             memory_advice(
-                f"{plan.model.id}: out of memory while needs are measured on {plan.sequence_length:,} tokens: make "
-                "room, and the same command goes on; or begin anew with a lower --sequence-length"
+                f"{plan.model.id}: out of memory while needs are measured on {plan.measured_length:,} tokens: make "
+                "room, and the same command goes on"
             ),
         ):
-            write_needs(work.path, sample, text_needs(model, artifact, tokens[sample], tick))
+            write_needs(work.path, sample, text_needs(model, artifact, tokens[sample, : plan.measured_length], tick))
     ranks.barrier("needs", show)
     if ranks.count > 1:
         wait_for_files(work.path, NEEDS, plan.measured)

@@ -17,6 +17,7 @@ HELD_OUT = 16  # one sample in so many is held out
 MEASURED = 16  # one sample in so many measures needs, within `FEWEST` and `MOST`; it takes 4 to 6 times a pass
 FEWEST, MOST = 2, 6
 LEAST_LENGTH = 1024  # tokens of a sample that can measure needs: 2 % of fewer are too few to tell heads apart
+MEASURED_LENGTH = 2048  # tokens of it that do: needs found at 8,192 tokens serve shorter texts badly, these serve both
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
 
 
@@ -71,6 +72,11 @@ class Plan:
         if not self.method.needs or self.sequence_length < LEAST_LENGTH or self.model.ranks > 1:
             return []
         return _spread(self.samples, min(self.samples, max(FEWEST, min(MOST, self.samples // MEASURED))))
+
+    @property
+    def measured_length(self) -> int:
+        """Tokens of each of these samples that are read, its first ones."""
+        return min(self.sequence_length, MEASURED_LENGTH)
 
     @property
     def group_size(self) -> int:
