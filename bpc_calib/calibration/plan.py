@@ -17,7 +17,7 @@ HELD_OUT = 16  # one sample in so many is held out
 MEASURED = 16  # one sample in so many measures needs, within `FEWEST` and `MOST`; it takes 4 to 6 times a pass
 FEWEST, MOST = 2, 6
 LEAST_LENGTH = 1024  # tokens of a sample that can measure needs: 2 % of fewer are too few to tell heads apart
-MEASURED_LENGTH = 2048  # tokens of it that do: needs found at 8,192 tokens serve shorter texts badly, these serve both
+MEASURED_LENGTH = 8192  # tokens of it that do, at most: needs found at 2,048 tokens serve longer texts badly
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
 
 
