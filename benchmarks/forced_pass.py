@@ -6,7 +6,7 @@ time behind a dense prefill, with ranks and shares that no cache needs to offer,
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,20 +20,22 @@ from bpc_calib.method.scoring import group_scores
 from bpc_calib.method.selection import sortable
 from bpc_calib.models.observation import observing
 
-__all__ = ["TOKENS", "divergences", "exact_ranks"]
+__all__ = ["TOKENS", "divergences"]
+
+Case = TypeVar("Case")
 
 
 @torch.inference_mode()
 def divergences(
-    model: Any, artifact: ProjectionArtifact, ids: Tensor, cases: Mapping[str, tuple[bool, Mapping[int, Rules]]]
-) -> dict[str, float]:
+    model: Any, artifact: ProjectionArtifact, ids: Tensor, cases: Mapping[Case, tuple[bool, Mapping[int, Rules]]]
+) -> dict[Case, float]:
     """Return the KL divergence of the next token from full attention's, the mean over the last `TOKENS` of a text.
 
     Args:
         model: the model of the artifact.
         artifact: its projections.
         ids: integers `[T]`.
-        cases: by name, whether keys are ranked exactly, and the rules of each layer, which say how many are attended.
+        cases: by any key, whether ranks are exact, and the rules of each layer, which say how many are attended.
     """
     from transformers import DynamicCache
 
@@ -47,7 +49,8 @@ def divergences(
         return found.logits[0].float().log_softmax(-1)
 
     full, found = likely(lambda *given: None), {}
-    for name, (exact, rules) in cases.items():
+    weight = full.exp()
+    for case, (exact, rules) in cases.items():
 
         def attend(
             module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any], exact: bool = exact,
@@ -63,7 +66,7 @@ def divergences(
             kept = best(ranks, counts(rules[module.layer_idx], key.shape[2], key.shape[1]))
             return attention(query[0], key[0], value[0], kept, scaling).to(query.dtype)
 
-        found[name] = (full.exp() * (full - likely(attend))).sum(-1).mean().item()
+        found[case] = (weight * (full - likely(attend))).sum(-1).mean().item()
     return found
 
 

@@ -81,7 +81,13 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
 
     (model, tokenizer), artifact = opened(subject), load(subject.artifact("bpc"))
     by_head, rows = shares_of(artifact, list(artifact.layers)), []
-    cases = list(product(settings["budgets"], ("oracle", "bpc"), (False, True)))
+    cases = {}
+    for budget, method, equal in product(settings["budgets"], ("oracle", "bpc"), (False, True)):
+        rules = {
+            layer: Rules(budget, min_tokens=1, shares=None if equal else by_head.get(layer))
+            for layer in artifact.layers
+        }
+        cases[budget, method, equal] = method == "oracle", rules
     for length, texts_of in zip(subject.lengths, settings["texts_by_length"], strict=False):
         corpora = open_corpora(subject.corpora("held-out"))
         about = {"samples": texts_of, "sequence_length": length, "seed": 0}
@@ -89,16 +95,9 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
         found = []
         for done, text in enumerate(texts):
             say(f"  text {done + 1} of {len(texts)}, {length:,} tokens")
-            asked = {}
-            for budget, method, equal in cases:
-                rules = {
-                    layer: Rules(budget, min_tokens=1, shares=None if equal else by_head.get(layer))
-                    for layer in artifact.layers
-                }
-                asked[f"{budget} {method} {equal}"] = method == "oracle", rules
-            found.append(divergences(model, artifact, text, asked))
+            found.append(divergences(model, artifact, text, cases))
         for budget, method, equal in cases:
-            kl = mean([each[f"{budget} {method} {equal}"] for each in found], least=0)
+            kl = mean([each[budget, method, equal] for each in found], least=0)
             row = {"tokens": length, "budget": budget, "method": method, "equal_shares": equal, "forced": TOKENS}
             rows.append(row | {"kl": kl})
     return rows

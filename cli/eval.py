@@ -163,7 +163,7 @@ def eval_(
     given["rules"] = settled(opened.config, projections, given["rules"])
     comparison = Comparison(tasks=tasks, corpora=corpora, **given)
     methods = check(opened.config, projections, comparison)
-    for message in () if quiet else _notes(options, comparison, projections, methods):
+    for message in () if quiet else _without_effect(options, comparison, projections, methods):
         note(message)
     tokenizer, prepared = open_tokenizer(opened), []
     if harness_tasks:
@@ -196,7 +196,7 @@ def eval_(
         pictures.draw(result["rows"], plot, overwrite=force)
 
 
-def _notes(
+def _without_effect(
     options: ComparisonOptions,
     comparison: "Comparison",
     artifact: "ProjectionArtifact | None",

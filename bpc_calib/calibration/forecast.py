@@ -33,8 +33,8 @@ def costs(plan: Plan, model: Any, device: torch.device) -> Costs:
         device: that will run the model.
     """
     itemsize = model.dtype.itemsize
-    passes = chunk_edges(model, plan.model, plan.sequence_length)
     text, length = model.config.get_text_config(decoder=True), plan.sequence_length
+    passes = chunk_edges(model, plan.model, length)
     whole, chunked = pass_bytes(text, plan.model, length, itemsize)
     fitted = plan.model.kv_heads * plan.keys_per_head * plan.model.head_dim * itemsize
     measured = measuring_bytes(plan.model, text.hidden_size, plan.measured_length, itemsize) if plan.measured else 0

@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from bpc_calib.compat import set_torch_threads
+from bpc_calib.models.wide_passes import widened
 
 __all__ = ["LONG", "slow_products", "widen_long_passes"]
 
@@ -88,7 +89,7 @@ class _WideProducts(TorchFunctionMode):
     ) -> Any:
         named = named or {}
         if getattr(function, "__name__", None) in PRODUCTS and given and (narrow := _narrow(given[0])) is not None:
-            found = function(*map(_wide, given), **{name: _wide(each) for name, each in named.items()})
+            found = function(*map(widened, given), **{name: widened(each) for name, each in named.items()})
             return found.to(narrow)
         return function(*given, **named)
 
@@ -98,7 +99,3 @@ def _narrow(value: Any) -> torch.dtype | None:
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16):
         return value.dtype
     return None
-
-
-def _wide(value: Any) -> Any:
-    return value if _narrow(value) is None else value.float()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WidePasses"]
+__all__ = ["WidePasses", "widened"]
 
 
 class WidePasses(TorchFunctionMode):
@@ -24,7 +24,7 @@ class WidePasses(TorchFunctionMode):
         named = named or {}
         values = (*given, *named.values())
         if _has(values, torch.float32) and not getattr(function, "__name__", "_").endswith("_"):
-            given, named = tuple(map(_wide, given)), {name: _wide(each) for name, each in named.items()}
+            given, named = tuple(map(widened, given)), {name: widened(each) for name, each in named.items()}
         return function(*given, **named)
 
 
@@ -32,6 +32,7 @@ def _has(values: tuple[Any, ...], dtype: torch.dtype) -> bool:
     return any(isinstance(each, Tensor) and each.dtype == dtype for each in values)
 
 
-def _wide(value: Any) -> Any:
+def widened(value: Any) -> Any:
+    """Return a tensor of 16-bit numbers in float32, and any other value as it is."""
     narrow = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if narrow else value
