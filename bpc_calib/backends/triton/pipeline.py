@@ -97,12 +97,13 @@ def projected_at_once(dim: int) -> int:
     return int(min(64, max(16, triton.next_power_of_2(dim))))
 
 
-def few_registers(heads: int, bits: int, padded: bool) -> dict[str, int]:
+def few_registers(heads: int, bits: int, padded: bool, size: int) -> dict[str, int]:
     """At most 168 per thread on compute capability 9.0: then three programs of four warps share a multiprocessor.
 
-    With more heads or bits, or with padding, a program needs more, and so it does on 10.0.
+    With more heads or bits, with padding, or with queries of more than 2 bytes a program needs more, and so it does
+    on 10.0.
     """
-    if INTERPRET.value or heads > 8 or bits > 64 or padded:
+    if INTERPRET.value or heads > 8 or bits > 64 or padded or size > 2:
         return {}
     target = driver.active.get_current_target()
     return {"maxnreg": 168} if (target.backend, target.arch) == ("cuda", 90) else {}
@@ -148,7 +149,7 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
         Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
         tokens, 0, rules.scale(dim), shape,
         num_warps=4 if bits <= 64 and heads <= (4 if padded else 8) else 8, num_stages=1,
-        **few_registers(heads, bits, padded), **ROUNDED_TWICE,
+        **few_registers(heads, bits, padded, query.element_size()), **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 

@@ -123,6 +123,7 @@ def score_kernel(
     PACK: tl.constexpr = shape.PACK
     BLOCK: tl.constexpr = shape.BLOCK
     ROWS: tl.constexpr = BLOCK // PACK
+    FOLD: tl.constexpr = 64  # rows of maxima; rows 64 apart meet in one thread, where registers are few
     row = tl.program_id(1)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
@@ -142,7 +143,7 @@ def score_kernel(
     clear(made.counts, row, shape.COUNTS)
 
     totals = tl.sum(values, 1)
-    top = tl.full([ROWS, PACK, G_UP], LEAST, tl.int32)
+    top = tl.full([FOLD, PACK, G_UP], LEAST, tl.int32)
     for start in range(first, last, BLOCK):
         x = codes_of(codes, b, h, start, last, shape)
         gains = gains_of(gain, b, h, start, last, shape)
@@ -156,9 +157,10 @@ def score_kernel(
         if shape.GROUP == "relative":
             if shape.GAIN:
                 scores = scores * (gains.to(tl.int32) + GAIN_OFFSET)[:, :, None]
-            top = tl.maximum(top, tl.where(counted(limits, b, at, length)[:, :, None], scores, LEAST))
+            scores = tl.where(counted(limits, b, at, length)[:, :, None], scores, LEAST)
+            top = tl.maximum(top, tl.max(tl.reshape(scores, [ROWS // FOLD, FOLD, PACK, G_UP]), 0))
     if shape.GROUP == "relative":
-        best = tl.max(tl.reshape(top, [BLOCK // STRIPES, STRIPES, G_UP]), 0)  # a block begins with stripe 0
+        best = tl.max(tl.reshape(top, [FOLD * PACK // STRIPES, STRIPES, G_UP]), 0)  # a block begins with stripe 0
         stripe = row.to(tl.int64) * STRIPES + tl.arange(0, STRIPES)
         tl.atomic_max(made.best + stripe[:, None] * G_UP + g[None, :], best, sem="relaxed")
 
