@@ -23,7 +23,7 @@ __all__ = ["check_writable", "load", "save"]
 MAX_HEADER = 1 << 20  # bytes
 MAX_FILE = 4 << 30  # bytes; the artifact of the largest open model has about 0.1 GB
 
-_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean|need)")
+_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean|need|need_short)")
 _OURS = re.compile(rb'"__metadata__"\s*:\s*\{[^{}]*"bpc"\s*:')  # also in a header that is damaged elsewhere
 
 

@@ -38,6 +38,7 @@ class LayerProjection:
     metric: Array | None = None  # [kv_heads, head_dim, head_dim], symmetric positive definite; None: identity
     mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
     need: Array | None = None  # [kv_heads, SHARES], what a head loses at each share of the tokens; None: not measured
+    need_short: Array | None = None  # the same on 2,048 tokens, where `need` was measured on more; None: not measured
 
     @property
     def bits(self) -> int:
@@ -186,10 +187,14 @@ def check(artifact: ProjectionArtifact) -> None:
             _check_metric(f"{name}.metric", layer.metric)
         if layer.mean is not None:
             _check_array(f"{name}.mean", layer.mean, (kv_heads, head_dim))
-        if layer.need is not None:
-            _check_array(f"{name}.need", layer.need, (kv_heads, SHARES))
-            if (layer.need < 0).any():
-                raise ArtifactError(f"{name}.need: expected values of 0 or more, found a negative one")
+        for kind, need in (("need", layer.need), ("need_short", layer.need_short)):
+            if need is not None:
+                _check_array(f"{name}.{kind}", need, (kv_heads, SHARES))
+                if (need < 0).any():
+                    raise ArtifactError(f"{name}.{kind}: expected values of 0 or more, found a negative one")
+        short, first = layer.need_short is not None, artifact.layers[metadata["layers"][0]].need_short is not None
+        if (short and layer.need is None) or short != first:
+            raise ArtifactError(f"{name}.need_short: expected in all layers that have a need, or in none")
 
 
 def unknown_keys(metadata: Mapping[str, Any]) -> list[str]:

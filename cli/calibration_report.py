@@ -106,7 +106,8 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "sequence_length": plan.sequence_length,
         "tokens": plan.tokens,
         "keys_per_head": plan.keys_per_head,
-        "measured_samples": len(plan.measured),
+        "measured_samples": len({sample for sample, _ in plan.measured}),
+        "measured_lengths": sorted({length for _, length in plan.measured}, reverse=True),
         "device": opened.device,
         "dtype": str(dtype).removeprefix("torch."),
         "weights_bytes": weight_bytes(weights),
@@ -146,7 +147,9 @@ def _needs_text(plan: "Plan") -> str:
     from bpc_calib.calibration.plan import LEAST_LENGTH
 
     if plan.measured:
-        return f"measured on {len(plan.measured)} of the samples, for shares by head"
+        samples, lengths = ({each[part] for each in plan.measured} for part in (0, 1))
+        tokens = " and ".join(f"{length:,}" for length in sorted(lengths, reverse=True))
+        return f"measured on {len(samples)} of the samples ({tokens} tokens), for shares by head"
     if not plan.method.needs:
         return f"not measured by {plan.method.name}: all heads get equal shares"
     if plan.model.ranks > 1:

@@ -168,11 +168,15 @@ def _facts(each: Inspected, fit: dict[str, Any]) -> dict[str, Any]:
 
 def _needs(artifact: "ProjectionArtifact", shares: SharedOut) -> dict[str, Any]:
     names = ("budget", "by_need", "equal_shares")
+    layers, short = artifact.layers.items(), shares.by_head_short
     return {
-        "need": {str(i): layer.need.tolist() for i, layer in artifact.layers.items() if layer.need is not None},
+        "need": {str(i): layer.need.tolist() for i, layer in layers if layer.need is not None},
+        "need_short": {str(i): layer.need_short.tolist() for i, layer in layers if layer.need_short is not None}
+        or None,
         "shares": {
             "budget": shares.budget,
             "by_head": {str(index): found for index, found in shares.by_head.items()},
+            "by_head_short": short if short is None else {str(index): found for index, found in short.items()},
             "losses": [dict(zip(names, row, strict=True)) for row in shares.losses],
         },
     }

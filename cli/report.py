@@ -14,7 +14,7 @@ from bpc_cli import artifact_tables
 from bpc_cli.artifact_tables import Inspected, new_text_residuals, residual_rows
 from bpc_cli.console import TextTable, printable, size_text
 from bpc_cli.eval_tables import evaluation_tables
-from bpc_cli.share_tables import LOSSES, SharedOut, loss_table, share_table
+from bpc_cli.share_tables import SharedOut, loss_table, losses_note, share_table
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -144,7 +144,7 @@ def _parts(found: Sequence[Inspected]) -> Iterator[_Part]:
         yield _Part(f"By bits and by head{of}", [*_numbers(each.artifact)], "", _svg(_by_bits, each.artifact, 4.5))
         if each.shares is not None:
             shown = [share_table(each.shares), loss_table(each.shares)]
-            yield _Part(f"Shares by head{of}", shown, LOSSES, _svg(_by_need, each.shares, 4.5))
+            yield _Part(f"Shares by head{of}", shown, losses_note(each.shares), _svg(_by_need, each.shares, 4.5))
         if each.evaluation is not None:
             settings = ", ".join(f"{key}: {value}" for key, value in each.evaluation["settings"].items())
             shown = evaluation_tables(each.evaluation["rows"], each.evaluation["model"])

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1)  # for which losses are shown
 BLOCKS = "▁▂▃▄▅▆▇█"  # a head at the budget has the fourth
+SHORT = 2048  # tokens
 LOSSES = (
     "A loss is the KL of the next token, measured with one sparse layer at a time and split among its heads. "
     "With all layers sparse at once, expect more than this sum."
@@ -18,10 +19,11 @@ LOSSES = (
 
 
 class SharedOut(NamedTuple):
-    """How an artifact shares a budget out on long contexts."""
+    """How an artifact shares a budget out."""
 
     budget: float
-    by_head: dict[int, list[float]]  # by layer, the share of the tokens that each KV head attends to
+    by_head: dict[int, list[float]]  # by layer, the share of the tokens of a long context that each KV head attends to
+    by_head_short: dict[int, list[float]] | None  # the same at 2,048 tokens, where that has needs of its own
     losses: list[tuple[float, float, float]]  # a budget, and the sum of the heads' losses: by need, with equal shares
 
 
@@ -38,7 +40,10 @@ def shared_out(artifact: "ProjectionArtifact", budget: float) -> SharedOut | Non
     for each in sorted({*BUDGETS, budget}):
         equal = {layer: np.full(len(need), each) for layer, need in needs.items()}
         losses.append((each, loss(needs, shares_at(shares, each)), loss(needs, equal)))
-    return SharedOut(budget, {layer: found.tolist() for layer, found in shares_at(shares, budget).items()}, losses)
+    long = {layer: found.tolist() for layer, found in shares_at(shares, budget).items()}
+    needs = {layer: found.need_short for layer, found in artifact.layers.items() if found.need_short is not None}
+    short = shares_at(share_out(needs), budget, SHORT) if needs else {}
+    return SharedOut(budget, long, {layer: found.tolist() for layer, found in short.items()} or None, losses)
 
 
 def print_shares(found: SharedOut, most_heads: int) -> None:
@@ -50,7 +55,16 @@ def print_shares(found: SharedOut, most_heads: int) -> None:
             f"One block per head: {BLOCKS[3]} is the budget, each step up twice and each step down half as many tokens."
         )
     print_text_table(loss_table(found))
-    print(LOSSES)
+    print(losses_note(found))
+
+
+def losses_note(found: SharedOut) -> str:
+    """What the tables show."""
+    from bpc_calib.method.shares import LONG_FROM
+
+    if found.by_head_short is None:
+        return LOSSES
+    return f"{LOSSES} Contexts below {LONG_FROM:,} tokens have shares of their own, which --json shows."
 
 
 def share_table(found: SharedOut, most_heads: int | None = None) -> TextTable:

@@ -21,7 +21,7 @@ from bpc_calib.calibration.needs import (
     text_needs,
 )
 from bpc_calib.evaluation.forcing import compare, fork, keep, prefill
-from bpc_calib.method.shares import GRID
+from bpc_calib.method.shares import GRID, counts, share_out
 from bpc_calib.models.description import describe
 
 IDS = torch.randint(250, (2, TOKENS + 300), generator=torch.Generator().manual_seed(3))
@@ -91,7 +91,7 @@ def test_a_loss_is_the_change_behind_the_output_projection():
 
 
 def test_an_artifact_with_needs(model, artifact, tmp_path):
-    made = [joined(artifact, [text_needs(model, artifact, text) for text in IDS]) for _ in range(2)]
+    made = [joined(artifact, [428, 428], [text_needs(model, artifact, text) for text in IDS]) for _ in range(2)]
     for i, each in enumerate(made):
         bpc_artifacts.save(each, tmp_path / f"{i}.safetensors")
     assert (tmp_path / "0.safetensors").read_bytes() == (tmp_path / "1.safetensors").read_bytes()
@@ -101,6 +101,18 @@ def test_an_artifact_with_needs(model, artifact, tmp_path):
         both = np.mean([text_needs(model, artifact, text)[layer].numpy() for text in IDS], axis=0)
         np.testing.assert_allclose(found.need, both, rtol=1e-6)
     assert all(layer.rules.shares for layer in BPCCache(model.config, loaded).layers)
+
+
+def test_an_artifact_with_needs_of_two_lengths(model, artifact, tmp_path):
+    long, short = (text_needs(model, artifact, IDS[0, :length]) for length in (428, 300))
+    bpc_artifacts.save(joined(artifact, [428, 300], [long, short]), tmp_path / "both.safetensors")
+    loaded = bpc_artifacts.load(tmp_path / "both.safetensors")
+    for layer, found in loaded.layers.items():
+        np.testing.assert_array_equal(found.need, long[layer].float())
+        np.testing.assert_array_equal(found.need_short, short[layer].float())
+    spent = [layer.rules for layer in BPCCache(model.config, loaded, budget=0.1, min_tokens=1).layers]
+    expected = share_out({i: each.need_short for i, each in loaded.layers.items()})
+    assert [rules.by_head(200, 2000) for rules in spent] == [counts(200, 2000, each) for each in expected.values()]
 
 
 def test_layers_with_windows_have_no_needs():
@@ -176,10 +188,10 @@ def test_a_calibration_measures_needs_and_goes_on_where_it_was_stopped(run, tmp_
         made, steps = run("work")
         assert made == expected
         assert [step for step in steps if step[0] == "needs"] == [("needs", done, 6) for done in range(6 - left, 7)]
-    (tmp_path / "work" / "needs" / "000003.safetensors").write_bytes(b"other")
+    (tmp_path / "work" / "needs" / "000001.safetensors").write_bytes(b"other")
     made, steps = run("work")
     assert made == expected
-    assert "1 damaged and made again; the first: 000003.safetensors" in caplog.text
+    assert "1 damaged and made again; the first: 000001.safetensors" in caplog.text
     assert steps[-4] == ("needs", 3, 6)
 
 
@@ -198,10 +210,11 @@ def test_on_which_samples_needs_are_measured():
     def measured(samples, description=description, **settings):
         return make_plan(description, samples=samples, **({"sequence_length": 1024} | settings)).measured
 
-    assert [make_plan(description, sequence_length=length).measured_length for length in (1024, 4096)] == [1024, 4096]
-    assert measured(180) == [15, 45, 75, 105, 135, 165]
-    assert measured(24) == [6, 18]
-    assert measured(2) == [0, 1]
+    assert measured(180) == [(sample, 1024) for sample in (15, 45, 75, 105, 135, 165)]
+    assert measured(24) == [(6, 1024), (18, 1024)]
+    assert measured(2) == [(0, 1024), (1, 1024)]
+    assert measured(24, sequence_length=2048) == [(6, 2048), (18, 2048)]
+    assert measured(24, sequence_length=4096) == [(6, 4096), (18, 4096), (6, 2048), (18, 2048)]
     assert measured(24, sequence_length=1023) == []
     assert measured(24, method="paper") == []
     assert measured(24, replace(description, ranks=2)) == []

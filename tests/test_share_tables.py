@@ -12,8 +12,8 @@ import test_artifact
 from test_report import Page
 from test_shares import falling
 
-from bpc_artifacts import LayerProjection, ProjectionArtifact, save
-from bpc_calib.method.rules import Rules
+from bpc_artifacts import ArtifactError, LayerProjection, ProjectionArtifact, save
+from bpc_calib.method.rules import Rules, shares_of
 from bpc_calib.method.shares import GRID, share_out
 
 TOKENS = 1_000_000
@@ -95,6 +95,36 @@ def test_the_terminal_and_the_page_have_the_same_numbers(bpc, file, tmp_path):
     assert (tmp_path / "a.html").read_bytes() == before
     height = int.from_bytes((tmp_path / "a.png").read_bytes()[20:24], "big")
     assert height == 2 * 4.5 * 150  # the residuals above, the shares below
+
+
+def test_short_contexts_have_shares_of_their_own(bpc, tmp_path):
+    made = with_needs(NEEDS)
+    layers = {i: replace(layer, need_short=falling(4, seed=9 + i)) for i, layer in made.layers.items()}
+    save(replace(made, layers=layers), tmp_path / "a.safetensors")
+    shown = json.loads(bpc("inspect", tmp_path / "a.safetensors", "--json").out)
+    assert shown["need_short"] == {str(i): layer.need_short.tolist() for i, layer in layers.items()}
+    rules = {
+        i: Rules(0.02, min_tokens=1, shares=each) for i, each in shares_of(replace(made, layers=layers), layers).items()
+    }
+    for length, key in ((TOKENS, "by_head"), (2048, "by_head_short")):
+        for i, found in shown["shares"][key].items():
+            counts = rules[int(i)].by_head(int(0.02 * length), length)
+            assert found == pytest.approx([count / length for count in counts], abs=2 / TOKENS)
+    assert "below 4,096 tokens have shares of their own" in bpc("inspect", tmp_path / "a.safetensors").out.replace(
+        "\n", " "
+    )
+
+
+def test_a_short_need_is_in_all_layers_or_in_none(tmp_path):
+    made = with_needs(NEEDS)
+    layers = dict(made.layers) | {1: replace(made.layers[1], need_short=falling(4))}
+    with pytest.raises(
+        ArtifactError, match=r"layers\.1\.need_short: expected in all layers that have a need, or in none"
+    ):
+        save(replace(made, layers=layers), tmp_path / "a.safetensors")
+    layers = {i: replace(layer, need_short=-falling(4)) for i, layer in made.layers.items()}
+    with pytest.raises(ArtifactError, match=r"layers.0.need_short: expected values of 0 or more"):
+        save(replace(made, layers=layers), tmp_path / "a.safetensors")
 
 
 def test_many_heads_are_blocks(bpc, tmp_path):

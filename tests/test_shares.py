@@ -35,8 +35,8 @@ def test_the_mean_is_kept_and_layers_keep_their_order():
     assert list(found) == [4, 2]
     assert [len(found[layer][0]) for layer in found] == [3, 5]
     together = np.concatenate([np.array(found[layer]) for layer in found], axis=1)
-    assert together.shape == (LEVELS, 8)
-    np.testing.assert_allclose(together.mean(1)[:-1], UNIT, rtol=0.002)
+    assert together.shape == (2 * LEVELS, 8)
+    np.testing.assert_allclose(np.delete(together.mean(1), [LEVELS - 1, 2 * LEVELS - 1]), UNIT, rtol=0.002)
 
 
 def test_no_other_shares_lose_less():
@@ -67,10 +67,11 @@ def test_a_head_without_need_gets_the_least():
     assert (shares[:, 1] <= shares[:, [0, 2]].min(1)).all()
 
 
-@given(st.integers(1, 1 << 20), st.integers(1, 1 << 20), st.integers(0, 5))
+@given(st.integers(1, 1 << 20) | st.integers(4080, 4110), st.integers(1, 1 << 20), st.integers(0, 5))
 def test_the_same_numbers_on_a_device(length, mean, seed):
     mean = min(mean, length)
-    shares = share_out({0: falling(4, seed), 1: falling(4, seed + 10)})
+    short = {0: falling(4, seed + 20), 1: falling(4, seed + 30)} if seed % 2 else None
+    shares = share_out({0: falling(4, seed), 1: falling(4, seed + 10)}, short)
     table = torch.tensor([shares[0], shares[1]])
     found = spread(torch.tensor([mean, 1, length]), torch.tensor([length] * 3), table)
     for layer, (row, each) in itertools.product((0, 1), enumerate((mean, 1, length))):
@@ -87,6 +88,15 @@ def test_heads_attend_to_the_mean_together(length, mean):
     found = [count for each in shares.values() for count in counts(mean, length, each)]
     assert sum(found) / len(found) == pytest.approx(mean, abs=0.5, rel=0.005)
     assert min(found) >= max(min(16, mean), mean // 8)
+
+
+def test_short_contexts_have_shares_of_their_own():
+    long, short = ({0: falling(4, seed), 3: falling(4, seed + 1)} for seed in (5, 7))
+    both, alone, other = share_out(long, short), share_out(long), share_out(short)
+    for layer in long:
+        for length in (1024, 4095, 4096, 100_000):
+            own = (other if length < 4096 else alone)[layer]
+            assert counts(length // 50, length, both[layer]) == counts(length // 50, length, own)
 
 
 def test_rows_without_tokens_divide_by_nothing():

@@ -37,7 +37,8 @@ def costs(plan: Plan, model: Any, device: torch.device) -> Costs:
     passes = chunk_edges(model, plan.model, length)
     whole, chunked = pass_bytes(text, plan.model, length, itemsize)
     fitted = plan.model.kv_heads * plan.keys_per_head * plan.model.head_dim * itemsize
-    measured = measuring_bytes(plan.model, text.hidden_size, plan.measured_length, itemsize) if plan.measured else 0
+    longest = max((each for _, each in plan.measured), default=0)
+    measured = measuring_bytes(plan.model, text.hidden_size, longest, itemsize) if longest else 0
     return Costs(
         max(whole if len(passes) == 1 else chunked, measured),
         COPIES * layers_at_once(plan, itemsize, device) * fitted,

@@ -39,7 +39,7 @@ def measure(
     plan, ranks, layers = work.plan, work.ranks, len(artifact.layers)
     if not plan.measured:
         return artifact
-    mine = [sample for sample in plan.measured if sample not in work.needs][ranks.rank :: ranks.count]
+    mine = [nth for nth in range(len(plan.measured)) if nth not in work.needs][ranks.rank :: ranks.count]
     model = load() if mine else None
     if model is not None:
         check_same(work.path, {"weights": work.journal.weights}, {"weights": weights_identity(model)})
@@ -54,16 +54,17 @@ def measure(
         show(1)
 
     show()
-    for sample in mine:
+    for nth in mine:
+        sample, length = plan.measured[nth]
         with (
             ranks.step("needs"),
             memory_advice(
-                f"{plan.model.id}: out of memory while needs are measured on {plan.measured_length:,} tokens: make "
-                "room, and the same command goes on"
+                f"{plan.model.id}: out of memory while needs are measured on {length:,} tokens: make room, and the "
+                "same command goes on"
             ),
         ):
-            write_needs(work.path, sample, text_needs(model, artifact, tokens[sample, : plan.measured_length], tick))
+            write_needs(work.path, nth, text_needs(model, artifact, tokens[sample, :length], tick))
     ranks.barrier("needs", show)
     if ranks.count > 1:
-        wait_for_files(work.path, NEEDS, plan.measured)
-    return joined(artifact, read_needs(work.path, plan))
+        wait_for_files(work.path, NEEDS, range(len(plan.measured)))
+    return joined(artifact, [length for _, length in plan.measured], read_needs(work.path, plan))

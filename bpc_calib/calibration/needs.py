@@ -39,12 +39,19 @@ EVERY = 4  # of these tokens, one in so many gives the curve by share; all give 
 Needs = dict[int, Tensor]  # by layer, float64 [H_KV, len(GRID)]
 
 
-def joined(artifact: ProjectionArtifact, measured: list[Needs]) -> ProjectionArtifact:
-    """Return the artifact with the mean of what was measured on each text."""
-    layers = {}
-    for layer, found in artifact.layers.items():
-        need: NDArray[np.float32] = torch.stack([each[layer] for each in measured]).mean(0).float().numpy()
-        layers[layer] = replace(found, need=need)
+def joined(artifact: ProjectionArtifact, lengths: list[int], measured: list[Needs]) -> ProjectionArtifact:
+    """Return the artifact with the mean of what was measured on texts of each length, of one or two lengths."""
+    kinds = dict(zip(sorted(set(lengths), reverse=True), ("need", "need_short"), strict=False))
+
+    def mean(layer: int, length: int) -> NDArray[np.float32]:
+        some = [each[layer] for each, own in zip(measured, lengths, strict=True) if own == length]
+        need: NDArray[np.float32] = torch.stack(some).mean(0).float().numpy()
+        return need
+
+    layers = {
+        layer: replace(found, **{kind: mean(layer, length) for length, kind in kinds.items()})
+        for layer, found in artifact.layers.items()
+    }
     return ProjectionArtifact(layers, {**artifact.metadata, "format_version": NEEDS_VERSION})
 
 

@@ -6,6 +6,7 @@ from bpc_artifacts.schema import SHARES
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, default_bits
+from bpc_calib.method.shares import LONG_FROM
 from bpc_calib.models.description import ModelDescription
 
 __all__ = ["Plan", "held_out_samples", "make_plan"]
@@ -17,7 +18,7 @@ HELD_OUT = 16  # one sample in so many is held out
 MEASURED = 16  # one sample in so many measures needs, within `FEWEST` and `MOST`; it takes 4 to 10 times a pass
 FEWEST, MOST = 2, 6
 LEAST_LENGTH = 1024  # tokens of a sample that can measure needs: 2 % of fewer are too few to tell heads apart
-MEASURED_LENGTH = 8192  # tokens of it that do, at most: needs found at 2,048 tokens serve longer texts badly
+LONG, SHORT = 8192, 2048  # tokens of it that do: what heads need on either serves the other badly
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
 
 
@@ -67,16 +68,16 @@ class Plan:
         return self.fitted if self.method.metric else []
 
     @property
-    def measured(self) -> list[int]:
-        """The samples on which needs are measured; none where samples are too short, or the model is sharded."""
+    def measured(self) -> list[tuple[int, int]]:
+        """The samples on which needs are measured, and on how many of their first tokens, the long ones first.
+
+        None where samples are too short, or the model is sharded.
+        """
         if not self.method.needs or self.sequence_length < LEAST_LENGTH or self.model.ranks > 1:
             return []
-        return _spread(self.samples, min(self.samples, max(FEWEST, min(MOST, self.samples // MEASURED))))
-
-    @property
-    def measured_length(self) -> int:
-        """Tokens of each of these samples that are read, its first ones."""
-        return min(self.sequence_length, MEASURED_LENGTH)
+        some = _spread(self.samples, min(self.samples, max(FEWEST, min(MOST, self.samples // MEASURED))))
+        lengths = [min(self.sequence_length, LONG)] + [SHORT] * (self.sequence_length >= LONG_FROM)
+        return [(sample, length) for length in lengths for sample in some]
 
     @property
     def group_size(self) -> int:
@@ -117,7 +118,7 @@ class Plan:
         model = self.model
         method, dim = self.method, model.head_dim
         numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
-        numbers += SHARES if self.measured else 0
+        numbers += SHARES * len({length for _, length in self.measured})
         return len(model.full_layers) * model.kv_heads * numbers * 4
 
 

@@ -180,19 +180,19 @@ def _read_fit(path: Path) -> LayerFit:
         raise DamagedError(path) from fault
 
 
-def write_needs(folder: Path, sample: int, needs: dict[int, Tensor]) -> None:
-    """Write the needs of the KV heads on one sample, float64 `[kv_heads, shares]` by layer. Raises `WorkError`."""
-    write_tensors(_file(folder, NEEDS, sample), {str(layer): each for layer, each in needs.items()})
+def write_needs(folder: Path, nth: int, needs: dict[int, Tensor]) -> None:
+    """Write the `nth` of `Plan.measured`: float64 `[kv_heads, shares]` by layer. Raises `WorkError`."""
+    write_tensors(_file(folder, NEEDS, nth), {str(layer): each for layer, each in needs.items()})
 
 
 def intact_needs(folder: Path, plan: Plan) -> set[int]:
-    """Return the samples whose needs are measured; remove damaged files, with one warning."""
-    return set(read_intact({sample: _file(folder, NEEDS, sample) for sample in plan.measured}, read_tensors))
+    """Return which of `Plan.measured` there are; remove damaged files, with one warning."""
+    return set(read_intact({nth: _file(folder, NEEDS, nth) for nth in range(len(plan.measured))}, read_tensors))
 
 
 def read_needs(folder: Path, plan: Plan) -> list[dict[int, Tensor]]:
-    """Read the needs on every sample that measures them. Raises `DamagedError` if some are missing or damaged."""
-    files = (read_tensors(_file(folder, NEEDS, sample)) for sample in plan.measured)
+    """Read all of `Plan.measured`. Raises `DamagedError` if some are missing or damaged."""
+    files = (read_tensors(_file(folder, NEEDS, nth)) for nth in range(len(plan.measured)))
     return [{int(layer): each for layer, each in file.items()} for file in files]
 
 

@@ -5,7 +5,7 @@
     samples/            one file per finished sample: its keys
     moments/            one file per group of samples: the running sums of the queries' moments
     layers/             one file per finished layer: its projections
-    needs/              one file per sample that measures them: what each KV head needs
+    needs/              one file for each of `Plan.measured`: what each KV head needs
     artifact.safetensors
 
 Every file is written in one step and has checksums.
@@ -78,7 +78,7 @@ class WorkFolder:
     samples: set[int]  # finished by earlier runs
     summed: dict[int, int]  # by earlier runs: the last sample in the sums of moments, by group
     layers: set[int]  # finished by earlier runs
-    needs: set[int]  # the samples on which earlier runs have measured needs
+    needs: set[int]  # which of `Plan.measured` earlier runs have measured
     ranks: Ranks
 
     @property

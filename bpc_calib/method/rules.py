@@ -13,7 +13,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
 from bpc_calib.method.scoring import GROUPS, check_group
-from bpc_calib.method.shares import LEAST, LEVELS, Shares, counts, most, rounded, share_out
+from bpc_calib.method.shares import LEAST, LEVELS, LONG_FROM, Shares, counts, most, rounded, share_out
 
 __all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of", "spread"]
 
@@ -88,7 +88,10 @@ def shares_of(artifact: ProjectionArtifact | None, layers: Sequence[int]) -> dic
     """Return the shares of the KV heads of the layers that choose; none where their needs are not known."""
     if artifact is None or not artifact.has_needs:
         return {}
-    return share_out({layer: need for layer in layers if (need := artifact.layers[layer].need) is not None})
+    found = [(layer, artifact.layers[layer]) for layer in layers]
+    needs = {layer: each.need for layer, each in found if each.need is not None}
+    short = {layer: each.need_short for layer, each in found if each.need_short is not None}
+    return share_out(needs, short or None)
 
 
 def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:
@@ -97,14 +100,14 @@ def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:
     Args:
         mean: int64 `[B]`.
         length: int64 `[B]`, below 2^31.
-        shares: int64 `[layers, LEVELS, H_KV]`.
+        shares: int64 `[layers, 2 LEVELS, H_KV]`.
     """
     ratio = (length * length) // (mean * mean).clamp(min=1)
     powers = 1 << torch.arange(LEVELS, device=mean.device)
-    level = (ratio.unsqueeze(-1) >= powers).sum(-1) - 1
+    row = (ratio.unsqueeze(-1) >= powers).sum(-1) - 1 + LEVELS * (length < LONG_FROM)
     mean, length = mean.unsqueeze(-1), length.unsqueeze(-1)
     least = mean.clamp(max=LEAST)
-    count = least + rounded((mean - least) * shares[:, level])
+    count = least + rounded((mean - least) * shares[:, row])
     return torch.where(mean >= length, length, torch.minimum(count, length))
 
 

@@ -13,25 +13,52 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GRID", "LEAST", "LEVELS", "UNIT", "Shares", "counts", "loss", "most", "rounded", "share_out", "shares_at"]
+__all__ = [
+    "GRID",
+    "LEAST",
+    "LEVELS",
+    "LONG_FROM",
+    "UNIT",
+    "Shares",
+    "counts",
+    "loss",
+    "most",
+    "rounded",
+    "share_out",
+    "shares_at",
+]
 
 GRID = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.22, 0.33, 0.5, 1.0)
 LEAST = 16  # tokens of every head, or the mean if that is lower; shares are of what is left
 FLOOR = 8  # no share is below that of an equal one over this
 LEVELS = 21  # means for which shares are found: level i for means from 2^-(i + 1)/2 to 2^-i/2 of the tokens
+LONG_FROM = 4096  # contexts of fewer tokens have shares of their own, by what heads need on 2,048 tokens
 LONG = 1 << 20  # tokens of a context so long that rounding counts for nothing
 UNIT = 1024  # the share of a head that attends to as many tokens as the mean of all heads
 
 T = TypeVar("T", int, Any)
-Shares = tuple[tuple[int, ...], ...]  # [LEVELS][H_KV], in UNIT
+Needs = Mapping[int, NDArray[np.float32]]
+Shares = tuple[
+    tuple[int, ...], ...
+]  # [2 LEVELS][H_KV], in UNIT: on contexts of `LONG_FROM` and more tokens, then below
 
 
-def share_out(needs: Mapping[int, NDArray[np.float32]]) -> dict[int, Shares]:
+def share_out(needs: Needs, short: Needs | None = None) -> dict[int, Shares]:
     """Return the shares of the KV heads of each layer that minimise the sum of losses.
 
     Args:
         needs: by layer, float32 `[H_KV, len(GRID)]`: what is lost where a head attends to a share of the tokens.
+        short: the same for contexts of fewer than `LONG_FROM` tokens; None: `needs` serve them, too.
     """
+    long = _levels(needs)
+    below = long if short is None else _levels(short)
+    split = np.cumsum([len(each) for each in needs.values()])[:-1]
+    by_layer = np.split(np.concatenate([long, below]), split, axis=1)
+    return {layer: tuple(map(tuple, each.tolist())) for layer, each in zip(needs, by_layer, strict=True)}
+
+
+def _levels(needs: Needs) -> NDArray[np.int64]:
+    """Return the shares of all heads, `[LEVELS, heads]` in `UNIT`."""
     heads = np.concatenate([each.astype(np.float64) for each in needs.values()])
     parts = [(slope, head, begin, end) for head, need in enumerate(heads) for slope, begin, end in _hull(need)]
     parts.sort()  # those that save most first; ties by head
@@ -43,10 +70,8 @@ def share_out(needs: Mapping[int, NDArray[np.float32]]) -> dict[int, Shares]:
         width = (end - begin.clip(least)).clip(0)
         taken = (len(heads) * (mean - least) - (width.cumsum() - width)).clip(0, width)
         share = least + np.bincount(owner, taken, len(heads))
-        levels.append(np.round(share / mean * UNIT).astype(int))
-    split = np.cumsum([len(each) for each in needs.values()])[:-1]
-    by_layer = np.split(np.stack(levels), split, axis=1)
-    return {layer: tuple(map(tuple, each.tolist())) for layer, each in zip(needs, by_layer, strict=True)}
+        levels.append(np.round(share / mean * UNIT).astype(np.int64))
+    return np.stack(levels)
 
 
 def _hull(need: NDArray[np.float64]) -> list[tuple[float, float, float]]:
@@ -67,9 +92,9 @@ def counts(mean: int, length: int, shares: Shares) -> tuple[int, ...]:
     """Return how many of `length` tokens each KV head attends to, where the mean of all heads is `mean`."""
     if mean >= length:
         return (length,) * len(shares[0])
-    level = min(LEVELS, (length * length // (mean * mean)).bit_length()) - 1
+    row = min(LEVELS, (length * length // (mean * mean)).bit_length()) - 1 + LEVELS * (length < LONG_FROM)
     least = min(LEAST, mean)
-    return tuple(min(length, least + rounded((mean - least) * share)) for share in shares[level])
+    return tuple(min(length, least + rounded((mean - least) * share)) for share in shares[row])
 
 
 def rounded(count: T) -> T:
@@ -77,13 +102,13 @@ def rounded(count: T) -> T:
     return (count + UNIT // 2) // UNIT
 
 
-def shares_at(shares: Mapping[int, Shares], budget: float) -> dict[int, NDArray[np.float64]]:
-    """Return the share of the tokens of a long context that each KV head attends to, `[H_KV]` by layer."""
-    mean = max(1, int(budget * LONG))
-    return {layer: np.array(counts(mean, LONG, each)) / LONG for layer, each in shares.items()}
+def shares_at(shares: Mapping[int, Shares], budget: float, length: int = LONG) -> dict[int, NDArray[np.float64]]:
+    """Return the share of the tokens of a context that each KV head attends to, `[H_KV]` by layer."""
+    mean = max(1, int(budget * length))
+    return {layer: np.array(counts(mean, length, each)) / length for layer, each in shares.items()}
 
 
-def loss(needs: Mapping[int, NDArray[np.float32]], shares: Mapping[int, NDArray[np.float64]]) -> float:
+def loss(needs: Needs, shares: Mapping[int, NDArray[np.float64]]) -> float:
     """Return the sum of what KV heads lose that attend to these shares of the tokens; between those of `GRID`, a line.
 
     Args:
@@ -96,6 +121,9 @@ def loss(needs: Mapping[int, NDArray[np.float32]], shares: Mapping[int, NDArray[
 
 def most(mean: int, length: int, shares: Sequence[Sequence[int]]) -> int:
     """Return a bound of `counts` for all lengths up to `length` and all means up to `mean`."""
-    means = (min(mean, int(length * 2 ** (-level / 2)) + 1) for level in range(LEVELS))
-    pairs = ((each, min(LEAST, each), max(some)) for each, some in zip(means, shares, strict=True))
-    return min(length, max(least + rounded((each - least) * largest) for each, least, largest in pairs))
+    found = []
+    for row, some in enumerate(shares):
+        longest = min(length, LONG_FROM - 1) if row >= LEVELS else length
+        each = min(mean, int(longest * 2 ** (-(row % LEVELS) / 2)) + 1)
+        found.append(min(LEAST, each) + rounded((each - min(LEAST, each)) * max(some)))
+    return min(length, max(found))

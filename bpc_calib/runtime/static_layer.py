@@ -31,7 +31,7 @@ class Clock:
     length: int  # slots in use, counted on the host
     stepping: bool = False  # whether a step is calling the model
     padding: Tensor | None = None  # int64 [B]: how many slots are padding; None: none
-    shares: Tensor | None = None  # int64 [layers, LEVELS, H_KV], of the layers that have some
+    shares: Tensor | None = None  # int64 [layers, 2 LEVELS, H_KV], of the layers that have some
     rows: Rows = field(init=False)  # the sequences of the step that runs
     k: Tensor = field(init=False)  # int64 [layers, B, H_KV]: by layer, where there are shares
 

@@ -99,7 +99,7 @@ class Split:
 
 
 def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Tensor | None:
-    """Return the shares of this rank's KV heads in the layers that have some: int64 `[layers, LEVELS, H_KV]`."""
+    """Return the shares of this rank's KV heads in the layers that have some: int64 `[layers, 2 LEVELS, H_KV]`."""
     layers = config.compilation_config.static_forward_context.values()
     own = next((each.impl for each in layers if getattr(getattr(each, "impl", None), "codebook", None)), None)
     found = shares(options)
