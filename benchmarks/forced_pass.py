@@ -6,17 +6,18 @@ time behind a dense prefill, with ranks and shares that no cache needs to offer,
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.calibration.needs import TOKENS, code_ranks, visible
+from bpc_calib.calibration.needs import TOKENS, code_ranks, code_scores, visible
 from bpc_calib.compat import with_cache
+from bpc_calib.method.encoded import GAIN_UNIT
 from bpc_calib.method.rules import Rules, ranking_defaults
-from bpc_calib.method.scoring import group_scores
+from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import sortable
 from bpc_calib.models.observation import observing
 
@@ -25,17 +26,23 @@ __all__ = ["TOKENS", "divergences"]
 Case = TypeVar("Case")
 
 
+class Way(NamedTuple):
+    """How keys are ranked, and how many are attended."""
+
+    exact: bool  # by products, not by codes
+    below_best: bool  # distances count below a head's best score, as before version 0.2, not below its denominator
+    rules: Mapping[int, Rules]  # of each layer
+
+
 @torch.inference_mode()
-def divergences(
-    model: Any, artifact: ProjectionArtifact, ids: Tensor, cases: Mapping[Case, tuple[bool, Mapping[int, Rules]]]
-) -> dict[Case, float]:
+def divergences(model: Any, artifact: ProjectionArtifact, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case, float]:
     """Return the KL divergence of the next token from full attention's, the mean over the last `TOKENS` of a text.
 
     Args:
         model: the model of the artifact.
         artifact: its projections.
         ids: integers `[T]`.
-        cases: by any key, whether ranks are exact, and the rules of each layer, which say how many are attended.
+        cases: by any key.
     """
     from transformers import DynamicCache
 
@@ -50,20 +57,23 @@ def divergences(
 
     full, found = likely(lambda *given: None), {}
     weight = full.exp()
-    for case, (exact, rules) in cases.items():
+    for case, way in cases.items():
 
         def attend(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any], exact: bool = exact,
-            rules: Mapping[int, Rules] = rules,
-        ) -> Tensor | None:  # fmt: skip
+            module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any], way: Way = way
+        ) -> Tensor | None:
             if (layer := artifact.layers.get(module.layer_idx)) is None:
                 return None
             scaling = arguments["scaling"]
-            if exact:
-                ranks = exact_ranks(query[0], key[0], scaling)
+            if way.exact:
+                ranks = exact_ranks(query[0], key[0], scaling, way.below_best)
+            elif way.below_best:
+                scores, scale, gain = code_scores(query[0], key[0], layer, method)
+                logit = (GAIN_UNIT if gain else 1) / (scale * scaling)
+                ranks = below_best(scores.float(), logit[..., None, None])
             else:
                 ranks = code_ranks(query[0], key[0], layer, method, scaling)
-            kept = best(ranks, counts(rules[module.layer_idx], key.shape[2], key.shape[1]))
+            kept = best(ranks, counts(way.rules[module.layer_idx], key.shape[2], key.shape[1]))
             return attention(query[0], key[0], value[0], kept, scaling).to(query.dtype)
 
         found[case] = (weight * (full - likely(attend))).sum(-1).mean().item()
@@ -76,17 +86,28 @@ def counts(rules: Rules, length: int, kv_heads: int) -> Tensor:
     return torch.tensor([rules.by_head(rules.count(each), each) for each in lengths]).mT.expand(kv_heads, -1)
 
 
-def exact_ranks(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+def exact_ranks(query: Tensor, key: Tensor, scaling: float, below: bool) -> Tensor:
     """Return how the products rank the keys of a KV head, its group joined: int32 `[H_KV, TOKENS, T]`.
 
     Args:
         query: `[heads, TOKENS, D]`.
         key: `[H_KV, T, D]`.
         scaling: attention's factor on the products q k.
+        below: see `Way`.
     """
     seen = visible(key.shape[1], key.device)
     products = query.unflatten(0, (len(key), -1)).transpose(1, 2).float() @ key.float().unsqueeze(1).mT
+    if below:
+        return below_best(products, torch.tensor(1 / scaling))
     ranks = group_scores(products, "relative", valid=seen.unsqueeze(0), logit=torch.tensor(1 / scaling))
+    return sortable(ranks.masked_fill(~seen, float("-inf")))
+
+
+def below_best(scores: Tensor, logit: Tensor) -> Tensor:
+    """Return ranks by distances below each head's best score: int32 `[H_KV, TOKENS, T]` of `[H_KV, TOKENS, G, T]`."""
+    seen = visible(scores.shape[-1], scores.device)
+    below = scores - scores.masked_fill(~seen.unsqueeze(1), float("-inf")).amax(-1, keepdim=True)
+    ranks = 4 * scores.shape[-2] * below.amax(-2) + below.maximum(-RELATIVE_LIMIT * logit).sum(-2)
     return sortable(ranks.masked_fill(~seen, float("-inf")))
 
 

@@ -70,8 +70,8 @@ def defaults(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def shares(subject: Subject, settings: Settings) -> list[Row]:
-    """The exact best tokens and BPC, with shares by head and with equal shares, each text in one forced pass."""
-    from forced_pass import TOKENS, divergences
+    """The exact best tokens and BPC: shares by head and equal ones, both group rules; each text in one forced pass."""
+    from forced_pass import TOKENS, Way, divergences
 
     from bpc_artifacts import load
     from bpc_calib.evaluation.statistics import mean
@@ -82,12 +82,13 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
     (model, tokenizer), artifact = opened(subject), load(subject.artifact("bpc"))
     by_head, rows = shares_of(artifact, list(artifact.layers)), []
     cases = {}
-    for budget, method, equal in product(settings["budgets"], ("oracle", "bpc"), (False, True)):
+    kinds = product(settings["budgets"], ("oracle", "bpc"), (False, True), (False, True))
+    for budget, method, equal, below_best in kinds:
         rules = {
             layer: Rules(budget, min_tokens=1, shares=None if equal else by_head.get(layer))
             for layer in artifact.layers
         }
-        cases[budget, method, equal] = method == "oracle", rules
+        cases[budget, method, equal, below_best] = Way(method == "oracle", below_best, rules)
     for length, texts_of in zip(subject.lengths, settings["texts_by_length"], strict=False):
         corpora = open_corpora(subject.corpora("held-out"))
         about = {"samples": texts_of, "sequence_length": length, "seed": 0}
@@ -96,10 +97,11 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
         for done, text in enumerate(texts):
             say(f"  text {done + 1} of {len(texts)}, {length:,} tokens")
             found.append(divergences(model, artifact, text, cases))
-        for budget, method, equal in cases:
-            kl = mean([each[budget, method, equal] for each in found], least=0)
-            row = {"tokens": length, "budget": budget, "method": method, "equal_shares": equal, "forced": TOKENS}
-            rows.append(row | {"kl": kl})
+        for case in cases:
+            names = dict(zip(("budget", "method", "equal_shares", "below_best"), case, strict=True))
+            rows.append(
+                {"tokens": length, "forced": TOKENS, **names, "kl": mean([each[case] for each in found], least=0)}
+            )
     return rows
 
 

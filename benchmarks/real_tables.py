@@ -118,18 +118,20 @@ def defaults(results: Results) -> Lines:
 
 
 def shares(results: Results) -> Lines:
-    """KL with shares by head and with equal shares, of the exact best tokens and of BPC."""
+    """KL with shares by head and with equal shares, by both group rules, of the exact best tokens and of BPC."""
     yield (
         "model",
         "tokens",
         "budget",
+        "distances below the",
         *(f"{who}, {how}" for who in ("exact best", "BPC") for how in ("equal", "by head")),
     )
     for model, found in models(results, "shares").items():
-        own = by((row for row in found["rows"] if row["budget"]), "tokens", "budget", "method", "equal_shares")
-        for tokens, budget in sorted({place[:2] for place in own}, key=lambda place: (place[0], -place[1])):
-            rows = (own[tokens, budget, name, equal] for name in ("oracle", "bpc") for equal in (True, False))
-            yield model, tokens, budget_text(budget), *(spread(row["kl"]) for row in rows)
+        own = by(found["rows"], "tokens", "budget", "below_best", "method", "equal_shares")
+        for tokens, budget, below in sorted({place[:3] for place in own}, key=lambda at: (at[0], -at[1], -at[2])):
+            rows = (own[tokens, budget, below, name, equal] for name in ("oracle", "bpc") for equal in (True, False))
+            rule = "best score" if below else "denominator"
+            yield model, tokens, budget_text(budget), rule, *(spread(row["kl"]) for row in rows)
             model = ""
 
 

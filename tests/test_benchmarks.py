@@ -20,6 +20,7 @@ from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.comparison import HARD, make_cache
 from bpc_calib.evaluation.forcing import compare, fork, keep, prefill
 from bpc_calib.method.rules import Rules, shares_of
+from bpc_calib.method.scoring import group_scores
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -62,7 +63,8 @@ def test_a_forced_pass_loses_what_decoding_loses():
     by_head = shares_of(artifact, list(artifact.layers))
     rules = {layer: Rules(0.1, min_tokens=1, shares=shares) for layer, shares in by_head.items()}
     everything = {layer: Rules(1.0) for layer in by_head}
-    cases = {"bpc": (False, rules), "oracle": (True, rules), "all": (False, everything)}
+    ways = {"bpc": (False, False, rules), "oracle": (True, False, rules), "all": (False, True, everything)}
+    cases = {name: forced_pass.Way(*way) for name, way in ways.items()}
     found = forced_pass.divergences(model, artifact, ids, cases)
     assert found["all"] < 1e-6
     enable(model)
@@ -73,6 +75,18 @@ def test_a_forced_pass_loses_what_decoding_loses():
         _, apart = compare(model, fork(prefix, cache), rest, kept)
         # The first of the tokens counts in one and not in the other, and predictions are kept in 16 bits.
         assert found[name] == pytest.approx(apart.item(), rel=0.1)
+
+
+def test_distances_below_the_best_score():
+    import forced_pass
+
+    scores = torch.randn(2, forced_pass.TOKENS, 3, 200, generator=torch.Generator().manual_seed(0))
+    ranks = forced_pass.below_best(scores, torch.tensor(1e3))
+    for place in (0, 50, forced_pass.TOKENS - 1):
+        seen = 200 - forced_pass.TOKENS + place + 1
+        expected = group_scores(scores[:, place, :, :seen], "relative")  # of unknown unit: below the best, unlimited
+        assert torch.equal(ranks[:, place, :seen].argsort(-1), expected.argsort(-1))
+        assert (ranks[:, place, seen:] < ranks[:, place, :seen].amin()).all()
 
 
 def test_the_size_of_this_tree_and_of_another(tmp_path):

@@ -180,6 +180,16 @@ def code_ranks(query: Tensor, key: Tensor, found: LayerProjection, method: Mappi
         method: the defaults of `ranking_defaults`.
         scaling: attention's factor on the products q k.
     """
+    scores, scale, gain = code_scores(query, key, found, method)
+    seen = visible(key.shape[1], key.device)
+    ranks = rank(scores, scale, group=method["group"], gain=gain, scaling=scaling, valid=seen.unsqueeze(0))
+    return ranks.masked_fill(~seen, torch.iinfo(torch.int32).min)
+
+
+def code_scores(
+    query: Tensor, key: Tensor, found: LayerProjection, method: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, bool]:
+    """Return scores as of `hash_scores`, `[H_KV, TOKENS, G, T]`, their scale, and whether they include the gain."""
     codebook, keys = codebook_of(found, slice(None), key.dtype, key.device), key.unsqueeze(0)
     encoded = find(keys).encode_with(codebook, keys)
     gain = encoded.gain[0] if method["gain"] else None
@@ -187,12 +197,7 @@ def code_ranks(query: Tensor, key: Tensor, found: LayerProjection, method: Mappi
     rounded = quantize_query(grouped, codebook.projection.unsqueeze(1))
     # All queries of a KV head read the same codes.
     together = QuantizedQuery(rounded.values.flatten(1, 2), rounded.scale)
-    scores = hash_scores(together, encoded.codes[0], gain).unflatten(1, (TOKENS, -1))
-    seen = visible(key.shape[1], key.device)
-    ranks = rank(
-        scores, rounded.scale, group=method["group"], gain=gain is not None, scaling=scaling, valid=seen.unsqueeze(0)
-    )
-    return ranks.masked_fill(~seen, torch.iinfo(torch.int32).min)
+    return hash_scores(together, encoded.codes[0], gain).unflatten(1, (TOKENS, -1)), rounded.scale, gain is not None
 
 
 def losses(
