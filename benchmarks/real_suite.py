@@ -222,7 +222,7 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
         partial(on_text, methods=None, lengths=slice(1), paper=True), {"budgets": [0.02], "forced": 64, "texts": 4},
     ),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "texts_by_length": [8, 4]}),
+    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "texts_by_length": [16, 4]}),
     "answers": (answers, {"tasks": ["needle", "single"], "budgets": [0.02, 0.005, 0.0025], "prompts": 150}),
     "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (generate, {"lengths": [2048, 4096, 8192], "new": 64}),

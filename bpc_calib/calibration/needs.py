@@ -33,8 +33,8 @@ from bpc_calib.models.wide_passes import WidePasses
 __all__ = ["REFERENCE", "TOKENS", "joined", "measuring_bytes", "text_needs"]
 
 REFERENCE = 0.02
-TOKENS = 128  # the newest tokens of a text, at which needs are measured
-EVERY = 4  # of these tokens, one in so many gives the curve by share; all give the sensitivity
+TOKENS = 64  # the newest tokens of a text, at which needs are measured
+EVERY = 2  # of these tokens, one in so many gives the curve by share; all give the sensitivity
 
 Needs = dict[int, Tensor]  # by layer, float64 [H_KV, len(GRID)]
 
