@@ -30,9 +30,10 @@ from transformers import LlamaConfig
 from bpc_calib import describe
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.triton import pipeline
-from bpc_calib.method.budget import attended
+from bpc_calib.backends.triton.attend import AttendShape
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.rules import Rules
+from bpc_calib.method.shares import LEVELS, UNIT
 from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import Common
@@ -45,6 +46,7 @@ from ptx import driver  # the tests' stand-in for the CUDA driver
 KV_HEADS, GROUP, DIM, BITS, BUDGET = 8, 4, 128, 64, 0.02
 DTYPE = torch.bfloat16
 LENGTHS = (32768, 131072, 524288)
+UNEVEN = (0.15, 0.3, 0.4, 0.5, 0.75, 1.2, 1.7, 3.0)  # of the mean, for each KV head
 
 
 class Recorder(TorchDispatchMode):
@@ -81,12 +83,13 @@ class Recorder(TorchDispatchMode):
 
 def main() -> None:
     arguments = report.make_parser(__doc__).parse_args()
-    steps = [step(length) for length in ([2048] if arguments.tiny else LENGTHS)]
+    steps = [step(length, by_head) for length in ([2048] if arguments.tiny else LENGTHS) for by_head in (False, True)]
     for each in steps:
         for row in each["launches"]:
             print(f"{row['microseconds']:8.2f} us  {row['least_microseconds']:8.2f} with free loads  {row['kernel']}")
         print(
-            f"{each['microseconds']:8.2f} us  {each['least_microseconds']:8.2f} a step at {each['tokens']:,} tokens\n"
+            f"{each['microseconds']:8.2f} us  {each['least_microseconds']:8.2f} a step at {each['tokens']:,} tokens"
+            f"{', shares by head' * each['by_head']}\n"
         )
     for note in sorted({note for each in steps for row in each["launches"] for note in row["notes"]}):
         print(f"warning: {note}", file=sys.stderr)
@@ -95,17 +98,19 @@ def main() -> None:
     report.keep(arguments.output, report.about() | result)
 
 
-def step(tokens: int) -> dict[str, Any]:
+def step(tokens: int, by_head: bool) -> dict[str, Any]:
     """All launches of a step, and sums of them."""
-    recorder = record(tokens)
+    rules = Rules(BUDGET, shares=2 * LEVELS * (tuple(round(UNIT * each) for each in UNEVEN),) if by_head else None)
+    recorder = record(tokens, rules)
     launches = [each for each in recorder.events if not isinstance(each, str)]
     operations = [each for each in recorder.events if isinstance(each, str)]
-    costs = [cost(each, tokens, KV_HEADS, *reached(each, recorder)) for each in launches]
+    costs = [cost(each, tokens, KV_HEADS, *reached(each, recorder), working(each, tokens, rules)) for each in launches]
     kernels = sum(each["microseconds"] for each in costs)
     torchs = 1e6 * FIXED * len(operations)
     return {
         "tokens": tokens,
         "budget": BUDGET,
+        "by_head": by_head,
         "launches": costs,
         "torch_operations": dict(Counter(operations)),
         "launched": len(launches) + len(operations),
@@ -129,7 +134,16 @@ def reached(launch: Any, recorder: Recorder) -> tuple[int, int]:
     return cold, warm
 
 
-def record(tokens: int) -> Recorder:
+def working(launch: Any, tokens: int, rules: Rules) -> float:
+    """The share of the blocks of a launch that have tokens: those of attention, where heads attend to unlike numbers."""
+    shapes = (each for each in dict(launch.kernel.src.constants).values() if isinstance(each, AttendShape))
+    if (shape := next(shapes, None)) is None or rules.shares is None:
+        return 1.0
+    blocks = sum(-(-count // shape.CHUNK) for count in rules.by_head(rules.count(tokens), tokens))
+    return blocks / (launch.grid[0] * launch.grid[1])
+
+
+def record(tokens: int, rules: Rules) -> Recorder:
     """A step at the last place of a cache that has just enough room."""
     recorder = Recorder()
     # Compile for 9.0, and let every call of the backends' dispatch reach the kernels' pipeline.
@@ -137,9 +151,10 @@ def record(tokens: int) -> Recorder:
     served = SimpleNamespace(**{**vars(pipeline), "serves": lambda *given: None})
     dispatch.backend = lambda device: "triton"
     dispatch._load = lambda name: served  # type: ignore[assignment]
-    k = attended(tokens, BUDGET)
+    k = rules.count(tokens)
     clock = Clock(torch.tensor([tokens - 1]), torch.full((1, tokens), k), None, k, tokens, stepping=True)
-    static = StaticLayer(_layer(tokens), clock, chooses=True)
+    static = StaticLayer(_layer(tokens, rules), clock, chooses=True)
+    clock.share_out([static])
     clock.tick()
     new = [torch.zeros(1, KV_HEADS, 1, DIM, dtype=DTYPE) for _ in range(2)]
     query = torch.zeros(1, KV_HEADS * GROUP, 1, DIM, dtype=DTYPE)
@@ -151,11 +166,11 @@ def record(tokens: int) -> Recorder:
     return recorder
 
 
-def _layer(tokens: int) -> BPCLayer:
+def _layer(tokens: int, rules: Rules) -> BPCLayer:
     """With the metric and the mean of a calibration, and buffers whose memory is never touched."""
     room = (1, KV_HEADS, tokens)
     config = LlamaConfig(num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS, head_dim=DIM)
-    layer = BPCLayer(0, Rules(BUDGET), Common(describe(config)), None)
+    layer = BPCLayer(0, rules, Common(describe(config)), None)
     projection, metric = torch.randn(KV_HEADS, BITS, DIM), torch.eye(DIM).repeat(KV_HEADS, 1, 1)
     layer.codebook = make_codebook(projection, DTYPE, metric=metric, mean=torch.zeros(KV_HEADS, DIM))
     layer.serve = lambda module: None  # type: ignore[method-assign]

@@ -51,9 +51,10 @@ CONSTANTS = {
 }  # fmt: skip
 
 
-def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> dict[str, Any]:
+def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int, working: float = 1.0) -> dict[str, Any]:
     """Of a `ptx.driver.Launch` that can read `cold` bytes of tensors from memory, and `warm` bytes from L2.
 
+    `working` is the share of its blocks that do not leave at once.
     Instructions, barriers and shuffles are those that a warp executes, `per_key` those of all threads per key and KV
     head; times are in microseconds, `least_microseconds` as if every load were there at once.
     """
@@ -62,7 +63,7 @@ def cost(launch: Any, tokens: int, rows: int, cold: int, warm: int) -> dict[str,
     registers, stack = usage(assembly["cubin"])
     notes = timed_loops(made, launch, tokens)
     counts = made.executed()
-    blocks, warps = math.prod(launch.grid), metadata.num_warps
+    blocks, warps = math.ceil(working * math.prod(launch.grid)), metadata.num_warps
     turns = max(counts["all"], 2 * counts["half"]) * warps / SCHEDULERS  # clocks to issue all of a block
     latency = max(clocks(made, (COLD if cold else WARM) * CLOCK, WARM * CLOCK), turns) / CLOCK
     without = max(clocks(made, 0, 0), turns) / CLOCK

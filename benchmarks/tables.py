@@ -67,10 +67,13 @@ def scaling(results: Results) -> Lines:
 
 def kernel_cost(results: Results) -> Lines:
     """A model of a step on an H100."""
-    yield "tokens", "launches", "us", "us, free loads", "dense by bytes, us"
-    for step in results["kernel_cost"]["steps"]:
-        times = (step[name] for name in ("microseconds", "least_microseconds", "dense_microseconds_by_bytes"))
-        yield step["tokens"], step["launched"], *(f"{time:.0f}" for time in times)
+    yield "tokens", "launches", "us", "us, free loads", "us, shares by head", "dense by bytes, us"
+    own = by(results["kernel_cost"]["steps"], "tokens", "by_head")
+    for tokens in dict.fromkeys(tokens for tokens, _ in own):
+        step = own[tokens, False]
+        times = [step[name] for name in ("microseconds", "least_microseconds", "dense_microseconds_by_bytes")]
+        times.insert(2, own[tokens, True]["microseconds"])
+        yield tokens, step["launched"], *(f"{time:.1f}" for time in times)
 
 
 def model_bytes(results: Results) -> Lines:
