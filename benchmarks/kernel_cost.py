@@ -135,7 +135,7 @@ def reached(launch: Any, recorder: Recorder) -> tuple[int, int]:
 
 
 def working(launch: Any, tokens: int, rules: Rules) -> float:
-    """The share of the blocks of a launch that have tokens: those of attention, where heads attend to unlike numbers."""
+    """The share of the blocks of a launch that have tokens: in attention, some have none with shares by head."""
     shapes = (each for each in dict(launch.kernel.src.constants).values() if isinstance(each, AttendShape))
     if (shape := next(shapes, None)) is None or rules.shares is None:
         return 1.0
