@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bpc_calib.method.encoding import encode
     from bpc_calib.method.fitting import Fit, fit
     from bpc_calib.method.metric import query_metric, second_moment
-    from bpc_calib.method.rules import Rules
+    from bpc_calib.method.rules import Rules, shares_of
     from bpc_calib.method.scoring import QuantizedQuery, group_scores, hash_scores, quantize_query
     from bpc_calib.method.selection import select
     from bpc_calib.method.state import Rows, State
@@ -63,6 +63,7 @@ __all__ = [
     "query_metric",
     "second_moment",
     "select",
+    "shares_of",
     "static_generate",
     "static_steps",
     "tensor_parallel",
@@ -80,7 +81,7 @@ _MODULES = {
     "bpc_calib.method.encoding": ("encode",),
     "bpc_calib.method.fitting": ("Fit", "fit"),
     "bpc_calib.method.metric": ("query_metric", "second_moment"),
-    "bpc_calib.method.rules": ("Rules",),
+    "bpc_calib.method.rules": ("Rules", "shares_of"),
     "bpc_calib.method.scoring": ("QuantizedQuery", "group_scores", "hash_scores", "quantize_query"),
     "bpc_calib.method.selection": ("select",),
     "bpc_calib.method.state": ("Rows", "State"),

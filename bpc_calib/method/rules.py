@@ -1,6 +1,6 @@
 """How many tokens a decoding step attends to, and which."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict
@@ -84,8 +84,13 @@ def default_dense_layers(artifact: ProjectionArtifact | None, num_layers: int) -
     return () if known else tuple(layer for layer in DENSE_LAYERS if layer < num_layers)
 
 
-def shares_of(artifact: ProjectionArtifact | None, layers: Sequence[int]) -> dict[int, Shares]:
-    """Return the shares of the KV heads of the layers that choose; none where their needs are not known."""
+def shares_of(artifact: ProjectionArtifact | None, layers: Iterable[int]) -> dict[int, Shares]:
+    """Return the shares of the KV heads of the layers that choose, for `Rules.shares`.
+
+    Args:
+        artifact: with the needs of all heads; None, or without them: no shares.
+        layers: indices of the layers that choose; the budget is the mean over all their heads.
+    """
     if artifact is None or not artifact.has_needs:
         return {}
     found = [(layer, artifact.layers[layer]) for layer in layers]
