@@ -47,7 +47,7 @@ def label(method: str) -> str:
 
 def short(results: Results) -> Lines:
     """What a user of `bpc generate` pays and gets: loss, bytes and speed with its default settings."""
-    heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "full attention, tokens/s"]
+    heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "KL", "full attention, tokens/s"]
     yield *heads, "BPC, tokens/s", "speedup"
     for model, found in models(results, "generate").items():
         losses = [row for row in rows_of(results, "defaults", model) if row["needs"] and row["method"] == "bpc"]
@@ -57,10 +57,11 @@ def short(results: Results) -> Lines:
             if row["tokens"] < 2 or not (calibrated or prompt == shortest):
                 continue
             # The evaluated lengths include the forced tokens; the prompt leaves room for the new ones.
-            near = [each["loss_difference"] for each in losses if calibrated and 0.85 < prompt / each["tokens"] <= 1]
+            near = [each for each in losses if calibrated and 0.85 < prompt / each["tokens"] <= 1]
+            lost = [spread(near[0][name]) if near else "" for name in ("loss_difference", "kl")]
             ours, theirs, ratio = _speeds(row)
             share = f"{percent(row['kv_bytes_share'], 0)} %"
-            yield model, prompt, row["projections"], share, spread(near[0]) if near else "", theirs, ours, ratio
+            yield model, prompt, row["projections"], share, *lost, theirs, ours, ratio
             model = ""
 
 
