@@ -51,7 +51,7 @@ def made_artifact(model_folder, target, samples=4, needs=False):
     text = AutoTokenizer.from_pretrained(model_folder) if model_folder == DEMO_MODEL else tiny.tokenizer()
     artifact = calibrate(model, text, ["demo-prose"], plan)
     if needs:
-        artifact = joined(artifact, [text_needs(model, artifact, torch.tensor(ids(400)))])
+        artifact = joined(artifact, [400], [text_needs(model, artifact, torch.tensor(ids(400)))])
     bpc_artifacts.save(artifact, target)
     return target
 
