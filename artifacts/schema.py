@@ -58,6 +58,10 @@ class ProjectionArtifact:
         """Whether the needs of the KV heads are known."""
         return all(layer.need is not None for layer in self.layers.values())
 
+    def by_layer(self, name: str) -> dict[int, Array]:
+        """Return the arrays of one name, such as "need", of the layers that have one."""
+        return {i: array for i, layer in self.layers.items() if (array := getattr(layer, name)) is not None}
+
     def tensors(self) -> dict[str, Array]:
         """Return all arrays by their names in the file."""
         return {

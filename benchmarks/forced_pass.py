@@ -30,7 +30,7 @@ class Way(NamedTuple):
     """How keys are ranked, and how many are attended."""
 
     exact: bool  # by products, not by codes
-    below_best: bool  # distances count below a head's best score, as before version 0.2, not below its denominator
+    below_best: bool  # distances count below a head's best score, as they once did, not below its denominator
     rules: Mapping[int, Rules]  # of each layer
 
 

@@ -147,7 +147,7 @@ def _needs_text(plan: "Plan") -> str:
     from bpc_calib.calibration.plan import LEAST_LENGTH
 
     if plan.measured:
-        samples, lengths = ({each[part] for each in plan.measured} for part in (0, 1))
+        samples, lengths = map(set, zip(*plan.measured, strict=True))
         tokens = " and ".join(f"{length:,}" for length in sorted(lengths, reverse=True))
         return f"measured on {len(samples)} of the samples ({tokens} tokens), for shares by head"
     if not plan.method.needs:

@@ -168,15 +168,18 @@ def _facts(each: Inspected, fit: dict[str, Any]) -> dict[str, Any]:
 
 def _needs(artifact: "ProjectionArtifact", shares: SharedOut) -> dict[str, Any]:
     names = ("budget", "by_need", "equal_shares")
-    layers, short = artifact.layers.items(), shares.by_head_short
+
+    def need(name: str) -> dict[str, Any]:
+        return {str(index): found.tolist() for index, found in artifact.by_layer(name).items()}
+
+    # json writes the layers' indices as text
     return {
-        "need": {str(i): layer.need.tolist() for i, layer in layers if layer.need is not None},
-        "need_short": {str(i): layer.need_short.tolist() for i, layer in layers if layer.need_short is not None}
-        or None,
+        "need": need("need"),
+        "need_short": need("need_short") or None,
         "shares": {
             "budget": shares.budget,
-            "by_head": {str(index): found for index, found in shares.by_head.items()},
-            "by_head_short": short if short is None else {str(index): found for index, found in short.items()},
+            "by_head": shares.by_head,
+            "by_head_short": shares.by_head_short,
             "losses": [dict(zip(names, row, strict=True)) for row in shares.losses],
         },
     }

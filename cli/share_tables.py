@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1)  # for which losses are shown
 BLOCKS = "▁▂▃▄▅▆▇█"  # a head at the budget has the fourth
-SHORT = 2048  # tokens
 LOSSES = (
     "A loss is the KL of the next token, measured with one sparse layer at a time and split among its heads. "
     "With all layers sparse at once, expect more than this sum."
@@ -31,19 +30,20 @@ def shared_out(artifact: "ProjectionArtifact", budget: float) -> SharedOut | Non
     """How an artifact shares out this budget, a share of the tokens; None: it does not know what each head needs."""
     import numpy as np
 
-    from bpc_calib.method.shares import loss, share_out, shares_at
+    from bpc_calib.method.shares import LONG, SHORT, loss, share_out, shares_at
 
-    needs = {layer: found.need for layer, found in artifact.layers.items() if found.need is not None}
+    needs, short = artifact.by_layer("need"), artifact.by_layer("need_short")
     if not needs:
         return None
-    shares, losses = share_out(needs), []
+    shares, losses = share_out(needs, short or None), []
     for each in sorted({*BUDGETS, budget}):
         equal = {layer: np.full(len(need), each) for layer, need in needs.items()}
         losses.append((each, loss(needs, shares_at(shares, each)), loss(needs, equal)))
-    long = {layer: found.tolist() for layer, found in shares_at(shares, budget).items()}
-    needs = {layer: found.need_short for layer, found in artifact.layers.items() if found.need_short is not None}
-    short = shares_at(share_out(needs), budget, SHORT) if needs else {}
-    return SharedOut(budget, long, {layer: found.tolist() for layer, found in short.items()} or None, losses)
+
+    def by_head(tokens: int) -> dict[int, list[float]]:
+        return {layer: found.tolist() for layer, found in shares_at(shares, budget, tokens).items()}
+
+    return SharedOut(budget, by_head(LONG), by_head(SHORT) if short else None, losses)
 
 
 def print_shares(found: SharedOut, most_heads: int) -> None:

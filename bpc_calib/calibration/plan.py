@@ -6,7 +6,7 @@ from bpc_artifacts.schema import SHARES
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits, default_bits
-from bpc_calib.method.shares import LONG_FROM
+from bpc_calib.method.shares import LONG_FROM, SHORT
 from bpc_calib.models.description import ModelDescription
 
 __all__ = ["Plan", "held_out_samples", "make_plan"]
@@ -18,7 +18,7 @@ HELD_OUT = 16  # one sample in so many is held out
 MEASURED = 4  # one sample in so many measures needs, within `FEWEST` and `MOST`; it takes about 7 times a pass
 FEWEST, MOST = 2, 6
 LEAST_LENGTH = 1024  # tokens of a sample that can measure needs: 2 % of fewer are too few to tell heads apart
-LONG, SHORT = 8192, 2048  # tokens of it that do: what heads need on either serves the other badly
+LONG = 8192  # tokens of it that do, and `SHORT`: what heads need on either serves the other badly
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
 
 

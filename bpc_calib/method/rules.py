@@ -1,7 +1,7 @@
 """How many tokens a decoding step attends to, and which."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypedDict
 
@@ -93,10 +93,8 @@ def shares_of(artifact: ProjectionArtifact | None, layers: Iterable[int]) -> dic
     """
     if artifact is None or not artifact.has_needs:
         return {}
-    found = [(layer, artifact.layers[layer]) for layer in layers]
-    needs = {layer: each.need for layer, each in found if each.need is not None}
-    short = {layer: each.need_short for layer, each in found if each.need_short is not None}
-    return share_out(needs, short or None)
+    chosen = replace(artifact, layers={layer: artifact.layers[layer] for layer in layers})
+    return share_out(chosen.by_layer("need"), chosen.by_layer("need_short") or None)
 
 
 def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:

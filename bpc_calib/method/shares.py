@@ -14,33 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "GRID",
-    "LEAST",
-    "LEVELS",
-    "LONG_FROM",
-    "UNIT",
-    "Shares",
-    "counts",
-    "loss",
-    "most",
-    "rounded",
-    "share_out",
+    "GRID", "LEAST", "LEVELS", "LONG_FROM", "SHORT", "UNIT", "Shares", "counts", "loss", "most", "rounded", "share_out",
     "shares_at",
-]
+]  # fmt: skip
 
 GRID = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.012, 0.02, 0.03, 0.045, 0.07, 0.1, 0.15, 0.22, 0.33, 0.5, 1.0)
 LEAST = 16  # tokens of every head, or the mean if that is lower; shares are of what is left
 FLOOR = 8  # no share is below that of an equal one over this
 LEVELS = 21  # means for which shares are found: level i for means from 2^-(i + 1)/2 to 2^-i/2 of the tokens
-LONG_FROM = 4096  # contexts of fewer tokens have shares of their own, by what heads need on 2,048 tokens
+SHORT, LONG_FROM = 2048, 4096  # below `LONG_FROM` tokens, shares follow from what heads need on `SHORT` tokens
 LONG = 1 << 20  # tokens of a context so long that rounding counts for nothing
 UNIT = 1024  # the share of a head that attends to as many tokens as the mean of all heads
 
 T = TypeVar("T", int, Any)
 Needs = Mapping[int, NDArray[np.float32]]
-Shares = tuple[
-    tuple[int, ...], ...
-]  # [2 LEVELS][H_KV], in UNIT: on contexts of `LONG_FROM` and more tokens, then below
+# [2 LEVELS][H_KV], in UNIT: for contexts of `LONG_FROM` and more tokens, then for shorter ones.
+Shares = tuple[tuple[int, ...], ...]
 
 
 def share_out(needs: Needs, short: Needs | None = None) -> dict[int, Shares]:
@@ -125,5 +114,6 @@ def most(mean: int, length: int, shares: Sequence[Sequence[int]]) -> int:
     for row, some in enumerate(shares):
         longest = min(length, LONG_FROM - 1) if row >= LEVELS else length
         each = min(mean, int(longest * 2 ** (-(row % LEVELS) / 2)) + 1)
-        found.append(min(LEAST, each) + rounded((each - min(LEAST, each)) * max(some)))
+        least = min(LEAST, each)
+        found.append(least + rounded((each - least) * max(some)))
     return min(length, max(found))

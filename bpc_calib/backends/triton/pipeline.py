@@ -100,8 +100,8 @@ def projected_at_once(dim: int) -> int:
 def few_registers(heads: int, bits: int, padded: bool, size: int) -> dict[str, int]:
     """At most 168 per thread on compute capability 9.0: then three programs of four warps share a multiprocessor.
 
-    With more heads or bits, with padding, or with queries of more than 2 bytes a program needs more, and so it does
-    on 10.0.
+    With more heads or bits, with padding, or with numbers of more than 2 bytes (`size`) a program needs more, and so it
+    does on 10.0.
     """
     if INTERPRET.value or heads > 8 or bits > 64 or padded or size > 2:
         return {}
