@@ -49,7 +49,7 @@ CHOICES: list[tuple[int, str, bool, int, int, str]] = [
     (4 * TOKENS, "relative", True, 128, 8, ""),
 ]
 
-WORKERS = 4  # side by side: most of the time goes to the compiler
+WORKERS = 12  # side by side: most of the time goes to the compiler
 
 
 def rows(*, tiny: bool) -> Iterator[Row]:

@@ -159,7 +159,7 @@ def tests(*, tiny: bool) -> Iterator[Row]:
         words = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", "--tb=short"]
         words += ["-o", "faulthandler_timeout=120", f"--junitxml={xml}"]
         if not tiny and importlib.util.find_spec("xdist"):
-            words += ["-n", str(min(8, os.cpu_count() or 1))]
+            words += ["-n", str(min(16, os.cpu_count() or 1))]
         ran = subprocess.run([*words, *map(str, places)], cwd=ROOT, stdout=sys.stderr, check=False)
         if not xml.is_file():
             sys.exit(f"pytest ended with status {ran.returncode}")

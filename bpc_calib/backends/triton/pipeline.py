@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 
 from bpc_calib.backends.limits import tight
 from bpc_calib.backends.triton import language
@@ -14,16 +13,17 @@ from bpc_calib.backends.triton.arguments import Strided, in_pages, strided
 from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with, hash_into
-from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
+from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.backends.triton.limits import Limits
 from bpc_calib.backends.triton.narrow import CompactShape, NarrowShape, compact_kernel, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
+from bpc_calib.backends.triton.query import ENTRIES, Asked, QueryShape, query_kernel
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
 from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.scoring import LARGEST_OCTAVE, LARGEST_QUERY, LEAST, OCTAVES, STRIPES, QuantizedQuery
+from bpc_calib.method.scoring import LARGEST_OCTAVE, LARGEST_QUERY, OCTAVES, STRIPES, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, within
 
@@ -34,9 +34,8 @@ __all__ = [
 
 # Sizes to tune on a GPU; none changes a result.
 PROGRAMS = 512  # programs of one kernel, at most
-SCORING = 384  # of the kernel that needs most registers: as many as an H100 runs at once, see `few_registers`
-SCORED = 1024  # keys that a program scores at once, see `scored`
-RANKED = 1024  # keys that a program ranks at once, see `scored`
+SCORED = 256  # keys that a program scores at once
+RANKED = 1024  # keys that a program ranks at once, see `ranked_at_once`
 COUNTED = 1024  # keys that a program counts and lists at once
 GUARDED = 256  # tokens of the safeguard's list read at once
 
@@ -77,14 +76,9 @@ def middle_bins(group: str, heads: int, largest: int, gain: bool) -> int:
     return int(1 << max(0, span.bit_length() - (FINE.bit_length() - 1) - (COARSE.bit_length() - 1)))
 
 
-def packed(heads: int, bits: int) -> int:
-    """Keys per row of the matrix product: int8 products need at least 16 columns and 32 bytes."""
-    return max(16 // triton.next_power_of_2(heads), 256 // bits)
-
-
-def scored(heads: int, keys: int = SCORED) -> int:
-    """Keys that one program scores or ranks at once: fewer where many heads need the registers."""
-    return keys if heads <= 8 else keys // 2
+def ranked_at_once(heads: int) -> int:
+    """Keys that one program ranks at once: fewer where many heads need the registers."""
+    return RANKED if heads <= 8 else RANKED // 2
 
 
 def programs(rows: int, tokens: int, block: int, most: int = PROGRAMS) -> int:
@@ -97,28 +91,13 @@ def projected_at_once(dim: int) -> int:
     return int(min(64, max(16, triton.next_power_of_2(dim))))
 
 
-def few_registers(heads: int, bits: int, padded: bool, size: int) -> dict[str, int]:
-    """At most 168 per thread on compute capability 9.0: then three programs of four warps share a multiprocessor.
-
-    With more heads or bits, with padding, or with numbers of more than 2 bytes (`size`) a program needs more, and so it
-    does on 10.0.
-    """
-    if INTERPRET.value or heads > 8 or bits > 64 or padded or size > 2:
-        return {}
-    target = driver.active.get_current_target()
-    return {"maxnreg": 168} if (target.backend, target.arch) == ("cuda", 90) else {}
-
-
 def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Ranking:
     """Step 1, as `sparse_decode` without its attention."""
     batch, kv_heads, heads, dim = query.shape
     bits, count, device = codebook.bits, batch * kv_heads, query.device
     tokens, gain, heads_up = rows.longest, _gain(state, rules), triton.next_power_of_2(heads)
     counts = COARSE + middle_bins(rules.group, heads, largest_score(bits), gain is not None) + FINE
-    parts, room = (
-        programs(count, tokens, scored(heads), SCORING),
-        triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value,
-    )
+    room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(count, *size, dtype=dtype, device=device)
@@ -134,22 +113,29 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
         counts=empty(counts),
         limits=_limits(rows, rules, batch, kv_heads),
     )
-    if rules.group == "relative":
-        made.best.fill_(LEAST)  # the programs of a row raise it together
+    tables = empty(bits // 4, ENTRIES.value, heads_up, dtype=torch.int16)
     query, projection = tight(query), tight(codebook.projection).expand(batch, *codebook.projection.shape[-3:])
-    assert state.codes is not None
-    codes, padded = state.codes.view(torch.int8), rows.valid is not None
-    shape = ScoreShape(
-        H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=rules.group,
-        GAIN=gain is not None, TIGHT=codes.stride(2) == bits // 8, PAGE=_page(state, rows),
-        PACK=packed(heads, bits), BLOCK=scored(heads), COUNTS=made.counts.shape[1],
+    query_kernel[(count,)](
+        strided(query), strided(projection),
+        Asked(made.values, made.scale, tables, made.plan, made.best, made.counts), made.limits,
+        tokens, 0, rules.scale(dim),
+        QueryShape(
+            H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=rules.group,
+            GAIN=gain is not None, COUNTS=counts,
+        ),
+        num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
-    score_kernel[(parts, count)](
-        strided(query), strided(projection), placed(codes, rows), placed(gain, rows),
-        Scored(made.values, made.scale, made.plan, made.heads, made.best, made.counts), made.limits,
-        tokens, 0, rules.scale(dim), shape,
-        num_warps=4 if bits <= 64 and heads <= (4 if padded else 8) else 8, num_stages=1,
-        **few_registers(heads, bits, padded, query.element_size()), **ROUNDED_TWICE,
+    assert state.codes is not None
+    pack = min(heads_up, 4)
+    word = {1: torch.int16, 2: torch.int32, 4: torch.int64}[pack]
+    score_kernel[(programs(count, tokens, SCORED), count, heads_up // pack)](
+        tables.view(word), placed(state.codes, rows), placed(gain, rows), Scored(made.heads.view(word), made.best),
+        made.limits, tokens,
+        ScoreShape(
+            H_KV=kv_heads, G_UP=heads_up, PACK=pack, H=bits, GROUP=rules.group, GAIN=gain is not None,
+            PAGE=_page(state, rows), BLOCK=SCORED,
+        ),
+        num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 
@@ -204,7 +190,7 @@ def rank(ranking: Ranking, state: State, rows: Rows, rules: Rules) -> None:
     heads, room, worst, gain = ranking.queries, ranking.ranked.shape[1], state.worst, _gain(state, rules)
     shape = RankShape(
         H_KV=count // len(rows.lengths), G=heads, G_UP=heads_up, GROUP=rules.group, GAIN=gain is not None,
-        FORCES=bool(rules.recent or rules.sink), COUNTS=ranking.counts.shape[1], BLOCK=scored(heads, RANKED),
+        FORCES=bool(rules.recent or rules.sink), COUNTS=ranking.counts.shape[1], BLOCK=ranked_at_once(heads),
         PAGE=_page(state, rows),
     )  # fmt: skip
     rank_kernel[(programs(count, rows.longest, shape.BLOCK), count)](

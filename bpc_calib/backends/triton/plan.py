@@ -20,10 +20,10 @@ from bpc_calib.backends.triton.limits import Limits
 __all__ = [
     "PLAN_FIRST_TO", "PLAN_LEAST", "PLAN_LEFT", "PLAN_LENGTH", "PLAN_LIMIT", "PLAN_LOW", "PLAN_NEWEST_FROM",
     "PLAN_OCTAVE", "PLAN_PLACES", "PLAN_SHIFT", "PLAN_SIZE", "PLAN_UPPER", "PLAN_UPPER_LEFT", "PLAN_WANTED",
-    "SIDE_BY_SIDE", "clear", "make_plan", "planned", "record", "span_of_program", "whole",
+    "SIDE_BY_SIDE", "make_plan", "planned", "record", "span_of_program", "whole",
 ]  # fmt: skip
 
-# `score` writes these.
+# `query` writes these.
 PLAN_LENGTH = tl.constexpr(0)  # tokens in use
 PLAN_NEWEST_FROM = tl.constexpr(1)  # the newest tokens, from this one on, are forced
 PLAN_FIRST_TO = tl.constexpr(2)  # the first tokens before this one are forced
@@ -115,13 +115,3 @@ def make_plan(plan, limits: Limits, row, length, k, most, scale, scaling, shape:
     record(plan, row, PLAN_SHIFT, shift)
     record(plan, row, PLAN_LIMIT, limit)
     record(plan, row, PLAN_OCTAVE, octave)
-
-
-@triton.jit
-def clear(counts, row, COUNTS: tl.constexpr):
-    """Sets the histograms of a row to 0, all programs of the row together."""
-    CLEARED: tl.constexpr = 1024
-    own_counts = counts + row.to(tl.int64) * COUNTS
-    for start in range(tl.program_id(0) * CLEARED, COUNTS, tl.num_programs(0) * CLEARED):
-        at = start + tl.arange(0, CLEARED)
-        tl.store(own_counts + at, tl.zeros([CLEARED], tl.int32), mask=at < COUNTS)

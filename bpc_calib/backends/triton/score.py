@@ -1,8 +1,7 @@
-"""Step 1: queries in int8, the plan of each row, and an integer per key and query head, from codes alone.
+"""Step 1, for every key and query head: an integer from the key's code alone, by a look-up per nibble.
 
-A row of the matrix product holds `PACK` keys side by side, and its other factor repeats the queries on its block
-diagonal: so the result has a column for each of these keys and each head, and none is padding. The product takes a
-bit of every byte at a time, as a byte of 0 or 1: `c = 2 p . b - sum(p)`.
+So vector databases rank (Andre, Kermarrec, Le Scouarnec, "Quicker ADC", 2019). A table of 16 entries of four heads is
+128 bytes long, all the banks of a GPU's fast memory once: whatever the nibbles, threads do not wait for each other.
 """
 
 from typing import Any, NamedTuple
@@ -11,213 +10,133 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
-from bpc_calib.backends.triton.language import ASM, GAIN_OFFSET, LARGEST_QUERY, LEAST, STRIPES, divide, dot, round_even
-from bpc_calib.backends.triton.limits import Limits, counted, length_of, number_of
-from bpc_calib.backends.triton.plan import clear, make_plan, span_of_program, whole
+from bpc_calib.backends.triton.language import GAIN_OFFSET, LEAST, STRIPES
+from bpc_calib.backends.triton.limits import Limits, counted, length_of
+from bpc_calib.backends.triton.plan import SIDE_BY_SIDE, span_of_program, whole
+from bpc_calib.backends.triton.query import ENTRIES
 
-__all__ = ["ScoreShape", "Scored", "bit_operand", "quantized", "score_kernel"]
+__all__ = ["ScoreShape", "Scored", "score_kernel"]
 
 
 class Scored(NamedTuple):
     """Where the kernel writes: see `Ranking` of `pipeline`."""
 
-    rounded: Any  # `values` there; in kernels every tuple has an attribute of that name
-    scale: Any
-    plan: Any
-    heads: Any
+    heads: Any  # words of `PACK` heads
     best: Any
-    counts: Any
 
 
 class ScoreShape(NamedTuple):
     """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
 
     H_KV: int
-    G: int
     G_UP: int
+    PACK: int  # heads in a word: 1, 2 or 4
     H: int
-    D: int
-    PART: int  # dimensions of the queries at a time
     GROUP: str
     GAIN: bool
-    TIGHT: bool  # the codes of each row are contiguous
-    PAGE: int  # tokens of a page, which are contiguous and a multiple of PACK; 0: codes and gains lie in rows
-    PACK: int
+    PAGE: int  # tokens of a page, which are contiguous and a multiple of SIDE_BY_SIDE; 0: codes and gains lie in rows
     BLOCK: int
-    COUNTS: int  # bins of all histograms of a row, to clear
 
 
 @triton.jit
-def bit_of_bytes(x, s: tl.constexpr):
-    """Bit `s` of every byte, as int8 of 0 or 1."""
-    if ASM:
-        # Four bytes at once; the mask drops the bits that the shift brings over from the next byte.
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.u32 t, $1, %s; and.b32 $0, t, 0x01010101; }" % s,  # noqa: UP031  Triton's own
-            "=r,r",
-            [x],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return (x >> s) & 1
-
-
-@triton.jit
-def codes_of(codes: Strided, b, h, first, length, shape: tl.constexpr):
-    """int8 `[BLOCK / PACK, PACK H / 8]`: the codes of the keys from `first` on."""
-    BYTES: tl.constexpr = shape.H // 8
-    PACK: tl.constexpr = shape.PACK
-    own = head_of(codes, b, h)
-    r = tl.arange(0, shape.BLOCK // PACK)
-    byte = tl.arange(0, PACK * BYTES)
-    key = first + r[:, None] * PACK + byte[None, :] // BYTES
+def places(x: Strided, b, first, length, shape: tl.constexpr):
+    """Where the tokens from `first` on lie, `[BLOCK]`."""
     if shape.PAGE:
-        n = first + r * PACK
-        within = byte if shape.TIGHT else byte // BYTES * codes.n + byte % BYTES
-        at = own + token_at(codes, b, n, n < length, shape.PAGE)[:, None] + within[None, :]
-    elif shape.TIGHT:  # the usual case, and one that the compiler sees to be contiguous
-        at = own + tl.cast(first, tl.int64) * BYTES + r[:, None] * (PACK * BYTES) + byte[None, :]
+        some = tl.arange(0, SIDE_BY_SIDE)
+        n = first + tl.arange(0, shape.BLOCK // SIDE_BY_SIDE) * SIDE_BY_SIDE
+        at = token_at(x, b, n, n < length, shape.PAGE)[:, None] + (some * x.n)[None, :]
+        return tl.reshape(at, [shape.BLOCK])
     else:
-        at = own + key.to(tl.int64) * codes.n + byte[None, :] % BYTES
-    return tl.load(at, mask=key < length, other=0)
+        return token_at(x, b, first + tl.arange(0, shape.BLOCK), True, 0)
 
 
 @triton.jit
-def gains_of(gain: Strided, b, h, first, length, shape: tl.constexpr):
-    """uint8 `[BLOCK / PACK, PACK]`: the gains of the keys from `first` on; 0 where none are needed."""
-    PACK: tl.constexpr = shape.PACK
-    r = first + tl.arange(0, shape.BLOCK // PACK) * PACK
-    at = r[:, None] + tl.arange(0, PACK)[None, :]
-    if not (shape.GAIN and shape.GROUP == "relative"):
-        return tl.zeros([shape.BLOCK // PACK, PACK], tl.uint8)
-    elif shape.PAGE:
-        place = token_at(gain, b, r, r < length, shape.PAGE)[:, None] + tl.arange(0, PACK)[None, :]
-        return tl.load(head_of(gain, b, h) + place, mask=at < length, other=0)
-    else:
-        return tl.load(head_of(gain, b, h) + at.to(tl.int64) * gain.n, mask=at < length, other=0)
+def looked_up(tables, codes, HALVES: tl.constexpr, WORDS: tl.constexpr):
+    """The sums of the entries that the nibbles of `HALVES` half words of each code name, in two pairs of heads."""
+    low = tl.zeros(codes.shape, tl.int32)
+    high = low
+    for half in tl.static_range(HALVES):
+        nibbles = (codes >> (32 * half)).to(tl.int32)
+        for j in tl.static_range(8):
+            of_nibble = tables + (half * 8 + j) * ENTRIES * WORDS
+            entry = tl.load(of_nibble + (nibbles >> (4 * j) & (ENTRIES - 1)) * WORDS)
+            low += entry.to(tl.int32)
+            if entry.dtype == tl.int64:
+                high += (entry >> 32).to(tl.int32)
+    return low, high
 
 
-@triton.jit(do_not_specialize=["length", "k"])
-def score_kernel(
-    query: Strided,
-    projection: Strided,
-    codes: Strided,
-    gain: Strided,
-    made: Scored,
-    limits: Limits,
-    length,
-    k,
-    scaling,
-    shape: tl.constexpr,
-):
+@triton.jit
+def raised(top, score, gains, counts, shape: tl.constexpr):
+    """The larger of what is known of a head and its scores with the gain."""
+    if shape.GAIN:
+        score = score * gains
+    return tl.maximum(top, tl.where(counts, score, LEAST))
+
+
+@triton.jit
+def raise_best(best, top, BLOCK: tl.constexpr, G_UP: tl.constexpr):
+    """Raises the stripes of a head; a block begins with stripe 0."""
+    stripe = tl.arange(0, STRIPES)
+    tl.atomic_max(best + stripe * G_UP, tl.max(tl.reshape(top, [BLOCK // STRIPES, STRIPES]), 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["length"])
+def score_kernel(tables, codes: Strided, gain: Strided, made: Scored, limits: Limits, length, shape: tl.constexpr):
     """Scores `heads [rows, room, G_UP]`, and for "relative" raises `best [rows, STRIPES, G_UP]` to the largest ones.
 
-    Key `i` is in stripe `i % STRIPES`. Also writes the quantized queries and the plan, and clears `counts`. Grid
-    (programs, rows). Every program quantizes the queries of its row anew, which saves a launch.
+    Key `i` is in stripe `i % STRIPES`. Grid (programs, rows, words of heads).
     """
-    G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
-    H: tl.constexpr = shape.H
     PACK: tl.constexpr = shape.PACK
+    WORDS: tl.constexpr = G_UP // PACK
     BLOCK: tl.constexpr = shape.BLOCK
-    ROWS: tl.constexpr = BLOCK // PACK
-    FOLD: tl.constexpr = 64  # rows of maxima; rows 64 apart meet in one thread, where registers are few
     row = tl.program_id(1)
+    word = tl.program_id(2)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
-    room = whole(length)  # of a row of `heads`
+    tables += row.to(tl.int64) * (shape.H // 4 * ENTRIES * WORDS) + word
+    heads = made.heads + row.to(tl.int64) * whole(length) * WORDS + word
+    best = made.best + row.to(tl.int64) * (STRIPES * G_UP) + word * PACK
     length = length_of(limits, b, length)
-    k = number_of(limits, b, h, k)
     first, last = span_of_program(length, BLOCK)
-    values, scale = quantized(query, projection, b, h, shape)
-    g = tl.arange(0, G_UP)
-    if tl.program_id(0) == 0:
-        bit = tl.arange(0, H)
-        at = (row * G + g[:, None]) * H + bit[None, :]
-        tl.store(made.rounded + at, values.to(tl.int8), mask=g[:, None] < G)
-        tl.store(made.scale + row, scale)
-        most = tl.max(tl.sum(tl.abs(values), 1), 0)
-        make_plan(made.plan, limits, row, length, k, most, scale, scaling, shape)
-    clear(made.counts, row, shape.COUNTS)
-
-    totals = tl.sum(values, 1)
-    top = tl.full([FOLD, PACK, G_UP], LEAST, tl.int32)
+    top_0 = tl.full([BLOCK], LEAST, tl.int32)
+    top_1 = top_0
+    top_2 = top_0
+    top_3 = top_0
     for start in range(first, last, BLOCK):
-        x = codes_of(codes, b, h, start, last, shape)
-        gains = gains_of(gain, b, h, start, last, shape)
-        product = tl.zeros([ROWS, PACK * G_UP], tl.int32)
-        for s in tl.static_range(8):
-            product = tl.dot(bit_of_bytes(x, s), bit_operand(values, s, shape), product, out_dtype=tl.int32)
-        scores = 2 * tl.reshape(product, [ROWS, PACK, G_UP]) - totals[None, None, :]
-        at = start + tl.arange(0, ROWS)[:, None] * PACK + tl.arange(0, PACK)[None, :]
-        to = made.heads + (row.to(tl.int64) * room + at)[:, :, None] * G_UP + g[None, None, :]
-        tl.store(to, scores.to(tl.int16), mask=(at < whole(length))[:, :, None])
+        at = start + tl.arange(0, BLOCK)
+        mask = at < last
+        of_code = head_of(codes, b, h) + places(codes, b, start, last, shape)
+        low, high = looked_up(tables, tl.load(of_code, mask=mask, other=0), 1 if shape.H == 32 else 2, WORDS)
+        if shape.H == 128:
+            more = tl.load(of_code + 1, mask=mask, other=0)
+            low_more, high_more = looked_up(tables + 16 * ENTRIES * WORDS, more, 2, WORDS)
+            low += low_more
+            high += high_more
+        SIGNS: tl.constexpr = 0x8000 if PACK == 1 else -0x7FFF8000  # the offset of each head
+        low ^= SIGNS
+        high ^= SIGNS
+        packed = low.to(heads.dtype.element_ty)
+        if PACK == 4:
+            packed = high.to(tl.int64) << 32 | low.to(tl.int64) & 0xFFFFFFFF
+        tl.store(heads + at * WORDS, packed, mask=at < whole(last))
         if shape.GROUP == "relative":
+            gains = tl.zeros([BLOCK], tl.int32)
             if shape.GAIN:
-                scores = scores * (gains.to(tl.int32) + GAIN_OFFSET)[:, :, None]
-            scores = tl.where(counted(limits, b, at, length)[:, :, None], scores, LEAST)
-            top = tl.maximum(top, tl.max(tl.reshape(scores, [ROWS // FOLD, FOLD, PACK, G_UP]), 0))
+                of_gain = head_of(gain, b, h) + places(gain, b, start, last, shape)
+                gains = tl.load(of_gain, mask=mask, other=0).to(tl.int32) + GAIN_OFFSET
+            counts = counted(limits, b, at, length)
+            top_0 = raised(top_0, low << 16 >> 16, gains, counts, shape)
+            if PACK > 1:
+                top_1 = raised(top_1, low >> 16, gains, counts, shape)
+            if PACK > 2:
+                top_2 = raised(top_2, high << 16 >> 16, gains, counts, shape)
+                top_3 = raised(top_3, high >> 16, gains, counts, shape)
     if shape.GROUP == "relative":
-        best = tl.max(tl.reshape(top, [FOLD * PACK // STRIPES, STRIPES, G_UP]), 0)  # a block begins with stripe 0
-        stripe = row.to(tl.int64) * STRIPES + tl.arange(0, STRIPES)
-        tl.atomic_max(made.best + stripe[:, None] * G_UP + g[None, :], best, sem="relaxed")
-
-
-HEADS = tl.constexpr(16)  # the least height of a matrix product, and the most heads there are
-
-
-@triton.jit
-def rounded(exact, largest, MOST: tl.constexpr):
-    """`exact * MOST / largest` as int32 between `-MOST` and `MOST`."""
-    one = tl.full([], 1, exact.dtype)
-    # As torch rounds MOST / largest; where that overflows, values go to the ends of their range.
-    inverse = tl.where(largest > 0, divide(one, tl.where(largest > 0, largest, 1)) * MOST, 0)
-    scaled = tl.where(exact == 0, 0, exact * inverse)  # 0 stays 0, also times an inverse that overflows
-    return round_even(tl.minimum(tl.maximum(scaled, -MOST), MOST)).to(tl.int32)
-
-
-@triton.jit
-def quantized(query: Strided, projection: Strided, b, h, shape: tl.constexpr):
-    """`bpc_calib.method.scoring.quantize_query` of one row: int32 `[G_UP, H]`, and float32 scale.
-
-    The projection has the dtype of the query. Rows from `G` on are 0.
-    """
-    G: tl.constexpr = shape.G
-    G_UP: tl.constexpr = shape.G_UP
-    H: tl.constexpr = shape.H
-    D: tl.constexpr = shape.D
-    PART: tl.constexpr = shape.PART
-    head = tl.arange(0, HEADS)
-    bit = tl.arange(0, H)
-    own_query = query.at + b * query.b + h * query.h
-    own_projection = projection.at + b * projection.b + h * projection.h
-    wide = tl.float64 if query.at.dtype.element_ty == tl.float64 else tl.float32
-    exact = tl.zeros([HEADS, H], wide)
-    for first in tl.static_range(0, D, PART):
-        d = first + tl.arange(0, PART)
-        q = tl.load(
-            own_query + head[:, None] * query.n + d[None, :], mask=(head[:, None] < G) & (d[None, :] < D), other=0
-        )
-        P = tl.load(own_projection + bit[None, :] * projection.n + d[:, None], mask=d[:, None] < D, other=0)
-        exact += dot(q, P)
-    largest = tl.max(tl.max(tl.abs(exact), 1), 0)
-    values = rounded(exact, largest, LARGEST_QUERY)
-    if G_UP != HEADS:
-        values = tl.sum(tl.reshape(values, [HEADS // G_UP, G_UP, H]), 0)  # all but the first G rows are 0
-    return values, divide(largest, tl.full([], LARGEST_QUERY, wide)).to(tl.float32)
-
-
-@triton.jit
-def bit_operand(values, s: tl.constexpr, shape: tl.constexpr):
-    """Bits `s`, `8 + s`, `16 + s` ... of `values [G_UP, H]`, on a block diagonal: int8 `[PACK H / 8, PACK G_UP]`."""
-    G_UP: tl.constexpr = shape.G_UP
-    PACK: tl.constexpr = shape.PACK
-    BYTES: tl.constexpr = shape.H // 8
-    of_byte = tl.reshape(values, [G_UP, BYTES, 8])
-    mine = tl.sum(tl.where((tl.arange(0, 8) == s)[None, None, :], of_byte, 0), 2)
-    key = tl.arange(0, PACK)
-    same = key[:, None, None, None] == key[None, None, :, None]
-    spread = tl.where(same, tl.trans(mine)[None, :, None, :], 0)
-    return tl.reshape(spread.to(tl.int8), [PACK * BYTES, PACK * G_UP])
+        raise_best(best, top_0, BLOCK, G_UP)
+        if PACK > 1:
+            raise_best(best + 1, top_1, BLOCK, G_UP)
+        if PACK > 2:
+            raise_best(best + 2, top_2, BLOCK, G_UP)
+            raise_best(best + 3, top_3, BLOCK, G_UP)
