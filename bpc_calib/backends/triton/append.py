@@ -1,4 +1,4 @@
-"""One new token per sequence, written into buffers of fixed size: key, value, and what hashing makes of the key."""
+"""Few new tokens, each hashed by a program of its own; key and value are written, too, into buffers of fixed size."""
 
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ class AppendShape(NamedTuple):
     V_UP: int
     PART: int  # dimensions of the projection at a time
     ROWS: int  # rows of the metric at a time
+    PAGE: int  # tokens of a page of codes and gains; 0: they lie in rows
 
 
 @triton.jit
@@ -39,10 +40,10 @@ def centred(key, mean, d, D: tl.constexpr):
 
 
 @triton.jit
-def loaded(new: Strided, b, h, SIZE: tl.constexpr, UP: tl.constexpr):
-    """The new vector of one head."""
+def loaded(new: Strided, b, h, n, SIZE: tl.constexpr, UP: tl.constexpr):
+    """The new vector `n` of one head."""
     d = tl.arange(0, UP)
-    return tl.load(new.at + b * new.b + h * new.h + d, mask=d < SIZE, other=0)
+    return tl.load(new.at + b * new.b + h * new.h + n * new.n + d, mask=d < SIZE, other=0)
 
 
 @triton.jit
@@ -65,7 +66,9 @@ def append_kernel(
     error: Strided,
     shape: tl.constexpr,
 ):
-    """Writes slot `place [1]` of the buffers; without `codes` only key and value. Grid (rows).
+    """Writes slots `place` of the buffers, 0 and on without `place`. Grid (rows, tokens).
+
+    Without `keys` only what hashing makes of the keys; without `codes` only keys and values. A slot below 0 is none.
 
     All warps share the products, and each makes the greedy pass for itself, over a copy: so its steps need no barrier.
     """
@@ -77,11 +80,13 @@ def append_kernel(
     row = tl.program_id(0)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
-    at = tl.load(place).to(tl.int64)
-    new_key = loaded(key, b, h, D, D_UP)
-    new_value = loaded(value, b, h, shape.V, shape.V_UP)
-    stored(new_key, keys, b, h, at, D, D_UP)
-    stored(new_value, values, b, h, at, shape.V, shape.V_UP)
+    n = tl.program_id(1)
+    at = n.to(tl.int64)
+    if place is not None:
+        at = tl.load(place + n).to(tl.int64)
+    if keys.at is not None:
+        stored(loaded(key, b, h, n, D, D_UP), keys, b, h, at, D, D_UP)
+        stored(loaded(value, b, h, n, shape.V, shape.V_UP), values, b, h, at, shape.V, shape.V_UP)
     if codes.at is not None:
         own = b * encoder.b + h
         wide = encoder.gram.dtype.element_ty
@@ -91,7 +96,7 @@ def append_kernel(
         mean = encoder.mean
         if mean is not None:
             mean += own * D
-        own_key = key.at + b * key.b + h * key.h
+        own_key = key.at + b * key.b + h * key.h + n * key.n
         bit = tl.arange(0, H)
         products = tl.zeros([H, PART], wide)
         for first in tl.static_range(0, D, PART):
@@ -115,6 +120,10 @@ def append_kernel(
         scores = tl.broadcast_to(tl.sum(products, 1)[None, :], [COPIES, H])
         norms = tl.zeros([COPIES], wide) + squared_norm
         low, high, squared_error, product = greedy(scores, norms, gram, H, COPIES, UNROLL)
+        inside = copy < tl.where(at >= 0, 1, 0)
+        if shape.PAGE:
+            b = at // shape.PAGE
+            at = at % shape.PAGE
         own_gain = gain.at
         if own_gain is not None:
             own_gain += b * gain.b + h * gain.h + at * gain.n + copy
@@ -122,4 +131,4 @@ def append_kernel(
         if own_error is not None:
             own_error += b * error.b + h * error.h + at * error.n + copy
         own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n + copy
-        finish(low, high, squared_error, product, norms, own_codes, own_error, own_gain, copy < 1, H)
+        finish(low, high, squared_error, product, norms, own_codes, own_error, own_gain, inside, H)

@@ -18,6 +18,7 @@ __all__ = ["append", "encode_gram", "encode_with", "hash_into"]
 # Sizes to tune on a GPU; none changes a result.
 HASHED = 64  # keys that one program hashes
 PART = 32  # dimensions of these keys at a time
+FEW = 8  # keys of a sequence that are hashed by programs of their own
 APPENDED = 8192  # entries of a matrix that `append` reads at once
 
 
@@ -28,19 +29,26 @@ def hash_warps(bits: int, size: int) -> int:
 
 def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor, at: Tensor) -> None:
     """`bpc_calib.method.step.append` of one token of each sequence, with its value."""
-    (batch, kv_heads, _, dim), width = key.shape, value.shape[-1]
+    hashed = State(state.keys, state.values) if codebook is None else state
+    _append(codebook, tight(key), tight(value), hashed, at)
+
+
+def _append(
+    codebook: Codebook | None, key: Tensor, value: Tensor | None, state: State, at: Tensor | None, page: int = 0
+) -> None:
+    """Hash few keys; with values, write both, too."""
+    (batch, kv_heads, tokens, dim), width = key.shape, key.shape[-1] if value is None else value.shape[-1]
     bits, hashing = 32, Hashing(None, None, None, None, 0)
-    kept: tuple[Tensor | None, ...] = (None, None, None)
     if codebook is not None:
         bits, hashing = codebook.bits, _hashing(codebook, batch, kv_heads)
-        kept = (state.codes, state.gain, state.error)
     dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
     read = APPENDED if dim_up <= 128 else APPENDED // 2  # longer keys take registers, too
-    append_kernel[(batch * kv_heads,)](
-        *map(strided, (tight(key), tight(value))), at, hashing, *map(strided, (state.keys, state.values, *kept)),
+    to = (None, None) if value is None else (state.keys, state.values)
+    append_kernel[(batch * kv_heads, tokens)](
+        strided(key), strided(value), at, hashing, *map(strided, (*to, state.codes, state.gain, state.error)),
         AppendShape(
             H_KV=kv_heads, H=bits, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
-            PART=min(dim_up, read // bits), ROWS=dim_up if dim_up <= 128 else read // dim_up,
+            PART=min(dim_up, read // bits), ROWS=dim_up if dim_up <= 128 else read // dim_up, PAGE=page,
         ),
         num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
@@ -65,6 +73,9 @@ def _encode(codebook: Codebook, keys: Tensor, state: State, *, at: Tensor | None
     if not tokens:
         return
     bits, page = codebook.bits, 0 if at is None else state.room
+    if tokens <= FEW:
+        _append(codebook, keys, None, state, at, page)
+        return
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads)](
         strided(keys), _hashing(codebook, batch, kv_heads), strided(state.codes), None if page else state.error,
         strided(state.gain), at, tokens,

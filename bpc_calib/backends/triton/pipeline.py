@@ -32,11 +32,10 @@ __all__ = [
     "sparse_decode", "take", "workspace",
 ]  # fmt: skip
 
-# Sizes to tune on a GPU; none changes a result.
-PROGRAMS = 512  # programs of one kernel, at most
-SCORED = 256  # keys that a program scores at once
-RANKED = 1024  # keys that a program ranks at once, see `ranked_at_once`
-COUNTED = 1024  # keys that a program counts and lists at once
+# Sizes to tune on a GPU; none changes a result. Programs of a kernel, at most, and keys that one takes at once.
+SCORING, SCORED = 264, 512  # of 16 warps: two on each multiprocessor of an H100
+RANKING, RANKED = 512, 1024  # see `ranked_at_once`
+COUNTING, COUNTED = 512, 1024  # to count and to list
 GUARDED = 256  # tokens of the safeguard's list read at once
 
 COARSE, FINE = language.COARSE.value, language.FINE.value
@@ -81,7 +80,7 @@ def ranked_at_once(heads: int) -> int:
     return RANKED if heads <= 8 else RANKED // 2
 
 
-def programs(rows: int, tokens: int, block: int, most: int = PROGRAMS) -> int:
+def programs(rows: int, tokens: int, block: int, most: int) -> int:
     """Programs that share the tokens of a row, each at least one block."""
     return max(1, min(triton.cdiv(tokens, block), most // rows))
 
@@ -128,14 +127,14 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
     assert state.codes is not None
     pack = min(heads_up, 4)
     word = {1: torch.int16, 2: torch.int32, 4: torch.int64}[pack]
-    score_kernel[(programs(count, tokens, SCORED), count, heads_up // pack)](
+    score_kernel[(programs(count, tokens, SCORED, SCORING), count, heads_up // pack)](
         tables.view(word), placed(state.codes, rows), placed(gain, rows), Scored(made.heads.view(word), made.best),
         made.limits, tokens,
         ScoreShape(
             H_KV=kv_heads, G_UP=heads_up, PACK=pack, H=bits, GROUP=rules.group, GAIN=gain is not None,
             PAGE=_page(state, rows), BLOCK=SCORED,
         ),
-        num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        num_warps=16, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     return made
 
@@ -193,7 +192,7 @@ def rank(ranking: Ranking, state: State, rows: Rows, rules: Rules) -> None:
         FORCES=bool(rules.recent or rules.sink), COUNTS=ranking.counts.shape[1], BLOCK=ranked_at_once(heads),
         PAGE=_page(state, rows),
     )  # fmt: skip
-    rank_kernel[(programs(count, rows.longest, shape.BLOCK), count)](
+    rank_kernel[(programs(count, rows.longest, shape.BLOCK, RANKING), count)](
         ranking.heads, placed(gain, rows), ranking.best, ranking.plan, ranking.limits, ranking.ranked,
         ranking.counts, room, shape, num_warps=4, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
@@ -208,7 +207,7 @@ def rank(ranking: Ranking, state: State, rows: Rows, rules: Rules) -> None:
 def take(ranking: Ranking, width: int) -> Tensor:
     """Steps 4 and 5: int64 `[rows, width]`, -1 behind the last token of each row."""
     rows, room = ranking.ranked.shape
-    parts = programs(rows, room, COUNTED)
+    parts = programs(rows, room, COUNTED, COUNTING)
     above = torch.empty(rows, parts, FINE + 1, dtype=torch.int32, device=ranking.ranked.device)
     indices = torch.empty(rows, width, dtype=torch.int64, device=above.device)
     grid, common = (parts, rows), (ranking.ranked, ranking.plan, ranking.counts)
@@ -217,7 +216,7 @@ def take(ranking: Ranking, width: int) -> Tensor:
     if ranking.middle > 1:
         middle_kernel[grid](*common, room, NarrowShape(*sizes), **settings)
     fine_kernel[grid](*common, above, room, NarrowShape(*sizes), **settings)
-    shape = CompactShape(*sizes, PROGRAMS_UP=triton.next_power_of_2(max(1, PROGRAMS // rows)))
+    shape = CompactShape(*sizes, PROGRAMS_UP=triton.next_power_of_2(max(1, COUNTING // rows)))
     compact_kernel[grid](*common, above, indices, room, width, shape, **settings)
     return indices
 

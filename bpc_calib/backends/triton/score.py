@@ -1,7 +1,7 @@
 """Step 1, for every key and query head: an integer from the key's code alone, by a look-up per nibble.
 
-So vector databases rank (Andre, Kermarrec, Le Scouarnec, "Quicker ADC", 2019). A table of 16 entries of four heads is
-128 bytes long, all the banks of a GPU's fast memory once: whatever the nibbles, threads do not wait for each other.
+So vector databases rank (Andre, Kermarrec, Le Scouarnec, "Quicker ADC", 2019). A table has 16 entries and a warp 32
+threads: each thread holds an entry of every table, and a look-up takes it from the thread that the nibble names.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided, head_of, token_at
-from bpc_calib.backends.triton.language import GAIN_OFFSET, LEAST, STRIPES
+from bpc_calib.backends.triton.language import ASM, GAIN_OFFSET, LEAST, STRIPES
 from bpc_calib.backends.triton.limits import Limits, counted, length_of
 from bpc_calib.backends.triton.plan import SIDE_BY_SIDE, span_of_program, whole
 from bpc_calib.backends.triton.query import ENTRIES
@@ -51,18 +51,62 @@ def places(x: Strided, b, first, length, shape: tl.constexpr):
 
 
 @triton.jit
-def looked_up(tables, codes, HALVES: tl.constexpr, WORDS: tl.constexpr):
-    """The sums of the entries that the nibbles of `HALVES` half words of each code name, in two pairs of heads."""
-    low = tl.zeros(codes.shape, tl.int32)
+def entries_of(tables, TABLES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """An entry of each table, `[BLOCK]` each: that of the thread's number, which `entry` takes from there."""
+    some = tl.arange(0, BLOCK)
+    if ASM:
+        some = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [some], dtype=tl.int32, is_pure=True, pack=1)
+    held = ()
+    for j in tl.static_range(TABLES):
+        held += (tl.load(tables + (j * ENTRIES + some % ENTRIES) * WORDS),)
+    return held
+
+
+@triton.jit
+def from_lane(x, lane):
+    """The `x` of the thread of this number, but for multiples of the 32 of a warp."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", [x, lane], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def entry(tables, held, j: tl.constexpr, nibble, WORDS: tl.constexpr):
+    """Entry `nibble` of table `j`, in two pairs of heads; bits of the nibble above its four do not count."""
+    if ASM:
+        own = held[j]
+        low = from_lane(own.to(tl.int32), nibble)
+        high = low
+        if own.dtype == tl.int64:
+            high = from_lane((own >> 32).to(tl.int32), nibble)
+    else:
+        own = tl.load(tables + (j * ENTRIES + (nibble & (ENTRIES - 1))) * WORDS)
+        low = own.to(tl.int32)
+        high = low
+        if own.dtype == tl.int64:
+            high = (own >> 32).to(tl.int32)
+    return low, high
+
+
+@triton.jit
+def codes_of(codes: Strided, b, h, first, last, shape: tl.constexpr):
+    """Both words of the codes from `first` on, `[BLOCK]` each, 0 from `last` on; one word, twice, if it is all."""
+    at = head_of(codes, b, h) + places(codes, b, first, last, shape)
+    mask = first + tl.arange(0, shape.BLOCK) < last
+    low = tl.load(at, mask=mask, other=0)
+    return low, tl.load(at + 1, mask=mask, other=0) if shape.H > 64 else low
+
+
+@triton.jit
+def looked_up(tables, held, words, NIBBLES: tl.constexpr, WORDS: tl.constexpr):
+    """The sums of the entries that the nibbles of each code name, in two pairs of heads."""
+    low = tl.zeros(words[0].shape, tl.int32)
     high = low
-    for half in tl.static_range(HALVES):
-        nibbles = (codes >> (32 * half)).to(tl.int32)
-        for j in tl.static_range(8):
-            of_nibble = tables + (half * 8 + j) * ENTRIES * WORDS
-            entry = tl.load(of_nibble + (nibbles >> (4 * j) & (ENTRIES - 1)) * WORDS)
-            low += entry.to(tl.int32)
-            if entry.dtype == tl.int64:
-                high += (entry >> 32).to(tl.int32)
+    for j in tl.static_range(NIBBLES):
+        nibbles = (words[j // 16] >> (j // 8 % 2 * 32)).to(tl.int32)
+        low_part, high_part = entry(tables, held, j, nibbles >> (j % 8 * 4), WORDS)
+        low += low_part
+        high += high_part
     return low, high
 
 
@@ -90,6 +134,7 @@ def score_kernel(tables, codes: Strided, gain: Strided, made: Scored, limits: Li
     G_UP: tl.constexpr = shape.G_UP
     PACK: tl.constexpr = shape.PACK
     WORDS: tl.constexpr = G_UP // PACK
+    NIBBLES: tl.constexpr = shape.H // 4
     BLOCK: tl.constexpr = shape.BLOCK
     row = tl.program_id(1)
     word = tl.program_id(2)
@@ -100,6 +145,8 @@ def score_kernel(tables, codes: Strided, gain: Strided, made: Scored, limits: Li
     best = made.best + row.to(tl.int64) * (STRIPES * G_UP) + word * PACK
     length = length_of(limits, b, length)
     first, last = span_of_program(length, BLOCK)
+    held = entries_of(tables, NIBBLES, WORDS, BLOCK)
+    next_words = codes_of(codes, b, h, first, last, shape)
     top_0 = tl.full([BLOCK], LEAST, tl.int32)
     top_1 = top_0
     top_2 = top_0
@@ -107,13 +154,9 @@ def score_kernel(tables, codes: Strided, gain: Strided, made: Scored, limits: Li
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
         mask = at < last
-        of_code = head_of(codes, b, h) + places(codes, b, start, last, shape)
-        low, high = looked_up(tables, tl.load(of_code, mask=mask, other=0), 1 if shape.H == 32 else 2, WORDS)
-        if shape.H == 128:
-            more = tl.load(of_code + 1, mask=mask, other=0)
-            low_more, high_more = looked_up(tables + 16 * ENTRIES * WORDS, more, 2, WORDS)
-            low += low_more
-            high += high_more
+        words = next_words
+        next_words = codes_of(codes, b, h, start + BLOCK, last, shape)  # always a block ahead
+        low, high = looked_up(tables, held, words, NIBBLES, WORDS)
         SIGNS: tl.constexpr = 0x8000 if PACK == 1 else -0x7FFF8000  # the offset of each head
         low ^= SIGNS
         high ^= SIGNS
