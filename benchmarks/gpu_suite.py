@@ -31,8 +31,8 @@ OUTPUT = ROOT / "benchmarks" / "results" / "gpu_suite.json"
 # Of each part: its share of the time (later parts get what an earlier one leaves), the module and the function that
 # yields its rows (imported by its process alone), and its title.
 PARTS = {
-    "tests": (8, "gpu_suite.tests", "The tests that need a GPU"),
-    "exactness": (7, "gpu_exactness.rows", "Exactness at full size"),
+    "tests": (17, "gpu_suite.tests", "The tests that need a GPU"),
+    "exactness": (3, "gpu_exactness.rows", "Exactness at full size"),
     "layer": (7, "gpu_times.layer", "A step of a layer: 8 KV heads, 4 query heads each, D=128, 2 %, batch 1"),
     "prefill": (2, "gpu_times.prefill", "Hashing a prompt, and the prefill"),
     "decode": (5, "gpu_times.decode", "Decoding with a random Llama 3.1 8B, batch 1"),
