@@ -76,6 +76,37 @@ def kernel_cost(results: Results) -> Lines:
         yield tokens, step["launched"], *(f"{time:.1f}" for time in times)
 
 
+def gpu_layer(results: Results) -> Lines:
+    """A step of one attention layer on a GPU, before its kernels were tuned there and since."""
+    yield "tokens", "attended", "before, us", "BPC, us", "fastest dense form, us", "speedup"
+    before, now = (_layer_steps(results[name]) for name in ("gpu_suite_before", "gpu_suite"))
+    for tokens, (bpc, dense) in sorted(now.items()):
+        times = (before[tokens][0]["median"], bpc["median"])
+        fastest = f"{dense['median']:.1f} ({dense['form']})"
+        yield tokens, bpc["attended"], *(f"{time:.1f}" for time in times), fastest, f"{bpc['times_dense']:.2f}"
+
+
+def _layer_steps(suite: Row) -> dict[int, tuple[Row, Row]]:
+    """By tokens, BPC's step and the fastest dense form."""
+    found = {}
+    for part in suite["parts"]["layer"]["rows"]:
+        rows = part["result"]["layer"]
+        bpc = next(row for row in rows if row["method"] == "BPC" and row["stage"] == "step")
+        found[bpc["tokens"]] = bpc, next(row for row in rows if row.get("best"))
+    return found
+
+
+def gpu_serving(results: Results) -> Lines:
+    """A server's step of a layer on a GPU, over pages and over rows."""
+    yield "requests, tokens of each", "over pages, us", "over rows, us", "FP8 over pages, us"
+    rows = results["gpu_suite"]["parts"]["serving"]["rows"]
+    times = {row["what"]: f"{row['median']:.1f}" for row in rows if row.get("median")}
+    for what in (name.removesuffix(": a step over rows") for name in times if name.endswith("a step over rows")):
+        if "FP8" not in what:
+            steps = ("a step over pages", "a step over rows")
+            yield what, *(times[f"{what}: {each}"] for each in steps), times[f"{what}, FP8 cache: {steps[0]}"]
+
+
 def model_bytes(results: Results) -> Lines:
     """What a step of the whole model reads, counted."""
     heads = ["tokens", "full, GB", "free, GB", "BPC, GB", "largest speedup of any sparse attention"]
@@ -204,8 +235,8 @@ def fitting_time(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, decode, scaling, kernel_cost, model_bytes, serving, headline, headline_both, aggregation, key_counts,
-    keys_per_head, calibration_plan, fitting_time,
+    layer, decode, scaling, kernel_cost, gpu_layer, gpu_serving, model_bytes, serving, headline, headline_both,
+    aggregation, key_counts, keys_per_head, calibration_plan, fitting_time,
 )  # fmt: skip
 
 
