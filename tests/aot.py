@@ -148,7 +148,8 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
             torch.empty(count, rows[1], case.page, dtype=torch.uint8),
             scales=(torch.ones(1), torch.ones(1)) if case.eight_bits else None,
         )  # fmt: skip
-        pipeline.hash_into(codebook, keys[:1], state, torch.arange(1))
+        for new in (1, 9):
+            pipeline.hash_into(codebook, torch.empty(1, rows[1], new, case.dim, dtype=dtype), state, torch.arange(new))
         table = torch.zeros(case.batch, count, dtype=torch.int32)
         return pipeline.sparse_decode(query, codebook, state, replace(sequences, block_table=table), rules)
 
@@ -198,7 +199,7 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
         sass = _tool("-sass", file.name)
     resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert resources is not None, usage
-    ttir, ptx = kernel.asm["ttir"], kernel.asm["ptx"]
+    ptx = kernel.asm["ptx"]
     return {
         "kernel": kernel.metadata.name,
         "lints": lints.found_in(kernel),
@@ -211,8 +212,6 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
         "shared": kernel.metadata.shared,
         "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)", sass)),
         "loops": len(re.findall(r"scf\.(?:for|while)\b", kernel.asm["ttgir"])),
-        "int8_products": len(re.findall(r"tt\.dot\b.*xi8", ttir)),
-        "int8_mma": len(re.findall(r"\b(?:IMMA|IGMMA|UTCIMMA)|mma\.\S*\.s8", sass + ptx)),
         "cp_async": ptx.count("cp.async"),
     }
 

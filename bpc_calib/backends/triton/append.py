@@ -80,8 +80,8 @@ def append_kernel(
     row = tl.program_id(0)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
-    n = tl.program_id(1)
-    at = n.to(tl.int64)
+    n = tl.program_id(1).to(tl.int64)
+    at = n
     if place is not None:
         at = tl.load(place + n).to(tl.int64)
     if keys.at is not None:

@@ -122,7 +122,7 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
             H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=rules.group,
             GAIN=gain is not None, COUNTS=counts,
         ),
-        num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        num_warps=4 if heads_up * bits <= 1024 else 8, num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     assert state.codes is not None
     pack = min(heads_up, 4)
