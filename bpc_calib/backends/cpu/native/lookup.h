@@ -1,6 +1,6 @@
-// The product of a code and a query by tables: each nibble of a code looks up one of 16 int16, and the product is their sum.
-// Many keys look up at once, in a table that lies in a register (Andre, Kermarrec, Le Scouarnec, "Quicker ADC", 2019). Sums
-// are modulo 2^16, so any tables serve whose totals fit int16.
+// The product of a code and a query by tables: each nibble of the code looks up one of 16 int16, and the product is their
+// sum. Many keys look up at once, in a table that lies in a register (Andre, Kermarrec, Le Scouarnec, "Quicker ADC",
+// 2019). Sums are modulo 2^16, so any tables serve whose totals fit int16.
 namespace BPC_ISA {
 
 #if defined(__AVX2__) || defined(__aarch64__)
@@ -48,11 +48,21 @@ INLINE words every_other(words a, words b, int first) {  // of each half
 INLINE u8s look_up(const i16 *table, u8s at) {
     return (u8s)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)at);
 }
+INLINE void put_in_turn(u16s even, u16s odd, i16 *out) {
+    __m256i low = _mm256_unpacklo_epi16((__m256i)even, (__m256i)odd);
+    __m256i high = _mm256_unpackhi_epi16((__m256i)even, (__m256i)odd);
+    store(out, _mm256_permute2x128_si256(low, high, 0x20));
+    store(out + 16, _mm256_permute2x128_si256(low, high, 0x31));
+}
 #else
 INLINE words every_other(words a, words b, int first) {
     return (words)(first ? vuzp2q_u8((uint8x16_t)a, (uint8x16_t)b) : vuzp1q_u8((uint8x16_t)a, (uint8x16_t)b));
 }
 INLINE u8s look_up(const i16 *table, u8s at) { return (u8s)vqtbl1q_u8(load<uint8x16_t>(table), (uint8x16_t)at); }
+INLINE void put_in_turn(u16s even, u16s odd, i16 *out) {
+    store(out, vzip1q_u16((uint16x8_t)even, (uint16x8_t)odd));
+    store(out + 8, vzip2q_u16((uint16x8_t)even, (uint16x8_t)odd));
+}
 #endif
 
 struct Sums {
@@ -68,8 +78,8 @@ INLINE void add(Sums &to, const i16 *table, const words *at) {
 }
 
 INLINE void put(const Sums &sums, i16 *out, i16 *) {
-    u16s high = (u16s)sums.high, even = sums.low + ((high - sums.odd) << 8), odd = sums.odd + (high & 0xFF00);
-    for (i64 i = 0; i < BPC_BYTES / 2; i++) out[2 * i] = (i16)even[i], out[2 * i + 1] = (i16)odd[i];
+    u16s high = (u16s)sums.high;
+    put_in_turn(sums.low + ((high - sums.odd) << 8), sums.odd + (high & 0xFF00), out);
 }
 
 INLINE void put_table(const i16 *entries, i64 nibbles, i64 head, i64 nibble, i16 *tables) {
@@ -86,14 +96,15 @@ INLINE void products_at_once(const i64 *codes, const i16 *tables, i16 *out, i64 
     constexpr i64 rows = (BITS < 64 ? 64 : BITS) / SLICE * HEADS, sets = (N + HEADS - 1) / HEADS;
     words keys[rows], next[rows];
     for (i64 i = 0; i < rows; i++) {
-#if BPC_BYTES == 32  // halves stay apart, so each has keys of its own
-        __m128i low = load<__m128i>((const char *)codes + 16 * i), high = load<__m128i>((const char *)codes + 16 * (rows + i));
-        keys[i] = (words)_mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+#if BPC_BYTES == 32  // its halves stay apart, so each has keys of its own
+        __m256i low = _mm256_castsi128_si256(load<__m128i>((const char *)codes + 16 * i));
+        keys[i] = (words)_mm256_inserti128_si256(low, load<__m128i>((const char *)codes + 16 * (rows + i)), 1);
 #else
         keys[i] = load<words>((const char *)codes + BPC_BYTES * i);
 #endif
     }
-    // Then row `i` has slice `i` of all keys; where lanes serve two heads, of even keys, and behind those rows of odd keys.
+    // Each round parts lanes by the lowest bit of their number. At last row `i` has slice `i` of every key; where a lane
+    // serves two heads, of even keys, and the rows behind those of odd keys.
 #pragma GCC unroll 4
     for (i64 round = 1; round < rows; round *= 2) {
 #pragma GCC unroll 16

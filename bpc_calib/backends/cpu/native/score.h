@@ -81,8 +81,9 @@ static void products_of(const i64 *codes, i64 count, const i16 *tables, i16 *out
     i64 i = 0;
     for (; i + AT_ONCE <= count; i += AT_ONCE) {
         // The processor's own prefetching stops at the end of a page.
-        for (i64 byte = 0; byte < 8 * words * AT_ONCE; byte += 64) prefetch((const char *)(codes + words * i) + AHEAD + byte);
-        products_at_once<BITS, N>(codes + words * i, tables, out + i, stride);
+        const i64 *from = codes + words * i;
+        for (i64 byte = 0; byte < 8 * words * AT_ONCE; byte += 64) prefetch((const char *)from + AHEAD + byte);
+        products_at_once<BITS, N>(from, tables, out + i, stride);
     }
     if (i == count) return;
     i64 padded[AT_ONCE * words] = {};
