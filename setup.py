@@ -39,7 +39,7 @@ MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platfo
 # The results must be those of plain torch to the last bit, so no sum may be contracted or reordered.
 FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -fno-trapping-math -Wno-psabi"
 AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt -mlzcnt"
-AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mprefer-vector-width=512"
+AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 # Each file and its own flags. `base` comes before the others: of a function that several files have, such as one of the
 # standard library, the linker takes the first, which must run on every processor.
 FILES = {"main": "", "base": ""} | ({"avx2": AVX2, "avx512": AVX512} if MACHINE == "x86_64" else {})

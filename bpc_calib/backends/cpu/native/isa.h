@@ -4,6 +4,7 @@
 // In this order.
 #include "simd.h"
 #include "encode.h"
+#include "lookup.h"
 #include "score.h"
 #include "take.h"
 #include "attend.h"

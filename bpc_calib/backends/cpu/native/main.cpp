@@ -77,13 +77,12 @@ bool saved(unsigned registers) {
 const bpc::Kernels &chosen() {
 #if defined(__x86_64__)
     const char *most = std::getenv("BPC_ISA");
-    unsigned a, b, d, features, more, newer, extended;
-    bool has_avx2 = __get_cpuid(1, &a, &b, &features, &d) && __get_cpuid_count(7, 0, &a, &more, &newer, &d) &&
+    unsigned a, b, c, d, features, more, extended;
+    bool has_avx2 = __get_cpuid(1, &a, &b, &features, &d) && __get_cpuid_count(7, 0, &a, &more, &c, &d) &&
                     __get_cpuid(0x80000001, &a, &b, &extended, &d) &&
                     all(features, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) &&
                     all(more, bit_AVX2 | bit_BMI | bit_BMI2) && all(extended, bit_LZCNT) && saved(0x06);
-    bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
-                      all(newer, bit_AVX512VNNI) && saved(0xE6);
+    bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) && saved(0xE6);
     std::string_view wanted = most && *most ? most : "avx512";
     if (has_avx512 && wanted == "avx512") return name = "avx512", avx512::kernels;
     if (has_avx2 && wanted != "base") return name = "avx2", avx2::kernels;

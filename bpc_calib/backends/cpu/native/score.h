@@ -15,8 +15,7 @@ constexpr i64 AHEAD = 4096;        // bytes of codes between what is read and wh
 
 // The memory of one row at a time.
 struct Room {
-    char *table;      // [fours, table_bytes]: what scoring reads of four heads
-    i32 *totals;      // [heads], sums of the rounded queries
+    i16 *tables;      // [heads, bits / 4, 16], in the order of `put_table`
     i8 *rounded;      // [heads, bits]
     i16 *products;    // [heads, stride]
     i32 *best;        // [parts, heads, STRIPES], the best score of each stripe
@@ -34,31 +33,16 @@ struct Room {
     i64 stride;
 };
 
-#if defined(__AVX512VNNI__)
-constexpr i64 AT_ONCE = 32;
-#elif defined(__AVX2__)
-constexpr i64 AT_ONCE = 8;
-#else
-constexpr i64 AT_ONCE = 1;
-#endif
-
-// For products of bytes: int32 `[words, 2, 8, 4]`, for each half word, shift and head the four bytes of the query whose
-// bits that shift brings to the lowest bits of the four bytes of the half word.
-INLINE i64 table_bytes(i64 words) { return words * 64 * 4; }
-
-static void fill_table(const i8 *rounded, i64 heads, i64 bits, i64 words, i32 *table) {
-    for (i64 place = 0; place < words * 64; place++) {
-        i64 head = place & 3, shift = (place >> 2) & 7, half = place >> 5;
-        u32 packed = 0;
-        for (i64 i = 0; i < 4; i++) {
-            i64 bit = 32 * half + 8 * i + shift;
-            if (head < heads && bit < bits) packed |= (u32)(u8)rounded[head * bits + bit] << (8 * i);
-        }
-        table[place] = (i32)packed;
+// The tables of queries `[heads, bits]`: what the four bits of each nibble add to `c = p . u`.
+static void put_tables(const i8 *rounded, i64 heads, i64 nibbles, i16 *tables) {
+    for (i64 place = 0; place < heads * nibbles; place++, rounded += 4) {
+        i16 sums[16] = {(i16) - (rounded[0] + rounded[1] + rounded[2] + rounded[3])};
+        for (i64 i = 1; i < 16; i++) sums[i] = (i16)(sums[i & (i - 1)] + 2 * rounded[__builtin_ctzll(i)]);
+        put_table(sums, nibbles, place / nibbles, place % nibbles, tables);
     }
 }
 
-// `quantize_query` of a row, the sums of its queries, and its tables.
+// `quantize_query` of a row, and its tables.
 template <Element E>
 static void prepare_row(const bpc::Call &call, i64 row, Room &room) {
     i64 b = row / call.kv_heads, h = row % call.kv_heads, heads = call.heads, dim = call.dim, bits = call.bits;
@@ -81,132 +65,37 @@ static void prepare_row(const bpc::Call &call, i64 row, Room &room) {
     }
     float inverse = largest > 0 ? LARGEST_QUERY / largest : 0;
     room.scale = largest / LARGEST_QUERY;
-    for (i64 g = 0; g < heads; g++) {
-        room.totals[g] = 0;
-        for (i64 j = 0; j < bits; j++) {
-            float value = __builtin_rintf(projected[g * bits + j] * inverse);
-            value = value > LARGEST_QUERY ? LARGEST_QUERY : value < -LARGEST_QUERY ? -LARGEST_QUERY : value;
-            room.rounded[g * bits + j] = (i8)value;
-            room.totals[g] += (i32)value;
-        }
+    for (i64 i = 0; i < heads * bits; i++) {
+        float value = __builtin_rintf(projected[i] * inverse);
+        room.rounded[i] = (i8)(value > LARGEST_QUERY ? LARGEST_QUERY : value < -LARGEST_QUERY ? -LARGEST_QUERY : value);
     }
-    for (i64 first = 0; first < heads; first += 4)
-        fill_table(room.rounded + first * bits, least_of(4, heads - first), bits, call.words,
-                   (i32 *)(room.table + first / 4 * table_bytes(call.words)));
+    put_tables(room.rounded, heads, bits / 4, room.tables);
     if (call.rounded) std::memcpy((i8 *)call.rounded + row * heads * bits, room.rounded, heads * bits);
     if (call.scale) ((float *)call.scale)[row] = room.scale;
 }
 
-// `c = 2 p . b - sum(p)` of `AT_ONCE` keys for `N` heads, as int16 `[N, stride]`.
-#if defined(__AVX512VNNI__)
-template <int WORDS>
-INLINE __m512i half_of(const __m512i *codes, int half) {
-    if constexpr (WORDS == 1) {
-        alignas(64) static constexpr i32 even[2][16] = {
-            {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30},
-            {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31},
-        };
-        return _mm512_permutex2var_epi32(codes[0], _mm512_load_si512(even[half]), codes[1]);
-    } else {
-        __m512i places = _mm512_add_epi32(_mm512_set1_epi32(half),
-                                          _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0));
-        __m512i low = _mm512_permutex2var_epi32(codes[0], places, codes[1]);
-        __m512i high = _mm512_permutex2var_epi32(codes[2], places, codes[3]);
-        return _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1);
-    }
-}
-
-template <int WORDS, int N>
-INLINE void products_at_once(const i64 *codes, const i32 *table, const i32 *totals, i16 *out, i64 stride) {
-    __m512i loaded[2][2 * WORDS], sums[2][N];
-    for (int v = 0; v < 2; v++) {
-        for (int i = 0; i < 2 * WORDS; i++) loaded[v][i] = _mm512_loadu_si512(codes + 16 * WORDS * v + 8 * i);
-        for (int head = 0; head < N; head++) sums[v][head] = _mm512_setzero_si512();
-    }
-#pragma GCC unroll 4
-    for (int half = 0; half < 2 * WORDS; half++) {
-        __m512i one = half_of<WORDS>(loaded[0], half), two = half_of<WORDS>(loaded[1], half);
-        __m512i ones = _mm512_set1_epi32(0x01010101);
-#pragma GCC unroll 8
-        for (int shift = 0; shift < 8; shift++) {
-            __m512i a = _mm512_and_si512(_mm512_srli_epi32(one, shift), ones);
-            __m512i b = _mm512_and_si512(_mm512_srli_epi32(two, shift), ones);
-#pragma GCC unroll 4
-            for (int head = 0; head < N; head++) {
-                __m512i weights = _mm512_set1_epi32(table[(8 * half + shift) * 4 + head]);
-                sums[0][head] = _mm512_dpbusd_epi32(sums[0][head], a, weights);
-                sums[1][head] = _mm512_dpbusd_epi32(sums[1][head], b, weights);
-            }
-        }
-    }
-    for (int v = 0; v < 2; v++)
-        for (int head = 0; head < N; head++) {
-            __m512i total = _mm512_sub_epi32(_mm512_slli_epi32(sums[v][head], 1), _mm512_set1_epi32(totals[head]));
-            _mm256_storeu_si256((__m256i *)(out + head * stride + 16 * v), _mm512_cvtepi32_epi16(total));
-        }
-}
-#elif defined(__AVX2__)
-template <int WORDS, int N>
-INLINE void products_at_once(const i64 *codes, const i32 *table, const i32 *totals, i16 *out, i64 stride) {
-    __m256i sums[N], ones = _mm256_set1_epi32(0x01010101);
-    for (int head = 0; head < N; head++) sums[head] = _mm256_setzero_si256();
-    for (int half = 0; half < 2 * WORDS; half++) {
-        __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-        place = _mm256_add_epi32(_mm256_mullo_epi32(place, _mm256_set1_epi32(2 * WORDS)), _mm256_set1_epi32(half));
-        __m256i part = _mm256_i32gather_epi32((const int *)codes, place, 4);
-        for (int shift = 0; shift < 8; shift++) {
-            __m256i bits = _mm256_and_si256(_mm256_srli_epi32(part, shift), ones);
-            for (int head = 0; head < N; head++) {  // sums of bytes stay within int16: 127 times 64 bits
-                __m256i weights = _mm256_set1_epi32(table[(8 * half + shift) * 4 + head]);
-                sums[head] = _mm256_add_epi16(sums[head], _mm256_maddubs_epi16(bits, weights));
-            }
-        }
-    }
-    for (int head = 0; head < N; head++) {
-        __m256i total = _mm256_madd_epi16(sums[head], _mm256_set1_epi16(1));
-        total = _mm256_sub_epi32(_mm256_slli_epi32(total, 1), _mm256_set1_epi32(totals[head]));
-        __m128i low = _mm256_castsi256_si128(total), high = _mm256_extracti128_si256(total, 1);
-        _mm_storeu_si128((__m128i *)(out + head * stride), _mm_packs_epi32(low, high));
-    }
-}
-#else
-template <int WORDS, int N>
-INLINE void products_at_once(const i64 *codes, const i32 *table, const i32 *totals, i16 *out, i64 stride) {
-    i32 sums[N] = {};
-    for (int half = 0; half < 2 * WORDS; half++) {
-        u32 part = (u32)((u64)codes[half / 2] >> (32 * (half % 2)));
-        for (int shift = 0; shift < 8; shift++, part >>= 1)
-            for (int head = 0; head < N; head++) {
-                u32 weights = (u32)table[(8 * half + shift) * 4 + head];
-                for (int i = 0; i < 4; i++) sums[head] += (part >> (8 * i) & 1) ? (i32)(i8)(weights >> (8 * i)) : 0;
-            }
-    }
-    for (int head = 0; head < N; head++) out[head * stride] = (i16)(2 * sums[head] - totals[head]);
-}
-#endif
-
 // The products of `count` keys, of any number.
-template <int WORDS, int N>
-static void products_of(const i64 *codes, i64 count, const i32 *table, const i32 *totals, i16 *out, i64 stride) {
+template <int BITS, int N>
+static void products_of(const i64 *codes, i64 count, const i16 *tables, i16 *out, i64 stride) {
+    constexpr i64 words = (BITS + 63) / 64;
     i64 i = 0;
     for (; i + AT_ONCE <= count; i += AT_ONCE) {
         // The processor's own prefetching stops at the end of a page.
-        for (i64 byte = 0; byte < 8 * WORDS * AT_ONCE; byte += 64) prefetch((const char *)(codes + WORDS * i) + AHEAD + byte);
-        products_at_once<WORDS, N>(codes + WORDS * i, table, totals, out + i, stride);
+        const i64 *from = codes + words * i;
+        for (i64 byte = 0; byte < 8 * words * AT_ONCE; byte += 64) prefetch((const char *)from + AHEAD + byte);
+        products_at_once<BITS, N>(from, tables, out + i, stride);
     }
     if (i == count) return;
-    i64 padded[AT_ONCE * WORDS] = {};
-    std::memcpy(padded, codes + WORDS * i, 8 * WORDS * (count - i));
-    products_at_once<WORDS, N>(padded, table, totals, out + i, stride);  // into the room behind the row
+    i64 padded[AT_ONCE * words] = {};
+    std::memcpy(padded, codes + words * i, 8 * words * (count - i));
+    products_at_once<BITS, N>(padded, tables, out + i, stride);  // into the room behind the row
 }
 
 template <int N>
-static void products_of_words(i64 words, const i64 *codes, i64 count, const i32 *table, const i32 *totals, i16 *out,
-                              i64 stride) {
-    if (words == 1)
-        products_of<1, N>(codes, count, table, totals, out, stride);
-    else
-        products_of<2, N>(codes, count, table, totals, out, stride);
+static void products_of_bits(i64 bits, const i64 *codes, i64 count, const i16 *tables, i16 *out, i64 stride) {
+    if (bits == 32) return products_of<32, N>(codes, count, tables, out, stride);
+    if (bits == 64) return products_of<64, N>(codes, count, tables, out, stride);
+    products_of<128, N>(codes, count, tables, out, stride);
 }
 
 // Raise the best scores of the stripes of a head to those of `count` keys, the first of which is in stripe 0.
@@ -364,14 +253,14 @@ static void score_part(const bpc::Call &call, i64 row, i64 begin, i64 end, Room 
     for (; begin < least_of(length, end); begin += BLOCK) {
         i64 count = least_of(BLOCK, least_of(length, end) - begin);
         for (i64 g = 0; g < heads; g += 4) {
-            const i32 *table = (const i32 *)(room.table + g / 4 * table_bytes(call.words));
+            const i16 *tables = room.tables + g * call.bits * 4;
             const i64 *from = codes + begin * call.words;
             i16 *to = room.products + g * stride + begin;
             switch (heads - g) {
-            case 1: products_of_words<1>(call.words, from, count, table, room.totals + g, to, stride); break;
-            case 2: products_of_words<2>(call.words, from, count, table, room.totals + g, to, stride); break;
-            case 3: products_of_words<3>(call.words, from, count, table, room.totals + g, to, stride); break;
-            default: products_of_words<4>(call.words, from, count, table, room.totals + g, to, stride);
+            case 1: products_of_bits<1>(call.bits, from, count, tables, to, stride); break;
+            case 2: products_of_bits<2>(call.bits, from, count, tables, to, stride); break;
+            case 3: products_of_bits<3>(call.bits, from, count, tables, to, stride); break;
+            default: products_of_bits<4>(call.bits, from, count, tables, to, stride);
             }
         }
         for (i64 g = 0; g < heads; g++) {

@@ -47,10 +47,9 @@ struct Bytes {
 static Room room_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
     Room room{};
     if (!(call.stages & bpc::PROJECT)) return room;
-    i64 heads = call.heads, fours = (heads + 3) / 4, stride = plan.stride;
+    i64 heads = call.heads, stride = plan.stride;
     room.stride = stride;
-    room.table = bytes.take<char>(fours * table_bytes(call.words));
-    room.totals = bytes.take<i32>(heads);
+    room.tables = bytes.take<i16>(ceil_to(heads, HEADS) * call.bits * 4);
     room.rounded = bytes.take<i8>(heads * call.bits);
     room.products = bytes.take<i16>(heads * stride);
     room.best = bytes.take<i32>(plan.parts * heads * STRIPES);
