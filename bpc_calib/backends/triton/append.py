@@ -68,7 +68,8 @@ def append_kernel(
 ):
     """Writes slots `place` of the buffers, 0 and on without `place`. Grid (rows, tokens).
 
-    Without `keys` only what hashing makes of the keys; without `codes` only keys and values. A slot below 0 is none.
+    Without `keys` only what hashing makes of the keys, and nothing at a slot below 0; without `codes` only keys and
+    values.
 
     All warps share the products, and each makes the greedy pass for itself, over a copy: so its steps need no barrier.
     """

@@ -17,7 +17,7 @@ from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.backends.triton.limits import Limits
 from bpc_calib.backends.triton.narrow import CompactShape, NarrowShape, compact_kernel, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
-from bpc_calib.backends.triton.query import ENTRIES, Asked, QueryShape, query_kernel
+from bpc_calib.backends.triton.query import ENTRIES, Prepared, QueryShape, query_kernel
 from bpc_calib.backends.triton.rank import RankShape, rank_kernel
 from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
 from bpc_calib.method.codebook import Codebook
@@ -116,7 +116,7 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
     query, projection = tight(query), tight(codebook.projection).expand(batch, *codebook.projection.shape[-3:])
     query_kernel[(count,)](
         strided(query), strided(projection),
-        Asked(made.values, made.scale, tables, made.plan, made.best, made.counts), made.limits,
+        Prepared(made.values, made.scale, tables, made.plan, made.best, made.counts), made.limits,
         tokens, 0, rules.scale(dim),
         QueryShape(
             H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=rules.group,

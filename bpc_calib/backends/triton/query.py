@@ -13,14 +13,14 @@ from bpc_calib.backends.triton.language import LARGEST_QUERY, LEAST, STRIPES, di
 from bpc_calib.backends.triton.limits import Limits, length_of, number_of
 from bpc_calib.backends.triton.plan import make_plan
 
-__all__ = ["ENTRIES", "LARGEST_SUM", "Asked", "QueryShape", "query_kernel"]
+__all__ = ["ENTRIES", "LARGEST_SUM", "Prepared", "QueryShape", "query_kernel"]
 
 ENTRIES = tl.constexpr(16)  # of a table: the values of a nibble
 CLEARED = tl.constexpr(1024)  # bins at once
 LARGEST_SUM = tl.constexpr(4 * LARGEST_QUERY.value + 4)  # above the absolute value of each entry
 
 
-class Asked(NamedTuple):
+class Prepared(NamedTuple):
     """Where the kernel writes: see `Ranking` of `pipeline`."""
 
     rounded: Any  # `values` there; in kernels every tuple has an attribute of that name
@@ -47,7 +47,7 @@ class QueryShape(NamedTuple):
 
 @triton.jit(do_not_specialize=["length", "k"])
 def query_kernel(
-    query: Strided, projection: Strided, made: Asked, limits: Limits, length, k, scaling, shape: tl.constexpr
+    query: Strided, projection: Strided, made: Prepared, limits: Limits, length, k, scaling, shape: tl.constexpr
 ):
     """Writes all of `made`; `best` is lower than any score, and `counts` 0. Grid (rows)."""
     G: tl.constexpr = shape.G

@@ -54,11 +54,10 @@ def places(x: Strided, b, first, length, shape: tl.constexpr):
 def entries_of(tables, TABLES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     """An entry of each table, `[BLOCK]` each: that of the thread's number, which `entry` takes from there."""
     some = tl.arange(0, BLOCK)
-    if ASM:
-        some = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [some], dtype=tl.int32, is_pure=True, pack=1)
+    lane = tl.inline_asm_elementwise("mov.u32 $0, %laneid;", "=r,r", [some], dtype=tl.int32, is_pure=True, pack=1)
     held = ()
     for j in tl.static_range(TABLES):
-        held += (tl.load(tables + (j * ENTRIES + some % ENTRIES) * WORDS),)
+        held += (tl.load(tables + (j * ENTRIES + lane % ENTRIES) * WORDS),)
     return held
 
 
@@ -145,7 +144,9 @@ def score_kernel(tables, codes: Strided, gain: Strided, made: Scored, limits: Li
     best = made.best + row.to(tl.int64) * (STRIPES * G_UP) + word * PACK
     length = length_of(limits, b, length)
     first, last = span_of_program(length, BLOCK)
-    held = entries_of(tables, NIBBLES, WORDS, BLOCK)
+    held = ()
+    if ASM:
+        held = entries_of(tables, NIBBLES, WORDS, BLOCK)
     next_words = codes_of(codes, b, h, first, last, shape)
     top_0 = tl.full([BLOCK], LEAST, tl.int32)
     top_1 = top_0
