@@ -33,17 +33,23 @@ Array = NDArray[np.float32]
 class LayerProjection:
     """One calibrated layer. All arrays are float32."""
 
-    projection: Array  # [kv_heads, bits, head_dim]
-    residual: Array  # [kv_heads, bits + 1]: |R|_F / |K|_F after 0..bits bits, on the fitted keys
+    projection: Array  # [kv_heads, rows, head_dim]; of signs `bits` rows, of nibbles 16 vectors for each
+    residual: Array  # [kv_heads, steps + 1]: |R|_F / |K|_F after 0..steps signs or nibbles, on the fitted keys
     metric: Array | None = None  # [kv_heads, head_dim, head_dim], symmetric positive definite; None: identity
     mean: Array | None = None  # [kv_heads, head_dim], subtracted before encoding; None: 0
     need: Array | None = None  # [kv_heads, SHARES], what a head loses at each share of the tokens; None: not measured
     need_short: Array | None = None  # the same on 2,048 tokens, where `need` was measured on more; None: not measured
+    nibbles: bool = False  # codes are nibbles instead of signs
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return self.projection.shape[1]
+        return self.projection.shape[1] // (4 if self.nibbles else 1)
+
+    @property
+    def steps(self) -> int:
+        """Signs or nibbles of a code."""
+        return self.bits // (4 if self.nibbles else 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,13 +11,21 @@ from test_decomposition import random_keys
 
 from bpc_calib import InputError, QuantizedQuery, encode, hash_scores, quantize_query
 from bpc_calib.method.codes import pack_codes
-from bpc_calib.method.scoring import GROUPS, group_scores
+from bpc_calib.method.nibbles import named, pack_nibbles, unpack_nibbles
+from bpc_calib.method.scoring import GROUPS, LARGEST_SCORE, _sums_of_signs, group_scores
 
 bit_lists = [32, 64, 128]
 
 
 def quantized(values: torch.Tensor) -> QuantizedQuery:
-    return QuantizedQuery(values.to(torch.int8), torch.ones(values.shape[:-2]))
+    """Of the rows of signs, `[..., G, H]`."""
+    return QuantizedQuery(_sums_of_signs(values).to(torch.int16), torch.ones(values.shape[:-2]))
+
+
+def rounded(query: QuantizedQuery) -> torch.Tensor:
+    """The rounded products with rows of signs, `[..., G, H]`: what the entries of a nibble differ by."""
+    one_bit = query.tables[..., [1, 2, 4, 8]] - query.tables[..., :1]
+    return one_bit.div(2, rounding_mode="trunc").flatten(-2)
 
 
 def score_all_ways(values: torch.Tensor, positive: torch.Tensor, gain: torch.Tensor) -> None:
@@ -79,15 +87,15 @@ def test_query_is_rounded_with_one_scale_per_group(group, dim, seed):
     query = random_keys(2, 3, group, dim, seed=seed)
     projection = random_keys(3, 64, dim, seed=seed + 1)
     found = quantize_query(query, projection)
-    assert found.values.shape == (2, 3, group, 64)
+    assert rounded(found).shape == (2, 3, group, 64)
     assert found.scale.shape == (2, 3)
     projected = query.double() @ projection.double().mT
-    assert found.values.abs().amax((-2, -1)).eq(127).all()
-    off = found.values.double() - projected / found.scale.double()[..., None, None]
+    assert rounded(found).abs().amax((-2, -1)).eq(127).all()
+    off = rounded(found).double() - projected / found.scale.double()[..., None, None]
     assert off.abs().max() <= 0.5 + 1e-4
     # A ranking by codes is a ranking by the projected query, up to this rounding.
     torch.testing.assert_close(
-        found.values * found.scale[..., None, None],
+        rounded(found) * found.scale[..., None, None],
         projected.float(),
         rtol=0,
         atol=float(found.scale.max()) * 0.51,
@@ -98,7 +106,7 @@ def test_query_is_rounded_half_to_even():
     projection = torch.eye(64)[:, :64]
     query = torch.zeros(1, 64)
     query[0, :5] = torch.tensor([127.0, 0.5, 1.5, -0.5, -2.5])
-    assert quantize_query(query, projection).values[0, :5].tolist() == [127, 0, 2, 0, -2]
+    assert rounded(quantize_query(query, projection))[0, :5].tolist() == [127, 0, 2, 0, -2]
 
 
 def test_autocast_changes_nothing():
@@ -106,7 +114,7 @@ def test_autocast_changes_nothing():
 
     def everything():
         encoded, query = encode(keys, projection), quantize_query(keys[:4], projection)
-        return encoded.codes, encoded.gain, query.values, hash_scores(query, encoded.codes, encoded.gain)
+        return encoded.codes, encoded.gain, query.tables, hash_scores(query, encoded.codes, encoded.gain)
 
     plain = everything()
     with torch.autocast("cpu", torch.bfloat16):
@@ -193,8 +201,29 @@ def test_the_scores_of_large_groups_fit_int32(heads):
 def test_a_zero_query_scores_every_key_zero():
     query = quantize_query(torch.zeros(2, 64), random_keys(64, 64))
     assert query.scale == 0
-    assert query.values.eq(0).all()
+    assert rounded(query).eq(0).all()
     assert hash_scores(query, torch.tensor([[5], [-1]])).eq(0).all()
+
+
+@pytest.mark.parametrize("bits", bit_lists)
+def test_scores_of_nibbles_are_products_with_the_sums_of_their_vectors(bits):
+    nibbles, vectors = torch.randint(16, (3, 50, bits // 4)), random_keys(3, 4 * bits, 24)
+    query = random_keys(3, 5, 24, seed=1)
+    found = quantize_query(query, vectors, nibbles=True)
+    gain = torch.randint(0, 256, (3, 50)).byte()
+    scores = hash_scores(found, pack_nibbles(nibbles), gain)
+    assert torch.equal(unpack_nibbles(pack_nibbles(nibbles), bits), nibbles)
+    keys = vectors.gather(1, named(nibbles).flatten(1).unsqueeze(-1).expand(-1, -1, 24)).unflatten(1, (50, -1)).sum(2)
+    exact = query.double() @ keys.double().mT / found.scale.double()[:, None, None]
+    assert ((scores / (gain.int() + 32).unsqueeze(1)) - exact).abs().max() <= bits / 8 + 0.1  # half a unit per nibble
+    assert found.tables.abs().amax((-3, -2, -1)).eq(LARGEST_SCORE // (bits // 4)).all()
+
+
+def test_no_score_of_nibbles_leaves_its_range():
+    for bits in bit_lists:
+        query = quantize_query(torch.ones(1, 1), torch.ones(4 * bits, 1), nibbles=True)
+        largest = hash_scores(query, torch.zeros(1, -(-bits // 64), dtype=torch.int64), torch.tensor([255]).byte())
+        assert 0.99 * 2**23 < largest.item() < 2**23
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -202,7 +231,7 @@ def test_projection_is_rounded_to_the_dtype_of_the_query(dtype):
     projection = random_keys(64, 32)
     query = random_keys(4, 32, seed=1).to(dtype)
     found = quantize_query(query, projection)
-    assert torch.equal(found.values, quantize_query(query.float(), projection.to(dtype).float()).values)
+    assert torch.equal(rounded(found), rounded(quantize_query(query.float(), projection.to(dtype).float())))
 
 
 def test_refuses_an_unknown_group():

@@ -61,7 +61,7 @@ def _in_triton(query: Tensor, codebook: Codebook, rows: Rows, rules: Rules) -> t
 
 def _in_torch(query: Tensor, codebook: Codebook, rows: Rows, rules: Rules) -> tuple[Stages, Attend]:
     def project(state: State) -> Any:
-        return quantize_query(query, codebook.projection)
+        return quantize_query(query, codebook.projection, nibbles=codebook.nibbles)
 
     def score(state: State) -> Tensor:
         rounded, (codes, gain) = project(state), read_codes(state, rows)

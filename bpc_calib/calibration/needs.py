@@ -194,9 +194,9 @@ def code_scores(
     encoded = find(keys).encode_with(codebook, keys)
     gain = encoded.gain[0] if method["gain"] else None
     grouped = query.unflatten(0, (len(key), -1)).transpose(1, 2)  # [H_KV, TOKENS, G, D]
-    rounded = quantize_query(grouped, codebook.projection.unsqueeze(1))
+    rounded = quantize_query(grouped, codebook.projection.unsqueeze(1), nibbles=codebook.nibbles)
     # All queries of a KV head read the same codes.
-    together = QuantizedQuery(rounded.values.flatten(1, 2), rounded.scale)
+    together = QuantizedQuery(rounded.tables.flatten(1, 2), rounded.scale)
     return hash_scores(together, encoded.codes[0], gain).unflatten(1, (TOKENS, -1)), rounded.scale, gain is not None
 
 

@@ -1,4 +1,4 @@
-"""What codes stand for: the projection of queries, and the matrices that hash keys with it."""
+"""What codes stand for: the rows that a code adds up, and the matrices that hash keys with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,27 +10,31 @@ from bpc_artifacts import LayerProjection
 from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_bits
 
-__all__ = ["Codebook", "codebook_of", "make_codebook"]
+__all__ = ["Codebook", "check_rows", "codebook_of", "make_codebook"]
 
 
 @dataclass(frozen=True, eq=False)
 class Codebook:
     """A projection and what follows from it, for keys of one dtype: see `make_codebook`.
 
+    It has `R` rows. A code of `H` signs adds all `R = H` of them, each plus or minus; one of `H / 4` nibbles adds one
+    of 16 for each nibble, of `R = 4 H`.
+
     Leading dimensions are those of the KV heads, `[H_KV]`, or of sequences and KV heads, `[B, H_KV]`. All tensors but
     the projection are float32, or float64 for float64 keys.
     """
 
-    projection: Tensor  # [..., H, D], in the dtype of the keys
-    matrix: Tensor  # [..., D, H], (P M)^T
-    gram: Tensor  # [..., H, H], P M P^T
+    projection: Tensor  # [..., R, D], in the dtype of the keys
+    matrix: Tensor  # [..., D, R], (P M)^T
+    gram: Tensor  # [..., R, R], P M P^T
     metric: Tensor | None  # [..., D, D]
     mean: Tensor | None  # [..., D]
+    nibbles: bool = False  # codes are nibbles instead of signs
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return self.matrix.shape[-1]
+        return self.matrix.shape[-1] // (4 if self.nibbles else 1)
 
     @property
     def words(self) -> int:
@@ -58,18 +62,23 @@ class Codebook:
         """Return a copy with `how` applied to every tensor `[B, H_KV, ...]`; `how` keeps the last two dimensions."""
         metric, mean = (None if tensor is None else how(tensor) for tensor in (self.metric, self.mean))
         matrix = how(self.matrix.mT).mT  # transposed, as it lies in memory
-        return Codebook(how(self.projection), matrix, how(self.gram), metric, mean)
+        return Codebook(how(self.projection), matrix, how(self.gram), metric, mean, self.nibbles)
 
     @torch.inference_mode()
     def refill(self, other: "Codebook") -> None:
         """Copy the numbers of a codebook of the same shapes: CUDA graphs read the tensors where they are."""
         for name, old in vars(self).items():
-            if old is not None:
+            if isinstance(old, Tensor):
                 old.copy_(getattr(other, name))
 
 
 def make_codebook(
-    projection: Tensor, dtype: torch.dtype, *, metric: Tensor | None = None, mean: Tensor | None = None
+    projection: Tensor,
+    dtype: torch.dtype,
+    *,
+    metric: Tensor | None = None,
+    mean: Tensor | None = None,
+    nibbles: bool = False,
 ) -> Codebook:
     """Prepare a projection for keys of one dtype.
 
@@ -77,15 +86,16 @@ def make_codebook(
     projected query, so that codes of 16-bit keys follow the greedy loop as exactly as in float64.
 
     Args:
-        projection: `[..., H, D]`.
+        projection: `[..., R, D]`.
         dtype: of the keys.
         metric: `[..., D, D]`, the metric of the calibration of the projection; None is the identity.
         mean: `[..., D]`, is first subtracted from the keys; None is 0.
+        nibbles: the rows are the vectors of nibbles, 16 of each.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    check_bits(projection.shape[-2])
+    check_rows(projection, nibbles)
     dim = projection.shape[-1]
     if not dtype.is_floating_point:
         raise InputError(f"keys must be floating, not {dtype}")
@@ -104,7 +114,16 @@ def make_codebook(
             gram=(rounded @ in_metric.mT).to(exact),
             metric=None if metric is None else metric.to(exact),
             mean=None if mean is None else mean.to(exact),
+            nibbles=nibbles,
         )
+
+
+def check_rows(projection: Tensor, nibbles: bool) -> None:
+    """Raise `InputError` unless a projection `[..., R, D]` has the rows of codes of a supported length."""
+    rows = projection.shape[-2]
+    if nibbles and rows % 4:
+        raise InputError(f"vectors of nibbles must be [..., 16 * nibbles, D], not {list(projection.shape)}")
+    check_bits(rows // 4 if nibbles else rows)
 
 
 def codebook_of(layer: LayerProjection, heads: slice, dtype: torch.dtype, device: torch.device) -> Codebook:
@@ -121,4 +140,4 @@ def codebook_of(layer: LayerProjection, heads: slice, dtype: torch.dtype, device
         for array in (layer.projection, layer.metric, layer.mean)
     )
     assert projection is not None
-    return make_codebook(projection, dtype, metric=metric, mean=mean)
+    return make_codebook(projection, dtype, metric=metric, mean=mean, nibbles=layer.nibbles)

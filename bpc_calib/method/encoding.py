@@ -1,4 +1,4 @@
-"""Hashing of keys with a fixed projection: Algorithm 2 of the paper in Gram form, with error and gain."""
+"""Hashing of keys with a fixed projection: codes of signs (Algorithm 2 of the paper in Gram form) or of nibbles."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,11 @@ from bpc_calib.errors import InputError
 from bpc_calib.method.codebook import Codebook, make_codebook
 from bpc_calib.method.codes import pack_codes
 from bpc_calib.method.encoded import Encoded, gain_byte
+from bpc_calib.method.nibbles import encode_nibbles
 
-__all__ = ["encode", "encode_gram", "encode_with"]
+__all__ = ["encode", "encode_gram", "encode_with", "products"]
+
+BLOCK = 2048  # keys at once: the search for nibbles keeps several kilobytes per key
 
 
 def encode(keys: Tensor, projection: Tensor, *, metric: Tensor | None = None, mean: Tensor | None = None) -> Encoded:
@@ -42,8 +45,24 @@ def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
         InputError: the keys have another `D` than the codebook.
     """
     with torch.autocast(keys.device.type, enabled=False):
-        wide, in_metric = codebook.centre(keys)
-        return encode_gram(wide @ codebook.matrix, codebook.gram, (wide * in_metric).sum(-1))
+        if not codebook.nibbles:
+            return encode_gram(*products(codebook, keys))
+        blocks = [encode_nibbles(*products(codebook, block)) for block in keys.split(BLOCK, -2)]
+        return Encoded(
+            codes=torch.cat([block.codes for block in blocks], -2),
+            error=torch.cat([block.error for block in blocks], -1),
+            gain=torch.cat([block.gain for block in blocks], -1),
+        )
+
+
+def products(codebook: Codebook, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a search for codes needs: `S [..., N, R]`, `T [..., R, R]`, and the keys' squared norms `[..., N]`.
+
+    Raises:
+        InputError: the keys have another `D` than the codebook.
+    """
+    wide, in_metric = codebook.centre(keys)
+    return wide @ codebook.matrix, codebook.gram, (wide * in_metric).sum(-1)
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:

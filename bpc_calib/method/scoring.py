@@ -7,14 +7,17 @@ import torch
 from torch import Tensor
 
 from bpc_calib.errors import InputError
-from bpc_calib.method.codes import check_bits, check_codes
+from bpc_calib.method.codebook import check_rows
+from bpc_calib.method.codes import check_codes
 from bpc_calib.method.encoded import GAIN_OFFSET
+from bpc_calib.method.nibbles import NIBBLE
 
 __all__ = [
     "GROUPS",
     "LARGEST_LIMIT",
     "LARGEST_OCTAVE",
     "LARGEST_QUERY",
+    "LARGEST_SCORE",
     "LEAST",
     "OCTAVES",
     "RELATIVE_LIMIT",
@@ -34,19 +37,23 @@ STRIPES = 64  # key `i` is in stripe `i % STRIPES`; the best key of each stripe 
 OCTAVES = 6  # as many factors of two can a denominator be above the best weight: the logarithm of `STRIPES`
 LARGEST_OCTAVE = 1 << 17  # units of scores in a factor of two, at most: with more, all keys weigh much alike
 LEAST = -(1 << 23)  # below every score: of a key that does not count
-LARGEST_QUERY = 127  # largest absolute int8 value of a quantized query
+LARGEST_QUERY = 127  # largest absolute int8 value of a query quantized for signs
+LARGEST_SCORE = 29216  # no score without its gain is above: times 287, the largest gain, it is below 2^23
 
 
 @dataclass(frozen=True)
 class QuantizedQuery:
-    """The result of `quantize_query`: `q P^T ~ values * scale`."""
+    """The result of `quantize_query`: the score of a code is the sum of one entry per nibble."""
 
-    values: Tensor  # int8 [..., G, H], in [-127, 127]
-    scale: Tensor  # float32 [...]
+    tables: Tensor  # int16 [..., G, H / 4, 16]
+    scale: Tensor  # float32 [...], what an entry of 1 stands for
 
 
-def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
-    """Project the `G` queries of a KV head, `[..., G, D]`, with `[..., H, D]` and round to int8.
+def quantize_query(query: Tensor, projection: Tensor, *, nibbles: bool = False) -> QuantizedQuery:
+    """Project the `G` queries of a KV head, `[..., G, D]`, with `[..., R, D]`, round, and list what each nibble adds.
+
+    Products with the rows of signs are rounded to int8, and a nibble adds four of them, plus or minus. Products with
+    the vectors of nibbles are rounded to so many bits that no score leaves the range of those of signs.
 
     Rounding is symmetric and half to even. The whole group has one scale, so that its scores are comparable.
     As in `encode`, the projection is first rounded to the query's dtype. A zero query returns zeros and
@@ -57,40 +64,49 @@ def quantize_query(query: Tensor, projection: Tensor) -> QuantizedQuery:
     """
     if query.dim() < 2 or projection.dim() < 2 or query.shape[-1] != projection.shape[-1]:
         raise InputError(
-            f"query [..., G, D] and projection [..., H, D] do not fit: {list(query.shape)} and {list(projection.shape)}"
+            f"query [..., G, D] and projection [..., R, D] do not fit: {list(query.shape)} and {list(projection.shape)}"
         )
     if not query.dtype.is_floating_point:
         raise InputError(f"query must be floating, not {query.dtype}")
-    _check_lead("query [..., G, D] and projection [..., H, D]", query, projection)
+    _check_lead("query [..., G, D] and projection [..., R, D]", query, projection)
+    check_rows(projection, nibbles)
     with torch.autocast(query.device.type, enabled=False):
         exact = torch.promote_types(query.dtype, torch.float32)
         projected = query.to(exact) @ projection.to(query.dtype).to(exact).mT
-    check_bits(projection.shape[-2])
+    most = LARGEST_SCORE // (projection.shape[-2] // NIBBLE) if nibbles else LARGEST_QUERY
     largest = projected.abs().amax((-2, -1))
-    inverse = torch.where(largest > 0, LARGEST_QUERY / largest, 0)
-    values = (projected * inverse[..., None, None]).round().clamp(-LARGEST_QUERY, LARGEST_QUERY)
-    return QuantizedQuery(values.to(torch.int8), (largest / LARGEST_QUERY).float())
+    inverse = torch.where(largest > 0, most / largest, 0)
+    values = (projected * inverse[..., None, None]).round().clamp(-most, most)
+    tables = values.unflatten(-1, (-1, NIBBLE)) if nibbles else _sums_of_signs(values)
+    return QuantizedQuery(tables.to(torch.int16), (largest / most).float())
+
+
+def _sums_of_signs(values: Tensor) -> Tensor:
+    """Return what each value of each nibble adds to `c = p . u`: `[..., G, H / 4, 16]` of integers `[..., G, H]`."""
+    nibble = torch.arange(NIBBLE, device=values.device).unsqueeze(-1) >> torch.arange(4, device=values.device)
+    signs = ((nibble & 1) * 2 - 1).to(values.dtype)
+    return (values.unflatten(-1, (-1, 1, 4)) * signs).sum(-1)
 
 
 def hash_scores(query: QuantizedQuery, codes: Tensor, gain: Tensor | None = None) -> Tensor:
     """Score every key for every query: int32 `[..., G, N]`, `c = p . u`, or `c * (gain + 32)`.
 
-    The integers are exact: `|c| <= 127 * 128 + 16`, and with the gain `|score| < 2^23`. The
+    The integers are exact: `|c| <= LARGEST_SCORE`, and with the gain `|score| < 2^23`. The
     paper's printed formula counts XOR as agreement and so flips the sign of every score (docs/algorithm.md).
 
     Args:
-        query: int8 values `[..., G, H]`.
+        query: tables `[..., G, H / 4, 16]`.
         codes: int64 `[..., N, W]`.
         gain: uint8 `[..., N]`; None scores without the gain, as in the paper.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    check_codes(codes, query.values.shape[-1])
+    check_codes(codes, 4 * query.tables.shape[-2])
     if gain is not None and (gain.dtype != torch.uint8 or gain.shape != codes.shape[:-1]):
         raise InputError(f"gain must be uint8 {list(codes.shape[:-1])}, not {gain.dtype} {list(gain.shape)}")
-    _check_lead("query [..., G, H] and codes [..., N, W]", query.values, codes)
-    scores = _look_up(_sums(query.values), codes)
+    _check_lead("tables [..., G, H / 4, 16] and codes [..., N, W]", query.tables[..., 0], codes)
+    scores = _look_up(_by_bytes(query.tables), codes)
     if gain is None:
         return scores
     return scores * (gain.to(torch.int32) + GAIN_OFFSET).unsqueeze(-2)
@@ -176,13 +192,10 @@ def _check_lead(what: str, one: Tensor, other: Tensor) -> None:
         raise InputError(f"{what} do not fit: {list(one.shape)} and {list(other.shape)}") from None
 
 
-def _sums(values: Tensor) -> Tensor:
-    """Return what each value of each byte of a code adds to `c = p . u`: float32 `[..., G, H / 8, 256]` of int8."""
-    byte = torch.arange(256, device=values.device).unsqueeze(-1) >> torch.arange(8, device=values.device)
-    # Exact in float32 and TF32, in any order: integers of at most 8 bits with sums below 2^24.
-    signs = (byte & 1).float() * 2 - 1
-    with torch.autocast(values.device.type, enabled=False):
-        return values.float().unflatten(-1, (-1, 8)) @ signs.mT
+def _by_bytes(tables: Tensor) -> Tensor:
+    """Return what each value of each byte of a code adds to a score: float32 `[..., G, H / 8, 256]`."""
+    low, high = tables.float().unflatten(-2, (-1, 2)).unbind(-2)
+    return (high.unsqueeze(-1) + low.unsqueeze(-2)).flatten(-2)  # exact, in float32 and in any order
 
 
 def _look_up(table: Tensor, codes: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ def sparse_decode(
     check(query, codebook, state, rows, fresh)
     if fresh:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
-    chosen = choose(quantize_query(query, codebook.projection), state, rows, rules, query.shape[-1])
+    rounded = quantize_query(query, codebook.projection, nibbles=codebook.nibbles)
+    chosen = choose(rounded, state, rows, rules, query.shape[-1])
     return attend(query, state, rows, chosen, rules.scaling), chosen
 
 
@@ -108,7 +109,7 @@ def choose(query: QuantizedQuery, state: State, rows: Rows, rules: Rules, head_d
     """Choose the `k` tokens of each KV head by their codes: int64 `[B, H_KV, width]`, ascending, -1 behind the last.
 
     Args:
-        query: int8 values `[B, H_KV, G, H]` and float32 scales `[B, H_KV]`.
+        query: int16 tables `[B, H_KV, G, H / 4, 16]` and float32 scales `[B, H_KV]`.
         state, rows, rules: as in `sparse_decode`.
         head_dim: dimensions of a key.
     """
