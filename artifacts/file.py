@@ -23,7 +23,7 @@ __all__ = ["check_writable", "load", "save"]
 MAX_HEADER = 1 << 20  # bytes
 MAX_FILE = 4 << 30  # bytes; the artifact of the largest open model has about 0.1 GB
 
-_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|residual|metric|mean|need|need_short)")
+_TENSOR = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(projection|vectors|residual|metric|mean|need|need_short)")
 _OURS = re.compile(rb'"__metadata__"\s*:\s*\{[^{}]*"bpc"\s*:')  # also in a header that is damaged elsewhere
 
 
@@ -138,11 +138,13 @@ def _parse(blob: bytes) -> ProjectionArtifact:
     for name, array in tensors.items():
         _, index, kind = name.split(".")
         layers.setdefault(int(index), {})[kind] = array
+    made: dict[int, LayerProjection] = {}
     for index, arrays in sorted(layers.items()):
-        for kind in ("projection", "residual"):
-            if kind not in arrays:
-                raise ArtifactError(f"layers.{index}.{kind}: missing")
-    artifact = ProjectionArtifact({index: LayerProjection(**layers[index]) for index in sorted(layers)}, metadata)
+        try:
+            made[index] = LayerProjection.of(arrays)
+        except ArtifactError as fault:
+            raise ArtifactError(f"layers.{index}.{fault}") from None
+    artifact = ProjectionArtifact(made, metadata)
     check(artifact)
     for what, key, found in (
         ("tensors", "payload_sha256", hashlib.sha256(_payload(blob)).hexdigest()),

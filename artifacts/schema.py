@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from bpc_artifacts.errors import ArtifactError
 
 __all__ = [
-    "NEEDS_VERSION",
+    "LAST_VERSION",
     "SHARES",
     "LayerProjection",
     "ProjectionArtifact",
@@ -21,8 +21,9 @@ __all__ = [
     "unknown_keys",
 ]
 
-# Version 2 had product codes. Version 3 is version 1 with the needs of the KV heads.
-PLAIN_VERSION, PRODUCT_VERSION, NEEDS_VERSION = 1, 2, 3
+# Version 2 had product codes. Version 3 is version 1 with the needs of the KV heads, or with codes of nibbles.
+PLAIN_VERSION, PRODUCT_VERSION, LAST_VERSION = 1, 2, 3
+NIBBLE = 16  # vectors of a nibble
 SHARES = 16  # at which a need is measured
 BITS = (32, 64, 128)
 
@@ -51,6 +52,32 @@ class LayerProjection:
         """Signs or nibbles of a code."""
         return self.bits // (4 if self.nibbles else 1)
 
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays by their names in files; the projection of nibbles is their `vectors`."""
+        named = {
+            field.name: array for field in fields(self) if isinstance(array := getattr(self, field.name), np.ndarray)
+        }
+        if self.nibbles:
+            rows = named.pop("projection")
+            named["vectors"] = rows.reshape(len(rows), -1, NIBBLE, rows.shape[-1])
+        return named
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array]) -> "LayerProjection":
+        """Return the layer of which `arrays` returned these. Raises `ArtifactError` if it cannot have."""
+        found = dict(arrays)
+        vectors = found.pop("vectors", None)
+        if vectors is not None and "projection" not in found and vectors.ndim == 4 and vectors.shape[2] == NIBBLE:
+            found["projection"] = vectors.reshape(len(vectors), -1, vectors.shape[-1])
+        elif vectors is not None:
+            raise ArtifactError(
+                f"vectors: expected [kv_heads, nibbles, 16, head_dim] alone, found {list(vectors.shape)}"
+            )
+        for name in ("projection", "residual"):
+            if name not in found:
+                raise ArtifactError(f"{name}: missing")
+        return cls(**found, nibbles=vectors is not None)
+
 
 @dataclass(frozen=True, eq=False)
 class ProjectionArtifact:
@@ -58,6 +85,11 @@ class ProjectionArtifact:
 
     layers: Mapping[int, LayerProjection]
     metadata: Mapping[str, Any]
+
+    @property
+    def nibbles(self) -> bool:
+        """Whether codes are nibbles instead of signs."""
+        return any(layer.nibbles for layer in self.layers.values())
 
     @property
     def has_needs(self) -> bool:
@@ -71,10 +103,9 @@ class ProjectionArtifact:
     def tensors(self) -> dict[str, Array]:
         """Return all arrays by their names in the file."""
         return {
-            f"layers.{index}.{field.name}": array
+            f"layers.{index}.{name}": array
             for index, layer in self.layers.items()
-            for field in fields(layer)
-            if (array := getattr(layer, field.name)) is not None
+            for name, array in layer.arrays().items()
         }
 
 
@@ -140,13 +171,14 @@ _HELD_OUT: dict[str, Any] = {  # optional
 }
 
 _OPTIONAL: dict[str, Any] = {
+    "metadata.algorithm": {"codes": str},
     "metadata.metrics": {"residual": float, "residual_by_layer": dict, "held_out": _HELD_OUT},
 }
 
 
 def format_version(artifact: ProjectionArtifact) -> int:
     """Return the lowest format version that holds an artifact."""
-    return NEEDS_VERSION if artifact.has_needs else PLAIN_VERSION
+    return LAST_VERSION if artifact.has_needs or artifact.nibbles else PLAIN_VERSION
 
 
 def check_version(metadata: Mapping[str, Any]) -> None:
@@ -154,11 +186,11 @@ def check_version(metadata: Mapping[str, Any]) -> None:
     version = metadata.get("format_version", PLAIN_VERSION)
     if version == PRODUCT_VERSION:
         raise ArtifactError("format_version is 2, of product codes, which bpc reads no longer: calibrate again")
-    if type(version) is int and version > NEEDS_VERSION:
+    if type(version) is int and version > LAST_VERSION:
         raise ArtifactError(
-            f"format_version is {version}, but this bpc reads only up to {NEEDS_VERSION}: upgrade bpc-calib"
+            f"format_version is {version}, but this bpc reads only up to {LAST_VERSION}: upgrade bpc-calib"
         )
-    known = (PLAIN_VERSION, NEEDS_VERSION)
+    known = (PLAIN_VERSION, LAST_VERSION)
     _expect("metadata.format_version", version, "1 or 3", type(version) is int and version in known)
 
 
@@ -177,26 +209,42 @@ def check(artifact: ProjectionArtifact) -> None:
     model = metadata["model"]
     algorithm = metadata["algorithm"]
     kv_heads, head_dim, bits = model["kv_heads"], model["head_dim"], algorithm["bits"]
+    codes = algorithm.get("codes", "signs")
+    _expect("metadata.algorithm.codes", codes, "'signs' or 'nibbles'", codes in ("signs", "nibbles"))
+    nibbles = codes == "nibbles"
+    needs = artifact.layers[metadata["layers"][0]].need is not None
+    version = LAST_VERSION if needs or nibbles else PLAIN_VERSION
+    _expect(
+        "metadata.format_version", metadata["format_version"], f"{version}, by the first layer",
+        metadata["format_version"] == version,
+    )  # fmt: skip
     for index, layer in artifact.layers.items():
         name = f"layers.{index}"
-        _check_array(f"{name}.projection", layer.projection, (kv_heads, bits, head_dim))
-        _check_array(f"{name}.residual", layer.residual, (kv_heads, bits + 1))
+        if layer.nibbles != nibbles:
+            raise ArtifactError(f"{name}.vectors: is {_found(layer.nibbles)}, but metadata.algorithm says the opposite")
+        _check_array(
+            f"{name}.{'vectors' if nibbles else 'projection'}",
+            layer.projection,
+            (kv_heads, 4 * bits if nibbles else bits, head_dim),
+        )
+        _check_array(f"{name}.residual", layer.residual, (kv_heads, layer.steps + 1))
         if (layer.residual < 0).any():
             raise ArtifactError(f"{name}.residual: expected values of 0 or more, found a negative one")
         for kind, array, flag in (
             ("metric", layer.metric, algorithm["metric"]),
             ("mean", layer.mean, algorithm["centred"]),
-            ("need", layer.need, metadata["format_version"] == NEEDS_VERSION),
         ):
             if (array is not None) != flag:
-                found = "absent" if array is None else "present"
-                which = "format_version" if kind == "need" else "algorithm"
-                raise ArtifactError(f"{name}.{kind}: is {found}, but metadata.{which} says the opposite")
+                raise ArtifactError(
+                    f"{name}.{kind}: is {_found(array is not None)}, but metadata.algorithm says the opposite"
+                )
         if layer.metric is not None:
             _check_array(f"{name}.metric", layer.metric, (kv_heads, head_dim, head_dim))
             _check_metric(f"{name}.metric", layer.metric)
         if layer.mean is not None:
             _check_array(f"{name}.mean", layer.mean, (kv_heads, head_dim))
+        if (layer.need is not None) != needs:
+            raise ArtifactError(f"{name}.need: expected in all layers or in none")
         for kind, need in (("need", layer.need), ("need_short", layer.need_short)):
             if need is not None:
                 _check_array(f"{name}.{kind}", need, (kv_heads, SHARES))
@@ -205,6 +253,10 @@ def check(artifact: ProjectionArtifact) -> None:
         short, first = layer.need_short is not None, artifact.layers[metadata["layers"][0]].need_short is not None
         if (short and layer.need is None) or short != first:
             raise ArtifactError(f"{name}.need_short: expected in all layers that have a need, or in none")
+
+
+def _found(present: bool) -> str:
+    return "present" if present else "absent"
 
 
 def unknown_keys(metadata: Mapping[str, Any]) -> list[str]:

@@ -88,7 +88,7 @@ def metadata(**changes) -> dict:
     return table
 
 
-def artifact(*, metric=False, mean=False, layers=(0, 2), **changes) -> ProjectionArtifact:
+def artifact(*, metric=False, mean=False, nibbles=False, layers=(0, 2), **changes) -> ProjectionArtifact:
     rng = np.random.default_rng(0)
 
     def array(*shape):
@@ -98,12 +98,15 @@ def artifact(*, metric=False, mean=False, layers=(0, 2), **changes) -> Projectio
     for index in layers:
         root = array(KV_HEADS, HEAD_DIM, HEAD_DIM)
         held[index] = LayerProjection(
-            projection=array(KV_HEADS, BITS, HEAD_DIM),
-            residual=np.abs(array(KV_HEADS, BITS + 1)),
+            projection=array(KV_HEADS, 4 * BITS if nibbles else BITS, HEAD_DIM),
+            residual=np.abs(array(KV_HEADS, (BITS // 4 if nibbles else BITS) + 1)),
+            nibbles=nibbles,
             metric=root @ root.swapaxes(1, 2) + 0.1 * np.eye(HEAD_DIM, dtype=np.float32) if metric else None,
             mean=array(KV_HEADS, HEAD_DIM) if mean else None,
         )
     changes = {"algorithm__metric": metric, "algorithm__centred": mean} | changes
+    if nibbles:
+        changes = {"algorithm__codes": "nibbles", "format_version": 3} | changes
     return ProjectionArtifact(held, metadata(**changes))
 
 
@@ -112,6 +115,48 @@ def held_out(residual: float = 0.5, **changes) -> dict:
     by_head = {"0": [residual] * KV_HEADS, "2": [residual] * KV_HEADS}
     table = {"samples": 1, "keys_per_head": 32, "residual": residual, "residual_by_head": by_head}
     return table | {"residual_by_layer": {"0": residual, "2": residual}} | changes
+
+
+def test_vectors_of_nibbles_are_kept(tmp_path):
+    made, path = artifact(metric=True, mean=True, nibbles=True), tmp_path / "n.safetensors"
+    save(made, path)
+    found = load(path)
+    assert found.nibbles
+    assert safetensors.numpy.load_file(path)["layers.0.vectors"].shape == (KV_HEADS, BITS // 4, 16, HEAD_DIM)
+    for index, layer in found.layers.items():
+        assert layer.nibbles
+        assert layer.bits == BITS
+        assert np.array_equal(layer.projection, made.layers[index].projection)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header, table, payload: table["algorithm"].pop("codes"), "format_version: expected 1, by the first layer, found 3"),
+        (
+            lambda header, table, payload: table["algorithm"].update(codes="bytes"),
+            "codes: expected 'signs' or 'nibbles'",
+        ),
+        (
+            lambda header, table, payload: table.update(format_version=1),
+            "format_version: expected 3, by the first layer",
+        ),
+        (
+            lambda header, table, payload: header["layers.2.vectors"].update(shape=[KV_HEADS, BITS // 8, 32, HEAD_DIM]),
+            r"layers.2.vectors: expected \[kv_heads, nibbles, 16, head_dim\] alone, found \[2, 4, 32, 8\]",
+        ),
+        (
+            lambda header, table, payload: header.update({"layers.0.projection": header.pop("layers.0.vectors")}),
+            r"layers.0.vectors: is absent, but",
+        ),
+    ],
+)
+def test_vectors_that_are_not_as_they_should_be(tmp_path, change, message):
+    path = tmp_path / "n.safetensors"
+    save(artifact(nibbles=True), path)
+    rewrite(path, lambda *parts: change(*parts) and None)
+    with pytest.raises(ArtifactError, match=message):
+        load(path)
 
 
 @pytest.fixture
@@ -214,7 +259,7 @@ def set_path(table, dotted, value):
     ("where", "value", "message"),
     [
         ("format_version", 4, "format_version is 4, but this bpc reads only up to 3: upgrade"),
-        ("format_version", 3, "layers.0.need: is absent, but metadata.format_version says the opposite"),
+        ("format_version", 3, "metadata.format_version: expected 1, by the first layer, found 3"),
         ("format_version", 0, "metadata.format_version: expected 1 or 3, found 0"),
         ("format_version", True, "metadata.format_version: expected 1 or 3, found True"),
         ("format_version", KeyError, "metadata.format_version: missing"),

@@ -43,6 +43,7 @@ def contents(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[i
         "algorithm": {
             "name": method.name,
             "bits": plan.bits,
+            **({"codes": "nibbles"} if method.nibbles else {}),
             "iterations": method.iterations,
             "metric": method.metric,
             "least_squares": method.rounds,

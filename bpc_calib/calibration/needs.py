@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
-from bpc_artifacts.schema import NEEDS_VERSION
+from bpc_artifacts.schema import LAST_VERSION
 from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
 from bpc_calib.errors import ModelError
@@ -48,11 +48,11 @@ def joined(artifact: ProjectionArtifact, lengths: list[int], measured: list[Need
         need: NDArray[np.float32] = torch.stack(some).mean(0).float().numpy()
         return need
 
-    layers = {
-        layer: replace(found, **{kind: mean(layer, length) for length, kind in kinds.items()})
-        for layer, found in artifact.layers.items()
-    }
-    return ProjectionArtifact(layers, {**artifact.metadata, "format_version": NEEDS_VERSION})
+    layers = dict(artifact.layers)
+    for layer in layers:
+        needs: dict[str, Any] = {kind: mean(layer, length) for length, kind in kinds.items()}
+        layers[layer] = replace(layers[layer], **needs)
+    return ProjectionArtifact(layers, {**artifact.metadata, "format_version": LAST_VERSION})
 
 
 @torch.inference_mode()

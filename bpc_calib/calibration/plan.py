@@ -117,7 +117,8 @@ class Plan:
         """Bytes of the artifact's tensors; its header adds a few kilobytes."""
         model = self.model
         method, dim = self.method, model.head_dim
-        numbers = self.bits * dim + self.bits + 1 + method.metric * dim * dim + method.centred * dim
+        rows, steps = (4 * self.bits, self.bits // 4) if method.nibbles else (self.bits, self.bits)
+        numbers = rows * dim + steps + 1 + method.metric * dim * dim + method.centred * dim
         numbers += SHARES * len({length for _, length in self.measured})
         return len(model.full_layers) * model.kv_heads * numbers * 4
 

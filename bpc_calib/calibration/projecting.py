@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from bpc_calib.calibration.ranks import layers_of
 from bpc_calib.calibration.stored import LayerFit, read_keys, total_moments, write_layer
 from bpc_calib.calibration.work_folder import WorkFolder
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.fitting import mean_key, residual_norms
+from bpc_calib.method.fitting import Fit, mean_key, residual_norms
 from bpc_calib.method.metric import score_metric
+from bpc_calib.method.nibble_fitting import fit_nibbles, nibble_residuals
 
 __all__ = ["fit_layers", "layers_at_once", "project"]
 
@@ -120,20 +122,12 @@ def fit_layers(
         mean = None
         if method.centred:
             mean = mean_key(some, None if centring is None else centring.to(device).expand(some.shape[:-1]))
-        found = find(some.unsqueeze(0)).fit(
-            some,
-            plan.bits,
-            iterations=method.iterations,
-            rounds=method.rounds,
-            metric=None if metric is None else metric[part].to(device),
-            mean=mean,
-            generator=torch.Generator().manual_seed(plan.seed),
-        )
+        found = _fit(some, plan, None if metric is None else metric[part].to(device), mean)
         made = {"projection": found.projection, "metric": found.metric, "mean": found.mean}
         made["residual"] = _relative(found.residual_norms).float()
         if held_out is not None:
             other = held_out[part].to(device)
-            norms = residual_norms(other, found.projection, metric=found.metric, mean=found.mean)
+            norms = _residual_norms(other, plan, found)
             made["held_out"] = _relative(norms)[..., -1]
         for name, tensor in made.items():
             if tensor is not None:
@@ -143,8 +137,28 @@ def fit_layers(
     for i in range(shape[0]):
         tensors = {name: each[i] for name, each in whole.items()}
         measured = tensors.pop("held_out", None)
-        fits.append(LayerFit(LayerProjection(**{name: each.numpy() for name, each in tensors.items()}), measured))
+        arrays = {name: each.numpy() for name, each in tensors.items()}
+        fits.append(LayerFit(LayerProjection(**arrays, nibbles=method.nibbles), measured))
     return fits
+
+
+def _fit(keys: Tensor, plan: Plan, metric: Tensor | None, mean: Tensor | None) -> Fit:
+    """Fit keys `[heads, N, head_dim]` as the method does, on the backend of their device."""
+    method, backend = plan.method, find(keys.unsqueeze(0))
+    common: dict[str, Any] = {
+        "iterations": method.iterations, "rounds": method.rounds, "metric": metric, "mean": mean,
+    }  # fmt: skip
+    if method.nibbles:
+        return fit_nibbles(keys, plan.bits, **common, seed=plan.seed, encode=backend.encode_with)
+    return backend.fit(keys, plan.bits, **common, generator=torch.Generator().manual_seed(plan.seed))
+
+
+def _residual_norms(keys: Tensor, plan: Plan, found: Fit) -> Tensor:
+    """Measure a fit on other keys `[heads, N, head_dim]`: float64 `[heads, steps + 1]`."""
+    if not plan.method.nibbles:
+        return residual_norms(keys, found.projection, metric=found.metric, mean=found.mean)
+    encode = find(keys.unsqueeze(0)).encode_with
+    return nibble_residuals(keys, found.projection, metric=found.metric, mean=found.mean, encode=encode)
 
 
 def _relative(norms: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ class ProjectionMethod:
 
     name: str
     summary: str
-    iterations: int  # steps per bit
+    nibbles: bool  # codes are nibbles instead of signs
+    iterations: int  # steps per sign or nibble
     rounds: int  # least-squares updates of the projection
     metric: bool  # whether errors are measured in the query metric
     centred: bool  # subtract the mean key first
@@ -26,6 +27,18 @@ PROJECTION_METHODS = {
         ProjectionMethod(
             DEFAULT_METHOD,
             "makes the error of the attention scores small",
+            nibbles=True,
+            iterations=10,
+            rounds=8,
+            metric=True,
+            centred=True,
+            shift=True,
+            needs=True,
+        ),
+        ProjectionMethod(
+            "signs",
+            "does the same with the paper's kind of codes, whose errors are larger",
+            nibbles=False,
             iterations=8,
             rounds=6,
             metric=True,
@@ -36,6 +49,7 @@ PROJECTION_METHODS = {
         ProjectionMethod(
             "paper",
             "follows the paper's Algorithm 1 as printed",
+            nibbles=False,
             iterations=1,
             rounds=0,
             metric=False,

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from bpc_artifacts import LayerProjection
+from bpc_artifacts import ArtifactError, LayerProjection
 from bpc_calib.calibration.durable import wait_for, write_file
 from bpc_calib.calibration.plan import Plan
 from bpc_calib.errors import WorkError
@@ -154,8 +154,7 @@ def total_moments(folder: Path, plan: Plan, layers: list[int]) -> Tensor:
 
 def write_layer(folder: Path, layer: int, found: LayerFit) -> None:
     """Write one finished layer. Raises `WorkError`."""
-    arrays = {field.name: getattr(found.layer, field.name) for field in fields(found.layer)}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+    tensors = {name: torch.from_numpy(array) for name, array in found.layer.arrays().items()}
     if found.held_out is not None:
         tensors[HELD_OUT] = found.held_out
     write_tensors(_file(folder, LAYERS, layer), tensors)
@@ -175,8 +174,8 @@ def _read_fit(path: Path) -> LayerFit:
     tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in read_tensors(path).items()}
     held_out = tensors.pop(HELD_OUT, None)
     try:
-        return LayerFit(LayerProjection(**{name: tensor.numpy() for name, tensor in tensors.items()}), held_out)
-    except TypeError as fault:  # other names
+        return LayerFit(LayerProjection.of({name: tensor.numpy() for name, tensor in tensors.items()}), held_out)
+    except (TypeError, ArtifactError) as fault:  # other names
         raise DamagedError(path) from fault
 
 

@@ -91,14 +91,14 @@ def least_squares(
 class Products:
     """What a round of least squares needs of the keys and their codes `U`; all float64."""
 
-    squares: Tensor  # [..., H, H], U^T U
-    cross: Tensor  # [..., H, D], U^T K
+    squares: Tensor  # [..., R, R], U^T U
+    cross: Tensor  # [..., R, D], U^T K
     squared_norm: Tensor  # [...], |K|^2 in the metric
     codebook: Codebook
 
     @property
     def residual_norms(self) -> Tensor:
-        """`|K - U P|` after 0..H bits, `[..., H + 1]`."""
+        """`|K - U P|` after 0..R rows of the projection, `[..., R + 1]`."""
         gained = (self.cross * self.codebook.matrix.mT).sum(-1).cumsum(-1)
         spent = (self.squares * self.codebook.gram).cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
         norm = self.squared_norm.unsqueeze(-1)
@@ -109,8 +109,8 @@ def refine(products: Callable[[Tensor], Products], projection: Tensor, rounds: i
     """Run the rounds of `least_squares`, and return what it returns.
 
     Args:
-        products: hashes the keys with a projection, float32 `[..., H, D]`.
-        projection: float32 `[..., H, D]`, the first one.
+        products: hashes the keys with a projection, float32 `[..., R, D]`.
+        projection: float32 `[..., R, D]`, the first one.
         rounds: number of rounds.
     """
     found = products(projection)
