@@ -44,6 +44,33 @@ def encode(keys: Tensor, projection: Tensor, in_metric: Tensor | None = None) ->
     return torch.stack(codes, dim=1), torch.stack(running, dim=1), residual
 
 
+def encode_nibbles(keys: Tensor, vectors: Tensor, in_metric: Tensor) -> Tensor:
+    """Search for the sums of vectors `[16 m, D]`, one of each 16, nearest to the keys; return `[N, 16 m]` of 0 and 1.
+
+    With the residuals of up to four partial sums for each key. `in_metric` holds the vectors in the metric.
+    """
+    keys = keys.double()
+    left, cost, taken = keys.unsqueeze(1), torch.zeros(len(keys), 1).double(), torch.zeros(len(keys), 1, 0)
+    for stage, stage_in_metric in zip(vectors.split(16), in_metric.split(16), strict=True):
+        change = (stage * stage_in_metric).sum(-1) - 2 * left @ stage_in_metric.T
+        candidates = (cost.unsqueeze(-1) + change).flatten(1)
+        order = torch.tensor(
+            [sorted(range(len(row)), key=lambda i: rank(row[i], i))[:4] for row in candidates.tolist()]
+        )
+        old, new = order // 16, order % 16
+        cost = candidates.gather(1, order)
+        left = torch.stack([rows[own] for rows, own in zip(left, old, strict=True)]) - stage[new]
+        taken = torch.stack([rows[own] for rows, own in zip(taken, old, strict=True)])
+        taken = torch.cat([taken, torch.eye(16)[new]], -1)
+    return taken[:, 0].double()
+
+
+def rank(cost: float, place: int) -> tuple[int, int]:
+    """Return what sorts candidates: a cost in float32 as an ordered integer without its 6 lowest bits, the place."""
+    bits = int(np.float32(cost).view(np.int32))
+    return (bits if bits >= 0 else bits ^ 0x7FFFFFFF) >> 6, place
+
+
 def gain(key: Tensor, approximation: Tensor, in_metric: Tensor | None = None) -> int:
     """Return the gain byte of one key; `in_metric` is `k M`, for products in a metric."""
     in_metric = key if in_metric is None else in_metric

@@ -132,7 +132,10 @@ def test_vectors_of_nibbles_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda header, table, payload: table["algorithm"].pop("codes"), "format_version: expected 1, by the first layer, found 3"),
+        (
+            lambda header, table, payload: table["algorithm"].pop("codes"),
+            "format_version: expected 1, by the first layer, found 3",
+        ),
         (
             lambda header, table, payload: table["algorithm"].update(codes="bytes"),
             "codes: expected 'signs' or 'nibbles'",

@@ -76,7 +76,7 @@ def multimodal() -> Any:
     return model("gemma3", text_config=config("gemma3_text").to_dict(), vision_config=vision)
 
 
-def artifact(config: Any, bits: int = 64, *, needs: bool = False, **algorithm: Any) -> Any:
+def artifact(config: Any, bits: int = 64, *, nibbles: bool = False, needs: bool = False, **algorithm: Any) -> Any:
     """Return random projections with the model's shapes, for tests that do not depend on good selections.
 
     With `needs`, some KV heads need ten times as many tokens as others.
@@ -86,21 +86,24 @@ def artifact(config: Any, bits: int = 64, *, needs: bool = False, **algorithm: A
 
     described = describe(config)
     generator = torch.Generator().manual_seed(1)
-    shape = (described.kv_heads, bits, described.head_dim)
+    rows, steps = (4 * bits, bits // 4) if nibbles else (bits, bits)
+    shape = (described.kv_heads, rows, described.head_dim)
     layers = {}
     for layer in described.full_layers:
         # The rows shrink as in a decomposition.
-        projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, bits).unsqueeze(-1) * 0.3
+        projection = torch.randn(shape, generator=generator) * torch.linspace(1, 0.05, rows).unsqueeze(-1) * 0.3
         root = torch.randn(described.kv_heads, 2 * described.head_dim, described.head_dim, generator=generator)
         mean = torch.randn(described.kv_heads, described.head_dim, generator=generator)
         layers[layer] = LayerProjection(
             projection.numpy(),
-            torch.zeros(described.kv_heads, bits + 1).numpy(),
+            torch.zeros(described.kv_heads, steps + 1).numpy(),
+            nibbles=nibbles,
             metric=(root.mT @ root / 2 / described.head_dim).numpy() if algorithm.get("metric") else None,
             mean=mean.numpy() if algorithm.get("centred") else None,
             need=need(described.kv_heads, generator) if needs else None,
         )
-    made_by = {"name": "score-aware", "bits": bits, "metric": False, "centred": False} | algorithm
+    made_by = {"name": "score-aware", "bits": bits, "codes": "nibbles" if nibbles else "signs"}
+    made_by |= {"metric": False, "centred": False} | algorithm
     return ProjectionArtifact(layers, {"model": described.metadata(), "algorithm": made_by})
 
 

@@ -204,14 +204,17 @@ def score(
     rules: dict[str, Any],
     scaling: float | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Return the integer rank of each key and its error, for queries `[G, D]`, keys `[N, D]` and `P [H, D]`."""
+    """Return the integer rank of each key and its error, for queries `[G, D]`, keys `[N, D]` and `P [R, D]`."""
     rounded = projection.to(keys.dtype).double()
     whole = torch.eye(keys.shape[1], dtype=torch.float64) if metric is None else metric.double()
     towards = (rounded @ whole).to(keys.dtype).double()
     centred = keys.double() - (0 if mean is None else mean.double())
     projected = queries.double() @ rounded.T
-    codes, _, residual = literal.encode(centred, rounded, towards)
-    approximation, largest, unit = codes @ rounded, projected.abs().max(), 127
+    codes, unit = literal.encode(centred, rounded, towards)[0], 127
+    if len(projection) != rules["bits"]:
+        codes, unit = literal.encode_nibbles(centred, rounded, towards), 29216 // (rules["bits"] // 4)
+    approximation, largest = codes @ rounded, projected.abs().max()
+    residual = centred - approximation
     quantized = (projected * (unit / largest)).round() if largest else projected
     ranked = (quantized @ codes.T).long()  # [G, N]
     if rules["gain"]:

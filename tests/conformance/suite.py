@@ -55,6 +55,7 @@ def check(
     online: bool = False,
     metric: bool = False,
     centred: bool = False,
+    nibbles: bool = False,
     tolerance: float = 1e-5,
     nudges: int = 0,
     **settings: Any,
@@ -64,7 +65,9 @@ def check(
     The error is `RoundingError` if at least one of `nudges` nudged references first differs at the same step.
     """
     settings = DEFAULTS | settings
-    artifact = None if online else tiny.artifact(model.config, settings["bits"], metric=metric, centred=centred)
+    artifact = None
+    if not online:
+        artifact = tiny.artifact(model.config, settings["bits"], nibbles=nibbles, metric=metric, centred=centred)
     sparse = [layer for layer in describe(model.config).full_layers if layer not in settings["dense_layers"]]
     rules = {name: value for name, value in settings.items() if name != "dense_layers"}
 

@@ -36,6 +36,16 @@ RULES = {
     "32 bits": {"bits": 32},
     "128 bits": {"bits": 128},
     "128 bits, no gain": {"bits": 128, "gain": False},
+    "nibbles": {"nibbles": True},
+    "nibbles, metric, centred": {"nibbles": True, "metric": True, "centred": True},
+    "nibbles, 128 bits, metric, safeguard alone": {
+        "nibbles": True,
+        "bits": 128,
+        "metric": True,
+        "safeguard": 1.0,
+        "recent": 0,
+    },
+    "nibbles, 32 bits, no gain": {"nibbles": True, "bits": 32, "gain": False},
     "metric": {"metric": True},
     "centred": {"centred": True},
     "metric, centred, 128 bits": {"metric": True, "centred": True, "bits": 128},
@@ -130,7 +140,7 @@ def test_shapes(shape, operation):
 
 # What is kept of a key and what is chosen by differs between these; a crop, a reordering or another turn meets it.
 KEPT = {
-    "metric, centred, 128 bits", "no gain", "safeguard alone",
+    "nibbles, metric, centred", "metric, centred, 128 bits", "no gain", "safeguard alone",
     "min_context among the prompts", "min_context among the prompts, online", "forced tokens above k", "a dense layer",
     "online, 128 bits", "online, paper", "min_tokens above the prompt",
 }  # fmt: skip
