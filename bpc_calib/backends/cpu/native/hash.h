@@ -37,7 +37,6 @@ static void hash_row(const bpc::Call &call, i64 row) {
     const float *gram = (const float *)call.gram + own * call.gram_r;
     const float *metric = call.metric ? (const float *)call.metric + own * call.metric_r : nullptr;
     const float *mean = call.mean ? (const float *)call.mean + own * call.mean_r : nullptr;
-    prefetch_row(matrix, 4 * size * dim);  // the cache holds another layer's
     if (metric) prefetch_row(metric, 4 * dim * dim);
     const float *squares = call.squares ? (const float *)call.squares + own * size : nullptr;
     if (!call.nibbles) prefetch_row(gram, 4 * size * size);
@@ -48,7 +47,7 @@ static void hash_row(const bpc::Call &call, i64 row) {
         widen_row<E>((const char *)call.fresh + size_of(E) * at, dim, key);
         if (mean)
             for (i64 d = 0; d < dim; d++) key[d] -= mean[d];
-        for (i64 j = 0; j < size; j++) products[j] = dot(key, matrix + j * dim, dim);
+        all_dots<FLOAT32, 1>(key, dim, (const char *)matrix, 4 * dim, size, products, 0);
         float norm = 0;
         if (metric)
             for (i64 d = 0; d < dim; d++) norm += key[d] * dot(key, metric + d * dim, dim);

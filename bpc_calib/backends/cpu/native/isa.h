@@ -3,6 +3,7 @@
 #include "threads.h"
 // In this order.
 #include "simd.h"
+#include "dots.h"
 #include "encode.h"
 #include "nibbles.h"
 #include "hash.h"

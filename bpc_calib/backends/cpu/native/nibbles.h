@@ -7,6 +7,7 @@ namespace BPC_ISA {
 constexpr i64 NIBBLE = 16, BEAM = 4;
 constexpr i64 MOST_NIBBLES = 32;
 constexpr i64 PARTS = NIBBLE / LANES;             // vectors of the costs of one partial code
+constexpr i64 TOGETHER = 32;             // keys
 constexpr i32 PLACE = BEAM * NIBBLE - 1;          // the bits of a sort key that hold the place of a candidate
 
 // The inner products of the vectors of one codebook: of vector `v` with those of nibble `j` they begin at
@@ -17,9 +18,10 @@ struct Vectors {
     const float *squares;  // of each with itself
 };
 
-// The partial codes of a key, the best first.
+// The partial codes of a key, the best first: where in the Gram matrix the vectors begin that
+// they name, and their costs.
 struct Beam {
-    u8 named[BEAM][MOST_NIBBLES];
+    u32 at[BEAM][MOST_NIBBLES];
     float cost[BEAM];
 };
 
@@ -74,7 +76,7 @@ INLINE Least extend(const float *products, const Vectors &vectors, i64 j, const 
     const float *gram = vectors.gram + j * vectors.nibble;
     for (i64 i = 0; i < j; i++)
         for (i64 b = 0; b < BEAM; b++) {
-            const float *row = gram + (i * NIBBLE + beam.named[b][i]) * vectors.vector;
+            const float *row = gram + beam.at[b][i];
             for (i64 part = 0; part < PARTS; part++)
                 adding[b][part] = fma(splat(2.0f), load<floats>(row + part * LANES), adding[b][part]);
         }
@@ -93,30 +95,33 @@ INLINE Least extend(const float *products, const Vectors &vectors, i64 j, const 
 }
 
 // Go on with the candidates at `places`, each every `LANES` numbers.
-INLINE void advance(Beam &beam, i64 j, const i32 *places, const float *costs) {
-    Beam old = beam;
+INLINE void advance(Beam &beam, i64 j, i64 vector, const i32 *places, const float *costs) {
+    for (i64 i = 0; i < j; i += LANES) {
+        words old[BEAM];
+        for (i64 b = 0; b < BEAM; b++) old[b] = load<words>(beam.at[(places[b * LANES] & PLACE) / NIBBLE] + i);
+        for (i64 b = 0; b < BEAM; b++) store(beam.at[b] + i, old[b]);
+    }
     for (i64 b = 0; b < BEAM; b++) {
         i64 place = places[b * LANES] & PLACE;
-        std::memcpy(beam.named[b], old.named[place / NIBBLE], MOST_NIBBLES);
-        beam.named[b][j] = (u8)(place % NIBBLE);
+        beam.at[b][j] = (u32)((j * NIBBLE + place % NIBBLE) * vector);
         beam.cost[b] = costs[place];
     }
 }
 
 // The code, error and gain of a key.
-INLINE void put_code(const float *products, float norm, i64 nibbles, const Beam &beam, Place to) {
+INLINE void put_code(const float *products, float norm, i64 vector, i64 nibbles, const Beam &beam, Place to) {
     float dot = 0;
     for (i64 w = 0; w < (nibbles + 15) / 16; w++) to.code[w] = 0;
     for (i64 j = 0; j < nibbles; j++) {
-        i64 value = beam.named[0][j];
-        dot += products[j * NIBBLE + value];
+        i64 named = beam.at[0][j] / vector, value = named % NIBBLE;
+        dot += products[named];
         to.code[j / 16] |= (i64)((u64)value << 4 * (j % 16));
     }
     if (to.error) *to.error = error_of(norm + beam.cost[0]);
     if (to.gain) *to.gain = gain_of(norm, dot);
 }
 
-// Search for the codes of at most `SIDE` keys with products `[count, 16 * nibbles]`.
+// Search for the codes of at most `TOGETHER` keys with products `[count, 16 * nibbles]`.
 INLINE void search(const float *products, const Vectors &vectors, i64 count, i64 nibbles, Beam *beams) {
     alignas(64) float costs[LANES][BEAM * NIBBLE];
     Least least[LANES];
@@ -132,7 +137,7 @@ INLINE void search(const float *products, const Vectors &vectors, i64 count, i64
             }
             merge_lanes(least, some);
             for (i64 b = 0; b < BEAM; b++) store(places + b * LANES, least[0].values[b]);
-            for (i64 i = 0; i < some; i++) advance(beams[first + i], j, places + i, costs[i]);
+            for (i64 i = 0; i < some; i++) advance(beams[first + i], j, vectors.vector, places + i, costs[i]);
         }
 }
 
@@ -140,17 +145,17 @@ INLINE void search(const float *products, const Vectors &vectors, i64 count, i64
 static void search_one(const float *products, float norm, const Vectors &vectors, i64 nibbles, Place to) {
     Beam beam;
     search(products, vectors, 1, nibbles, &beam);
-    put_code(products, norm, nibbles, beam, to);
+    put_code(products, norm, vectors.vector, nibbles, beam, to);
 }
 
-// Those of up to `SIDE` keys, results `[count, ..]`.
+// Those of up to `TOGETHER` keys, results `[count, ..]`.
 static void search_many(const float *products, const float *norms, const Vectors &vectors, i64 count, i64 nibbles,
                         i64 *codes, float *errors, u8 *gains) {
-    Beam beams[SIDE];
+    Beam beams[TOGETHER];
     search(products, vectors, count, nibbles, beams);
     i64 words = (nibbles + 15) / 16;
     for (i64 key = 0; key < count; key++)
-        put_code(products + key * nibbles * NIBBLE, norms[key], nibbles, beams[key],
+        put_code(products + key * nibbles * NIBBLE, norms[key], NIBBLE, nibbles, beams[key],
                  {codes + key * words, gains + key, errors + key});
 }
 

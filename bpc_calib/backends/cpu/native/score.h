@@ -60,23 +60,22 @@ template <Element E>
 static float project_row(const bpc::Call &call, i64 row, float *projected) {
     i64 b = row / call.kv_heads, h = row % call.kv_heads, heads = call.heads, dim = call.dim, count = vectors_of(call);
     constexpr i64 size = size_of(E);
-    alignas(64) float wide[16 * 256], line[256];
+    alignas(64) float wide[16 * 256];
     for (i64 g = 0; g < heads; g++) {
         i64 at = b * call.query_b + h * call.query_h + g * call.query_g;
         widen_row<E>((const char *)call.query + size * at, dim, wide + g * dim);
     }
     const char *projection = (const char *)call.projection + size * (b * call.projection_b + h * call.projection_h);
-    prefetch_row(projection, size * count * dim);  // the cache holds another layer's
-    float largest = 0;
-    for (i64 j = 0; j < count; j++) {
-        widen_row<E>(projection + size * j * call.projection_n, dim, line);
-        for (i64 g = 0; g < heads; g++) {
-            float product = dot(wide + g * dim, line, dim);
-            projected[g * count + j] = product;
-            largest = __builtin_fabsf(product) > largest ? __builtin_fabsf(product) : largest;
-        }
+    i64 g = 0, apart = size * call.projection_n;
+    for (; g + 4 <= heads; g += 4) all_dots<E, 4>(wide + g * dim, dim, projection, apart, count, projected + g * count, count);
+    for (; g < heads; g++) all_dots<E, 1>(wide + g * dim, dim, projection, apart, count, projected + g * count, count);
+    // Floats without their signs are in the order of their bits.
+    i32 largest = 0;
+    for (i64 i = 0; i < heads * count; i++) {
+        i32 bits = load<i32>(projected + i) & 0x7FFFFFFF;
+        largest = bits > largest ? bits : largest;
     }
-    return largest;
+    return as_float((u32)largest);
 }
 
 // `quantize_query` of a row.

@@ -234,12 +234,12 @@ static void greedy(i64 threads, const float *products, const float *norms, const
 // The search for nibbles, see `bpc::Kernels`.
 static void search_codes(i64 threads, const float *products, const float *norms, const float *gram, const float *squares,
                          i64 codebooks, i64 rows, i64 tokens, i64 bits, i64 *codes, float *errors, u8 *gains) {
-    i64 blocks = (tokens + SIDE - 1) / SIDE, size = 4 * bits, words = (bits + 63) / 64;
+    i64 blocks = (tokens + TOGETHER - 1) / TOGETHER, size = 4 * bits, words = (bits + 63) / 64;
     bpc::parallel(threads, rows * blocks, [&](i64 task) {
-        i64 row = task / blocks, first = task % blocks * SIDE, begin = row * tokens + first;
+        i64 row = task / blocks, first = task % blocks * TOGETHER, begin = row * tokens + first;
         i64 own = row % codebooks;  // sequences may share them
         Vectors vectors{gram + own * size * size, NIBBLE, size * NIBBLE, squares + own * size};
-        search_many(products + begin * size, norms + begin, vectors, least_of(SIDE, tokens - first), bits / 4,
+        search_many(products + begin * size, norms + begin, vectors, least_of(TOGETHER, tokens - first), bits / 4,
                     codes + begin * words, errors + begin, gains + begin);
     });
 }
