@@ -140,7 +140,7 @@ def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> Non
     assert state.codes is not None
     keys, at = tight(keys), at.to(torch.int64).contiguous()
     call = Call(stages=HASH, slots=at.data_ptr(), page=state.room if paged else 0)
-    kept = _hash(call, codebook)
+    kept = _hash(call, codebook, keys.dtype)
     _place_codes(call, state)
     _fresh(call, keys)
     run(call)
@@ -155,7 +155,7 @@ def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
         return _encode_many(codebook, keys)
     encoded, keys = _empty(lead, tokens, codebook.bits), tight(keys)
     call = Call(stages=HASH)
-    kept = _hash(call, codebook)
+    kept = _hash(call, codebook, keys.dtype)
     _place_codes(call, State(keys, keys, encoded.codes, encoded.gain, encoded.error))
     _fresh(call, keys)
     run(call)
@@ -234,7 +234,7 @@ def _recorded(codebook: Codebook, state: State, rules: Rules) -> _Record:
     worst = None if state.worst is None or not rules.safeguard else state.worst.to(torch.int32).contiguous()
     numerator, denominator = (0, 1) if worst is None else as_fraction(rules.safeguard).as_integer_ratio()
     _put(call, "projection", projection, "bhn" if projection.dim() == 4 else "hn")
-    kept = _hash(call, codebook)
+    kept = _hash(call, codebook, projection.dtype)
     _place_codes(call, state)
     _place_keys(call, state)
     call.gained, call.group, call.recent, call.sink = (
@@ -288,12 +288,16 @@ def _place_codes(call: Call, state: State) -> None:
             _put(call, name, each, "bh")
 
 
-def _hash(call: Call, codebook: Codebook) -> tuple[Tensor | None, ...]:
-    """Fill in what hashes keys; return the tensors that the kernel reads there."""
+def _hash(call: Call, codebook: Codebook, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Fill in what hashes keys of a dtype; return the tensors that the kernel reads there."""
+    # Without a metric the matrix has the numbers of the projection, which takes half the memory in 16 bits.
+    same = codebook.metric is None and codebook.projection.dtype == dtype
+    matrix = codebook.projection if same else codebook.matrix.mT
+    call.matrix_element = ELEMENTS[matrix.dtype]
     call.bits, call.nibbles = codebook.bits, codebook.nibbles
     call.codebooks = codebook.matrix.shape[:-2].numel()
     tensors = {
-        "matrix": codebook.matrix.mT, "gram": codebook.gram, "metric": codebook.metric, "mean": codebook.mean,
+        "matrix": matrix, "gram": codebook.gram, "metric": codebook.metric, "mean": codebook.mean,
     }  # fmt: skip
     squares = codebook.gram.diagonal(dim1=-2, dim2=-1).contiguous() if codebook.nibbles else None
     call.squares = address(squares)

@@ -28,11 +28,11 @@
     F(gained)                       /* whether scores count the gain */ \
     F(group)                        /* 0: relative, 1: max */ \
     F(recent) F(sink) F(numerator) F(denominator) \
-    /* Hashing: float32 matrices, of the first `codebooks` rows; sequences may share those of a KV head. */ \
+    /* Hashing: float32 matrices, but `matrix` may be of the element of the keys; of the first `codebooks` rows; sequences may share those of a KV head. */ \
     F(codebooks) \
     F(fresh) F(fresh_b) F(fresh_h) F(fresh_n) F(fresh_tokens)  /* keys without codes */ \
     F(slots) F(first)               /* int64 [fresh_tokens], where their codes go; else from slot `first` on */ \
-    F(matrix) F(matrix_r) F(gram) F(gram_r) F(squares) F(metric) F(metric_r) F(mean) F(mean_r) \
+    F(matrix) F(matrix_r) F(matrix_element) F(gram) F(gram_r) F(squares) F(metric) F(metric_r) F(mean) F(mean_r) \
     /* Pages: tokens of a sequence lie in pages of `page` tokens, named by int32 `table [B, pages]`. */ \
     F(table) F(pages) F(page) \
     F(keys_at) F(values_at)         /* int64 [page, dim], where the numbers of a token lie in a page; else in rows */ \

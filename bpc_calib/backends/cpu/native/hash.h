@@ -33,7 +33,7 @@ template <Element E>
 static void hash_row(const bpc::Call &call, i64 row) {
     i64 dim = call.dim, size = vectors_of(call), b = row / call.kv_heads, h = row % call.kv_heads;
     i64 own = row % call.codebooks;  // sequences may share them
-    const float *matrix = (const float *)call.matrix + own * call.matrix_r;
+    const char *matrix = (const char *)call.matrix + own * call.matrix_r * (call.matrix_element == FLOAT32 ? 4 : 2);
     const float *gram = (const float *)call.gram + own * call.gram_r;
     const float *metric = call.metric ? (const float *)call.metric + own * call.metric_r : nullptr;
     const float *mean = call.mean ? (const float *)call.mean + own * call.mean_r : nullptr;
@@ -47,7 +47,10 @@ static void hash_row(const bpc::Call &call, i64 row) {
         widen_row<E>((const char *)call.fresh + size_of(E) * at, dim, key);
         if (mean)
             for (i64 d = 0; d < dim; d++) key[d] -= mean[d];
-        all_dots<FLOAT32, 1>(key, dim, (const char *)matrix, 4 * dim, size, products, 0);
+        if (call.matrix_element == E)
+            all_dots<E, 1>(key, dim, matrix, size_of(E) * dim, size, products, 0);
+        else
+            all_dots<FLOAT32, 1>(key, dim, matrix, 4 * dim, size, products, 0);
         float norm = 0;
         if (metric)
             for (i64 d = 0; d < dim; d++) norm += key[d] * dot(key, metric + d * dim, dim);
