@@ -49,7 +49,7 @@ def skip_unserved(pipeline, dtype):
 
 
 def rounded(pipeline, query, codebook, state, rows, rules):
-    """The queries in int8, as a backend rounds them."""
+    """The tables of the queries, as a backend rounds them."""
     if is_cpu(pipeline):
         return pipeline.rank(query, codebook, state, rows, rules)[1]
     return pipeline.quantized(pipeline.score(query, codebook, state, rows, rules), len(query))
@@ -68,6 +68,7 @@ class Case:
     heads: int = 4
     dim: int = 64
     bits: int = 64
+    nibbles: bool = False
     tokens: int = 200
     k: int = 20
     dtype: torch.dtype = torch.float32
@@ -78,8 +79,8 @@ class Case:
         """The arguments of `sparse_decode`, with two equal states."""
         batch, tokens, dim, kv_heads = self.batch, self.tokens, self.dim, 2
         lead = (batch, kv_heads) if self.own else (kv_heads,)
-        projection = integers(*lead, self.bits, dim, most=3, seed=1) / 8
-        codebook = make_codebook(projection, self.dtype, mean=projection[..., 0, :] * 8)
+        projection = integers(*lead, self.bits * (4 if self.nibbles else 1), dim, most=3, seed=1) / 8
+        codebook = make_codebook(projection, self.dtype, mean=projection[..., 0, :] * 8, nibbles=self.nibbles)
         query = draw(batch, kv_heads, self.heads, dim, seed=3, dtype=self.dtype)
         room = -(-(tokens + 30) // PAGE) * PAGE
         keys = integers(batch, kv_heads, room, dim, most=9, seed=4).to(self.dtype)
@@ -178,6 +179,18 @@ def test_a_step(layout, padding, fresh, apart, safeguard, pipeline):
         pytest.skip("pages have no safeguard")
     forced = {"recent": 3, "sink": 2} if apart else {}
     check(pipeline, Case(layout, padding, fresh, apart, safeguard, rules=forced))
+
+
+@pytest.mark.parametrize("bits", [32, 64, 128])
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(padding=True, fresh=1, apart=True), Case("static", safeguard=0.4), Case("paged"), Case(fresh=6),
+     Case(heads=5, dim=80, dtype=torch.bfloat16, fresh=1, own=True)],
+)  # fmt: skip
+def test_a_step_with_nibbles(case, bits, pipeline):
+    if not is_cpu(pipeline):
+        pytest.skip("Triton's kernels know signs only")
+    check(pipeline, replace(case, bits=bits, nibbles=True))
 
 
 SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens

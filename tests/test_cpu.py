@@ -18,6 +18,8 @@ from bpc_calib.compat import with_cache
 from bpc_calib.method import step
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import encode_with
+from bpc_calib.method.nibbles import encode_nibbles, pack_nibbles
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.state import State, alike
 from bpc_calib.models.loading import load_model, load_tokenizer
@@ -47,25 +49,26 @@ def large(rows, tokens, words=1):
     return Encoded(codes, torch.zeros(1, rows, tokens), gain)
 
 
-def ranking(query, projection, encoded, k):
+def ranking(query, projection, encoded, k, nibbles=False):
     """What ranking reads, which is no key."""
     state = State(query, query, encoded.codes, encoded.gain)
-    return query, make_codebook(projection, query.dtype), state, alike(encoded.error.unsqueeze(-1), k)
+    codebook = make_codebook(projection, query.dtype, nibbles=nibbles)
+    return query, codebook, state, alike(encoded.error.unsqueeze(-1), k)
 
 
-def both(query, projection, encoded, k, *, valid=None, lengths=None, **rules):
-    """What the kernels choose, and what plain torch does from the same int8 queries."""
-    query, codebook, state, rows = ranking(query, projection, encoded, k)
+def both(query, projection, encoded, k, *, valid=None, lengths=None, nibbles=False, **rules):
+    """What the kernels choose, and what plain torch does from the same tables."""
+    query, codebook, state, rows = ranking(query, projection, encoded, k, nibbles)
     rows = replace(rows, valid=valid, lengths=rows.lengths if lengths is None else lengths)
     rules = replace(RULES, **rules)
     found, asked = kernels.rank(query, codebook, state, rows, rules)
     return found, step.choose(asked, state, rows, rules, query.shape[-1])
 
 
-def rounded(query, projection):
-    """The int8 queries of the kernels."""
-    few = large(len(projection), 8, -(-projection.shape[-2] // 64))
-    return kernels.rank(*ranking(query, projection, few, 1), RULES, stages=native.PROJECT)[1]
+def rounded(query, projection, nibbles=False):
+    """The tables of the kernels."""
+    few = large(len(projection), 8, -(-projection.shape[-2] // (256 if nibbles else 64)))
+    return kernels.rank(*ranking(query, projection, few, 1, nibbles), RULES, stages=native.PROJECT)[1]
 
 
 def attend(query, keys, values, indices, scaling=None):
@@ -106,8 +109,7 @@ def test_a_step_in_any_number_of_threads(threads, count):
 def test_where_a_sample_of_the_scores_misleads(tokens, k):
     """The best tokens all in the sample, or none of them; all of it padding; nearly all the same."""
     query, projection = draw(1, 1, 1, 64), draw(1, 64, 64, seed=1)
-    asked = rounded(query, projection).values[0, 0, 0]
-    best = int(sum((1 << j) for j in range(63) if asked[j] >= 0) - ((asked[63] >= 0).item() << 63))
+    best = int(pack_nibbles(rounded(query, projection).tables[0, 0].argmax(-1))[0, 0])
     sampled = torch.arange(0, tokens - 1, max(16, -(-tokens // SAMPLE)))
     for place in (sampled, sampled + 1, torch.arange(7)):
         encoded = large(1, tokens)
@@ -135,16 +137,50 @@ def test_scores_from_one_end_of_the_integers_to_the_other():
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("nibbles", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_queries_in_int8(dtype):
-    """Across a product that rounds in its own order: few entries differ, by one."""
-    query, projection = draw(3, 2, 4, 128, dtype=dtype), draw(2, 64, 128, seed=1, dtype=dtype)
+def test_tables_of_queries(dtype, nibbles):
+    """Across a product that rounds in its own order: few rounded products differ, by one."""
+    query, projection = draw(3, 2, 4, 128, dtype=dtype), draw(2, 256 if nibbles else 64, 128, seed=1, dtype=dtype)
     query[1, 0] = 0
-    found, expected = rounded(query, projection), quantize_query(query, projection)
-    apart = (found.values.int() - expected.values.int()).abs()
+    found, expected = rounded(query, projection, nibbles), quantize_query(query, projection, nibbles=nibbles)
+    apart = (found.tables.int() - expected.tables.int()).abs()
     assert apart.max() <= 1
-    assert apart.sum() <= 4  # of 1,536
+    assert apart.count_nonzero() <= 4 * (1 if nibbles else 16)  # a rounded product of signs is in 16 entries
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bits", [32, 64, 128])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_the_search_for_nibbles_is_that_of_plain_torch(bits, tokens):
+    check_search(bits, tokens)
+
+
+def check_search(bits, tokens):
+    """From the same products, bit for bit; with ties, zero keys, and vectors that all are equal."""
+    scores, gram = draw(2, 3, tokens, 4 * bits), 0.3 * draw(3, 4 * bits, 4 * bits, seed=1)
+    norm = 50 * draw(2, 3, tokens, seed=2).abs()
+    scores[0, 0, 0], norm[0, 0, 0] = 0, 0
+    scores[:, 1], gram[1] = scores[:, 1].round(), gram[1].round()
+    scores[1, 2], gram[2] = 1, 1
+    found, expected = kernels.encode_nibbles(scores, gram, norm), encode_nibbles(scores, gram, norm)
+    for name in ("codes", "error", "gain"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("bits", [32, 64, 128])
+def test_few_keys_and_many_have_the_same_nibbles(bits, count, threads):
+    """Of small integers, so that products are exact: a kernel of its own hashes few keys."""
+    threads(count)
+    vectors, keys = draw(3, 4 * bits, 40, seed=1).round(), (2 * draw(2, 3, 600, 40)).round()
+    keys[:, :, 1] = 0
+    codebook = make_codebook(vectors, torch.float32, nibbles=True)
+    expected = encode_with(codebook, keys)
+    for some in (slice(0, 600), slice(0, 3), slice(599, 600)):
+        found = kernels.encode_with(codebook, keys[:, :, some])
+        for name in ("codes", "error", "gain"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)[:, :, some]), name
 
 
 def test_exponentials():
@@ -255,15 +291,17 @@ import test_cpu
 from bpc_calib.backends.cpu import native
 assert native.isa() == sys.argv[2], native.isa()
 for bits in (32, 64, 128):
-    for heads in (1, 3, 4, 6):
-        query, projection = test_cpu.draw(1, 2, heads, 64), test_cpu.draw(2, bits, 64, seed=1)
+    for heads, nibbles in ((1, False), (3, True), (4, False), (4, True), (6, False)):
+        rows = 4 * bits if nibbles else bits
+        query, projection = test_cpu.draw(1, 2, heads, 64), test_cpu.draw(2, rows, 64, seed=1)
         encoded = test_cpu.large(2, 5_003, -(-bits // 64))
         if bits == 32:
             encoded.codes[:] &= (1 << 32) - 1
         for kept in (encoded, replace(encoded, gain=None)):
             for group in ("relative", "max"):
-                found, expected = test_cpu.both(query, projection, kept, 99, group=group)
+                found, expected = test_cpu.both(query, projection, kept, 99, group=group, nibbles=nibbles)
                 assert torch.equal(found, expected), (bits, heads, group, kept.gain is None)
+    test_cpu.check_search(bits, 37)
 test_cpu.check_widening()
 test_cpu.test_exponentials()
 """

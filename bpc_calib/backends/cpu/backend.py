@@ -16,6 +16,8 @@ from bpc_calib.backends.cpu.native import ATTEND, ELEMENTS, HASH, PROJECT, SCORE
 from bpc_calib.backends.limits import tight, unserved
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoding import products
+from bpc_calib.method.nibbles import NIBBLE
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
@@ -99,19 +101,19 @@ def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None 
 def rank(
     query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, stages: int = RANKS
 ) -> tuple[Tensor, QuantizedQuery]:
-    """Some stages of `sparse_decode`: the tokens, which only `SELECT` writes, and the rounded queries."""
+    """Some stages of `sparse_decode`: the tokens, which only `SELECT` writes, and the tables of the queries."""
     call = _call(codebook, state, rules)
     query, *kept = _ask(call, query, rows, state)
     batch, kv_heads, heads, _ = query.shape
-    rounded = torch.empty(batch, kv_heads, heads, codebook.bits, dtype=torch.int8)
+    tables = torch.empty(batch, kv_heads, heads, codebook.bits // 4, NIBBLE, dtype=torch.int16)
     scale = torch.empty(batch, kv_heads, dtype=torch.float32)
     indices = torch.empty(batch, kv_heads, rows.width, dtype=torch.int64)
     call.stages, call.indices = stages, indices.data_ptr()
-    call.rounded, call.scale = rounded.data_ptr(), scale.data_ptr()
-    if rounded.numel() and rows.width:
+    call.entries, call.scale = tables.data_ptr(), scale.data_ptr()
+    if tables.numel() and rows.width:
         run(call)
     del kept
-    return indices, QuantizedQuery(rounded, scale)
+    return indices, QuantizedQuery(tables, scale)
 
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
@@ -138,7 +140,7 @@ def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> Non
     assert state.codes is not None
     keys, at = tight(keys), at.to(torch.int64).contiguous()
     call = Call(stages=HASH, slots=at.data_ptr(), page=state.room if paged else 0)
-    kept = _hash(call, codebook)
+    kept = _hash(call, codebook, keys.dtype)
     _place_codes(call, state)
     _fresh(call, keys)
     run(call)
@@ -153,7 +155,7 @@ def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
         return _encode_many(codebook, keys)
     encoded, keys = _empty(lead, tokens, codebook.bits), tight(keys)
     call = Call(stages=HASH)
-    kept = _hash(call, codebook)
+    kept = _hash(call, codebook, keys.dtype)
     _place_codes(call, State(keys, keys, encoded.codes, encoded.gain, encoded.error))
     _fresh(call, keys)
     run(call)
@@ -165,9 +167,10 @@ def _encode_many(codebook: Codebook, keys: Tensor) -> Encoded:
     """Hash a block of tokens after the other: the products of a block are still cached in the next operation."""
     blocks = []
     with torch.autocast("cpu", enabled=False):
-        for block in keys.split(BLOCK, -2):
-            wide, along = codebook.centre(block)
-            blocks.append(encode_gram(wide @ codebook.matrix, codebook.gram, (wide * along).sum(-1)))
+        panels = _panels(codebook.gram) if codebook.nibbles else None
+        for block in keys.split(BLOCK // 4 if codebook.nibbles else BLOCK, -2):
+            scores, gram, norms = products(codebook, block)
+            blocks.append(encode_gram(scores, gram, norms) if panels is None else _search(scores, *panels, norms))
     if len(blocks) == 1:
         return blocks[0]
     return Encoded(
@@ -189,6 +192,35 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     return encoded
 
 
+def encode_nibbles(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
+    """`bpc_calib.method.nibbles.encode_nibbles` for float32 products `[B, H_KV, N, R]` or `[rows, N, R]`."""
+    return _search(scores, *_panels(gram), squared_norm)
+
+
+def _panels(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a Gram matrix `[..., R, R]` as `[..., R / 16, R, 16]`, a panel for each nibble, and its diagonal.
+
+    What the search reads for one nibble is one panel, and lies in the nearest cache.
+    """
+    panels = gram.unflatten(-1, (-1, NIBBLE)).transpose(-3, -2).contiguous()
+    return panels, gram.diagonal(dim1=-2, dim2=-1).contiguous()
+
+
+def _search(scores: Tensor, panels: Tensor, squares: Tensor, squared_norm: Tensor) -> Encoded:
+    lead, (tokens, size) = scores.shape[:-2], scores.shape[-2:]
+    scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
+    if lead[len(lead) - panels.dim() + 3 :] != panels.shape[:-3]:
+        panels, squares = panels.expand(*lead, *panels.shape[-3:]), squares.expand(*lead, size)
+    panels, squares = panels.contiguous(), squares.contiguous()  # as they are, unless they were expanded
+    encoded = _empty(lead, tokens, size // 4)
+    library().bpc_search(
+        torch.get_num_threads(), scores.data_ptr(), norms.data_ptr(), panels.data_ptr(), squares.data_ptr(),
+        panels.shape[:-3].numel(), lead.numel(), tokens, size // 4,
+        encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
+    )  # fmt: skip
+    return encoded
+
+
 def _call(codebook: Codebook, state: State, rules: Rules) -> Call:
     """A copy of the record of a state, which is made where there is none of this codebook and these rules."""
     record = _records.get(state)
@@ -202,7 +234,7 @@ def _recorded(codebook: Codebook, state: State, rules: Rules) -> _Record:
     worst = None if state.worst is None or not rules.safeguard else state.worst.to(torch.int32).contiguous()
     numerator, denominator = (0, 1) if worst is None else as_fraction(rules.safeguard).as_integer_ratio()
     _put(call, "projection", projection, "bhn" if projection.dim() == 4 else "hn")
-    kept = _hash(call, codebook)
+    kept = _hash(call, codebook, projection.dtype)
     _place_codes(call, state)
     _place_keys(call, state)
     call.gained, call.group, call.recent, call.sink = (
@@ -256,13 +288,20 @@ def _place_codes(call: Call, state: State) -> None:
             _put(call, name, each, "bh")
 
 
-def _hash(call: Call, codebook: Codebook) -> tuple[Tensor | None, ...]:
-    """Fill in what hashes keys; return the tensors that the kernel reads there."""
-    call.bits, call.codebooks = codebook.bits, codebook.matrix.shape[:-2].numel()
+def _hash(call: Call, codebook: Codebook, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Fill in what hashes keys of a dtype; return the tensors that the kernel reads there."""
+    # Without a metric the matrix has the numbers of the projection, which takes half the memory in 16 bits.
+    same = codebook.metric is None and codebook.projection.dtype == dtype
+    matrix = codebook.projection if same else codebook.matrix.mT
+    call.matrix_element = ELEMENTS[matrix.dtype]
+    call.bits, call.nibbles = codebook.bits, codebook.nibbles
+    call.codebooks = codebook.matrix.shape[:-2].numel()
     tensors = {
-        "matrix": codebook.matrix.mT, "gram": codebook.gram, "metric": codebook.metric, "mean": codebook.mean,
+        "matrix": matrix, "gram": codebook.gram, "metric": codebook.metric, "mean": codebook.mean,
     }  # fmt: skip
-    kept: list[Tensor | None] = []
+    squares = codebook.gram.diagonal(dim1=-2, dim2=-1).contiguous() if codebook.nibbles else None
+    call.squares = address(squares)
+    kept = [squares]
     for name, each in tensors.items():
         rank = 1 if name == "mean" else 2
         # Of a metric or mean that all heads share, each codebook has a copy.

@@ -36,6 +36,7 @@ def library() -> Any:
         lib.bpc_squared_norm.restype = ctypes.c_double
         lib.bpc_step.argtypes, lib.bpc_step.restype = [pointer], number
         lib.bpc_greedy.argtypes = [number, *[pointer] * 3, *[number] * 4, *[pointer] * 3]
+        lib.bpc_search.argtypes = [number, *[pointer] * 4, *[number] * 4, *[pointer] * 3]
         lib.bpc_squared_norm.argtypes = [number, pointer, number, number, pointer, pointer]
         lib.bpc_decompose.argtypes = [number, pointer, number, number, *[pointer] * 3, number, number, pointer]
         lib.bpc_products.argtypes = [number, pointer, number, number, *[pointer] * 3, number, pointer, pointer]

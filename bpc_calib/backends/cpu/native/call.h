@@ -12,6 +12,7 @@
     F(threads)  /* at most so many work */ \
     F(element)  /* of query, projection, keys and values: see Element */ \
     F(batch) F(kv_heads) F(heads) F(dim) F(bits) F(words) F(tokens) \
+    F(nibbles)  /* whether codes are nibbles instead of signs, with 4 times as many rows of the projection */ \
     F(query) F(query_b) F(query_h) F(query_g) \
     F(projection) F(projection_b) F(projection_h) F(projection_n) \
     F(keys) F(keys_b) F(keys_h) F(keys_n) \
@@ -27,16 +28,16 @@
     F(gained)                       /* whether scores count the gain */ \
     F(group)                        /* 0: relative, 1: max */ \
     F(recent) F(sink) F(numerator) F(denominator) \
-    /* Hashing: float32 matrices, of the first `codebooks` rows; sequences may share those of a KV head. */ \
+    /* Hashing: float32 matrices, but `matrix` may be of the element of the keys; of the first `codebooks` rows; sequences may share those of a KV head. */ \
     F(codebooks) \
     F(fresh) F(fresh_b) F(fresh_h) F(fresh_n) F(fresh_tokens)  /* keys without codes */ \
     F(slots) F(first)               /* int64 [fresh_tokens], where their codes go; else from slot `first` on */ \
-    F(matrix) F(matrix_r) F(gram) F(gram_r) F(metric) F(metric_r) F(mean) F(mean_r) \
+    F(matrix) F(matrix_r) F(matrix_element) F(gram) F(gram_r) F(squares) F(metric) F(metric_r) F(mean) F(mean_r) \
     /* Pages: tokens of a sequence lie in pages of `page` tokens, named by int32 `table [B, pages]`. */ \
     F(table) F(pages) F(page) \
     F(keys_at) F(values_at)         /* int64 [page, dim], where the numbers of a token lie in a page; else in rows */ \
     /* Results. */ \
-    F(rounded) F(scale)             /* int8 [rows, heads, bits], float32 [rows], or 0 */ \
+    F(entries) F(scale)             /* int16 [rows, heads, bits / 4, 16], float32 [rows], or 0 */ \
     F(indices)                      /* int64 [rows, width], ascending, -1 behind */ \
     F(out)                          /* float32 [rows, heads, dim] */
 // clang-format on

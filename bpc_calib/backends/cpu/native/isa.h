@@ -3,7 +3,10 @@
 #include "threads.h"
 // In this order.
 #include "simd.h"
+#include "dots.h"
 #include "encode.h"
+#include "nibbles.h"
+#include "hash.h"
 #include "lookup.h"
 #include "score.h"
 #include "take.h"
@@ -13,5 +16,5 @@
 
 namespace BPC_ISA {
 extern const bpc::Kernels kernels;
-const bpc::Kernels kernels = {step, greedy, squared_norm, decompose, products};
+const bpc::Kernels kernels = {step, greedy, search_codes, squared_norm, decompose, products};
 }  // namespace BPC_ISA

@@ -33,7 +33,11 @@ INLINE void put(const Sums &sums, i16 *out, i16 *second) {
 }
 
 INLINE void put_table(const i16 *entries, i64 nibbles, i64 head, i64 nibble, i16 *tables) {
-    for (i64 i = 0; i < 16; i++) tables[(head / 2 * nibbles + nibble) * 32 + 2 * i + head % 2] = entries[i];
+    __m512i wide = _mm512_cvtepu16_epi32(load<__m256i>(entries)), *table = (__m512i *)tables + head / 2 * nibbles + nibble;
+    if (head % 2)
+        _mm512_mask_storeu_epi16(table, 0xAAAAAAAA, _mm512_slli_epi32(wide, 16));
+    else
+        _mm512_mask_storeu_epi16(table, 0x55555555, wide);
 }
 #else
 // A lane has 8 bits of a code, and looks up the low bytes and the high bytes of a head's entries.

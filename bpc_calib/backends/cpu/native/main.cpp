@@ -144,6 +144,12 @@ EXPORT void bpc_greedy(int64_t threads, const float *products, const float *norm
     kernels.greedy(threads, products, norms, gram, gram_r, rows, tokens, bits, codes, errors, gains);
 }
 
+EXPORT void bpc_search(int64_t threads, const float *products, const float *norms, const float *gram,
+                       const float *squares, int64_t codebooks, int64_t rows, int64_t tokens, int64_t bits, int64_t *codes,
+                       float *errors, uint8_t *gains) {
+    kernels.search(threads, products, norms, gram, squares, codebooks, rows, tokens, bits, codes, errors, gains);
+}
+
 // Fitting: each call is one head's, and several threads call at once.
 EXPORT double bpc_squared_norm(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
                                const double *metric) {

@@ -1,10 +1,11 @@
-// Steps 1 and 2: the queries projected and rounded to int8, and one ranked integer per key from its code alone.
+// Steps 1 and 2: the queries projected, rounded and made into tables, and one ranked integer per key from its code alone.
 //
 // Ranking a key takes the denominator of each head (`group_scores`), so a first pass leaves the products, as int16, and
 // the best score of each stripe, and a second pass ranks.
 namespace BPC_ISA {
 
 constexpr float LARGEST_QUERY = 127, RELATIVE_LIMIT = 16, LARGEST_LIMIT = 1 << 24;
+constexpr i64 LARGEST_SCORE = 29216;  // of a code; times the largest gain it is below 2^23
 constexpr float LN2 = 0.6931471805599453f, LARGEST_OCTAVE = 1 << 17;
 constexpr i64 STRIPES = 64;          // key `i` is in stripe `i % STRIPES`
 constexpr i32 LEAST = -(1 << 23);  // below every score
@@ -16,7 +17,7 @@ constexpr i64 AHEAD = 4096;        // bytes of codes between what is read and wh
 // The memory of one row at a time.
 struct Room {
     i16 *tables;      // [heads, bits / 4, 16], in the order of `put_table`
-    i8 *rounded;      // [heads, bits]
+    float *projected; // [heads, vectors], the products of the queries, then rounded
     i16 *products;    // [heads, stride]
     i32 *best;        // [parts, heads, STRIPES], the best score of each stripe
     i32 *whole;       // [heads], the denominators
@@ -33,44 +34,62 @@ struct Room {
     i64 stride;
 };
 
-// The tables of queries `[heads, bits]`: what the four bits of each nibble add to `c = p . u`.
-static void put_tables(const i8 *rounded, i64 heads, i64 nibbles, i16 *tables) {
-    for (i64 place = 0; place < heads * nibbles; place++, rounded += 4) {
-        i16 sums[16] = {(i16) - (rounded[0] + rounded[1] + rounded[2] + rounded[3])};
-        for (i64 i = 1; i < 16; i++) sums[i] = (i16)(sums[i & (i - 1)] + 2 * rounded[__builtin_ctzll(i)]);
-        put_table(sums, nibbles, place / nibbles, place % nibbles, tables);
+// What the four bits of a nibble add to `c = p . u`, of four rounded products.
+INLINE void sums_of_signs(const float *rounded, i16 *entries) {
+    entries[0] = (i16) - (rounded[0] + rounded[1] + rounded[2] + rounded[3]);
+    for (i64 i = 1; i < 16; i++) entries[i] = (i16)(entries[i & (i - 1)] + 2 * (i16)rounded[__builtin_ctzll(i)]);
+}
+
+// The tables of queries from their rounded products, `[heads, bits]` or `[heads, 4 * bits]`.
+static void put_tables(const bpc::Call &call, i64 row, const float *rounded, i16 *tables) {
+    i64 nibbles = call.bits / 4, count = call.heads * nibbles;
+    i16 *plain = call.entries ? (i16 *)call.entries + row * count * 16 : nullptr;
+    for (i64 place = 0; place < count; place++) {
+        i16 entries[16];
+        if (call.nibbles)
+            for (i64 i = 0; i < 16; i++) entries[i] = (i16)rounded[16 * place + i];
+        else
+            sums_of_signs(rounded + 4 * place, entries);
+        put_table(entries, nibbles, place / nibbles, place % nibbles, tables);
+        if (plain) std::memcpy(plain + 16 * place, entries, sizeof entries);
     }
 }
 
-// `quantize_query` of a row, and its tables.
+// The queries of a row times its projection, `[heads, vectors]`; the largest absolute value.
 template <Element E>
-static void prepare_row(const bpc::Call &call, i64 row, Room &room) {
-    i64 b = row / call.kv_heads, h = row % call.kv_heads, heads = call.heads, dim = call.dim, bits = call.bits;
+static float project_row(const bpc::Call &call, i64 row, float *projected) {
+    i64 b = row / call.kv_heads, h = row % call.kv_heads, heads = call.heads, dim = call.dim, count = vectors_of(call);
     constexpr i64 size = size_of(E);
-    alignas(64) float wide[16 * 256], line[256], projected[16 * 128];
+    alignas(64) float wide[16 * 256];
     for (i64 g = 0; g < heads; g++) {
         i64 at = b * call.query_b + h * call.query_h + g * call.query_g;
         widen_row<E>((const char *)call.query + size * at, dim, wide + g * dim);
     }
     const char *projection = (const char *)call.projection + size * (b * call.projection_b + h * call.projection_h);
-    prefetch_row(projection, size * bits * dim);  // the cache holds another layer's
-    float largest = 0;
-    for (i64 j = 0; j < bits; j++) {
-        widen_row<E>(projection + size * j * call.projection_n, dim, line);
-        for (i64 g = 0; g < heads; g++) {
-            float product = dot(wide + g * dim, line, dim);
-            projected[g * bits + j] = product;
-            largest = __builtin_fabsf(product) > largest ? __builtin_fabsf(product) : largest;
-        }
+    i64 g = 0, apart = size * call.projection_n;
+    for (; g + 4 <= heads; g += 4) all_dots<E, 4>(wide + g * dim, dim, projection, apart, count, projected + g * count, count);
+    for (; g < heads; g++) all_dots<E, 1>(wide + g * dim, dim, projection, apart, count, projected + g * count, count);
+    // Floats without their signs are in the order of their bits.
+    i32 largest = 0;
+    for (i64 i = 0; i < heads * count; i++) {
+        i32 bits = load<i32>(projected + i) & 0x7FFFFFFF;
+        largest = bits > largest ? bits : largest;
     }
-    float inverse = largest > 0 ? LARGEST_QUERY / largest : 0;
-    room.scale = largest / LARGEST_QUERY;
-    for (i64 i = 0; i < heads * bits; i++) {
-        float value = __builtin_rintf(projected[i] * inverse);
-        room.rounded[i] = (i8)(value > LARGEST_QUERY ? LARGEST_QUERY : value < -LARGEST_QUERY ? -LARGEST_QUERY : value);
+    return as_float((u32)largest);
+}
+
+// `quantize_query` of a row.
+template <Element E>
+static void prepare_row(const bpc::Call &call, i64 row, Room &room) {
+    float largest = project_row<E>(call, row, room.projected);
+    float most = call.nibbles ? (float)(LARGEST_SCORE / (call.bits / 4)) : LARGEST_QUERY;
+    float inverse = largest > 0 ? most / largest : 0;
+    room.scale = largest / most;
+    for (i64 i = 0; i < call.heads * vectors_of(call); i++) {
+        float value = __builtin_rintf(room.projected[i] * inverse);
+        room.projected[i] = value > most ? most : value < -most ? -most : value;
     }
-    put_tables(room.rounded, heads, bits / 4, room.tables);
-    if (call.rounded) std::memcpy((i8 *)call.rounded + row * heads * bits, room.rounded, heads * bits);
+    put_tables(call, row, room.projected, room.tables);
     if (call.scale) ((float *)call.scale)[row] = room.scale;
 }
 

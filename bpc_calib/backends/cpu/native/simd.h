@@ -114,6 +114,52 @@ INLINE double sum(doubles x) {
     return total;
 }
 
+INLINE ints smaller(ints a, ints b) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_min_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (ints)_mm256_min_epi32((__m256i)a, (__m256i)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+INLINE ints larger(ints a, ints b) {
+#if defined(__AVX512F__)
+    return (ints)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (ints)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// 0, 1, 2, ...
+INLINE ints counting() {
+    i32 lanes[LANES];
+    for (i64 i = 0; i < LANES; i++) lanes[i] = (i32)i;
+    return load<ints>(lanes);
+}
+
+// The lanes of even number of two vectors, one after the other, and those of odd number.
+INLINE void part_lanes(ints a, ints b, ints &even, ints &odd) {
+#if defined(__AVX512F__)
+    __m512i places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    even = (ints)_mm512_permutex2var_epi32((__m512i)a, places, (__m512i)b);
+    odd = (ints)_mm512_permutex2var_epi32((__m512i)a, _mm512_add_epi32(places, _mm512_set1_epi32(1)), (__m512i)b);
+#elif defined(__AVX2__)
+    // A shuffle parts each half alone: its results are lanes 0 2 of a, b, then 4 6 of a, b.
+    __m256 low = _mm256_shuffle_ps((__m256)a, (__m256)b, 0x88), high = _mm256_shuffle_ps((__m256)a, (__m256)b, 0xDD);
+    even = (ints)_mm256_permute4x64_epi64((__m256i)low, 0xD8);
+    odd = (ints)_mm256_permute4x64_epi64((__m256i)high, 0xD8);
+#else
+    i32 lanes[2 * LANES], parted[2 * LANES];
+    store(lanes, a), store(lanes + LANES, b);
+    for (i64 i = 0; i < 2 * LANES; i++) parted[i % 2 * LANES + i / 2] = lanes[i];
+    even = load<ints>(parted), odd = load<ints>(parted + LANES);
+#endif
+}
+
 INLINE float as_float(u32 bits) {
     float found;
     std::memcpy(&found, &bits, 4);

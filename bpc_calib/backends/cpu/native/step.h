@@ -50,7 +50,7 @@ static Room room_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
     i64 heads = call.heads, stride = plan.stride;
     room.stride = stride;
     room.tables = bytes.take<i16>(ceil_to(heads, HEADS) * call.bits * 4);
-    room.rounded = bytes.take<i8>(heads * call.bits);
+    room.projected = bytes.take<float>(heads * vectors_of(call));
     room.products = bytes.take<i16>(heads * stride);
     room.best = bytes.take<i32>(plan.parts * heads * STRIPES);
     room.whole = bytes.take<i32>(heads);
@@ -228,6 +228,19 @@ static void greedy(i64 threads, const float *products, const float *norms, const
         i64 row = task / blocks, first = task % blocks * SIDE, begin = row * tokens + first;
         greedy_many(products + begin * bits, norms + begin, gram + row * gram_r, least_of(SIDE, tokens - first), bits,
                     codes + begin * ((bits + 63) / 64), errors + begin, gains + begin);
+    });
+}
+
+// The search for nibbles, see `bpc::Kernels`.
+static void search_codes(i64 threads, const float *products, const float *norms, const float *gram, const float *squares,
+                         i64 codebooks, i64 rows, i64 tokens, i64 bits, i64 *codes, float *errors, u8 *gains) {
+    i64 blocks = (tokens + TOGETHER - 1) / TOGETHER, size = 4 * bits, words = (bits + 63) / 64;
+    bpc::parallel(threads, rows * blocks, [&](i64 task) {
+        i64 row = task / blocks, first = task % blocks * TOGETHER, begin = row * tokens + first;
+        i64 own = row % codebooks;  // sequences may share them
+        Vectors vectors{gram + own * size * size, NIBBLE, size * NIBBLE, squares + own * size};
+        search_many(products + begin * size, norms + begin, vectors, least_of(TOGETHER, tokens - first), bits / 4,
+                    codes + begin * words, errors + begin, gains + begin);
     });
 }
 

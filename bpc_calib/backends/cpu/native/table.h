@@ -12,6 +12,10 @@ struct Kernels {
     // The greedy pass over products `[rows, tokens, bits]`.
     void (*greedy)(int64_t threads, const float *products, const float *norms, const float *gram, int64_t gram_r,
                    int64_t rows, int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains);
+    // The search for nibbles over products `[rows, tokens, 4 * bits]`. Of a Gram matrix `gram`, the products with the
+    // vectors of each nibble lie together; `squares` is its diagonal.
+    void (*search)(int64_t threads, const float *products, const float *norms, const float *gram, const float *squares,
+                   int64_t codebooks, int64_t rows, int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains);
     // Fitting, see fit.h.
     double (*squared_norm)(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
                            const double *metric);

@@ -1,0 +1,67 @@
+// Hashing the few fresh keys of a step, from their own products.
+namespace BPC_ISA {
+
+constexpr i64 MOST_VECTORS = MOST_NIBBLES * NIBBLE;
+
+INLINE float dot(const float *a, const float *b, i64 dim) {
+    floats sums = {};
+    i64 d = 0;
+    for (; d + LANES <= dim; d += LANES) sums = fma(load<floats>(a + d), load<floats>(b + d), sums);
+    float total = sum(sums);
+    for (; d < dim; d++) total += a[d] * b[d];
+    return total;
+}
+
+// Where the codes of the fresh key `token` of a row go: a slot of the row, or of a page.
+static Place place_of(const bpc::Call &call, i64 row, i64 token, i64 *nowhere) {
+    i64 slot = call.slots ? ((const i64 *)call.slots)[token] : call.first + token;
+    i64 b = row / call.kv_heads, h = row % call.kv_heads;
+    if (slot < 0) return {nowhere, nullptr, nullptr};
+    if (call.page) b = slot / call.page, slot = slot % call.page;
+    return {
+        (i64 *)call.codes + b * call.codes_b + h * call.codes_h + slot * call.words,
+        call.gain ? (u8 *)call.gain + b * call.gain_b + h * call.gain_h + slot : nullptr,
+        call.error ? (float *)call.error + b * call.error_b + h * call.error_h + slot : nullptr,
+    };
+}
+
+// The rows of the projection.
+INLINE i64 vectors_of(const bpc::Call &call) { return call.nibbles ? 4 * call.bits : call.bits; }
+
+// Hash the fresh keys of a row.
+template <Element E>
+static void hash_row(const bpc::Call &call, i64 row) {
+    i64 dim = call.dim, size = vectors_of(call), b = row / call.kv_heads, h = row % call.kv_heads;
+    i64 own = row % call.codebooks;  // sequences may share them
+    const char *matrix = (const char *)call.matrix + own * call.matrix_r * (call.matrix_element == FLOAT32 ? 4 : 2);
+    const float *gram = (const float *)call.gram + own * call.gram_r;
+    const float *metric = call.metric ? (const float *)call.metric + own * call.metric_r : nullptr;
+    const float *mean = call.mean ? (const float *)call.mean + own * call.mean_r : nullptr;
+    if (metric) prefetch_row(metric, 4 * dim * dim);
+    const float *squares = call.squares ? (const float *)call.squares + own * size : nullptr;
+    if (!call.nibbles) prefetch_row(gram, 4 * size * size);
+    alignas(64) float key[256], products[MOST_VECTORS];
+    i64 nowhere[2];
+    for (i64 token = 0; token < call.fresh_tokens; token++) {
+        i64 at = b * call.fresh_b + h * call.fresh_h + token * call.fresh_n;
+        widen_row<E>((const char *)call.fresh + size_of(E) * at, dim, key);
+        if (mean)
+            for (i64 d = 0; d < dim; d++) key[d] -= mean[d];
+        if (call.matrix_element == E)
+            all_dots<E, 1>(key, dim, matrix, size_of(E) * dim, size, products, 0);
+        else
+            all_dots<FLOAT32, 1>(key, dim, matrix, 4 * dim, size, products, 0);
+        float norm = 0;
+        if (metric)
+            for (i64 d = 0; d < dim; d++) norm += key[d] * dot(key, metric + d * dim, dim);
+        else
+            norm = dot(key, key, dim);
+        Place to = place_of(call, row, token, nowhere);
+        if (call.nibbles)
+            search_one(products, norm, {gram, size, NIBBLE, squares}, size / NIBBLE, to);
+        else
+            greedy_one(products, norm, gram, size, to);
+    }
+}
+
+}  // namespace BPC_ISA
