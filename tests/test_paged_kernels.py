@@ -127,11 +127,11 @@ def test_sequences_in_groups(monkeypatch):
     rows, rules = rows_of(lengths, k, size), Rules(scaling=0.1)
     pages = random_pages(draw(rows.block_table.numel(), KV_HEADS, size, 2 * dim, seed=4), 1)
     query, codebook = draw(5, KV_HEADS, 4, dim, seed=3), make_codebook(draw(KV_HEADS, 64, dim, seed=1), torch.float32)
-    each = pipeline.sequence_bytes((KV_HEADS, 4, 96), rules, 64)
+    each = pipeline.sequence_bytes((KV_HEADS, 4, 96), rules)
     found = []
     for room in (5 * each, each, 2 * each + 1):
         monkeypatch.setattr(pipeline, "WORKSPACE", room)
-        found_room = pipeline.workspace((KV_HEADS, 4, 90), rules, 64, 9)
+        found_room = pipeline.workspace((KV_HEADS, 4, 90), rules, 9)
         assert found_room == room // each * each
         found.append(backend.sparse_decode(query, codebook, pages, rows, rules))
     for out, chosen in found[1:]:

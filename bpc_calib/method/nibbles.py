@@ -7,7 +7,6 @@ the special case in which the vectors of a nibble are `±a ±b ±c ±d`.
 import torch
 from torch import Tensor
 
-from bpc_calib.errors import InputError
 from bpc_calib.method.codes import check_codes
 from bpc_calib.method.encoded import Encoded, gain_byte
 
