@@ -49,7 +49,7 @@ def skip_unserved(pipeline, dtype):
 
 
 def rounded(pipeline, query, codebook, state, rows, rules):
-    """The queries in int8, as a backend rounds them."""
+    """The queries as a backend rounds them."""
     if is_cpu(pipeline):
         return pipeline.rank(query, codebook, state, rows, rules)[1]
     return pipeline.quantized(pipeline.score(query, codebook, state, rows, rules), len(query))

@@ -1,5 +1,7 @@
 """Launches of the kernels that hash: many keys, or the one of a new token."""
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -91,11 +93,12 @@ def _encode(codebook: Codebook, keys: Tensor, state: State, *, at: Tensor | None
     piece = _piece(codebook, keys)
     for first in range(0, tokens, piece):
         some = slice(first, first + piece)
-        if page:
-            _encode_piece(codebook, keys[:, :, some], state, None if at is None else at[some], page)
+        if at is not None:
+            _encode_piece(codebook, keys[:, :, some], state, at[some], page)
             continue
-        parts = (None if each is None else each[:, :, some] for each in (state.codes, state.gain, state.error))
-        _encode_piece(codebook, keys[:, :, some], State(state.keys, state.values, *parts), None, page)
+        kept = {name: getattr(state, name) for name in ("codes", "gain", "error")}
+        kept = {name: None if each is None else each[:, :, some] for name, each in kept.items()}
+        _encode_piece(codebook, keys[:, :, some], replace(state, **kept), None, page)
 
 
 def _piece(codebook: Codebook, keys: Tensor) -> int:

@@ -68,7 +68,7 @@ def added(adding, gram, low, high, j, vector, H: tl.constexpr):
             i = first + some
             row = gram + (i * NIBBLE + nibble_of(low, high, i, H)) * (4 * H)
             # Minus 0 changes no number it is added to.
-            adding = adding + 2 * tl.load(row + vector[None, :], mask=i < j, other=-0.0)
+            adding = adding + 2 * tl.load(row + vector[None, :], mask=j > i, other=-0.0)
     return adding
 
 
