@@ -62,13 +62,13 @@ def with_nibble(word, nibble, i, FIRST: tl.constexpr):
 @triton.jit
 def added(adding, gram, low, high, j, vector, H: tl.constexpr):
     """What each candidate adds, with its products with the vectors that its partial code names before nibble `j`."""
-    j = tl.zeros([], tl.int32) + j  # a tensor, in the interpreter, too
     for first in range(0, j, AHEAD):
         for some in tl.static_range(AHEAD):
             i = first + some
             row = gram + (i * NIBBLE + nibble_of(low, high, i, H)) * (4 * H)
+            later = vector >= (i + 1) * NIBBLE
             # Minus 0 changes no number it is added to.
-            adding = adding + 2 * tl.load(row + vector[None, :], mask=j > i, other=-0.0)
+            adding = adding + 2 * tl.load(row + vector[None, :], mask=later[None, :], other=-0.0)
     return adding
 
 
@@ -92,12 +92,12 @@ def nibbles_kernel(
     H: tl.constexpr = shape.H
     R: tl.constexpr = 4 * H
     BLOCK: tl.constexpr = shape.BLOCK
-    row = tl.program_id(1)
+    row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    of_key = row.to(tl.int64) * n + at
+    of_key = row * n + at
     scores = products.scores + of_key * R
     wide = scores.dtype.element_ty
-    gram = encoder.gram + (row // shape.H_KV * encoder.b + row % shape.H_KV).to(tl.int64) * (R * R)
+    gram = encoder.gram + (row // shape.H_KV * encoder.b + row % shape.H_KV) * (R * R)
     place = tl.arange(0, CANDIDATES)
     beam = place // NIBBLE
     v = place % NIBBLE

@@ -91,6 +91,13 @@ def projected_at_once(dim: int, rows: int) -> int:
     return int(min(64, PROJECTED // rows, max(16, triton.next_power_of_2(dim))))
 
 
+def query_warps(heads: int, rows: int, size: int) -> int:
+    """Warps that project queries of so many bytes per number."""
+    if rows > 128 and size > 2:
+        return 8 if rows <= 256 else 16
+    return 4 if heads * rows <= 1024 else 8
+
+
 def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Ranking:
     """Step 1, as `sparse_decode` without its attention."""
     batch, kv_heads, heads, dim = query.shape
@@ -122,7 +129,7 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
             H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, R=size, D=dim, PART=projected_at_once(dim, size),
             GROUP=rules.group, GAIN=gain is not None, COUNTS=counts,
         ),
-        num_warps=4 if heads_up * size <= 1024 else 8, num_stages=1, **ROUNDED_TWICE,
+        num_warps=query_warps(heads_up, size, query.element_size()), num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     assert state.codes is not None
     pack = min(heads_up, 4)
