@@ -143,15 +143,15 @@ def test_scores_and_their_histogram(nibbles):
 
 @pytest.mark.emulated(dtype=[torch.float32])
 @pytest.mark.emulated(dtype=FLOAT64, bits=[32])
-@pytest.mark.seldom(bits=[128])
+@pytest.mark.seldom(bits=[64, 128])
 @pytest.mark.parametrize("bits", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32])
 def test_nibbles_from_the_same_products_are_exact(bits, dtype):
     """Of small integers, too, where most costs are equal to others."""
-    scores, gram = draw(3, 9, 4 * bits, dtype=dtype), 0.3 * draw(3, 4 * bits, 4 * bits, seed=1, dtype=dtype)
-    scores[1:], gram[2] = scores[1:].round(), gram[2].round()
-    scores[0, 3] = 0
-    norm = 50 * draw(3, 9, seed=2, dtype=dtype).abs()
+    scores, gram = draw(2, 5, 4 * bits, dtype=dtype), 0.3 * draw(2, 4 * bits, 4 * bits, seed=1, dtype=dtype)
+    scores[1], gram[1] = scores[1].round(), gram[1].round()
+    scores[:, 3] = 0
+    norm = 50 * draw(2, 5, seed=2, dtype=dtype).abs()
     norm[1, 4] = 0
     found, expected = pipeline.encode_nibbles(scores, gram, norm), encode_nibbles(scores, gram, norm)
     for name in ("codes", "error", "gain"):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided
-from bpc_calib.backends.triton.encode import Hashing, Products, finish, greedy, keep
+from bpc_calib.backends.triton.encode import Hashing, Products, by_first, finish, greedy, keep
 from bpc_calib.backends.triton.language import fetch
 
 __all__ = ["AppendShape", "append_kernel", "centred", "loaded", "stored"]
@@ -52,7 +52,7 @@ def loaded(new: Strided, b, h, n, SIZE: tl.constexpr, UP: tl.constexpr):
 def stored(vector, to: Strided, b, h, place, SIZE: tl.constexpr, UP: tl.constexpr):
     """Writes the vector of one head into its buffer, by the first of the programs that share it."""
     d = tl.arange(0, UP)
-    tl.store(to.at + b * to.b + h * to.h + place * to.n + d, vector, mask=(d < SIZE) & (tl.program_id(2) == 0))
+    tl.store(to.at + b * to.b + h * to.h + place * to.n + d, vector, mask=(d < SIZE) & by_first(d))
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def append_kernel(
             squares = tl.zeros([ROWS, D_UP], wide)
             for first in tl.static_range(0, D, ROWS):
                 e = first + tl.arange(0, ROWS)
-                inside = (e[:, None] < D) & (d[None, :] < D) & (tl.program_id(2) == 0)
+                inside = (e[:, None] < D) & (d[None, :] < D) & by_first(d)[None, :]
                 M = tl.load(metric + e[:, None] * D + d[None, :], mask=inside, other=0)
                 rows = x if ROWS == D_UP else centred(own_key, mean, e, D)
                 squares += M * rows[:, None] * x[None, :]

@@ -9,8 +9,8 @@ from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.language import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT, divide, dot, round_even
 
 __all__ = [
-    "EncodeShape", "Hashing", "Products", "deliver", "encode_kernel", "finish", "greedy", "greedy_kernel", "keep",
-    "only", "part_of",
+    "EncodeShape", "Hashing", "Products", "by_first", "deliver", "encode_kernel", "finish", "greedy", "greedy_kernel",
+    "keep", "only", "part_of",
 ]  # fmt: skip
 
 
@@ -143,10 +143,16 @@ def part_of(keys, mean, at, n, first, keys_n, D: tl.constexpr, PART: tl.constexp
 
 
 @triton.jit
+def by_first(x):
+    """Whether this is the first of the programs that share keys, in the shape of `x`."""
+    return tl.zeros_like(x) + tl.program_id(2) == 0
+
+
+@triton.jit
 def keep(products: Products, scores, squared_norm, of_key, r, inside, R: tl.constexpr):
     """Writes products with the rows `r`, and from the first program of a key its squared norm."""
     tl.store(products.scores + of_key[:, None] * R + r[None, :], scores, mask=inside[:, None])
-    tl.store(products.squared_norm + of_key, squared_norm, mask=inside & (tl.program_id(2) == 0))
+    tl.store(products.squared_norm + of_key, squared_norm, mask=inside & by_first(of_key))
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -10,7 +10,7 @@ from bpc_calib.backends.limits import tight
 from bpc_calib.backends.triton.append import AppendShape, append_kernel
 from bpc_calib.backends.triton.arguments import strided
 from bpc_calib.backends.triton.encode import EncodeShape, Hashing, Products, encode_kernel, greedy_kernel
-from bpc_calib.backends.triton.language import ROUNDED_TWICE
+from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
 from bpc_calib.backends.triton.nibbles import NibblesShape, nibbles_kernel
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
@@ -137,6 +137,8 @@ def _search(
 ) -> None:
     """Write codes, errors and gains of keys whose products are known, so many by each program."""
     rows, tokens, size = products.scores.shape
+    if INTERPRET:  # the interpreter's time is that of operations, whatever their size
+        searched = 64
     nibbles_kernel[(triton.cdiv(tokens, searched), rows)](
         products, hashing, *map(strided, (state.codes, state.error, state.gain)), at, tokens,
         NibblesShape(H_KV=kv_heads, H=size // 4, BLOCK=searched, PAGE=page),
