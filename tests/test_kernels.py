@@ -165,6 +165,7 @@ NIBBLES = [  # dtype, head_dim, bits
 
 @pytest.mark.emulated(dtype=[torch.bfloat16, torch.float32], tokens=[3, 70])
 @pytest.mark.emulated(dtype=[torch.float16, *FLOAT64], tokens=[3])
+@pytest.mark.seldom(dtype=[torch.float16, *FLOAT64], tokens=[70])
 @pytest.mark.parametrize("tokens", [3, 70])
 @pytest.mark.parametrize(("dtype", "dim", "bits"), NIBBLES)
 def test_nibbles_of_keys(dtype, dim, bits, tokens, monkeypatch):
@@ -289,7 +290,7 @@ def test_operators_tell_their_shapes():
         (ops.dense_decode, query, keys, keys, lengths, 40, 0.1),
         (ops.append, *matrices, *new, *slots, state.codes, state.gain, None),
         (ops.encode, *matrices, keys),
-        (ops.encode, of_nibbles.matrix, of_nibbles.gram, None, None, True, keys),
+        (ops.encode, of_nibbles.matrix, of_nibbles.gram, None, None, True, keys[:, :, :2]),
     ):  # fmt: skip
         torch.library.opcheck(operator, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
 

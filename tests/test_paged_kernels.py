@@ -103,6 +103,7 @@ def test_keys_and_values_of_8_bits(dtype):
 @pytest.mark.emulated(tokens=[5], bits=[64], nibbles=[True])
 @pytest.mark.seldom(tokens=[70], bits=[128])  # other words of a code with fewer tokens, a second block with 64 bits
 @pytest.mark.seldom(tokens=[1], bits=[128])
+@pytest.mark.seldom(nibbles=[True], bits=[128])
 @pytest.mark.parametrize("bits", [64, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 70])
 @pytest.mark.parametrize("nibbles", [False, True])

@@ -60,6 +60,14 @@ def with_nibble(word, nibble, i, FIRST: tl.constexpr):
 
 
 @triton.jit
+def own_products(scores, gram, vector, inside, R: tl.constexpr):
+    """The products of the vectors of a nibble with the keys, and with themselves; none behind the last nibble."""
+    there = vector < R
+    of_keys = tl.load(scores[:, None] + vector[None, :], mask=inside[:, None] & there[None, :], other=0)
+    return of_keys, tl.load(gram + vector * (R + 1), mask=there, other=0)
+
+
+@triton.jit
 def added(adding, gram, low, high, j, vector, H: tl.constexpr):
     """What each candidate adds, with its products with the vectors that its partial code names before nibble `j`."""
     for first in range(0, j, AHEAD):
@@ -107,10 +115,11 @@ def nibbles_kernel(
     empty = tl.zeros([BLOCK], tl.int64)
     lows = (empty, empty, empty, empty)
     highs = lows
+    following = own_products(scores, gram, v, at < n, R)
     for j in range(H // 4):
         vector = v + j * NIBBLE
-        products_of_keys = tl.load(scores[:, None] + vector[None, :], mask=at[:, None] < n, other=0)
-        adding = tl.load(gram + vector * (R + 1))[None, :] - 2 * products_of_keys
+        adding = following[1][None, :] - 2 * following[0]
+        following = own_products(scores, gram, vector + NIBBLE, at < n, R)  # always a step ahead
         adding = added(adding, gram, by_lane(beam, lows), by_lane(beam, highs), j, vector, H)
         candidates = by_lane(beam, costs) + adding
         keys = sort_keys(candidates, place)
