@@ -220,7 +220,7 @@ def _trips(found: re.Match[str], known: dict[str, int], constants: set[str]) -> 
     first, last, step = values
     if first is None or last is None or not step:
         return Loop(None, False)
-    known[index] = first
+    known[index] = (first + last) // 2  # loops in this one may depend on it
     return Loop(max(0, -(-(last - first) // step)), all(bound in constants for bound in bounds))
 
 

@@ -93,7 +93,15 @@ def main() -> None:
         )
     for note in sorted({note for each in steps for row in each["launches"] for note in row["notes"]}):
         print(f"warning: {note}", file=sys.stderr)
-    shape = {"kv_heads": KV_HEADS, "group": GROUP, "head_dim": DIM, "bits": BITS, "batch": 1, "dtype": "bfloat16"}
+    shape = {
+        "kv_heads": KV_HEADS,
+        "group": GROUP,
+        "head_dim": DIM,
+        "bits": BITS,
+        "nibbles": True,
+        "batch": 1,
+        "dtype": "bfloat16",
+    }
     result = {"model": "H100, not measured", "constants": CONSTANTS, "shape": shape, "steps": steps}
     report.keep(arguments.output, report.about() | result)
 
@@ -171,8 +179,8 @@ def _layer(tokens: int, rules: Rules) -> BPCLayer:
     room = (1, KV_HEADS, tokens)
     config = LlamaConfig(num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS, head_dim=DIM)
     layer = BPCLayer(0, rules, Common(describe(config)), None)
-    projection, metric = torch.randn(KV_HEADS, BITS, DIM), torch.eye(DIM).repeat(KV_HEADS, 1, 1)
-    layer.codebook = make_codebook(projection, DTYPE, metric=metric, mean=torch.zeros(KV_HEADS, DIM))
+    projection, metric = torch.randn(KV_HEADS, 4 * BITS, DIM), torch.eye(DIM).repeat(KV_HEADS, 1, 1)
+    layer.codebook = make_codebook(projection, DTYPE, metric=metric, mean=torch.zeros(KV_HEADS, DIM), nibbles=True)
     layer.serve = lambda module: None  # type: ignore[method-assign]
     layer.buffers = {
         "keys": torch.empty(*room, DIM, dtype=DTYPE),

@@ -42,6 +42,7 @@ class Case:
     dim: int = 128
     heads: int = 4
     bits: int = 64
+    nibbles: bool = False  # codes are nibbles instead of signs
     group: str = "relative"
     gain: bool = True
     valid: bool = False
@@ -94,6 +95,12 @@ MORE = {
     "most tokens": Case("choose", tokens=4 << 20, k=20000),
     "dense, short": Case("dense", tokens=4096),
     **{f"pages, head_dim {dim}": Case("pages", dim=dim, page=64) for dim in (64, 256)},
+    "nibbles": Case("choose encode append", nibbles=True),
+    "nibbles, largest": Case("choose encode append", nibbles=True, dim=256, heads=16, bits=128),
+    "nibbles, float32": Case("choose encode append", nibbles=True, dtype="float32", heads=5, bits=32, centred=False),
+    "nibbles, float32, largest": Case(
+        "choose encode append", nibbles=True, dtype="float32", dim=256, heads=16, bits=128
+    ),
     "pages of 8 bits": Case("pages", eight_bits=True, forced=True),
     "pages of 8 bits, float16": Case("pages", eight_bits=True, dtype="float16", dim=256),
     "pages, largest": Case("pages", dim=256, heads=16, bits=128),
@@ -111,7 +118,8 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     own = rows if case.batch > 1 and entries != ["pages"] else rows[1:]
     metric, mean = torch.eye(case.dim).expand(*own, -1, -1), torch.zeros(*own, case.dim)
     centred = {"metric": metric, "mean": mean if stored else None} if case.centred else {}
-    codebook = make_codebook(torch.randn(*own, case.bits, case.dim), dtype, **centred)
+    size = 4 * case.bits if case.nibbles else case.bits
+    codebook = make_codebook(torch.randn(*own, size, case.dim), dtype, nibbles=case.nibbles, **centred)
     rules = Rules(
         group=case.group, gain=case.gain, safeguard=0.1 * case.safeguard, recent=8 * case.forced, sink=4 * case.forced
     )

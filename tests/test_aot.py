@@ -19,12 +19,12 @@ GPUS = {
 REGISTERS = {
     "append_kernel": 255, "query_kernel": 255, "score_kernel": 128, "rank_kernel": 168, "guard_kernel": 40,
     "middle_kernel": 128, "fine_kernel": 128, "compact_kernel": 128, "attend_kernel": 200, "reduce_kernel": 128,
-    "encode_kernel": 255, "greedy_kernel": 184,
+    "encode_kernel": 255, "greedy_kernel": 184, "nibbles_kernel": 64,
 }  # fmt: skip
 WIDE = ("float32", "float64")  # may take every register
 # In the usual step: 4 heads, 64 bits, head_dim 128.
 USUAL = {
-    "append_kernel": 208, "query_kernel": 64, "score_kernel": 64, "rank_kernel": 96, "middle_kernel": 64,
+    "append_kernel": 216, "query_kernel": 64, "score_kernel": 64, "rank_kernel": 96, "middle_kernel": 64,
     "fine_kernel": 80, "compact_kernel": 104, "attend_kernel": 128, "encode_kernel": 248,
 }  # fmt: skip
 

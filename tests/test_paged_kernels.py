@@ -49,19 +49,21 @@ STEPS = {  # lengths, k, heads on a KV head, head_dim, bits, tokens of a page, d
     "float32": ((70, 96), (9, 11), 1, 64, 64, 32, torch.float32, {"recent": 4, "sink": 2}),
     "long": ((2600, 1), (60, 1), 2, 64, 64, 16, torch.float16, {}),
     "128 bits": ((90,), (11,), 16, 64, 128, 48, torch.bfloat16, {}),
+    "nibbles": ((90, 33), (20, 7), 4, 128, 64, 16, torch.bfloat16, {}),
     "32 bits": ((257, 40), (5, 6), 5, 80, 32, 16, torch.bfloat16, {"group": "max", "recent": 1}),
 }
 
 
-@pytest.mark.emulated(gain=[True], step=["usual", "32 bits"])
-@pytest.mark.seldom(gain=[False], step=["float32", "long", "32 bits"])  # as the other steps
+@pytest.mark.emulated(gain=[True], step=["usual", "nibbles", "32 bits"])
+@pytest.mark.seldom(gain=[False], step=["float32", "long", "nibbles", "32 bits"])  # as the other steps
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_over_pages_is_a_step_over_rows(step, gain):
     """The same tokens and bits as of the same kernels over copies."""
     lengths, k, heads, dim, bits, size, dtype, rules = STEPS[step]
     rows = rows_of(lengths, k, size)
-    codebook = make_codebook(draw(KV_HEADS, bits, dim, seed=1), dtype)
+    nibbles = step == "nibbles"
+    codebook = make_codebook(draw(KV_HEADS, bits * (4 if nibbles else 1), dim, seed=1), dtype, nibbles=nibbles)
     # Heads behind places, as FlashAttention has them.
     cache = draw(rows.block_table.numel(), size, KV_HEADS, 2 * dim, seed=4, dtype=dtype).transpose(1, 2)
     pages, rules = random_pages(cache, -(-bits // 64), behind=64), Rules(scaling=0.1, gain=gain, **rules)
@@ -98,15 +100,18 @@ def test_keys_and_values_of_8_bits(dtype):
 
 
 @pytest.mark.emulated(tokens=[70], bits=[64])
+@pytest.mark.emulated(tokens=[5], bits=[64], nibbles=[True])
 @pytest.mark.seldom(tokens=[70], bits=[128])  # other words of a code with fewer tokens, a second block with 64 bits
 @pytest.mark.seldom(tokens=[1], bits=[128])
+@pytest.mark.seldom(nibbles=[True], bits=[128])
 @pytest.mark.parametrize("bits", [64, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 70])
-def test_keys_are_hashed_into_their_slots(tokens, bits):
+@pytest.mark.parametrize("nibbles", [False, True])
+def test_keys_are_hashed_into_their_slots(tokens, bits, nibbles):
     """The codes of `encode_with`, where they belong; nothing else is written."""
     size, dim, dtype = 16, 64, torch.bfloat16
     codebook = make_codebook(
-        draw(KV_HEADS, bits, dim, seed=1) / 16, dtype,
+        draw(KV_HEADS, bits * (4 if nibbles else 1), dim, seed=1) / 16, dtype, nibbles=nibbles,
         metric=torch.eye(dim, device=DEVICE).expand(KV_HEADS, dim, dim) * 1.5, mean=draw(KV_HEADS, dim, seed=7),
     )  # fmt: skip
     keys = draw(1, max(1, tokens), KV_HEADS, dim, seed=2, dtype=dtype)[:, :tokens].transpose(1, 2)
@@ -127,11 +132,11 @@ def test_sequences_in_groups(monkeypatch):
     rows, rules = rows_of(lengths, k, size), Rules(scaling=0.1)
     pages = random_pages(draw(rows.block_table.numel(), KV_HEADS, size, 2 * dim, seed=4), 1)
     query, codebook = draw(5, KV_HEADS, 4, dim, seed=3), make_codebook(draw(KV_HEADS, 64, dim, seed=1), torch.float32)
-    each = pipeline.sequence_bytes((KV_HEADS, 4, 96), rules, 64)
+    each = pipeline.sequence_bytes((KV_HEADS, 4, 96), rules)
     found = []
     for room in (5 * each, each, 2 * each + 1):
         monkeypatch.setattr(pipeline, "WORKSPACE", room)
-        found_room = pipeline.workspace((KV_HEADS, 4, 90), rules, 64, 9)
+        found_room = pipeline.workspace((KV_HEADS, 4, 90), rules, 9)
         assert found_room == room // each * each
         found.append(backend.sparse_decode(query, codebook, pages, rows, rules))
     for out, chosen in found[1:]:

@@ -92,21 +92,20 @@ def named() -> str | None:
     return given
 
 
-def workspace(device: torch.device, sizes: tuple[int, int, int], rules: Rules, bits: int, sequences: int) -> int:
+def workspace(device: torch.device, sizes: tuple[int, int, int], rules: Rules, sequences: int) -> int:
     """The bytes on a GPU that a sparse step takes beside its result; else 0.
 
     Args:
         device: of the cache.
         sizes: KV heads, query heads of each, and the most tokens of a sequence.
         rules: of the step.
-        bits: of a code.
         sequences: the most in a step.
     """
     if device.type != "cuda":
         return 0
     from bpc_calib.backends.triton import pipeline
 
-    return pipeline.workspace(sizes, rules, bits, sequences)
+    return pipeline.workspace(sizes, rules, sequences)
 
 
 @functools.cache

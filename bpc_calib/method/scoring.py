@@ -76,7 +76,8 @@ def quantize_query(query: Tensor, projection: Tensor, *, nibbles: bool = False) 
     most = LARGEST_SCORE // (projection.shape[-2] // NIBBLE) if nibbles else LARGEST_QUERY
     largest = projected.abs().amax((-2, -1))
     inverse = torch.where(largest > 0, most / largest, 0)
-    values = (projected * inverse[..., None, None]).round().clamp(-most, most)
+    # 0 stays 0, also times an inverse that overflows.
+    values = torch.where(projected == 0, 0, projected * inverse[..., None, None]).round().clamp(-most, most)
     tables = values.unflatten(-1, (-1, NIBBLE)) if nibbles else _sums_of_signs(values)
     return QuantizedQuery(tables.to(torch.int16), (largest / most).float())
 

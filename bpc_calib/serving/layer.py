@@ -234,7 +234,7 @@ class Layer:
         split: Split | None = getattr(attn_metadata, "bpc", None)
         if codebook is None or split is None:
             if attn_metadata is None and codebook is not None:
-                self.reserve(codebook, query.device)
+                self.reserve(query.device)
             return stock(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
         if split.others is not None:
             own = output[split.other_tokens]
@@ -256,10 +256,10 @@ class Layer:
         assert self.codebook is not None
         return self.backend.sparse_decode(query, self.codebook, state, rows, self.rules)
 
-    def reserve(self, codebook: Codebook, device: torch.device) -> None:
+    def reserve(self, device: torch.device) -> None:
         """Take as much memory as a step does, and give it back: vLLM counts the most that a pass took on a GPU."""
         limit, requests = self.config.model_config.max_model_len, self.config.scheduler_config.max_num_seqs
         sizes = self.num_kv_heads, self.num_heads // self.num_kv_heads, limit
         listed = 8 * requests * self.num_kv_heads * self.rules.most(limit)
-        scored = dispatch.workspace(device, sizes, self.rules, codebook.bits, requests)
+        scored = dispatch.workspace(device, sizes, self.rules, requests)
         torch.empty(listed + scored, dtype=torch.uint8, device=device)

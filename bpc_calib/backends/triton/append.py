@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from bpc_calib.backends.triton.arguments import Strided
-from bpc_calib.backends.triton.encode import Hashing, finish, greedy
+from bpc_calib.backends.triton.encode import Hashing, Products, by_first, finish, greedy, keep
 from bpc_calib.backends.triton.language import fetch
 
 __all__ = ["AppendShape", "append_kernel", "centred", "loaded", "stored"]
@@ -20,6 +20,8 @@ class AppendShape(NamedTuple):
 
     H_KV: int
     H: int
+    R: int  # rows of the projection: H of signs, 4 H of nibbles
+    COLUMNS: int  # products that a program takes of a key: all of signs
     D: int
     D_UP: int
     V: int  # dimensions of a value
@@ -48,9 +50,9 @@ def loaded(new: Strided, b, h, n, SIZE: tl.constexpr, UP: tl.constexpr):
 
 @triton.jit
 def stored(vector, to: Strided, b, h, place, SIZE: tl.constexpr, UP: tl.constexpr):
-    """Writes the vector of one head into its buffer."""
+    """Writes the vector of one head into its buffer, by the first of the programs that share it."""
     d = tl.arange(0, UP)
-    tl.store(to.at + b * to.b + h * to.h + place * to.n + d, vector, mask=d < SIZE)
+    tl.store(to.at + b * to.b + h * to.h + place * to.n + d, vector, mask=(d < SIZE) & by_first(d))
 
 
 @triton.jit
@@ -59,6 +61,7 @@ def append_kernel(
     value: Strided,
     place,
     encoder: Hashing,
+    products: Products,
     keys: Strided,
     values: Strided,
     codes: Strided,
@@ -66,14 +69,16 @@ def append_kernel(
     error: Strided,
     shape: tl.constexpr,
 ):
-    """Writes slots `place` of the buffers, 0 and on without `place`. Grid (rows, tokens).
+    """Writes slots `place` of the buffers, 0 and on without `place`. Grid (rows, tokens, parts of the products).
 
-    Without `keys` only what hashing makes of the keys, and nothing at a slot below 0; without `codes` only keys and
-    values.
+    With `products` these in place of codes. Without `keys` only what hashing makes of the keys, and nothing at a slot
+    below 0; without `codes` only keys and values.
 
     All warps share the products, and each makes the greedy pass for itself, over a copy: so its steps need no barrier.
     """
     H: tl.constexpr = shape.H
+    R: tl.constexpr = shape.R
+    COLUMNS: tl.constexpr = shape.COLUMNS
     D: tl.constexpr = shape.D
     D_UP: tl.constexpr = shape.D_UP
     PART: tl.constexpr = shape.PART
@@ -91,19 +96,20 @@ def append_kernel(
     if codes.at is not None:
         own = b * encoder.b + h
         wide = encoder.gram.dtype.element_ty
-        gram = encoder.gram + own * (H * H)
-        fetch(gram, H * H * (wide.primitive_bitwidth // 8))  # the greedy pass reads it last
-        matrix = encoder.matrix + own * (D * H)
+        gram = encoder.gram + own * (R * R)
+        part_of_gram = gram + tl.program_id(2).to(tl.int64) * (COLUMNS * R)
+        fetch(part_of_gram, COLUMNS * R * (wide.primitive_bitwidth // 8))  # a search for codes reads it last
+        matrix = encoder.matrix + own * (D * R)
         mean = encoder.mean
         if mean is not None:
             mean += own * D
         own_key = key.at + b * key.b + h * key.h + n * key.n
-        bit = tl.arange(0, H)
-        products = tl.zeros([H, PART], wide)
+        r = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        terms = tl.zeros([COLUMNS, PART], wide)
         for first in tl.static_range(0, D, PART):
             part = first + tl.arange(0, PART)
-            P = tl.load(matrix + bit[:, None] * D + part[None, :], mask=part[None, :] < D, other=0)
-            products += P * centred(own_key, mean, part, D)[None, :]
+            P = tl.load(matrix + r[:, None] * D + part[None, :], mask=part[None, :] < D, other=0)
+            terms += P * centred(own_key, mean, part, D)[None, :]
         d = tl.arange(0, D_UP)
         x = centred(own_key, mean, d, D)
         squared_norm = tl.sum(x * x, 0)
@@ -112,24 +118,31 @@ def append_kernel(
             squares = tl.zeros([ROWS, D_UP], wide)
             for first in tl.static_range(0, D, ROWS):
                 e = first + tl.arange(0, ROWS)
-                inside = (e[:, None] < D) & (d[None, :] < D)
+                inside = (e[:, None] < D) & (d[None, :] < D) & by_first(d)[None, :]
                 M = tl.load(metric + e[:, None] * D + d[None, :], mask=inside, other=0)
                 rows = x if ROWS == D_UP else centred(own_key, mean, e, D)
                 squares += M * rows[:, None] * x[None, :]
             squared_norm = tl.sum(tl.sum(squares, 1), 0)
-        copy = tl.arange(0, COPIES)
-        scores = tl.broadcast_to(tl.sum(products, 1)[None, :], [COPIES, H])
-        norms = tl.zeros([COPIES], wide) + squared_norm
-        low, high, squared_error, product = greedy(scores, norms, gram, H, COPIES, UNROLL)
-        inside = copy < tl.where(at >= 0, 1, 0)
-        if shape.PAGE:
-            b = at // shape.PAGE
-            at = at % shape.PAGE
-        own_gain = gain.at
-        if own_gain is not None:
-            own_gain += b * gain.b + h * gain.h + at * gain.n + copy
-        own_error = error.at
-        if own_error is not None:
-            own_error += b * error.b + h * error.h + at * error.n + copy
-        own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n + copy
-        finish(low, high, squared_error, product, norms, own_codes, own_error, own_gain, inside, H)
+        scores = tl.sum(terms, 1)[None, :]
+        if products.scores is not None:
+            of_key = row.to(tl.int64) * tl.num_programs(1) + n + tl.zeros([1], tl.int64)
+            norms = tl.zeros([1], wide) + squared_norm
+            keep(products, scores, norms, of_key, r, of_key >= 0, R)
+        else:
+            copy = tl.arange(0, COPIES)
+            norms = tl.zeros([COPIES], wide) + squared_norm
+            low, high, squared_error, product = greedy(
+                tl.broadcast_to(scores, [COPIES, H]), norms, gram, H, COPIES, UNROLL
+            )
+            inside = copy < tl.where(at >= 0, 1, 0)
+            if shape.PAGE:
+                b = at // shape.PAGE
+                at = at % shape.PAGE
+            own_gain = gain.at
+            if own_gain is not None:
+                own_gain += b * gain.b + h * gain.h + at * gain.n + copy
+            own_error = error.at
+            if own_error is not None:
+                own_error += b * error.b + h * error.h + at * error.n + copy
+            own_codes = codes.at + b * codes.b + h * codes.h + at * codes.n + copy
+            finish(low, high, squared_error, product, norms, own_codes, own_error, own_gain, inside, H)

@@ -35,14 +35,19 @@ def serves(tensor: Tensor, state: State | None = None) -> str | None:
 
 def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
     """`bpc_calib.method.encoding.encode_with`."""
-    return Encoded(*ops.encode(codebook.matrix, codebook.gram, codebook.metric, codebook.mean, keys))
+    return Encoded(*ops.encode(*_parts(codebook), keys))
+
+
+def _parts(codebook: Codebook) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, bool]:
+    """What operators that hash take of a codebook."""
+    return codebook.matrix, codebook.gram, codebook.metric, codebook.mean, codebook.nibbles
 
 
 def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor | None, at: Tensor) -> None:
     """`bpc_calib.method.step.append`: a token of each sequence in one kernel, the codes of others in one."""
     step.check_append(state, codebook, key, value, at)
     if value is not None and len(at) == 1 and key.shape[0] == state.keys.shape[0]:
-        parts = (None,) * 4 if codebook is None else (codebook.matrix, codebook.gram, codebook.metric, codebook.mean)
+        parts = (*(None,) * 4, False) if codebook is None else _parts(codebook)
         ops.append(*parts, key, value, at, state.keys, state.values, state.codes, state.gain, state.error)
         return
     write_tokens(key, value, at, state)
@@ -66,9 +71,10 @@ def sparse_decode(
         return step.sparse_decode(query, codebook, state, rows, rules)
     assert state.codes is not None
     return ops.sparse_decode(
-        query, codebook.projection, state.keys, state.values, state.codes, state.gain if rules.gain else None,
-        state.worst, *(state.scales or (None, None)), rows.lengths, rows.k, rows.longest, rows.width, rows.valid,
-        rows.block_table, rules.scale(query.shape[-1]), rules.group, rules.recent, rules.sink, rules.safeguard,
+        query, codebook.projection, codebook.nibbles, state.keys, state.values, state.codes,
+        state.gain if rules.gain else None, state.worst, *(state.scales or (None, None)), rows.lengths, rows.k,
+        rows.longest, rows.width, rows.valid, rows.block_table, rules.scale(query.shape[-1]), rules.group, rules.recent,
+        rules.sink, rules.safeguard,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Hashing of keys: one matrix product, then the greedy pass of Algorithm 2 in Gram form, in registers."""
+"""Hashing of keys: one matrix product, then for signs the greedy pass of Algorithm 2 in Gram form, in registers."""
 
 from typing import Any, NamedTuple
 
@@ -8,17 +8,27 @@ import triton.language as tl
 from bpc_calib.backends.triton.arguments import Strided
 from bpc_calib.backends.triton.language import GAIN_MAX, GAIN_OFFSET, GAIN_ONE, GAIN_UNIT, divide, dot, round_even
 
-__all__ = ["EncodeShape", "Hashing", "deliver", "encode_kernel", "finish", "greedy", "greedy_kernel", "only", "part_of"]
+__all__ = [
+    "EncodeShape", "Hashing", "Products", "by_first", "deliver", "encode_kernel", "finish", "greedy", "greedy_kernel",
+    "keep", "only", "part_of",
+]  # fmt: skip
 
 
 class Hashing(NamedTuple):
     """What keys are hashed with: the parts of an `Encoder`, contiguous, with the matrix transposed."""
 
-    matrix: Any  # [.., H, D]
-    gram: Any  # [.., H, H]
+    matrix: Any  # [.., R, D]
+    gram: Any  # [.., R, R]
     metric: Any  # [.., D, D] or None
     mean: Any  # [.., D] or None
     b: int  # 0 where all sequences share the projections, H_KV where each has its own
+
+
+class Products(NamedTuple):
+    """What a search for nibbles reads, contiguous; both None: the codes are signs."""
+
+    scores: Any  # [B * H_KV, n, R]
+    squared_norm: Any  # [B * H_KV, n]
 
 
 class EncodeShape(NamedTuple):
@@ -26,6 +36,8 @@ class EncodeShape(NamedTuple):
 
     H_KV: int
     H: int
+    R: int  # rows of the projection: H of signs, 4 H of nibbles
+    COLUMNS: int  # products that a program takes of a key: all of signs
     D: int
     PART: int  # dimensions of the keys at a time
     BLOCK: int
@@ -34,12 +46,12 @@ class EncodeShape(NamedTuple):
 
 @triton.jit
 def only(mine, x, WARP: tl.constexpr):
-    """The entry of each row of `x [.., H]` where `mine [H]`, exactly: a sum of one term and zeros."""
+    """The entry of each row of `x [.., H]` where `mine [.., H]`, exactly: a sum of one term and zeros."""
     if WARP:  # a row lies in a whole warp: to add integers is one instruction
         kind: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
-        return tl.sum(tl.where(mine[None, :], x.to(kind, bitcast=True), 0), 1).to(x.dtype, bitcast=True)
+        return tl.sum(tl.where(mine, x.to(kind, bitcast=True), 0), 1).to(x.dtype, bitcast=True)
     else:  # in few threads: the compiler would put integers into slow local memory
-        return tl.sum(tl.where(mine[None, :], x, 0.0), 1)
+        return tl.sum(tl.where(mine, x, 0.0), 1)
 
 
 @triton.jit
@@ -57,7 +69,7 @@ def greedy(scores, squared_norm, gram, H: tl.constexpr, COPIES: tl.constexpr = 1
     low = tl.zeros_like(squared_norm).to(tl.int64)  # bits 0 to 63 of the codes
     high = low  # the others
     for i in tl.range(0, H, loop_unroll_factor=UNROLL):
-        mine = bit == i
+        mine = (bit == i)[None, :]
         t = only(mine, running, COPIES > 1)
         u = tl.where(t >= 0, 1.0, -1.0).to(scores.dtype)  # sign(0) = +1
         along = tl.load(gram + i * H + bit[None, :] + copy[:, None])
@@ -92,7 +104,7 @@ def finish(low, high, squared_error, product, squared_norm, codes, error, gain, 
 
 @triton.jit
 def deliver(
-    low, high, squared_error, product, squared_norm, codes: Strided, error, gain: Strided, slots, at, n,
+    low, high, squared_error, product, squared_norm, codes: Strided, error: Strided, gain: Strided, slots, at, n,
     shape: tl.constexpr,
 ):  # fmt: skip
     """Writes what was found of the tokens `at` of a row: to their slots, or without slots in order."""
@@ -100,16 +112,20 @@ def deliver(
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
     inside = at < n
-    of_error = error
-    if slots is None:
-        of_codes = codes.at + b * codes.b + h * codes.h + at.to(tl.int64) * codes.n
-        of_gain = gain.at + b * gain.b + h * gain.h + at.to(tl.int64) * gain.n
-        of_error += row.to(tl.int64) * n + at
-    else:
-        slot = tl.load(slots + at, mask=inside, other=-1).to(tl.int64)
-        inside = slot >= 0
-        of_codes = codes.at + slot // shape.PAGE * codes.b + h * codes.h + slot % shape.PAGE * codes.n
-        of_gain = gain.at + slot // shape.PAGE * gain.b + h * gain.h + slot % shape.PAGE * gain.n
+    place = at.to(tl.int64)
+    if slots is not None:
+        place = tl.load(slots + at, mask=inside, other=-1).to(tl.int64)
+        inside = place >= 0
+        if shape.PAGE:
+            b = place // shape.PAGE
+            place = place % shape.PAGE
+    of_codes = codes.at + b * codes.b + h * codes.h + place * codes.n
+    of_error = error.at
+    if of_error is not None:
+        of_error += b * error.b + h * error.h + place * error.n
+    of_gain = gain.at
+    if of_gain is not None:
+        of_gain += b * gain.b + h * gain.h + place * gain.n
     finish(low, high, squared_error, product, squared_norm, of_codes, of_error, of_gain, inside, shape.H)
 
 
@@ -126,24 +142,40 @@ def part_of(keys, mean, at, n, first, keys_n, D: tl.constexpr, PART: tl.constexp
     return key, wide
 
 
+@triton.jit
+def by_first(x):
+    """Whether this is the first of the programs that share keys, in the shape of `x`."""
+    return tl.zeros_like(x) + tl.program_id(2) == 0
+
+
+@triton.jit
+def keep(products: Products, scores, squared_norm, of_key, r, inside, R: tl.constexpr):
+    """Writes products with the rows `r`, and from the first program of a key its squared norm."""
+    tl.store(products.scores + of_key[:, None] * R + r[None, :], scores, mask=inside[:, None])
+    tl.store(products.squared_norm + of_key, squared_norm, mask=inside & by_first(of_key))
+
+
 @triton.jit(do_not_specialize=["n"])
 def encode_kernel(
     keys: Strided,
     encoder: Hashing,
+    products: Products,
     codes: Strided,
-    error,
+    error: Strided,
     gain: Strided,
     slots,
     n,
     shape: tl.constexpr,
 ):
-    """Codes of keys `[B, H_KV, n, D]`: grid (blocks of keys, rows).
+    """Codes of keys `[B, H_KV, n, D]`, or with `products` these: grid (blocks of keys, rows, parts of the products).
 
-    With `slots [n]` those of token `i` go to place `slots[i] % PAGE` of page `slots[i] // PAGE`; none below 0.
+    With `slots [n]` those of token `i` go to slot `slots[i]`, of pages in place `slots[i] % PAGE` of page
+    `slots[i] // PAGE`; none below 0.
 
     Products are taken `PART` dimensions at a time: all of them would not fit the registers.
     """
     H: tl.constexpr = shape.H
+    COLUMNS: tl.constexpr = shape.COLUMNS
     D: tl.constexpr = shape.D
     PART: tl.constexpr = shape.PART
     BLOCK: tl.constexpr = shape.BLOCK
@@ -151,27 +183,28 @@ def encode_kernel(
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    bit = tl.arange(0, H)
+    r = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    measured = tl.where(tl.program_id(2) == 0, D, 0)  # the first of the programs that share keys measures them
     own_keys = keys.at + b * keys.b + h * keys.h
     own = b * encoder.b + h
     mean = encoder.mean
     if mean is not None:
         mean += own * D
     wide = encoder.gram.dtype.element_ty
-    scores = tl.zeros([BLOCK, H], wide)
-    shift = tl.zeros([H], wide)  # the mean projected
+    scores = tl.zeros([BLOCK, COLUMNS], wide)
+    shift = tl.zeros([COLUMNS], wide)  # the mean projected
     squared_norm = tl.zeros([BLOCK], wide)
     for first in range(0, D, PART):
         key, centred = part_of(own_keys, mean, at, n, first, keys.n, D, PART)
         d = first + tl.arange(0, PART)
-        P = tl.load(encoder.matrix + own * (D * H) + bit[None, :] * D + d[:, None], mask=d[:, None] < D, other=0)
+        P = tl.load(encoder.matrix + own * (D * shape.R) + r[None, :] * D + d[:, None], mask=d[:, None] < D, other=0)
         scores += dot(key, P.to(key.dtype))  # the matrix was rounded to the dtype of the keys: this rounds nothing
         if mean is not None:
             shift += tl.sum(P * tl.load(mean + d, mask=d < D, other=0)[:, None], 0)
         along = centred
         if encoder.metric is not None:
             along = tl.zeros([BLOCK, PART], wide)
-            for second in range(0, D, PART):
+            for second in range(0, measured, PART):
                 _, other = part_of(own_keys, mean, at, n, second, keys.n, D, PART)
                 e = second + tl.arange(0, PART)
                 M = tl.load(
@@ -183,8 +216,11 @@ def encode_kernel(
         squared_norm += tl.sum(centred * along, 1)
     if mean is not None:
         scores = scores - shift[None, :]
-    low, high, squared_error, product = greedy(scores, squared_norm, encoder.gram + own * (H * H), H)
-    deliver(low, high, squared_error, product, squared_norm, codes, error, gain, slots, at, n, shape)
+    if products.scores is not None:
+        keep(products, scores, squared_norm, row.to(tl.int64) * n + at, r, at < n, shape.R)
+    else:
+        low, high, squared_error, product = greedy(scores, squared_norm, encoder.gram + own * (H * H), H)
+        deliver(low, high, squared_error, product, squared_norm, codes, error, gain, slots, at, n, shape)
 
 
 @triton.jit(do_not_specialize=["n"])

@@ -26,6 +26,7 @@ __all__ = [
     "LARGEST_LIMIT",
     "LARGEST_OCTAVE",
     "LARGEST_QUERY",
+    "LARGEST_SCORE",
     "LEAST",
     "LN2",
     "NEVER",
@@ -99,6 +100,7 @@ GAIN_ONE = tl.constexpr(float(encoded.GAIN_ONE))
 GAIN_MAX = tl.constexpr(float(encoded.GAIN_MAX))
 LARGEST_FACTOR = tl.constexpr(encoded.GAIN_MAX + encoded.GAIN_OFFSET)  # the largest that a gain multiplies a score by
 LARGEST_QUERY = tl.constexpr(scoring.LARGEST_QUERY)
+LARGEST_SCORE = tl.constexpr(scoring.LARGEST_SCORE)
 RELATIVE_LIMIT = tl.constexpr(scoring.RELATIVE_LIMIT)
 LARGEST_LIMIT = tl.constexpr(float(scoring.LARGEST_LIMIT))
 LARGEST_OCTAVE = tl.constexpr(float(scoring.LARGEST_OCTAVE))

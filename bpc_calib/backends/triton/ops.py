@@ -18,6 +18,7 @@ __all__ = ["append", "dense_decode", "encode", "sparse_decode"]
 def sparse_decode(
     query: Tensor,
     projection: Tensor,
+    nibbles: bool,
     keys: Tensor,
     values: Tensor,
     codes: Tensor,
@@ -41,7 +42,7 @@ def sparse_decode(
     scales = None if keys_scale is None or values_scale is None else (keys_scale, values_scale)
     state = State(keys, values, codes, gain, worst=worst, scales=scales)
     rules = Rules(recent=recent, sink=sink, group=group, safeguard=safeguard, scaling=scaling)
-    codebook = Codebook(projection, projection.mT, projection, None, None)  # only hashing reads the matrices
+    codebook = Codebook(projection, projection.mT, projection, None, None, nibbles)  # only hashing reads the matrices
     with torch.cuda.device_of(query):
         return pipeline.sparse_decode(
             query, codebook, state, Rows(lengths, k, longest, width, valid, block_table), rules
@@ -50,8 +51,8 @@ def sparse_decode(
 
 @sparse_decode.register_fake
 def _(
-    query, projection, keys, values, codes, gain, worst, keys_scale, values_scale, lengths, k, longest, width, valid,
-    block_table, scaling, group, recent, sink, safeguard,
+    query, projection, nibbles, keys, values, codes, gain, worst, keys_scale, values_scale, lengths, k, longest, width,
+    valid, block_table, scaling, group, recent, sink, safeguard,
 ):  # fmt: skip
     return query.new_empty(query.shape), codes.new_empty(*query.shape[:2], width)
 
@@ -71,19 +72,19 @@ def _(query, keys, values, lengths, longest, scaling):
 
 @torch.library.custom_op("bpc::encode", mutates_args=())
 def encode(
-    matrix: Tensor, gram: Tensor, metric: Tensor | None, mean: Tensor | None, keys: Tensor
+    matrix: Tensor, gram: Tensor, metric: Tensor | None, mean: Tensor | None, nibbles: bool, keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`bpc_calib.method.encoding.encode_with`: codes, error and gain."""
     with torch.cuda.device_of(keys):
-        encoded = pipeline.encode_with(Codebook(matrix.mT, matrix, gram, metric, mean), keys)
+        encoded = pipeline.encode_with(Codebook(matrix.mT, matrix, gram, metric, mean, nibbles), keys)
     return encoded.codes, encoded.error, encoded.gain
 
 
 @encode.register_fake
-def _(matrix, gram, metric, mean, keys):
-    lead = keys.shape[:-1]
+def _(matrix, gram, metric, mean, nibbles, keys):
+    lead, codebook = keys.shape[:-1], Codebook(matrix.mT, matrix, gram, metric, mean, nibbles)
     return (
-        keys.new_empty(*lead, -(-matrix.shape[-1] // 64), dtype=torch.int64),
+        keys.new_empty(*lead, codebook.words, dtype=torch.int64),
         keys.new_empty(lead, dtype=torch.float32),
         keys.new_empty(lead, dtype=torch.uint8),
     )
@@ -95,6 +96,7 @@ def append(
     gram: Tensor | None,
     metric: Tensor | None,
     mean: Tensor | None,
+    nibbles: bool,
     key: Tensor,
     value: Tensor,
     at: Tensor,
@@ -105,11 +107,11 @@ def append(
     error: Tensor | None,
 ) -> None:
     """`bpc_calib.method.step.append`, of one token of each sequence."""
-    codebook = None if matrix is None or gram is None else Codebook(matrix.mT, matrix, gram, metric, mean)
+    codebook = None if matrix is None or gram is None else Codebook(matrix.mT, matrix, gram, metric, mean, nibbles)
     with torch.cuda.device_of(key):
         pipeline.append(State(keys, values, codes, gain, error), codebook, key, value, at)
 
 
 @append.register_fake
-def _(matrix, gram, metric, mean, key, value, at, keys, values, codes, gain, error):
+def _(matrix, gram, metric, mean, nibbles, key, value, at, keys, values, codes, gain, error):
     return None

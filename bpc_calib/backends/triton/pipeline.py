@@ -12,7 +12,7 @@ from bpc_calib.backends.triton import language
 from bpc_calib.backends.triton.arguments import Strided, in_pages, strided
 from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention
 from bpc_calib.backends.triton.guard import guard_kernel
-from bpc_calib.backends.triton.hashing import append, encode_gram, encode_with, hash_into
+from bpc_calib.backends.triton.hashing import append, encode_gram, encode_nibbles, encode_with, hash_into
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
 from bpc_calib.backends.triton.limits import Limits
 from bpc_calib.backends.triton.narrow import CompactShape, NarrowShape, compact_kernel, fine_kernel, middle_kernel
@@ -23,19 +23,20 @@ from bpc_calib.backends.triton.score import Scored, ScoreShape, score_kernel
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import GAIN_MAX, GAIN_OFFSET
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.scoring import LARGEST_OCTAVE, LARGEST_QUERY, OCTAVES, STRIPES, QuantizedQuery
+from bpc_calib.method.scoring import LARGEST_OCTAVE, LARGEST_QUERY, LARGEST_SCORE, OCTAVES, STRIPES, QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, within
 
 __all__ = [
-    "Ranking", "append", "attend", "choose", "encode_gram", "encode_with", "hash_into", "quantized", "rank", "score",
-    "sparse_decode", "take", "workspace",
+    "Ranking", "append", "attend", "choose", "encode_gram", "encode_nibbles", "encode_with", "hash_into", "quantized",
+    "rank", "score", "sparse_decode", "take", "workspace",
 ]  # fmt: skip
 
 # Sizes to tune on a GPU; none changes a result. Programs of a kernel, at most, and keys that one takes at once.
 SCORING, SCORED = 264, 512  # of 16 warps: two on each multiprocessor of an H100
 RANKING, RANKED = 512, 1024  # see `ranked_at_once`
 COUNTING, COUNTED = 512, 1024  # to count and to list
+PROJECTED = 8192  # entries of a projection that a program multiplies queries with at once
 GUARDED = 256  # tokens of the safeguard's list read at once
 
 COARSE, FINE = language.COARSE.value, language.FINE.value
@@ -46,7 +47,7 @@ class Ranking:
     """What the kernels of one `choose` pass on; a row is a KV head of a sequence; `room` is N rounded up."""
 
     queries: int  # G, on a KV head
-    values: Tensor  # int8 [rows, G, H]
+    tables: Tensor  # int16 [rows, H / 4, ENTRIES, G_UP], see `write_tables`
     scale: Tensor  # float32 [rows]
     plan: Tensor  # int32 [rows, PLAN_SIZE], see `plan`
     heads: Tensor  # int16 [rows, room, G_UP], scores of the heads without the gain
@@ -61,9 +62,9 @@ class Ranking:
         return self.counts.shape[1] - COARSE - FINE
 
 
-def largest_score(bits: int) -> int:
+def largest_score(codebook: Codebook) -> int:
     """What no absolute score without the gain is above."""
-    return LARGEST_QUERY * bits
+    return LARGEST_SCORE if codebook.nibbles else LARGEST_QUERY * codebook.bits
 
 
 def middle_bins(group: str, heads: int, largest: int, gain: bool) -> int:
@@ -85,17 +86,24 @@ def programs(rows: int, tokens: int, block: int, most: int) -> int:
     return max(1, min(triton.cdiv(tokens, block), most // rows))
 
 
-def projected_at_once(dim: int) -> int:
-    """Dimensions of the queries that a program projects at once."""
-    return int(min(64, max(16, triton.next_power_of_2(dim))))
+def projected_at_once(dim: int, rows: int) -> int:
+    """Dimensions of the queries that a program projects at once, with so many rows."""
+    return int(min(64, PROJECTED // rows, max(16, triton.next_power_of_2(dim))))
+
+
+def query_warps(heads: int, rows: int, size: int) -> int:
+    """Warps that project queries of so many bytes per number."""
+    if rows > 128 and size > 2:
+        return 8 if rows <= 256 else 16
+    return 4 if heads * rows <= 1024 else 8
 
 
 def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Ranking:
     """Step 1, as `sparse_decode` without its attention."""
     batch, kv_heads, heads, dim = query.shape
-    bits, count, device = codebook.bits, batch * kv_heads, query.device
+    bits, size, count, device = codebook.bits, codebook.projection.shape[-2], batch * kv_heads, query.device
     tokens, gain, heads_up = rows.longest, _gain(state, rules), triton.next_power_of_2(heads)
-    counts = COARSE + middle_bins(rules.group, heads, largest_score(bits), gain is not None) + FINE
+    counts = COARSE + middle_bins(rules.group, heads, largest_score(codebook), gain is not None) + FINE
     room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
 
     def empty(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -103,7 +111,7 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
 
     made = Ranking(
         queries=heads,
-        values=empty(heads, bits, dtype=torch.int8),
+        tables=empty(bits // 4, ENTRIES.value, heads_up, dtype=torch.int16),
         scale=empty(dtype=torch.float32),
         plan=empty(PLAN_SIZE.value),
         heads=empty(room, heads_up, dtype=torch.int16),
@@ -112,23 +120,22 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
         counts=empty(counts),
         limits=_limits(rows, rules, batch, kv_heads),
     )
-    tables = empty(bits // 4, ENTRIES.value, heads_up, dtype=torch.int16)
     query, projection = tight(query), tight(codebook.projection).expand(batch, *codebook.projection.shape[-3:])
     query_kernel[(count,)](
         strided(query), strided(projection),
-        Prepared(made.values, made.scale, tables, made.plan, made.best, made.counts), made.limits,
+        Prepared(made.scale, made.tables, made.plan, made.best, made.counts), made.limits,
         tokens, 0, rules.scale(dim),
         QueryShape(
-            H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, D=dim, PART=projected_at_once(dim), GROUP=rules.group,
-            GAIN=gain is not None, COUNTS=counts,
+            H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, R=size, D=dim, PART=projected_at_once(dim, size),
+            GROUP=rules.group, GAIN=gain is not None, COUNTS=counts,
         ),
-        num_warps=4 if heads_up * bits <= 1024 else 8, num_stages=1, **ROUNDED_TWICE,
+        num_warps=query_warps(heads_up, size, query.element_size()), num_stages=1, **ROUNDED_TWICE,
     )  # fmt: skip
     assert state.codes is not None
     pack = min(heads_up, 4)
     word = {1: torch.int16, 2: torch.int32, 4: torch.int64}[pack]
     score_kernel[(programs(count, tokens, SCORED, SCORING), count, heads_up // pack)](
-        tables.view(word), placed(state.codes, rows), placed(gain, rows), Scored(made.heads.view(word), made.best),
+        made.tables.view(word), placed(state.codes, rows), placed(gain, rows), Scored(made.heads.view(word), made.best),
         made.limits, tokens,
         ScoreShape(
             H_KV=kv_heads, G_UP=heads_up, PACK=pack, H=bits, GROUP=rules.group, GAIN=gain is not None,
@@ -180,7 +187,9 @@ def _bounds(rows: Rows, rules: Rules) -> Tensor:
 
 def quantized(ranking: Ranking, batch: int) -> QuantizedQuery:
     """The queries as step 1 rounded them."""
-    return QuantizedQuery(ranking.values.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
+    tables = ranking.tables - (1 << 15) // ranking.tables.shape[1]
+    tables = tables[..., : ranking.queries].movedim(-1, 1).contiguous()
+    return QuantizedQuery(tables.unflatten(0, (batch, -1)), ranking.scale.unflatten(0, (batch, -1)))
 
 
 def rank(ranking: Ranking, state: State, rows: Rows, rules: Rules) -> None:
@@ -255,19 +264,18 @@ SMALLEST = 16  # tokens of a page are a multiple of so many: a program takes tha
 WORKSPACE = 256 << 20  # bytes of scores at once: more sequences are served one group after the other
 
 
-def workspace(sizes: tuple[int, int, int], rules: Rules, bits: int, sequences: int) -> int:
+def workspace(sizes: tuple[int, int, int], rules: Rules, sequences: int) -> int:
     """The bytes that are in use at once for so many sequences; `sizes`: KV heads, heads of each, tokens."""
-    each = sequence_bytes(sizes, rules, bits)
+    each = sequence_bytes(sizes, rules)
     return each * min(sequences, at_once(each))
 
 
-def sequence_bytes(sizes: tuple[int, int, int], rules: Rules, bits: int) -> int:
-    """The bytes of one sequence: the scores of each head, those to rank by, the histograms."""
+def sequence_bytes(sizes: tuple[int, int, int], rules: Rules) -> int:
+    """The bytes of one sequence: the scores of each head, those to rank by, the histograms for codes of either kind."""
     kv_heads, heads, tokens = sizes
     heads_up = triton.next_power_of_2(heads)
     room = triton.cdiv(tokens, SIDE_BY_SIDE.value) * SIDE_BY_SIDE.value
-    largest = largest_score(bits)
-    counts = COARSE + middle_bins(rules.group, heads, largest, gain=True) + FINE
+    counts = COARSE + middle_bins(rules.group, heads, LARGEST_SCORE, gain=True) + FINE
     return kv_heads * (room * (2 * heads_up + 4) + 4 * counts)
 
 
@@ -282,7 +290,7 @@ def sparse_decode(query: Tensor, codebook: Codebook, state: State, rows: Rows, r
     Nothing depends on a length on the host, so a CUDA graph may capture it. Sequences come in groups of `at_once`.
     """
     batch, kv_heads, heads, _ = query.shape
-    step = at_once(sequence_bytes((kv_heads, heads, rows.longest), rules, codebook.bits))
+    step = at_once(sequence_bytes((kv_heads, heads, rows.longest), rules))
     if batch <= step:
         chosen = choose(query, codebook, state, rows, rules)
         each = rules.by_head(rules.count(rows.longest), rows.longest)
