@@ -28,7 +28,7 @@ PROJECTION_METHODS = {
             DEFAULT_METHOD,
             "makes the error of the attention scores small",
             nibbles=True,
-            iterations=10,
+            iterations=6,
             rounds=8,
             metric=True,
             centred=True,

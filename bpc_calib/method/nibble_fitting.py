@@ -21,6 +21,7 @@ from bpc_calib.method.nibbles import NIBBLE, named, unpack_nibbles
 __all__ = ["fit_nibbles", "nibble_residuals"]
 
 BLOCK = 4096  # keys whose sums are exact or nearly so in float32; sums of blocks are float64
+START_KEYS = 8192  # of k-means, which need only find a start
 PULL = 0.01  # towards the former vectors, as so many times the keys: codes leave sums of vectors undetermined
 
 Encode = Callable[[Codebook, Tensor], Encoded]
@@ -30,7 +31,7 @@ def fit_nibbles(
     keys: Tensor,
     bits: int = 64,
     *,
-    iterations: int = 10,
+    iterations: int = 6,
     rounds: int = 8,
     metric: Tensor | None = None,
     mean: Tensor | None = None,
@@ -63,7 +64,7 @@ def fit_nibbles(
     metric = None if metric is None else metric.to(keys.device)
     centred = _centred(keys, mean)
     root = None if metric is None else cholesky(metric, keys).float()
-    vectors = _residual_k_means(centred, root, bits // 4, iterations, seed)
+    vectors = _residual_k_means(centred[:, :: -(-keys.shape[1] // START_KEYS)], root, bits // 4, iterations, seed)
     found = _products(centred, vectors, metric, encode)
     for _ in range(rounds):
         vectors = _least_squares(found, vectors)
