@@ -29,24 +29,23 @@ Case = TypeVar("Case")
 class Way(NamedTuple):
     """How keys are ranked, and how many are attended."""
 
-    exact: bool  # by products, not by codes
+    artifact: ProjectionArtifact | None  # whose codes rank; None: exact products do
     below_best: bool  # distances count below a head's best score, as they once did, not below its denominator
     rules: Mapping[int, Rules]  # of each layer
 
 
 @torch.inference_mode()
-def divergences(model: Any, artifact: ProjectionArtifact, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case, float]:
+def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case, float]:
     """Return the KL divergence of the next token from full attention's, the mean over the last `TOKENS` of a text.
 
     Args:
-        model: the model of the artifact.
-        artifact: its projections.
+        model: the model of all artifacts.
         ids: integers `[T]`.
         cases: by any key.
     """
     from transformers import DynamicCache
 
-    method, ids = ranking_defaults(artifact), ids.unsqueeze(0).to(torch.int64)
+    ids = ids.unsqueeze(0).to(torch.int64)
     cache = DynamicCache(config=model.config)
     model.base_model(input_ids=ids[:, :-TOKENS], **with_cache(cache))
 
@@ -62,16 +61,18 @@ def divergences(model: Any, artifact: ProjectionArtifact, ids: Tensor, cases: Ma
         def attend(
             module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any], way: Way = way
         ) -> Tensor | None:
-            if (layer := artifact.layers.get(module.layer_idx)) is None:
+            if module.layer_idx not in way.rules:
                 return None
             scaling = arguments["scaling"]
-            if way.exact:
+            if way.artifact is None:
                 ranks = exact_ranks(query[0], key[0], scaling, way.below_best)
             elif way.below_best:
+                layer, method = way.artifact.layers[module.layer_idx], ranking_defaults(way.artifact)
                 scores, scale, gain = code_scores(query[0], key[0], layer, method)
                 logit = (GAIN_UNIT if gain else 1) / (scale * scaling)
                 ranks = below_best(scores.float(), logit[..., None, None])
             else:
+                layer, method = way.artifact.layers[module.layer_idx], ranking_defaults(way.artifact)
                 ranks = code_ranks(query[0], key[0], layer, method, scaling)
             kept = best(ranks, counts(way.rules[module.layer_idx], key.shape[2], key.shape[1]))
             return attention(query[0], key[0], value[0], kept, scaling).to(query.dtype)

@@ -82,8 +82,15 @@ class Recorder(TorchDispatchMode):
 
 
 def main() -> None:
-    arguments = report.make_parser(__doc__).parse_args()
-    steps = [step(length, by_head) for length in ([2048] if arguments.tiny else LENGTHS) for by_head in (False, True)]
+    parser = report.make_parser(__doc__)
+    parser.add_argument("--nibbles", action="store_true", help="codes of nibbles instead of signs")
+    arguments = parser.parse_args()
+    nibbles = arguments.nibbles
+    steps = [
+        step(length, by_head, nibbles)
+        for length in ([2048] if arguments.tiny else LENGTHS)
+        for by_head in (False, True)
+    ]
     for each in steps:
         for row in each["launches"]:
             print(f"{row['microseconds']:8.2f} us  {row['least_microseconds']:8.2f} with free loads  {row['kernel']}")
@@ -93,23 +100,16 @@ def main() -> None:
         )
     for note in sorted({note for each in steps for row in each["launches"] for note in row["notes"]}):
         print(f"warning: {note}", file=sys.stderr)
-    shape = {
-        "kv_heads": KV_HEADS,
-        "group": GROUP,
-        "head_dim": DIM,
-        "bits": BITS,
-        "nibbles": True,
-        "batch": 1,
-        "dtype": "bfloat16",
-    }
+    shape = {"kv_heads": KV_HEADS, "group": GROUP, "head_dim": DIM, "bits": BITS, "batch": 1, "dtype": "bfloat16"}
+    shape |= {"nibbles": True} if nibbles else {}
     result = {"model": "H100, not measured", "constants": CONSTANTS, "shape": shape, "steps": steps}
     report.keep(arguments.output, report.about() | result)
 
 
-def step(tokens: int, by_head: bool) -> dict[str, Any]:
+def step(tokens: int, by_head: bool, nibbles: bool) -> dict[str, Any]:
     """All launches of a step, and sums of them."""
     rules = Rules(BUDGET, shares=2 * LEVELS * (tuple(round(UNIT * each) for each in UNEVEN),) if by_head else None)
-    recorder = record(tokens, rules)
+    recorder = record(tokens, rules, nibbles)
     launches = [each for each in recorder.events if not isinstance(each, str)]
     operations = [each for each in recorder.events if isinstance(each, str)]
     costs = [cost(each, tokens, KV_HEADS, *reached(each, recorder), working(each, tokens, rules)) for each in launches]
@@ -151,7 +151,7 @@ def working(launch: Any, tokens: int, rules: Rules) -> float:
     return blocks / (launch.grid[0] * launch.grid[1])
 
 
-def record(tokens: int, rules: Rules) -> Recorder:
+def record(tokens: int, rules: Rules, nibbles: bool) -> Recorder:
     """A step at the last place of a cache that has just enough room."""
     recorder = Recorder()
     # Compile for 9.0, and let every call of the backends' dispatch reach the kernels' pipeline.
@@ -161,7 +161,7 @@ def record(tokens: int, rules: Rules) -> Recorder:
     dispatch._load = lambda name: served  # type: ignore[assignment]
     k = rules.count(tokens)
     clock = Clock(torch.tensor([tokens - 1]), torch.full((1, tokens), k), None, k, tokens, stepping=True)
-    static = StaticLayer(_layer(tokens, rules), clock, chooses=True)
+    static = StaticLayer(_layer(tokens, rules, nibbles), clock, chooses=True)
     clock.share_out([static])
     clock.tick()
     new = [torch.zeros(1, KV_HEADS, 1, DIM, dtype=DTYPE) for _ in range(2)]
@@ -174,13 +174,13 @@ def record(tokens: int, rules: Rules) -> Recorder:
     return recorder
 
 
-def _layer(tokens: int, rules: Rules) -> BPCLayer:
+def _layer(tokens: int, rules: Rules, nibbles: bool) -> BPCLayer:
     """With the metric and the mean of a calibration, and buffers whose memory is never touched."""
     room = (1, KV_HEADS, tokens)
     config = LlamaConfig(num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS, head_dim=DIM)
     layer = BPCLayer(0, rules, Common(describe(config)), None)
-    projection, metric = torch.randn(KV_HEADS, 4 * BITS, DIM), torch.eye(DIM).repeat(KV_HEADS, 1, 1)
-    layer.codebook = make_codebook(projection, DTYPE, metric=metric, mean=torch.zeros(KV_HEADS, DIM), nibbles=True)
+    projection, metric = torch.randn(KV_HEADS, BITS * (4 if nibbles else 1), DIM), torch.eye(DIM).repeat(KV_HEADS, 1, 1)
+    layer.codebook = make_codebook(projection, DTYPE, metric=metric, mean=torch.zeros(KV_HEADS, DIM), nibbles=nibbles)
     layer.serve = lambda module: None  # type: ignore[method-assign]
     layer.buffers = {
         "keys": torch.empty(*room, DIM, dtype=DTYPE),

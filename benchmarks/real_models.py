@@ -38,7 +38,7 @@ HIDDEN = re.compile(r"<(head|script|style|nav)\b.*?</\1>|<[!?].*?>", re.DOTALL)
 KINDS = ("prose", "code")
 TINY_LENGTHS = (256, 512)
 # The options of `bpc calibrate` that make each artifact, the default first.
-PROJECTIONS = {"bpc": (), "paper": ("--method", "paper")}
+PROJECTIONS = {"bpc": (), "nibbles": ("--method", "nibbles"), "paper": ("--method", "paper")}
 
 
 # Of each model: its name; tokens per prompt (SmolLM2's limit is 8,192); and a GGUF file with its SHA-256 in packages of

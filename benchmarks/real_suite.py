@@ -70,7 +70,7 @@ def defaults(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def shares(subject: Subject, settings: Settings) -> list[Row]:
-    """The exact best tokens and BPC: shares by head and equal ones, both group rules; each text in one forced pass."""
+    """The exact best tokens and codes: shares by head and equal ones, both group rules; a forced pass for each text."""
     from forced_pass import TOKENS, Way, divergences
 
     from bpc_artifacts import load
@@ -79,16 +79,15 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
     from bpc_calib.text.corpora import open_corpora
     from bpc_calib.text.samples import draw_samples
 
-    (model, tokenizer), artifact = opened(subject), load(subject.artifact("bpc"))
-    by_head, rows = shares_of(artifact, list(artifact.layers)), []
-    cases = {}
-    kinds = product(settings["budgets"], ("oracle", "bpc"), (False, True), (False, True))
-    for budget, method, equal, below_best in kinds:
-        rules = {
-            layer: Rules(budget, min_tokens=1, shares=None if equal else by_head.get(layer))
-            for layer in artifact.layers
-        }
-        cases[budget, method, equal, below_best] = Way(method == "oracle", below_best, rules)
+    (model, tokenizer), rows, cases = opened(subject), [], {}
+    artifacts = {name: load(subject.artifact(name)) for name in settings["methods"] if name != "oracle"}
+    layers = list(artifacts["bpc"].layers)
+    for budget, method, equal, below_best in product(
+        settings["budgets"], settings["methods"], (False, True), (False, True)
+    ):
+        by_head = {} if equal else shares_of(artifacts.get(method, artifacts["bpc"]), layers)
+        rules = {layer: Rules(budget, min_tokens=1, shares=by_head.get(layer)) for layer in layers}
+        cases[budget, method, equal, below_best] = Way(artifacts.get(method), below_best, rules)
     for length, texts_of in zip(subject.lengths, settings["texts_by_length"], strict=False):
         corpora = open_corpora(subject.corpora("held-out"))
         about = {"samples": texts_of, "sequence_length": length, "seed": 0}
@@ -96,7 +95,7 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
         found = []
         for done, text in enumerate(texts):
             say(f"  text {done + 1} of {len(texts)}, {length:,} tokens")
-            found.append(divergences(model, artifact, text, cases))
+            found.append(divergences(model, text, cases))
         for case in cases:
             names = dict(zip(("budget", "method", "equal_shares", "below_best"), case, strict=True))
             rows.append(
@@ -222,7 +221,12 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
         partial(on_text, methods=None, lengths=slice(1), paper=True), {"budgets": [0.02], "forced": 64, "texts": 4},
     ),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "shares": (shares, {"budgets": [0.05, 0.02, 0.01, 0.005], "texts_by_length": [16, 4]}),
+    "shares": (
+        shares, {"methods": ["oracle", "bpc"], "budgets": [0.05, 0.02, 0.01, 0.005], "texts_by_length": [16, 4]},
+    ),
+    "nibbles": (
+        shares, {"methods": ["oracle", "bpc", "nibbles"], "budgets": [0.02, 0.005], "texts_by_length": [16, 4]},
+    ),
     "answers": (answers, {"tasks": ["needle", "single"], "budgets": [0.02, 0.005, 0.0025], "prompts": 150}),
     "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (generate, {"lengths": [2048, 4096, 8192], "new": 64}),

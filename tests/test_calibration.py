@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, decompose, describe, make_plan
+from bpc_calib.backends.dispatch import find
 from bpc_calib.calibration.plan import held_out_samples
 from bpc_calib.calibration.positions import early_keys, first_positions, key_positions, shift_offsets, spread_keys
 from bpc_calib.calibration.projecting import fit_layers
 from bpc_calib.method.fitting import fit, mean_key, residual_norms
 from bpc_calib.method.metric import query_metric
+from bpc_calib.method.nibble_fitting import fit_nibbles, nibble_residuals
 from bpc_calib.models.observation import observing
 
 
@@ -136,7 +138,7 @@ def test_the_artifact_records_its_settings(made, tmp_path):
     assert load(tmp_path / "a.safetensors").metadata["model"]["model_type"] == "llama"
 
 
-@pytest.mark.parametrize("method", ["paper", "score-aware"])
+@pytest.mark.parametrize("method", ["paper", "score-aware", "nibbles"])
 def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
     from bpc_calib.text.corpora import open_corpus
     from bpc_calib.text.samples import draw_samples
@@ -170,14 +172,22 @@ def test_projections_match_the_collected_keys(method, text_folder, tmp_path):
             assert held.mean is None
         else:
             metric = query_metric(moments[layer], 0.25)
-            found = fit(keys[layer], 32, rounds=6, metric=metric, mean=mean_key(keys[layer]), generator=generator)
+            about = {"metric": metric, "mean": mean_key(keys[layer])}
+            if held.nibbles:
+                found = fit_nibbles(
+                    keys[layer], 32, rounds=8, encode=find(keys[layer].unsqueeze(0)).encode_with, **about
+                )
+            else:
+                found = fit(keys[layer], 32, rounds=6, generator=generator, **about)
             assert np.array_equal(held.metric, metric.numpy())
             assert np.array_equal(held.mean, found.mean.numpy())
         assert np.array_equal(held.projection, found.projection.numpy())
         relative = found.residual_norms / found.residual_norms[:, :1]
         np.testing.assert_allclose(held.residual, relative.numpy(), rtol=1e-6)
+        assert held.nibbles == (method == "nibbles")
         mean = None if paper else found.mean
-        measured = residual_norms(aside[layer], found.projection, metric=None if paper else metric, mean=mean)
+        measure = nibble_residuals if held.nibbles else residual_norms
+        measured = measure(aside[layer], found.projection, metric=None if paper else metric, mean=mean)
         assert held_out["residual_by_head"][str(layer)] == (measured[:, -1] / measured[:, 0]).tolist()
 
 
@@ -208,19 +218,22 @@ def test_the_mean_is_that_of_early_positions(text_folder, monkeypatch):
         assert abs(keys.double().mean(1) - mean).max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_seed_returns_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "method"), [(torch.float32, "score-aware"), (torch.bfloat16, "score-aware"), (torch.float32, "nibbles")]
+)
+def test_the_same_seed_returns_the_same_bytes_with_one_or_two_threads(text_folder, tmp_path, dtype, method):
+    about = {"corpora": [str(text_folder)], "samples": 4, "bits": 64, "method": method}
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             model = tiny.model("qwen3", hidden_size=64).to(dtype)
-            artifact = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64)
+            artifact = tiny.calibrated(model, tiny.tokenizer(), **about)
             save(artifact, tmp_path / f"{count}.safetensors")
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "2.safetensors").read_bytes()
-    other = tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=4, bits=64, seed=1)
+    other = tiny.calibrated(model, tiny.tokenizer(), **about, seed=1)
     assert not np.array_equal(other.layers[0].projection, artifact.layers[0].projection)
 
 
@@ -314,7 +327,7 @@ def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):
         ({"samples": 2.5}, "samples must be at least 1, not 2.5"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"seed": 1 << 63}, "seed must be at least 0 and below 2"),
-        ({"method": "magic"}, "unknown method 'magic': known are score-aware, paper"),
+        ({"method": "magic"}, "unknown method 'magic': known are score-aware, nibbles, paper"),
     ],
 )
 def test_arguments_out_of_range(arguments, message):

@@ -121,7 +121,7 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device)
 
-    vectors, root = 0.3 * normal(shape.kv_heads, 4 * BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
+    projection, root = 0.3 * normal(shape.kv_heads, BITS, dim), normal(shape.kv_heads, 2 * dim, dim)
     mean = 0.1 * normal(shape.kv_heads, dim)
     cached, tokens = (sets.codes, *heads, room(shape.tokens)), shape.tokens
     dense = (sets.keys, *cached[1:], dim)
@@ -139,7 +139,7 @@ def make(shape: LayerShape, sets: Sets, device: torch.device) -> LayerInputs:
     pairs = [(i % sets.keys, i % sets.codes) for i in range(max(sets.keys, sets.codes))]
     return LayerInputs(
         query=query,
-        codebook=make_codebook(vectors, dtype, metric=root.mT @ root / (2 * dim), mean=mean, nibbles=True),
+        codebook=make_codebook(projection, dtype, metric=root.mT @ root / (2 * dim), mean=mean),
         rules=Rules(),
         states=[State(keys[i], values[i], codes[j], gains[j]) for i, j in pairs],
     )

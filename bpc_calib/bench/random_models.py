@@ -70,7 +70,7 @@ def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def random_artifact(config: Any) -> ProjectionArtifact:
-    """Random vectors of nibbles with a metric and a mean, as calibration makes them: what they choose means nothing."""
+    """Random projections with a metric and a mean, as calibration makes them: what they choose means nothing."""
     model = describe(config)
     generator = torch.Generator().manual_seed(0)
     heads, dim = model.kv_heads, model.head_dim
@@ -78,11 +78,10 @@ def random_artifact(config: Any) -> ProjectionArtifact:
     for layer in model.full_layers:
         root = torch.randn(heads, 2 * dim, dim, generator=generator)
         layers[layer] = LayerProjection(
-            (0.3 * torch.randn(heads, 256, dim, generator=generator)).numpy(),
-            torch.zeros(heads, 17).numpy(),
-            nibbles=True,
+            (0.3 * torch.randn(heads, 64, dim, generator=generator)).numpy(),
+            torch.zeros(heads, 65).numpy(),
             metric=(root.mT @ root / (2 * dim)).numpy(),
             mean=(0.1 * torch.randn(heads, dim, generator=generator)).numpy(),
         )
-    made_by = {"name": "score-aware", "bits": 64, "codes": "nibbles", "metric": True, "centred": True}
+    made_by = {"name": "score-aware", "bits": 64, "metric": True, "centred": True}
     return ProjectionArtifact(layers, {"model": model.metadata(), "algorithm": made_by})
