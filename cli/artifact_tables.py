@@ -53,7 +53,7 @@ def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
         "heads": heads_text(model["kv_heads"], model["query_heads"], model["head_dim"]),
         "RoPE": str(model["rope"] or "none"),
         "method": ", ".join([f"{algorithm['name']}, {steps}", *extras]),
-        "codes": f"{algorithm['bits']} bits per key, {'nibbles' if nibbles else 'signs'}",
+        "codes": f"{algorithm['bits']} bits per key{', nibbles' * nibbles}",
         "position shift": "on" if algorithm["position_shift"] else "off",
         "seed": str(algorithm["seed"]),
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens, "
