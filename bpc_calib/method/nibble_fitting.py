@@ -4,7 +4,8 @@ A round encodes the keys and takes the vectors that are best for these codes, al
 Lower running time and higher recall in multi-codebook quantization", 2018).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -122,9 +123,20 @@ def _least_squares(found: Products, vectors: Tensor) -> Tensor:
     """
     count = found.squares.diagonal(dim1=-2, dim2=-1).sum(-1) / (vectors.shape[-2] // NIBBLE)
     pull = PULL * count[:, None, None].expand(-1, vectors.shape[-2], 1)
-    return torch.linalg.solve(
-        found.squares + torch.diag_embed(pull[..., 0]), found.cross + pull * vectors.double()
-    ).float()
+    with _one_thread():
+        root = torch.linalg.cholesky(found.squares + torch.diag_embed(pull[..., 0]))
+        return torch.cholesky_solve(found.cross + pull * vectors.double(), root).float()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """So that the number of threads of a CPU changes no bit: LAPACK divides large matrices among them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _nearest(points: Tensor, means: Tensor) -> Tensor:
