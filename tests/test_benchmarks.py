@@ -63,9 +63,9 @@ def test_a_forced_pass_loses_what_decoding_loses():
     by_head = shares_of(artifact, list(artifact.layers))
     rules = {layer: Rules(0.1, min_tokens=1, shares=shares) for layer, shares in by_head.items()}
     everything = {layer: Rules(1.0) for layer in by_head}
-    ways = {"bpc": (False, False, rules), "oracle": (True, False, rules), "all": (False, True, everything)}
+    ways = {"bpc": (artifact, False, rules), "oracle": (None, False, rules), "all": (artifact, True, everything)}
     cases = {name: forced_pass.Way(*way) for name, way in ways.items()}
-    found = forced_pass.divergences(model, artifact, ids, cases)
+    found = forced_pass.divergences(model, ids, cases)
     assert found["all"] < 1e-6
     enable(model)
     prefix, rest = prefill(model, ids[None, : -forced_pass.TOKENS]), ids[None, -forced_pass.TOKENS :]
