@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bpc_artifacts import ProjectionArtifact
+from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib.calibration.needs import TOKENS, code_ranks, code_scores, visible
 from bpc_calib.compat import with_cache
 from bpc_calib.method.encoded import GAIN_UNIT
@@ -66,14 +66,9 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
             scaling = arguments["scaling"]
             if way.artifact is None:
                 ranks = exact_ranks(query[0], key[0], scaling, way.below_best)
-            elif way.below_best:
-                layer, method = way.artifact.layers[module.layer_idx], ranking_defaults(way.artifact)
-                scores, scale, gain = code_scores(query[0], key[0], layer, method)
-                logit = (GAIN_UNIT if gain else 1) / (scale * scaling)
-                ranks = below_best(scores.float(), logit[..., None, None])
             else:
                 layer, method = way.artifact.layers[module.layer_idx], ranking_defaults(way.artifact)
-                ranks = code_ranks(query[0], key[0], layer, method, scaling)
+                ranks = ranks_of_codes(query[0], key[0], layer, method, scaling, way.below_best)
             kept = best(ranks, counts(way.rules[module.layer_idx], key.shape[2], key.shape[1]))
             return attention(query[0], key[0], value[0], kept, scaling).to(query.dtype)
 
@@ -85,6 +80,17 @@ def counts(rules: Rules, length: int, kv_heads: int) -> Tensor:
     """Return how many tokens each KV head of the newest queries attends to: int64 `[H_KV, TOKENS]`."""
     lengths = range(length - TOKENS + 1, length + 1)
     return torch.tensor([rules.by_head(rules.count(each), each) for each in lengths]).mT.expand(kv_heads, -1)
+
+
+def ranks_of_codes(
+    query: Tensor, key: Tensor, layer: LayerProjection, method: Mapping[str, Any], scaling: float, old: bool
+) -> Tensor:
+    """Return `code_ranks`, or with the `old` rule distances below a head's best score."""
+    if not old:
+        return code_ranks(query, key, layer, method, scaling)
+    scores, scale, gain = code_scores(query, key, layer, method)
+    logit = (GAIN_UNIT if gain else 1) / (scale * scaling)
+    return below_best(scores.float(), logit[..., None, None])
 
 
 def exact_ranks(query: Tensor, key: Tensor, scaling: float, below: bool) -> Tensor:

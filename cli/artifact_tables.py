@@ -44,8 +44,7 @@ def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
     extras = [name for name, on in (("query metric", algorithm["metric"]), ("centred", algorithm["centred"])) if on]
     if algorithm["least_squares"]:
         extras.append(f"{algorithm['least_squares']} least-squares rounds")
-    nibbles = algorithm.get("codes") == "nibbles"
-    steps = f"{algorithm['iterations']} steps per {'nibble' if nibbles else 'bit'}"
+    steps = f"{algorithm['iterations']} steps per {'nibble' if artifact.nibbles else 'bit'}"
     return {
         "format": f"version {metadata['format_version']}, written by bpc {metadata['bpc_version']}, checks passed",
         "model": f"{model['id']}{' at ' + model['revision'] if model['revision'] else ''} ({model['model_type']})",
@@ -53,7 +52,7 @@ def artifact_facts(artifact: "ProjectionArtifact") -> dict[str, str]:
         "heads": heads_text(model["kv_heads"], model["query_heads"], model["head_dim"]),
         "RoPE": str(model["rope"] or "none"),
         "method": ", ".join([f"{algorithm['name']}, {steps}", *extras]),
-        "codes": f"{algorithm['bits']} bits per key{', nibbles' * nibbles}",
+        "codes": f"{algorithm['bits']} bits per key{', nibbles' * artifact.nibbles}",
         "position shift": "on" if algorithm["position_shift"] else "off",
         "seed": str(algorithm["seed"]),
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens, "

@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_artifacts.schema import BITS
 from bpc_calib.errors import InputError
 
-__all__ = ["check_bits", "check_codes", "default_bits", "pack_codes", "unpack_codes"]
+__all__ = ["check_bits", "check_codes", "default_bits", "pack", "pack_codes", "unpack", "unpack_codes"]
 
 
 def check_bits(bits: int) -> None:
@@ -22,12 +22,28 @@ def default_bits(head_dim: int) -> int:
 
 def pack_codes(positive: Tensor) -> Tensor:
     """Pack bool `[..., N, H]`, True for +1, into int64 `[..., N, W]`, `W = ceil(H / 64)`."""
+    return pack(positive.to(torch.int64), 1)
+
+
+def pack(values: Tensor, width: int) -> Tensor:
+    """Pack int64 `[..., N, n]` of so many bits each into words, int64 `[..., N, W]`, the first into the lowest bits."""
     words = []
-    for word in positive.split(64, dim=-1):
-        # A shift by 63 sets the sign bit, and the sum of distinct powers of two is their bitwise OR.
-        shifts = torch.arange(word.shape[-1], device=word.device)
-        words.append((word.to(torch.int64) << shifts).sum(-1))
+    for word in values.split(64 // width, dim=-1):
+        # A shift by 63 sets the sign bit, and the sum of distinct bits is their bitwise OR.
+        shifts = width * torch.arange(word.shape[-1], device=word.device)
+        words.append((word << shifts).sum(-1))
     return torch.stack(words, dim=-1)
+
+
+def unpack(codes: Tensor, bits: int, width: int) -> Tensor:
+    """Unpack codes of `bits` bits, int64 `[..., N, W]`, into int64 `[..., N, bits / width]` of `width` bits each.
+
+    Raises:
+        InputError: the codes are not int64 of that many bits.
+    """
+    check_codes(codes, bits)
+    shifts = torch.arange(0, min(bits, 64), width, device=codes.device)
+    return ((codes.unsqueeze(-1) >> shifts) & ((1 << width) - 1)).flatten(-2)
 
 
 def check_codes(codes: Tensor, bits: int) -> None:
@@ -41,7 +57,4 @@ def check_codes(codes: Tensor, bits: int) -> None:
 
 def unpack_codes(codes: Tensor, bits: int) -> Tensor:
     """Unpack int64 `[..., N, W]` into float32 `[..., N, bits]` of -1 and +1."""
-    check_codes(codes, bits)
-    shifts = torch.arange(min(bits, 64), device=codes.device)
-    ones = (codes.unsqueeze(-1) >> shifts) & 1
-    return ones.flatten(-2).to(torch.float32).mul_(2).sub_(1)
+    return unpack(codes, bits, 1).to(torch.float32).mul_(2).sub_(1)

@@ -1,11 +1,12 @@
 """What hashing returns: codes, errors, and gains as bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["GAIN_MAX", "GAIN_OFFSET", "GAIN_ONE", "GAIN_UNIT", "Encoded", "gain_byte"]
+__all__ = ["GAIN_MAX", "GAIN_OFFSET", "GAIN_ONE", "GAIN_UNIT", "Encoded", "gain_byte", "joined"]
 
 # A gain byte b means the gain (b + GAIN_OFFSET) / GAIN_UNIT, from 0.5 to 4.48.
 GAIN_OFFSET = 32
@@ -21,6 +22,17 @@ class Encoded:
     codes: Tensor  # int64 [..., N, W]
     error: Tensor  # float32 [..., N], |k - u P|, measured in the metric
     gain: Tensor  # uint8 [..., N], (gain + GAIN_OFFSET) / GAIN_UNIT ~ |k|^2 / <k, u P>, measured in the metric
+
+
+def joined(blocks: Sequence[Encoded]) -> Encoded:
+    """Return what hashing all keys returns, from what it returned for blocks of them in order."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return Encoded(
+        codes=torch.cat([block.codes for block in blocks], -2),
+        error=torch.cat([block.error for block in blocks], -1),
+        gain=torch.cat([block.gain for block in blocks], -1),
+    )
 
 
 def gain_byte(squared_norm: Tensor, dot: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from bpc_calib.errors import InputError
 from bpc_calib.method.codebook import Codebook, make_codebook
 from bpc_calib.method.codes import pack_codes
-from bpc_calib.method.encoded import Encoded, gain_byte
+from bpc_calib.method.encoded import Encoded, gain_byte, joined
 from bpc_calib.method.nibbles import encode_nibbles
 
 __all__ = ["encode", "encode_gram", "encode_with", "products"]
@@ -47,12 +47,7 @@ def encode_with(codebook: Codebook, keys: Tensor) -> Encoded:
     with torch.autocast(keys.device.type, enabled=False):
         if not codebook.nibbles:
             return encode_gram(*products(codebook, keys))
-        blocks = [encode_nibbles(*products(codebook, block)) for block in keys.split(BLOCK, -2)]
-        return Encoded(
-            codes=torch.cat([block.codes for block in blocks], -2),
-            error=torch.cat([block.error for block in blocks], -1),
-            gain=torch.cat([block.gain for block in blocks], -1),
-        )
+        return joined([encode_nibbles(*products(codebook, block)) for block in keys.split(BLOCK, -2)])
 
 
 def products(codebook: Codebook, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:

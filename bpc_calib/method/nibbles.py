@@ -7,7 +7,7 @@ the special case in which the vectors of a nibble are `±a ±b ±c ±d`.
 import torch
 from torch import Tensor
 
-from bpc_calib.method.codes import check_codes
+from bpc_calib.method.codes import pack, unpack
 from bpc_calib.method.encoded import Encoded, gain_byte
 
 __all__ = ["BEAM", "NIBBLE", "encode_nibbles", "named", "pack_nibbles", "unpack_nibbles"]
@@ -77,11 +77,7 @@ def named(nibbles: Tensor) -> Tensor:
 
 def pack_nibbles(nibbles: Tensor) -> Tensor:
     """Pack int64 `[..., N, m]` in [0, 16) into codes, int64 `[..., N, W]`: nibble 0 is the lowest of word 0."""
-    words = []
-    for word in nibbles.split(16, dim=-1):
-        shifts = 4 * torch.arange(word.shape[-1], device=word.device)
-        words.append((word << shifts).sum(-1))  # sums of distinct bits: their bitwise OR
-    return torch.stack(words, dim=-1)
+    return pack(nibbles, 4)
 
 
 def unpack_nibbles(codes: Tensor, bits: int) -> Tensor:
@@ -90,6 +86,4 @@ def unpack_nibbles(codes: Tensor, bits: int) -> Tensor:
     Raises:
         InputError: the codes are not int64 of that many bits.
     """
-    check_codes(codes, bits)
-    shifts = 4 * torch.arange(min(bits, 64) // 4, device=codes.device)
-    return ((codes.unsqueeze(-1) >> shifts) & (NIBBLE - 1)).flatten(-2)
+    return unpack(codes, bits, 4)

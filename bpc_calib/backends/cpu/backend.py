@@ -15,7 +15,7 @@ from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.native import ATTEND, ELEMENTS, HASH, PROJECT, SCORE, SELECT, Call, address, library, run
 from bpc_calib.backends.limits import tight, unserved
 from bpc_calib.method.codebook import Codebook
-from bpc_calib.method.encoded import Encoded
+from bpc_calib.method.encoded import Encoded, joined
 from bpc_calib.method.encoding import products
 from bpc_calib.method.nibbles import NIBBLE
 from bpc_calib.method.rules import Rules
@@ -171,13 +171,7 @@ def _encode_many(codebook: Codebook, keys: Tensor) -> Encoded:
         for block in keys.split(BLOCK // 4 if codebook.nibbles else BLOCK, -2):
             scores, gram, norms = products(codebook, block)
             blocks.append(encode_gram(scores, gram, norms) if panels is None else _search(scores, *panels, norms))
-    if len(blocks) == 1:
-        return blocks[0]
-    return Encoded(
-        codes=torch.cat([block.codes for block in blocks], -2),
-        error=torch.cat([block.error for block in blocks], -1),
-        gain=torch.cat([block.gain for block in blocks], -1),
-    )
+    return joined(blocks)
 
 
 def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
