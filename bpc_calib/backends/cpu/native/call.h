@@ -28,7 +28,8 @@
     F(gained)                       /* whether scores count the gain */ \
     F(group)                        /* 0: relative, 1: max */ \
     F(recent) F(sink) F(numerator) F(denominator) \
-    /* Hashing: float32 matrices, but `matrix` may be of the element of the keys; of the first `codebooks` rows; sequences may share those of a KV head. */ \
+    /* Hashing: float32 matrices, but `matrix` may be of the element of the keys; of the first `codebooks` rows; */ \
+    /* sequences may share those of a KV head. */ \
     F(codebooks) \
     F(fresh) F(fresh_b) F(fresh_h) F(fresh_n) F(fresh_tokens)  /* keys without codes */ \
     F(slots) F(first)               /* int64 [fresh_tokens], where their codes go; else from slot `first` on */ \

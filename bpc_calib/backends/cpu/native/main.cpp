@@ -147,6 +147,7 @@ EXPORT void bpc_greedy(int64_t threads, const float *products, const float *norm
 EXPORT void bpc_search(int64_t threads, const float *products, const float *norms, const float *gram,
                        const float *squares, int64_t codebooks, int64_t rows, int64_t tokens, int64_t bits, int64_t *codes,
                        float *errors, uint8_t *gains) {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
     kernels.search(threads, products, norms, gram, squares, codebooks, rows, tokens, bits, codes, errors, gains);
 }
 
