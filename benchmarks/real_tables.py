@@ -8,8 +8,8 @@ from bpc_calib.method.defaults import budget_text
 __all__ = ["PARTS", "TABLES"]
 
 PARTS = (
-    "calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "shares", "answers", "tasks",
-    "generate",
+    "calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "shares", "nibbles",
+    "answers", "tasks", "generate",
 )  # fmt: skip
 LENGTH = 8192  # tokens per prompt of the first table
 HEADLINE = ("full", "oracle", "bpc", "bpc-online", "paper", "random")

@@ -227,7 +227,7 @@ def test_a_finished_part_does_not_run_again_and_a_failed_one_is_named(tmp_path):
     assert real_suite(tmp_path, "--parts", "calibrate").stderr.splitlines()[0] == "calibrate: demo"
     first = (tmp_path / "real_calibrate.json").read_text()
     rows = json.loads(first)["models"]["demo"]["rows"]
-    assert [row["projections"] for row in rows] == ["bpc", "paper"]
+    assert [row["projections"] for row in rows] == ["bpc", "nibbles", "paper"]
     again = real_suite(tmp_path, "--parts", "calibrate")
     assert [line.split()[0] for line in again.stderr.splitlines()] == ["Wrote"]
     assert (tmp_path / "real_calibrate.json").read_text() == first
