@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from bpc_calib.models.description import ModelDescription, describe
     from bpc_calib.models.tensor_parallel import tensor_parallel
     from bpc_calib.runtime.cache import BPCCache
+    from bpc_calib.runtime.compiled_layers import compile_layers
     from bpc_calib.runtime.enabling import disable, enable
     from bpc_calib.runtime.static_steps import static_generate, static_steps
 
@@ -48,6 +49,7 @@ __all__ = [
     "attended",
     "calibrate",
     "codebook_of",
+    "compile_layers",
     "decompose",
     "describe",
     "disable",
@@ -88,6 +90,7 @@ _MODULES = {
     "bpc_calib.models.description": ("ModelDescription", "describe"),
     "bpc_calib.models.tensor_parallel": ("tensor_parallel",),
     "bpc_calib.runtime.cache": ("BPCCache",),
+    "bpc_calib.runtime.compiled_layers": ("compile_layers",),
     "bpc_calib.runtime.enabling": ("disable", "enable"),
     "bpc_calib.runtime.static_steps": ("static_generate", "static_steps"),
 }

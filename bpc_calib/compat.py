@@ -6,7 +6,8 @@ Checked from the oldest supported versions to `NEWEST`. Where a later version no
 
 import functools
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,10 +23,12 @@ __all__ = [
     "attention_name",
     "cache_name",
     "can_set_attention",
+    "compile_program",
     "continued_cache_restarts",
     "copied_heads",
     "eager_attention",
     "gguf_tokenizer_is_wrong",
+    "load_program",
     "read_gguf",
     "set_torch_threads",
     "untested",
@@ -145,6 +148,38 @@ def set_torch_threads(count: int) -> None:
 
     with _needed("torch", "set its number of threads inside vLLM"):
         torch._C.set_num_threads(count)
+
+
+def compile_program(program: Any, file: Path) -> None:
+    """Compile an exported program for the CPU without its weights, and write the code as a file `*.pt2`."""
+    with _needed("torch", "compile layers ahead of time"):
+        from torch._inductor import aoti_compile_and_package
+
+    settings = {
+        "aot_inductor.package_constants_in_so": False,
+        "cpp.dynamic_threads": True,  # as many as torch has when the code runs
+    }
+    aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
+
+
+def load_program(file: Path, weights: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:
+    """Load what `compile_program` wrote; the code reads these weights, of which it needs some, where they are."""
+    with _needed("torch", "load compiled layers"):
+        from torch._inductor import aoti_load_package
+
+        compiled: Any = aoti_load_package(str(file))
+        needed = {name: weights[name] for name in compiled.get_constant_fqns()}
+        compiled.load_constants(needed, check_full_update=True, user_managed=True)
+        run = compiled.loader.boxed_run
+    # A run waits in C++ for that of another thread, and would keep the GIL, which the other needs to call back.
+    alone = threading.Lock()
+
+    def running(inputs: list[Any], held: dict[str, Any] = needed) -> list[Any]:  # the code holds only pointers
+        with alone:
+            found: list[Any] = run(inputs)
+        return found
+
+    return running
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
-from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, SamplingOptions, System
+from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System
 from bpc_cli.prompt import Message, has_template, message, opening_messages, template_tokens
 
 PROMPT = "> "
@@ -42,6 +42,7 @@ def chat(
     attended: CacheOptions,
     sampling: ChatSamplingOptions,
     load: LoadOptions,
+    no_compile: NoCompile = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each turn as one line of JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages except errors.")] = False,
 ) -> None:
@@ -67,6 +68,8 @@ def chat(
     loaded = open_weights(opened, quiet)
     enable(loaded)
     decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
+    if not no_compile:
+        decoding.compile_decoder(loaded, sampling.max_new_tokens, quiet)
     decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
     conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
     _talk(conversation, sampling.max_new_tokens, as_json, quiet)

@@ -11,6 +11,7 @@ from bpc_cli.console import note, printable
 FEW = 4  # tokens of a warm-up
 COUNTED = 64  # steps whose bytes are counted
 SHORT = 64  # tokens of its prompt where no speeds are compared
+COMPILED_FROM = 4096  # steps of one layer: a compilation takes as long as some ten thousand, but only once
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,26 @@ def full_attention(decoder: Decoder) -> Any:
     return BPCCache(decoder.model.config, budget=1.0, dense_layers=()) if decoder.static else None
 
 
+def compile_decoder(model: Any, new: int, quiet: bool) -> None:
+    """Have a model on a CPU decode with compiled layers, if it is to make enough new tokens."""
+    from bpc_calib import BPCError, compile_layers, describe
+
+    if model.device.type != "cpu" or new * describe(model.config).num_layers < COMPILED_FROM:
+        return
+
+    def compiling() -> None:
+        if not quiet:
+            note("Compiling the model's layers for this processor, once: some 10 s (--no-compile goes without)")
+
+    try:
+        compile_layers(model, compiling)
+    except BPCError as fault:
+        if not quiet:
+            note(f"Decoding without compiled layers: {fault}")
+
+
 def warm_up(decoder: Decoder, ids: Any, cache: Any, new: int, *, compare: bool, quiet: bool) -> tuple[Decoder, float]:
-    """Compile what the runs need; return the decoder to use, with CUDA graphs if they work, and the seconds.
+    """Compile what the runs need on a GPU; return the decoder to use, with CUDA graphs if they work, and the seconds.
 
     No figure then includes compilation, and steps that cannot be captured are found before any text is printed.
     `compare`: a run with full attention follows.

@@ -10,7 +10,7 @@ from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
-from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, SamplingOptions
+from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions
 from bpc_cli.prompt import PromptOptions, has_template, read_prompt, tokenize
 from bpc_cli.ranks import joined_ranks
 
@@ -31,6 +31,7 @@ def generate(
     attended: CacheOptions,
     sampling: SamplingOptions,
     load: LoadOptions,
+    no_compile: NoCompile = False,
     compare: Annotated[
         bool,
         typer.Option(
@@ -66,6 +67,8 @@ def generate(
         if templated and not quiet:
             note(f"Sending the prompt in the chat template of {name}; --raw continues it as it is")
         decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
+        if not no_compile:
+            decoding.compile_decoder(loaded, new, quiet)
         decoder, seconds = decoding.warm_up(decoder, ids, cache, new, compare=compare, quiet=quiet)
 
         show = not as_json

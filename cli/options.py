@@ -40,6 +40,10 @@ Artifact = Annotated[
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
 ]
+NoCompile = Annotated[
+    bool,
+    typer.Option("--no-compile", help="On a CPU, decode with the model's layers as they are, not compiled ones."),
+]
 System = Annotated[
     str | None, typer.Option("--system", help="System message: what the model is told before the first message.")
 ]

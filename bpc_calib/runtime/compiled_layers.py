@@ -1,0 +1,262 @@
+"""Compile a model's decoder layers for steps of one token on a CPU, where Python and small operations cost the most.
+
+The machine code has everything of a layer but its attention and its cache. Those stay Python: the code calls back, so
+caches, masks and budgets work as without it. A layer is compiled once for all layers that are alike
+(`bpc_calib.runtime.layer_package`). Each is compared with the plain layer before it is used.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bpc_calib.compat import attention_name, cache_name
+from bpc_calib.errors import InputError, ModelError
+from bpc_calib.models.description import describe
+from bpc_calib.models.observation import observing
+from bpc_calib.runtime.enabling import is_enabled
+from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged
+
+__all__ = ["compile_layers"]
+
+MOST = 3  # compilations of a model: some layers may have no RoPE, or a sliding window
+POSITION = 7  # of the token of the comparison
+# Largest distance of a compiled layer's result, in units of what the layer changes: rounding in other places.
+TOLERANCE = {torch.float32: 1e-3}
+TOLERANCE_16 = 0.03
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Running(threading.local):
+    """The attention of the layer that runs in this thread, and what it raised."""
+
+    attend: Attend | None = None
+    fault: BaseException | None = None
+
+
+_running = _Running()
+# Not `torch.library.custom_op`, whose wrappers cost tens of microseconds per call.
+_library = torch.library.Library("bpc", "FRAGMENT")
+_library.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
+
+
+def _layer_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    try:
+        assert _running.attend is not None
+        return _running.attend(query, key, value).contiguous()
+    except BaseException as fault:  # C++ would turn it into a RuntimeError
+        _running.fault = fault
+        return _like_output(query, key, value)
+
+
+def _like_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1])
+
+
+_library.impl("layer_attention", _layer_attention, "CPU")
+torch.library.register_fake("bpc::layer_attention", _like_output, lib=_library)
+
+
+@dataclass(eq=False)
+class _Layer:
+    """A decoder layer, and one call of it."""
+
+    module: nn.Module
+    attention: Any = None
+    # What its attention module passes to the attention function beside tensors.
+    passed: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the call, beside tensors and the cache
+    inputs: Inputs | None = None
+    output: Any = None
+
+
+def compile_layers(model: Any, compiling: Callable[[], None] = lambda: None) -> None:
+    """Run one-token steps of a model on a CPU through compiled decoder layers, from now on.
+
+    A step of one sequence uses them; batches, passes of several tokens and passes with gradients stay plain. Results
+    differ from plain steps by rounding: products of one row are summed in float32. The first call for a model compiles
+    for 8 to 15 seconds and keeps the code on disk (`packaged`). Layers whose compiled code does not reproduce them
+    stay plain. A second call does nothing. Weights must stay where they are afterwards.
+
+    Args:
+        model: an enabled model (`bpc_calib.enable`) on a CPU.
+        compiling: is called before each compilation.
+
+    Raises:
+        InputError: the model is not enabled.
+        ModelError: the model is not on one CPU, or its layers cannot be compiled; the message says why. The model is
+            then as it was.
+    """
+    if not is_enabled(model):
+        raise InputError("call bpc_calib.enable(model) before compile_layers")
+    layers = _layers(model)
+    if any("forward" in vars(layer.module) for layer in layers):
+        return
+    _check(model)
+    _observe(model, layers)
+    left, made = list(enumerate(layers)), []
+    for _ in range(MOST):
+        if left:
+            (index, first), waiting = left[0], left
+            assert first.inputs is not None
+            with _attending(model, torch.ops.bpc.layer_attention), torch.no_grad():
+                file = packaged(first.module, model.config, first.inputs, first.arguments, index, compiling)
+            found = {at: load_layer(file, layer.module) for at, layer in waiting if _alike(layer, first)}
+            same = {at: run for at, run in found.items() if _reproduces(layers[at], run)}
+            made += [(layers[at], run) for at, run in same.items()]
+            left = [each for each in waiting if each[0] not in same and each[0] != index]
+    if not made:
+        raise ModelError(f"{describe(model.config).id}: compiled layers do not reproduce its layers")
+    for layer, run in made:
+        layer.module.forward = partial(_forward, layer, run, layer.module.forward)
+    _compile_head(model)
+
+
+def _check(model: Any) -> None:
+    name = describe(model.config).id
+    if any(each.device.type != "cpu" for each in model.parameters()):
+        raise ModelError(f"{name} is not on a CPU, and only there its layers are compiled")
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ModelError(f"{name} has weights that are loaded when they are used, so its layers cannot be compiled")
+    if describe(model.config).ranks > 1:
+        raise ModelError(f"{name}: several processes shard it, so its layers cannot be compiled")
+
+
+def _layers(model: Any) -> list[_Layer]:
+    """Return the modules of the longest list that the text model has."""
+    stacks = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
+    return [_Layer(module) for module in max(stacks, key=len, default=())]
+
+
+def _attending(model: Any, attend: Attend) -> Any:
+    """Compute attention like this inside the block."""
+    return observing(model, lambda module, query, key, value, arguments: attend(query, key, value))
+
+
+def _observe(model: Any, layers: list[_Layer]) -> None:
+    """Run one token through the model, with random hidden states and a stand-in for attention, and keep the calls."""
+    owner = {part: layer for layer in layers for part in layer.module.modules()}
+    generator = torch.Generator().manual_seed(0)
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+        if (layer := owner.get(module)) is not None:
+            layer.attention, layer.passed = module, _without_tensors(arguments)
+        return _stand_in(query, key, value)
+
+    def before(layer: _Layer, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if len(given) != 1:
+            raise ModelError(f"{type(module).__name__} takes more than the hidden states, so it cannot be compiled")
+        hidden = torch.randn(given[0].shape, generator=generator).to(given[0].dtype)
+        layer.inputs = (hidden, tuple(named.get("position_embeddings") or ()))
+        layer.arguments = _without_tensors(named)
+        layer.arguments.pop("position_embeddings", None)
+        return (hidden,), named
+
+    def after(layer: _Layer, module: Any, given: tuple[Any, ...], output: Any) -> None:
+        layer.output = output
+
+    hooks: list[Any] = []
+    try:
+        for layer in layers:
+            hooks.append(layer.module.register_forward_pre_hook(partial(before, layer), with_kwargs=True))
+            hooks.append(layer.module.register_forward_hook(partial(after, layer)))
+        with observing(model, attend), torch.no_grad():
+            one = torch.ones(1, 1, dtype=torch.int64)
+            model.base_model(input_ids=one, position_ids=POSITION * one, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if any(layer.attention is None or not isinstance(layer.output, Tensor) for layer in layers):
+        raise ModelError(f"{describe(model.config).id}: its layers cannot be compiled")
+
+
+def _without_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in arguments.items() if isinstance(each, bool | int | float | str)}
+
+
+def _stand_in(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return something of the shape of attention that depends on all three."""
+    group = query.shape[1] // key.shape[1]
+    return (query + (key + value).repeat_interleave(group, 1)).transpose(1, 2)
+
+
+def _alike(layer: _Layer, other: _Layer) -> bool:
+    """Whether the code of one may serve the other: same class, and weights of the same names, shapes and dtypes."""
+
+    def shape(layer: _Layer) -> Any:
+        weights = (*layer.module.named_parameters(), *layer.module.named_buffers())
+        return type(layer.module), [(name, each.shape, each.stride(), each.dtype) for name, each in weights]
+
+    return bool(shape(layer) == shape(other))
+
+
+@torch.no_grad()
+def _reproduces(layer: _Layer, run: Callable[[Inputs], Tensor]) -> bool:
+    assert layer.inputs is not None
+    found = _run(run, layer.inputs, _stand_in).double()
+    plain, hidden = layer.output.double(), layer.inputs[0].double()
+    dtype = layer.output.dtype
+    tolerance = TOLERANCE.get(dtype, TOLERANCE_16)
+    return bool((found - plain).norm() <= tolerance * (plain - hidden).norm() + torch.finfo(dtype).eps * plain.norm())
+
+
+def _run(run: Callable[[Inputs], Tensor], inputs: Inputs, attend: Attend) -> Tensor:
+    before = _running.attend
+    _running.attend = attend
+    try:
+        found = run(inputs)
+        if _running.fault is not None:
+            raise _running.fault
+        return found
+    finally:
+        _running.attend, _running.fault = before, None
+
+
+def _forward(layer: _Layer, run: Callable[[Inputs], Tensor], plain: Any, *given: Any, **named: Any) -> Any:
+    """Stand in for the forward of a decoder layer."""
+    positions = named.get("position_embeddings") or ()
+    tensors = (*given, *positions)
+    assert layer.inputs is not None
+    expected = (layer.inputs[0], *layer.inputs[1])
+    name = attention_name(layer.attention.config)
+    if (
+        torch.is_grad_enabled()
+        or name == "eager"
+        or len(tensors) != len(expected)
+        or any(own.shape != each.shape or own.dtype != each.dtype for own, each in zip(tensors, expected, strict=True))
+    ):
+        return plain(*given, **named)
+    from transformers import AttentionInterface
+
+    function, cache = AttentionInterface()[name], named.get(cache_name())
+    passed = {name: named.get(name, each) for name, each in layer.passed.items()}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if cache is not None:
+            key, value = cache.update(key, value, layer.attention.layer_idx)
+        out: Tensor = function(layer.attention, query, key, value, named.get("attention_mask"), **passed)[0]
+        return out
+
+    return _run(run, (given[0], tuple(positions)), attend)
+
+
+def _compile_head(model: Any) -> None:
+    """Read the weights of the language model's head at the speed of memory, in steps of one token."""
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return
+    plain = head.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or hidden.numel() != hidden.shape[-1]:
+            return plain(hidden)
+        row = torch.mv(head.weight, hidden.reshape(-1))
+        return (row if head.bias is None else row + head.bias).view(*hidden.shape[:-1], -1)
+
+    head.__dict__["forward"] = forward

@@ -1,0 +1,161 @@
+"""A decoder layer as machine code for one new token, compiled once by torch and kept on disk for all that are alike."""
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from bpc_calib import compat
+from bpc_calib.compat import compile_program, load_program
+from bpc_calib.errors import BPCError, ModelError, first_line
+
+__all__ = ["Inputs", "load_layer", "packaged"]
+
+Inputs = tuple[Tensor, tuple[Tensor, ...]]  # hidden states [1, 1, hidden_size], and the position embeddings
+
+
+def packaged(
+    layer: nn.Module,
+    config: Any,
+    inputs: Inputs,
+    arguments: dict[str, Any],
+    index: int,
+    compiling: Callable[[], None],
+) -> Path:
+    """Return the file with the machine code of a decoder layer, compiled now if it is not in the cache folder.
+
+    The file has no weights. It serves this processor, these versions of torch and transformers, and every layer with
+    the same code and shapes. Its folder is `bpc` in `$XDG_CACHE_HOME`, else in `~/.cache`.
+
+    Args:
+        layer: called as `layer(hidden, position_embeddings=(..), **arguments)`.
+        config: of the model.
+        inputs: an example; only the shapes and dtypes count.
+        arguments: neither tensors nor the cache.
+        index: of the layer in its model.
+        compiling: is called before a compilation, which takes some seconds.
+
+    Raises:
+        ModelError: torch cannot compile the layer, or no C++ compiler is installed.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpc"
+    file = folder / f"{_digest(layer, config, inputs, arguments, index)}.pt2"
+    if file.exists():
+        return file
+    compiling()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as unfinished, _quiet():
+            program = torch.export.export(_Called(layer, arguments), inputs, strict=False)
+            made = Path(unfinished) / file.name
+            compile_program(program, made)
+            os.replace(made, file)
+    except BPCError:
+        raise
+    except Exception as fault:  # torch's compiler fails in many ways
+        raise ModelError(f"torch cannot compile the layers of {type(layer).__name__}: {first_line(fault)}") from fault
+    return file
+
+
+def load_layer(file: Path, layer: nn.Module) -> Callable[[Inputs], Tensor]:
+    """Return the compiled function of a layer, which reads the layer's weights where they are.
+
+    Raises:
+        ModelError: the file is damaged or for another layer; it is deleted, so that it is compiled anew.
+    """
+    weights = {f"layer.{name}": each.detach() for name, each in (*layer.named_parameters(), *layer.named_buffers())}
+    try:
+        with _quiet():
+            compiled = load_program(file, weights)
+    except (RuntimeError, KeyError, OSError) as fault:
+        file.unlink(missing_ok=True)
+        raise ModelError(f"{file} cannot be loaded, so it was deleted ({first_line(fault)})") from fault
+
+    def run(inputs: Inputs) -> Tensor:
+        hidden, positions = inputs
+        found: Tensor = compiled([hidden, *positions])[0]
+        return found
+
+    return run
+
+
+class _Called(nn.Module):
+    """A layer as a function of tensors alone."""
+
+    def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer, self.arguments = layer, arguments
+
+    def forward(self, hidden: Tensor, positions: tuple[Tensor, ...]) -> Tensor:
+        named = {"position_embeddings": positions} if positions else {}
+        with _OneRow():
+            found = self.layer(hidden, **named, **self.arguments)
+        if not isinstance(found, Tensor):
+            raise ModelError(f"a layer returned a {type(found).__name__}, not a tensor")
+        return found
+
+
+class _OneRow(TorchFunctionMode):
+    """Inside this block, a linear layer of one row is a sum of products, which the compiler turns into one pass.
+
+    torch's own product of one row reads 16-bit weights at half of the speed of memory.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.nn.functional.linear and not named and given[0].numel() == given[0].shape[-1]:
+            row, weight, *bias = given
+            product = (row.reshape(-1).float() * weight.float()).sum(-1)
+            if bias and bias[0] is not None:
+                product = product + bias[0].float()
+            return product.to(row.dtype).view(*row.shape[:-1], -1)
+        return function(*given, **(named or {}))
+
+
+def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, Any], index: int) -> str:
+    """Return a name for what the machine code depends on."""
+    import transformers
+
+    kind, (hidden, positions) = type(layer), inputs
+    tensors = [("", each) for each in (hidden, *positions)] + [*layer.named_parameters(), *layer.named_buffers()]
+    about = [
+        torch.__version__,
+        transformers.__version__,
+        _processor(),
+        [hashlib.sha256(Path(each).read_bytes()).hexdigest() for each in (__file__, compat.__file__)],
+        f"{kind.__module__}.{kind.__qualname__}",
+        config.to_json_string(use_diff=False),
+        index,
+        repr(sorted(arguments.items())),
+        [(name, list(each.shape), list(each.stride()), str(each.dtype)) for name, each in tensors],
+    ]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """Return what tells processors apart for which the same machine code does not run."""
+    about = [platform.system(), platform.machine(), torch.backends.cpu.get_cpu_capability()]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.exists() else []
+    for name in ("model name", "flags", "Features"):
+        about += [line for line in lines if line.partition(":")[0].strip() == name][:1]
+    return "\n".join(about)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's compiler warns of its own uses of old parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,177 @@
+"""Compiled decoder layers: the same text as plain ones, from the same caches, and what stays plain."""
+
+import re
+import threading
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from transformers import DynamicCache
+
+from bpc_calib import BPCCache, InputError, ModelError, compile_layers, enable
+from bpc_calib.compat import with_cache
+from bpc_calib.runtime import compiled_layers
+
+SPARSE = {"budget": 8, "min_tokens": 8, "dense_layers": ()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    """The cache folder of this module's tests, so that each kind of layer is compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield tmp_path_factory.getbasetemp()
+
+
+def pair(family="llama", **changes):
+    """The same model twice: plain, and with compiled layers."""
+    plain, compiled = (tiny.model(family, **changes) for _ in range(2))
+    for each in (plain, compiled):
+        enable(each)
+    compile_layers(compiled)
+    return plain, compiled
+
+
+def compiled_in(model):
+    return ["forward" in vars(layer) for layer in model.get_decoder().layers]
+
+
+@torch.inference_mode()
+def decoded(model, cache, steps=12, prompt=40, batch=1):
+    """The logits of a prompt and of greedy steps: `[steps + 1, batch, vocab]`."""
+    ids = torch.arange(batch * prompt).reshape(batch, prompt) * 7 % tiny.VOCAB
+    found = []
+    for _ in range(steps + 1):
+        logits = model(ids, **with_cache(cache)).logits[:, -1]
+        found.append(logits)
+        ids = logits.argmax(-1, keepdim=True)
+    return torch.stack(found)
+
+
+def sparse(model):
+    return BPCCache(model.config, tiny.artifact(model.config), **SPARSE)
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm3", "gemma3_text"])
+def test_steps_give_the_same_logits_and_caches(family):
+    plain, compiled = pair(family)
+    assert all(compiled_in(compiled))
+    makes = [lambda model: BPCCache(model.config), lambda model: DynamicCache(config=model.config)]
+    if family != "gemma3_text":  # there a rounding changes which of two tokens is chosen
+        makes.append(sparse)
+    for make in makes:
+        caches = [make(each) for each in (plain, compiled)]
+        expected, found = map(decoded, (plain, compiled), caches)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(found[0], expected[0])  # the prompt runs through plain layers
+        assert not torch.equal(found[1:], expected[1:])  # and steps do not
+        for one, other in zip(*(cache.layers for cache in caches), strict=True):
+            torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_steps_are_as_near_to_float32_as_plain_ones():
+    wide = tiny.model(hidden_size=128, intermediate_size=256)
+    narrow = [tiny.model(hidden_size=128, intermediate_size=256).bfloat16() for _ in range(2)]
+    for each in (wide, *narrow):
+        enable(each)
+    compile_layers(narrow[1])
+    exact, plain, found = (decoded(each, BPCCache(each.config), steps=1)[1].double() for each in (wide, *narrow))
+    assert (found - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+def test_what_is_no_step_of_one_sequence_stays_plain():
+    plain, compiled = pair()
+    both = [decoded(each, sparse(each), batch=2) for each in (plain, compiled)]
+    assert torch.equal(*both)
+    with torch.enable_grad():  # a pass that could be differentiated
+        ids = torch.tensor([[5]])
+        assert torch.equal(plain(ids).logits, compiled(ids).logits)
+        compiled(ids).logits.sum().backward()
+    assert compiled.get_decoder().layers[0].mlp.up_proj.weight.grad is not None
+
+
+def test_the_code_is_compiled_once_and_has_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    told = []
+    for seed in (0, 1):
+        model = tiny.model(seed=seed, hidden_size=64)
+        enable(model)
+        compile_layers(model, partial(told.append, seed))
+        compile_layers(model, partial(told.append, seed))  # does nothing
+    assert told == [0]
+    (file,) = (tmp_path / "bpc").iterdir()
+    assert re.fullmatch(r"[0-9a-f]{32}\.pt2", file.name)
+    assert (tmp_path / "bpc").stat().st_mode & 0o777 == 0o700
+    weight = model.get_decoder().layers[0].mlp.up_proj.weight.detach().numpy().tobytes()
+    assert weight[:64] not in file.read_bytes()
+
+    file.write_bytes(file.read_bytes()[:1000])
+    other = tiny.model(hidden_size=64)
+    enable(other)
+    with pytest.raises(ModelError, match="cannot be loaded, so it was deleted"):
+        compile_layers(other)
+    assert not file.exists()
+    assert not any(compiled_in(other))
+
+
+def test_layers_that_the_code_does_not_reproduce_stay_plain(monkeypatch):
+    model = tiny.model("smollm3")  # one of its three layers has no RoPE
+    enable(model)
+    monkeypatch.setattr(compiled_layers, "MOST", 1)
+    compile_layers(model)
+    assert compiled_in(model) == [True, False, True]
+    torch.testing.assert_close(
+        decoded(model, sparse(model)), decoded(pair("smollm3")[0], sparse(model)), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_an_error_of_a_cache_comes_through():
+    _, compiled = pair()
+    cache = sparse(tiny.model(num_hidden_layers=3, num_attention_heads=2))
+    with pytest.raises(ModelError, match="belongs to another model"):
+        decoded(compiled, cache, prompt=1)
+    decoded(compiled, sparse(compiled))
+
+
+def test_threads_do_not_mix_their_caches():
+    _, compiled = pair()
+    expected = [decoded(compiled, sparse(compiled), prompt=length) for length in (30, 50)]
+    found = [None, None]
+
+    def run(place):
+        for _ in range(5):
+            found[place] = decoded(compiled, sparse(compiled), prompt=(30, 50)[place])
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in (0, 1)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_refusals_are_one_line_and_change_nothing(monkeypatch, tmp_path):
+    model = tiny.model()
+    with pytest.raises(InputError, match=re.escape("call bpc_calib.enable(model) before compile_layers")):
+        compile_layers(model)
+    enable(model)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(ModelError, match="torch cannot compile the layers of LlamaDecoderLayer") as refused:
+        compile_layers(model)
+    assert "\n" not in str(refused.value)
+    assert not any(compiled_in(model))
+    assert "forward" not in vars(model.lm_head)
+    assert not list((tmp_path / "bpc").iterdir())
+
+
+@pytest.mark.slow  # a compilation for each
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_every_family_decodes_the_same(family):
+    plain, compiled = pair(family)
+    assert all(compiled_in(compiled))
+    torch.testing.assert_close(
+        decoded(compiled, BPCCache(plain.config)), decoded(plain, BPCCache(plain.config)), rtol=1e-4, atol=1e-4
+    )
