@@ -44,7 +44,7 @@ def main() -> None:
         hash_choices(method, artifact, count)
         enable(model)
         ids = torch.arange(count).unsqueeze(0) * 7919 % model.config.vocab_size
-        cache = BPCCache(model.config, artifact, dense_layers=(), min_tokens=1)
+        cache = BPCCache(model.config, artifact, dense_layers=(), min_tokens=1, min_context=0)
         tokens = model.generate(ids, **with_cache(cache), max_new_tokens=16, min_new_tokens=16, do_sample=False)
         show(f"{method} generated tokens", tokens)
 

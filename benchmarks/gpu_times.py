@@ -105,7 +105,7 @@ def _through_transformers(tiny: bool) -> Iterator[Row]:
         model = random_model(shape_config("llama-3.1-8b"), torch.bfloat16, device())
     enable(model)
     config, ids = model.config, torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    bpc = BPCCache(config, random_artifact(config), dense_layers=(0,) if tiny else (0, 1))
+    bpc = BPCCache(config, random_artifact(config), dense_layers=(0,) if tiny else (0, 1), min_context=0)
     for name, cache in (("DynamicCache, SDPA", DynamicCache(config=config)), ("BPC", bpc)):
         bench_decode.fill(cache, config, 1, tokens, model.dtype, model.device)
         step = functools.partial(model, ids, **with_cache(cache))

@@ -129,7 +129,7 @@ def tasks(subject: Subject, settings: Settings) -> dict[str, Any]:
 
 
 def generate(subject: Subject, settings: Settings) -> list[Row]:
-    """What `bpc generate --compare` reports after prompts of several lengths."""
+    """What `bpc generate --compare` reports after prompts of several lengths; `plain`: with plain layers."""
     from bpc_calib.models.loading import load_tokenizer
 
     tokenizer, new = load_tokenizer(subject.model), settings["new"]
@@ -139,16 +139,24 @@ def generate(subject: Subject, settings: Settings) -> list[Row]:
     for text in (tokenizer.decode(ids, skip_special_tokens=True) for ids in cut):
         for projections, artifact in (("calibrated", subject.artifact("bpc")), ("online", "online")):
             words = ["--raw", "-m", subject.model, "-a", artifact, "--max-new-tokens", new, "--compare"]
-            found = bpc("generate", *words, prompt=text)
-            full = found["full_attention"]
-            del found["model"], found["artifact"]  # paths
-            for run in (found, full):
-                run.pop("text", None)
-                run["tokens"] = len(run["tokens"])
-            rows.append({"projections": projections} | found)
-            ours, theirs = (run["tokens_per_second"] or 0 for run in (found, full))
-            say(f"{found['prompt_tokens']:,} tokens, {projections}: {ours:.1f} tokens/s, full {theirs:.1f}")
+            found, plain = (compared(words, text) for words in (words, [*words, "--no-compile"]))
+            rows.append({"projections": projections} | found | {"plain": plain})
+            speeds = (found, found["full_attention"], plain, plain["full_attention"])
+            told = ", ".join(f"{run['tokens_per_second'] or 0:.1f}" for run in speeds)
+            say(
+                f"{found['prompt_tokens']:,} tokens, {projections}: {told} tokens/s (BPC, full, both with plain layers)"
+            )
     return rows
+
+
+def compared(words: Sequence[object], prompt: str) -> Row:
+    """What `bpc generate --compare` reports, without the texts and paths."""
+    found = bpc("generate", *words, prompt=prompt)
+    del found["model"], found["artifact"]
+    for run in (found, found["full_attention"]):
+        run.pop("text", None)
+        run["tokens"] = len(run["tokens"])
+    return found
 
 
 def on_text(
@@ -229,7 +237,7 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     ),
     "answers": (answers, {"tasks": ["needle", "single"], "budgets": [0.02, 0.005, 0.0025], "prompts": 150}),
     "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
-    "generate": (generate, {"lengths": [2048, 4096, 8192], "new": 64}),
+    "generate": (generate, {"lengths": [1056, 1568, 2592, 4640, 8192], "new": 240}),
 }  # fmt: skip
 TINY: dict[str, Any] = {  # in place of the settings of these names
     "samples": 4, "sequence_length": 256, "keys_per_head": 256, "budgets": [0.04], "forced": 8, "texts": 2,

@@ -47,21 +47,22 @@ def label(method: str) -> str:
 
 def short(results: Results) -> Lines:
     """What a user of `bpc generate` pays and gets: loss, bytes and speed with its default settings."""
-    heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "KL", "full attention, tokens/s"]
-    yield *heads, "BPC, tokens/s", "speedup"
+    heads = ["model", "prompt, tokens", "projections", "KV bytes read", "loss", "KL", "transformers, tokens/s"]
+    yield *heads, "BPC, tokens/s", "speedup", "with full attention instead"
     for model, found in models(results, "generate").items():
         losses = [row for row in rows_of(results, "defaults", model) if row["needs"] and row["method"] == "bpc"]
-        shortest = min(row["prompt_tokens"] for row in found["rows"])
         for row in found["rows"]:
             prompt, calibrated = row["prompt_tokens"], row["projections"] == "calibrated"
-            if row["tokens"] < 2 or not (calibrated or prompt == shortest):
+            if row["tokens"] < 2 or not calibrated:
                 continue
             # The evaluated lengths include the forced tokens; the prompt leaves room for the new ones.
-            near = [each for each in losses if calibrated and 0.85 < prompt / each["tokens"] <= 1]
+            near = [each for each in losses if row["kv_bytes_share"] < 1 and 0.85 < prompt / each["tokens"] <= 1]
             lost = [spread(near[0][name]) if near else "" for name in ("loss_difference", "kl")]
-            ours, theirs, ratio = _speeds(row)
+            full, ours, _ = _speeds(row)
+            plain = row["plain"]
             share = f"{percent(row['kv_bytes_share'], 0)} %"
-            yield model, prompt, row["projections"], share, *lost, theirs, ours, ratio
+            theirs = _speeds(plain)[0]
+            yield model, prompt, row["projections"], share, *lost, theirs, ours, f"{_gain(row, plain):.2f}", full
             model = ""
 
 
@@ -167,16 +168,20 @@ def tasks(results: Results) -> Lines:
 
 
 def generate(results: Results) -> Lines:
-    """What `bpc generate --compare` prints, on two machines."""
-    heads = ["model", "tokens", "projections", "KV read", "AMX: BPC, tokens/s", "full attention", "speedup"]
-    yield *heads, "no AMX: BPC, tokens/s", "full attention", "speedup"
+    """What `bpc generate --compare` prints, with compiled and with plain layers."""
+    yield (
+        "model", "tokens", "projections", "KV read", "plain layers: full attention, tokens/s", "BPC", "speedup",
+        "compiled layers: full attention", "BPC", "speedup", "with the prompt", "compiled BPC over plain full attention",
+    )  # fmt: skip
     for model, found in models(results, "generate").items():
-        others = by(rows_of(results, "generate_epyc", model), "prompt_tokens", "projections")
         for row in found["rows"]:
-            other = others.get((row["prompt_tokens"], row["projections"]))
+            plain = row["plain"]
             share = "" if row["kv_bytes_share"] is None else f"{percent(row['kv_bytes_share'])} %"
-            speeds = *_speeds(row), *(_speeds(other) if other else ("", "", ""))
-            yield model, row["prompt_tokens"], row["projections"], share, *speeds
+            whole, most = _seconds(row["full_attention"], prompt=True) / _seconds(row, prompt=True), _gain(row, plain)
+            yield (
+                model, row["prompt_tokens"], row["projections"], share, *_speeds(plain), *_speeds(row), f"{whole:.2f}",
+                f"{most:.2f}",
+            )  # fmt: skip
             model = ""
 
 
@@ -224,11 +229,21 @@ def spread(figure: dict[str, float]) -> str:
 
 
 def _speeds(row: Row) -> tuple[str, ...]:
-    """Tokens per second of BPC and of full attention, and the ratio of their work behind the prefill, with hashing."""
-    runs = (row, row["full_attention"])
-    ours, theirs = ((run["prepare_seconds"] + run["decode_seconds"]) / max(1, run["tokens"] - 1) for run in runs)
-    speeds = (f"{run['tokens_per_second'] or 0:.1f}" for run in runs)
-    return *speeds, f"{theirs / ours:.2f}"
+    """Tokens per second of full attention and of BPC, and the ratio of their work behind the prefill, with hashing."""
+    ours, theirs = row, row["full_attention"]
+    speeds = (f"{run['tokens_per_second'] or 0:.1f}" for run in (theirs, ours))
+    return *speeds, f"{_seconds(theirs) / _seconds(ours):.2f}"
+
+
+def _seconds(run: Row, prompt: bool = False) -> float:
+    """Seconds per new token; with the prompt's own."""
+    parts = ("prepare_seconds", "decode_seconds", *(["prefill_seconds"] if prompt else []))
+    return sum(run[part] for part in parts) / max(1, run["tokens"] - 1)
+
+
+def _gain(row: Row, plain: Row) -> float:
+    """How many times faster BPC with compiled layers is than transformers' own full attention."""
+    return _seconds(plain["full_attention"]) / _seconds(row)
 
 
 def _score(row: Row) -> str:

@@ -99,7 +99,7 @@ def _decode_few(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool)
     new, short = min(FEW, new), ids[:, :SHORT]
     # Kernels for a GPU are compiled for sizes, so compared runs need the prompt's own.
     whole = ids if compare and captures(decoder.model.device) else short
-    sparse = BPCCache(decoder.model.config, budget=1, min_tokens=1, dense_layers=())
+    sparse = BPCCache(decoder.model.config, budget=1, min_tokens=1, dense_layers=(), min_context=0)
     for inputs, past in ((short, sparse), (whole, copy.deepcopy(cache)), (whole, full_attention(decoder))):
         decode(decoder, inputs, past, new, show=False, min_new_tokens=new)
 
@@ -214,6 +214,17 @@ def answer_line(run: dict[str, Any]) -> str:
     if run.get("kv_bytes_share") is None:
         return line
     return f"{line}, {run['kv_bytes_share']:.1%} of the KV bytes of full attention"
+
+
+def why_dense(run: dict[str, Any]) -> str | None:
+    """One sentence about an answer whose steps all attended to everything because the context is short, else None."""
+    length, start = run["prompt_tokens"] + len(run["tokens"]), run["min_context"]
+    if length >= start:
+        return None
+    return (
+        f"Every step attended to all tokens: choosing is faster from {start:,} tokens on here, and this context has "
+        f"{length:,} (--min-context 0 always chooses)."
+    )
 
 
 def why_empty(run: dict[str, Any]) -> str | None:

@@ -49,7 +49,7 @@ def doctor(
     if as_json:
         print_json(found)
     else:
-        print_doctor(found, model)
+        print_doctor(found)
 
 
 def _machine(device: str) -> dict[str, Any]:
@@ -92,18 +92,20 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
     """
     import torch
 
+    from bpc_calib.backends.switch_over import sparse_from
     from bpc_calib.method.codes import default_bits
     from bpc_calib.method.rules import default_dense_layers
     from bpc_calib.runtime.bytes_forecast import forecast_bytes
 
     model, weights = opened.description, model_without_weights(opened)
+    token = 2 * model.kv_heads * model.head_dim * weights.dtype.itemsize
     looked_at = _look_at_layers(weights, opened)
     dense = list(default_dense_layers(None, model.num_layers))
     if set(model.full_layers) <= set(dense):  # the defaults would leave no layer to choose in
         dense = []
     reads = []
     for length in LENGTHS:
-        counted = forecast_bytes(opened.config, length, weights.dtype, dense_layers=dense)
+        counted = forecast_bytes(opened.config, length, weights.dtype, dense_layers=dense, min_context=0)
         over = model.context_limit is not None and length > model.context_limit
         reads.append({"tokens": length, "beyond_the_model": over, **vars(counted), "read": counted.read})
     kinds = list(enumerate(model.layer_types))
@@ -123,7 +125,7 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
         "reads": reads,
         "kernels": _kernels(opened, weights.dtype),
         "calibration": _calibration(opened, weights, torch.device(opened.device)),
-        "crossover": None,
+        "sparse_from": sparse_from(token, 1, model.query_heads, torch.device(opened.device)),
     }
 
 
@@ -236,10 +238,10 @@ WIDENED = "long passes compute in float32, the weights stay as they are"
 CUDA = "install it as https://pytorch.org/get-started/locally/ says"
 
 
-def print_doctor(found: dict[str, Any], name: str | None) -> None:
-    """Print everything on about one screen; `name` is what the model was called."""
+def print_doctor(found: dict[str, Any]) -> None:
+    """Print everything on about one screen."""
     if "model" in found:
-        _print_model(found["model"], found["machine"], str(name))
+        _print_model(found["model"], found["machine"])
     _print_machine(found)
     if "model" not in found:
         core = [(name, each["installed"], each["needed"]) for name, each in found["installation"]["core"].items()]
@@ -247,7 +249,7 @@ def print_doctor(found: dict[str, Any], name: str | None) -> None:
     _print_missing(found["installation"]["extras"], found["machine"])
 
 
-def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> None:
+def _print_model(model: dict[str, Any], machine: dict[str, Any]) -> None:
     layers, calibration = model["layers"], model["calibration"]
     kinds = {
         "sparse": "attend to what BPC chooses",
@@ -275,7 +277,7 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any], name: str) -> N
         else "the config alone: some layers do not run without weights; bpc calibrate checks the rest first",
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens: {memory}, "
         f"{size_text(calibration['disk_bytes'])} of disk; the file takes {size_text(calibration['output_bytes'])}",
-        "faster from": f"not measured; measure it: bpc bench -m {name} --crossover",
+        "chooses": f"from {model['sparse_from']:,} tokens on, where that begins to be faster here (--min-context)",
     }
     print_rows(f"{printable(model['id'])} ({printable(model['model_type'])}): BPC serves it", rows)
     parts = {

@@ -77,7 +77,7 @@ def generate(
         ours = decoding.decode(decoder, ids, cache, new, show)
         result = {"model": name, "artifact": artifact, **rules, "device": opened.device, "chat_template": templated}
         result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}
-        result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"]))
+        result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"])) | {"min_context": cache.min_context}
         if compare:
             if show:
                 print("--- full attention ---")
@@ -89,6 +89,8 @@ def generate(
         elif compare:
             print_comparison(result, online)
         if not quiet:
+            if attended.min_context is None and (why := decoding.why_dense(result)) is not None:
+                note(why)
             _note_result(result, model, summarise=not (as_json or compare), template=has_template(tokenizer))
 
 

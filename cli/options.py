@@ -56,11 +56,13 @@ class CacheOptions:
     budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS")] = f"{100 * BUDGET:g}%"
     min_tokens: MinTokens = MIN_TOKENS
     min_context: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Attend to all tokens while the context is shorter than this; bpc bench --crossover finds the value."
+            help="Attend to all tokens while the context is shorter than this; 0 always chooses. Default: the length "
+            "from which choosing is faster here.",
+            metavar="TOKENS",
         ),
-    ] = 0
+    ] = None
     dense_layers: DenseLayers = None
     equal_shares: EqualShares = False
 

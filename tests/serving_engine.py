@@ -39,7 +39,7 @@ with warnings.catch_warnings():
     current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
 
-SETTINGS = {"budget": 0.02, "min_tokens": 8}
+SETTINGS = {"budget": 0.02, "min_tokens": 8, "min_context": 0}
 DENSE = {"min_context": 10**9}
 PAGE = 128  # tokens
 

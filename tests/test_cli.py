@@ -679,6 +679,6 @@ def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):
     assert words[7:] == ["--port", "8080", "--enforce-eager"]
     given = json.loads(words[6])["bpc"]
     assert given == {
-        "artifact": str(made), "budget": 0.05, "min_tokens": 128, "min_context": 0, "dense_layers": None,
+        "artifact": str(made), "budget": 0.05, "min_tokens": 128, "min_context": None, "dense_layers": None,
         "equal_shares": False,
     }  # fmt: skip

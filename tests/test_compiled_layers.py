@@ -158,8 +158,8 @@ def test_refusals_are_one_line_and_change_nothing(monkeypatch, tmp_path):
         compile_layers(model)
     enable(model)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
-    with pytest.raises(ModelError, match="torch cannot compile the layers of LlamaDecoderLayer") as refused:
+    without = torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with without, pytest.raises(ModelError, match="torch cannot compile the layers of LlamaDecoderLayer") as refused:
         compile_layers(model)
     assert "\n" not in str(refused.value)
     assert not any(compiled_in(model))

@@ -42,7 +42,7 @@ def test_a_served_model(bpc, tmp_path, monkeypatch, family, kinds):
     assert found["layers"] == kinds
     assert found["checked"] == ("config" if family == "qwen3_moe" else "layers")  # experts are chosen by values
     assert found["calibration"]["weights_bytes"] == sum(4 * each.numel() for each in tiny.model(family).parameters())
-    assert found["crossover"] is None
+    assert found["sparse_from"] > 1000  # its keys and values are small
     assert [row["beyond_the_model"] for row in found["reads"]] == [False, True]
     # The same counts as those of a cache that holds the tokens.
     model = tiny.model(family)
@@ -67,7 +67,7 @@ def test_the_screen(bpc, tmp_path):
         "1 layers attend to a window, as without BPC: 0",
         "32,768 *",
         "* beyond the model's context",
-        "--crossover",
+        "tokens on, where that begins to be faster here (--min-context)",
         "This machine",
     ):
         assert part in ran.out
@@ -100,7 +100,7 @@ def test_a_calibration_that_does_not_fit_into_memory(bpc, tmp_path):
 def shown(found):
     """The words on the screen."""
     with redirect_stdout(io.StringIO()) as screen:
-        print_doctor(found, "tiny")
+        print_doctor(found)
     return " ".join(screen.getvalue().replace("│", " ").split())
 
 

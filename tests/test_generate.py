@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from bpc_artifacts import save
 from bpc_calib import BPCCache, enable
 from bpc_calib.compat import with_cache
+from bpc_calib.runtime.layers import GrowingLayer
 from bpc_cli.decoding import decode, kv_bytes, make_decoder, why_empty
 from bpc_cli.generate import online_hint, print_comparison, what_to_try
 
@@ -98,6 +99,43 @@ def test_the_bytes_of_many_steps_are_those_of_evenly_spaced_ones(model_folder):
     share = sum(read for read, _ in counted) / sum(full for _, full in counted)
     assert kv_bytes(cache, 300, 1000)["kv_bytes_share"] == pytest.approx(share, rel=1e-3)
     assert kv_bytes(cache, 300, 1) == {"kv_bytes_share": None, "kv_bytes_parts": None}
+
+
+def test_a_short_context_is_attended_whole_and_a_line_says_so(bpc, model_folder, artifact, expected, monkeypatch):
+    monkeypatch.setattr(GrowingLayer, "switch_over", lambda layer, keys: 90)
+    words = ("generate", "-m", model_folder, "-a", artifact, "-p", PROMPT, "--budget", "8", *ALL_SPARSE)
+    ran = bpc(*words, "--max-new-tokens", "20", "--json")
+    made = as_json(ran)
+    assert made["tokens"] == expected(20)
+    assert (made["min_context"], made["kv_bytes_share"]) == (90, 1)
+    length = len(PROMPT) + 21
+    assert (
+        f"Every step attended to all tokens: choosing is faster from 90 tokens on here, and this context has {length} "
+        "(--min-context 0 always chooses)." in ran.err
+    )
+    always = bpc(*words, "--max-new-tokens", "20", "--json", "--min-context", "0")
+    assert as_json(always)["tokens"] != made["tokens"]
+    assert "Every step" not in always.err
+    asked = bpc(*words, "--max-new-tokens", "20", "--json", "--min-context", "90")
+    assert as_json(asked)["tokens"] == made["tokens"]
+    assert "Every step" not in asked.err
+
+
+def test_long_answers_are_decoded_by_compiled_layers(bpc, model_folder, artifact, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("bpc_cli.decoding.COMPILED_FROM", 20)
+    words = ("generate", "-m", model_folder, "-a", artifact, "-p", PROMPT, "--max-new-tokens", "20", "--json")
+    runs = [bpc(*words, *more) for more in ((), (), ("--no-compile",), ("--quiet",))]
+    assert ["Compiling the model's layers" in run.err for run in runs] == [True, False, False, False]
+    assert len(list((tmp_path / "bpc").iterdir())) == 1
+    tokens = [as_json(run)["tokens"] for run in runs]
+    assert tokens == [tokens[0]] * 4  # in float32 their roundings change no token of this answer
+
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+        without = bpc(*words)
+    assert as_json(without)["tokens"] == tokens[0]
+    assert "Decoding without compiled layers: torch cannot compile the layers of LlamaDecoderLayer" in without.err
 
 
 def test_online_is_the_default(bpc, model_folder, expected):

@@ -35,7 +35,7 @@ ROOMS = {
     "sharing": {"errors", "hub", "method", "evaluation"},
 }
 # The only modules of `backends` that other subpackages may import.
-OPEN_BACKENDS = {"dispatch", "limits", "pages"}
+OPEN_BACKENDS = {"dispatch", "limits", "pages", "switch_over"}
 TIMES_STAGES = Path("bench/stages.py")  # times parts of a step, which no backend offers
 # Tables of names that the help of the commands shows; they import none of the large libraries.
 NAMES = {

@@ -86,6 +86,20 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
     assert max(rows) == 3
 
 
+def test_short_requests_stay_vllms_own_unless_asked_for(engine, monkeypatch):
+    prompts = [ids(900), ids(140, seed=1)]
+    engine.use(**DENSE)
+    dense, _ = engine.generate(*prompts)
+    engine.use(min_context=None)
+    with engine.checked(monkeypatch) as counted:
+        assert engine.generate(*prompts)[0] == dense
+    assert not counted.rows
+    engine.use()
+    with engine.checked(monkeypatch) as counted:
+        engine.generate(*prompts)
+    assert counted.rows
+
+
 def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch):
     """Prompts go in by chunks of at most 256 tokens, so decoding steps and chunks share passes."""
     prompts = [ids(length, seed=length) for length in (900, 140, 1500, 300, 650)]

@@ -74,7 +74,7 @@ def decode_rows(
     heads, dim, dtype = description.kv_heads, description.head_dim, model.dtype
     layer = (batch, heads, description.query_heads // heads, tokens, dim)
     best, forms, faults = fastest(layer, dtype, device)
-    cache = BPCCache(model.config, artifact, budget=1.0, dense_layers=dense_layers)
+    cache = BPCCache(model.config, artifact, budget=1.0, dense_layers=dense_layers, min_context=0)
     sparse = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
     with baseline(model, forms[best]) as switch:
         fill(cache, model.config, batch, tokens, dtype, device)

@@ -43,7 +43,7 @@ def prefill_row(
     try:
         for repeat in range(repeats + 1):
             for name, budget in (("full", 1.0), ("bpc", BUDGET)):
-                cache = BPCCache(model.config, artifact, budget=budget, dense_layers=dense_layers)
+                cache = BPCCache(model.config, artifact, budget=budget, dense_layers=dense_layers, min_context=0)
                 synchronize(device)
                 run = functools.partial(model, ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
                 seconds = {name: clock(run, device)}

@@ -63,8 +63,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         gain: whether scores include the gain; None: False for projections of the paper's method, else True.
         bits: code length of online projections; None: 64, or 128 where `head_dim` is more than 128.
         seed: random seed of online projections.
-        min_context: a sequence with fewer real tokens in the cache attends to all of them; `bpc bench --crossover`
-            measures up to which length that is faster.
+        min_context: a sequence with fewer real tokens in the cache attends to all of them; None: up to the length
+            where that is faster (`sparse_from`).
 
     Raises:
         InputError: an argument is out of range.
@@ -84,7 +84,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         min_tokens: int = MIN_TOKENS,
         dense_layers: Sequence[int] | None = None,
         equal_shares: bool = False,
-        min_context: int = 0,
+        min_context: int | None = None,
         bits: int | None = None,
         seed: int = 0,
         **ranking: "Unpack[Ranking]",
@@ -94,7 +94,7 @@ class BPCCache(Cache):  # type: ignore[misc]
             raise TypeError(f"BPCCache got an unexpected argument {min(unknown)!r}")
         model = describe(config)
         rules = Rules(
-            budget=budget, min_tokens=min_tokens, min_context=min_context, **(ranking_defaults(artifact) | given)
+            budget=budget, min_tokens=min_tokens, min_context=min_context or 0, **(ranking_defaults(artifact) | given)
         )
         _check_seed(seed)
         if dense_layers is None:
@@ -111,7 +111,8 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
-            common = Common(model, default_bits(model.head_dim) if bits is None else bits, seed, tuple(sorted(sparse)))
+            own_bits = default_bits(model.head_dim) if bits is None else bits
+            common = Common(model, own_bits, seed, tuple(sorted(sparse)), switches=min_context is None)
             for index in model.full_layers:
                 layers[index] = DenseLayer(rules, common)
                 if index in sparse:
@@ -204,6 +205,11 @@ class BPCCache(Cache):  # type: ignore[misc]
                 "saves nothing: leave out the assistant model, or use prompt_lookup_num_tokens",
                 DRAFTED,
             )
+
+    @property
+    def min_context(self) -> int:
+        """A sequence with fewer real tokens attends to all of them; known after the first tokens, where not given."""
+        return next(int(layer.rules.min_context) for layer in self.layers if isinstance(layer, SparseLayer))
 
     def set_budget(self, budget: float | int) -> None:
         """Change the budget (share or number of tokens) from the next step on."""

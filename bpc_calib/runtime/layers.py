@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import backend, find
+from bpc_calib.backends.switch_over import sparse_from
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
@@ -32,6 +33,7 @@ class Common:
     bits: int = 64  # of the codes of online projections
     seed: int = 0  # of online projections
     layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
+    switches: bool = False  # whether `min_context` is where sparse steps begin to pay
     seen: Seen = field(default_factory=Seen)
 
 
@@ -52,6 +54,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            if self.common.switches:
+                self.rules = replace(self.rules, min_context=self.switch_over(key_states))
         length = self.get_seq_length()
         if length and key_states.shape[0] != self.keys.shape[0]:
             raise InputError(
@@ -61,6 +65,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.append("values", length, value_states)
         self.show(length + key_states.shape[2])
         return self.keys, self.values
+
+    def switch_over(self, keys: Tensor) -> int:
+        """Return from how many tokens choosing pays, for keys `[batch, kv_heads, new, head_dim]`."""
+        (batch, heads, _, dim), model = keys.shape, self.common.model
+        token = 2 * heads * dim * keys.element_size()
+        return sparse_from(token, batch, model.query_heads // model.ranks, keys.device)
 
     def append(self, name: str, length: int, new: Tensor) -> None:
         """Write `[batch, kv_heads, new, ...]` after the first `length` tokens of the named buffer."""

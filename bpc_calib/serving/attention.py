@@ -28,8 +28,9 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
+from bpc_calib.backends.switch_over import IN_VLLM, sparse_from
 from bpc_calib.errors import ModelError
-from bpc_calib.method.rules import spread
+from bpc_calib.method.rules import Rules, spread
 from bpc_calib.method.state import Rows, State
 from bpc_calib.serving.layer import Layer, Split, asked, settings, shares_on, sized
 from bpc_calib.serving.options import Options, read_options
@@ -89,7 +90,8 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             return whole
         requests, starts = common.num_reqs, common.query_start_loc_cpu
         lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
-        k = torch.tensor([settings(options).count(length) for length in lengths.tolist()], dtype=torch.int64)
+        rules = self.rules(options, requests)
+        k = torch.tensor([rules.count(length) for length in lengths.tolist()], dtype=torch.int64)
         chosen = choosing(common, k)
         if not chosen.any():
             return whole
@@ -115,6 +117,17 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             built = super().build(common_prefix_len, rest, fast_build)
             whole.bpc = dataclasses.replace(whole.bpc, others=built, other_tokens=others)
         return whole
+
+    def rules(self, options: Options, requests: int) -> Rules:
+        """Return the rules of a step with so many requests."""
+        found = settings(options)
+        if options.min_context is not None:
+            return found
+        spec = self.kv_cache_spec
+        token = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+        heads = self.vllm_config.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
+        start = sparse_from(token, requests, heads, torch.device("cpu"), IN_VLLM)
+        return dataclasses.replace(found, min_context=start)
 
 
 def choosing(common: CommonAttentionMetadata, k: Tensor) -> Tensor:

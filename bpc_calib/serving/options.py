@@ -31,7 +31,7 @@ class Options:
     artifact: str
     budget: float | int = BUDGET
     min_tokens: int = MIN_TOKENS
-    min_context: int = 0
+    min_context: int | None = None
     dense_layers: tuple[int, ...] | None = None
     equal_shares: bool = False
     recent: int | None = None
@@ -77,7 +77,7 @@ def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
     asked = {name: getattr(options, name) for name in ("recent", "sink", "group")}
     chosen = ranking_defaults(artifact) | {name: value for name, value in asked.items() if value is not None}
     return Rules(
-        budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context,
+        budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context or 0,
         **(chosen | {"safeguard": 0.0}),
     )  # fmt: skip
 

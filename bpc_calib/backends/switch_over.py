@@ -1,0 +1,53 @@
+"""The length from which a step that chooses tokens takes less time than one that attends to all."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["IN_TRANSFORMERS", "IN_VLLM", "Costs", "sparse_from"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What choosing takes on a CPU, as the bytes of keys and values that one thread attends to in that time.
+
+    Measured on two cores (docs/performance.md), rounded up.
+    """
+
+    step: float  # of each layer, shared by the sequences of a step
+    sequence: float
+
+
+IN_TRANSFORMERS = Costs(step=1.15e6, sequence=0.1e6)
+IN_VLLM = Costs(step=1.1e6, sequence=1.0e6)
+SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
+BANDWIDTH = 1e12  # bytes per second of a GPU that does not tell
+
+
+def sparse_from(
+    token: int, sequences: int, query_heads: int, device: torch.device, costs: Costs = IN_TRANSFORMERS
+) -> int:
+    """Return the number of tokens of each sequence from which choosing pays.
+
+    It depends on shapes, the number of torch's threads and the kind of GPU alone, so the same run attends to the same
+    tokens again.
+
+    Args:
+        token: bytes of the keys and values that one layer keeps of a token.
+        sequences: of a step.
+        query_heads: of each sequence.
+        device: of the cache.
+        costs: of choosing on a CPU.
+    """
+    if device.type == "cuda":
+        return int(SECONDS * _bandwidth(device) / (sequences * token))
+    # torch's attention takes one thread for each query head.
+    threads = min(torch.get_num_threads(), sequences * query_heads)
+    return int(threads * (costs.step / sequences + costs.sequence) / token)
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Return the bytes per second that a GPU's memory transfers at most."""
+    about = torch.cuda.get_device_properties(device)
+    clock, width = getattr(about, "memory_clock_rate", 0), getattr(about, "memory_bus_width", 0)  # kHz, bits
+    return 2 * clock * 1e3 * width / 8 or BANDWIDTH

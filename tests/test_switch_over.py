@@ -1,0 +1,82 @@
+"""Where sparse steps begin: the length, and caches that reach it while they decode."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+from bpc_calib import BPCCache, enable
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, IN_VLLM, sparse_from
+from bpc_calib.compat import with_cache
+from bpc_calib.runtime.layers import GrowingLayer
+
+CPU = torch.device("cpu")
+LLAMA = 2 * 8 * 128 * 2  # bytes of a token in a layer of Llama 3.1 8B
+
+
+@pytest.fixture
+def switching(request, monkeypatch):
+    """Caches as users have them; in other tests they choose at every length."""
+    monkeypatch.setattr(GrowingLayer, "switch_over", request.config.switch_over)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_the_length_follows_what_dense_attention_reads(threads):
+    threads(2)
+    assert sparse_from(LLAMA, 1, 32, CPU) == 610
+    assert sparse_from(LLAMA // 4, 1, 32, CPU) == pytest.approx(4 * 610, abs=4)
+    assert sparse_from(LLAMA, 8, 32, CPU) == 119  # sequences share the work that a step takes once
+    assert sparse_from(LLAMA, 1, 1, CPU) == 305  # one query head keeps one thread busy
+    assert sparse_from(LLAMA, 1, 32, CPU, IN_VLLM) > sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS)
+    threads(1)
+    assert sparse_from(LLAMA, 1, 32, CPU) == 305
+
+
+def test_on_a_gpu_it_follows_the_bandwidth(monkeypatch):
+    about = SimpleNamespace(memory_clock_rate=3_201_000, memory_bus_width=6144)  # of an H200, whose memory has 4.8 TB/s
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    assert 32_000 < sparse_from(LLAMA, 1, 32, torch.device("cuda", 0)) < 33_000
+    assert 4_000 < sparse_from(LLAMA, 8, 32, torch.device("cuda", 0)) < 4_125
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert 6_500 < sparse_from(LLAMA, 1, 32, torch.device("cuda", 0)) < 6_700
+
+
+@torch.inference_mode()
+def test_a_cache_attends_to_all_until_choosing_pays(switching, monkeypatch):
+    monkeypatch.setattr("bpc_calib.runtime.layers.sparse_from", lambda *shape: 45)
+    model, ids = tiny.model(), torch.arange(40).unsqueeze(0)
+    enable(model)
+    rules = {"budget": 8, "min_tokens": 8, "dense_layers": ()}
+    caches = [
+        BPCCache(model.config, tiny.artifact(model.config), **rules, min_context=start) for start in (None, 45, 10**9)
+    ]
+    assert [cache.min_context for cache in caches] == [0, 45, 10**9]
+    for step in range(8):
+        logits = [model(ids, **with_cache(cache)).logits[:, -1] for cache in caches]
+        assert torch.equal(logits[0], logits[1])
+        assert torch.equal(logits[0], logits[2]) == (step < 5)
+        codes = {"codes" in layer.buffers for layer in caches[0].layers}
+        assert codes == {step >= 5}  # the prompt is hashed when the first step chooses
+        ids = logits[0].argmax(-1, keepdim=True)
+    assert caches[0].min_context == 45
+    assert caches[0].kv_bytes(44)[0] == caches[0].kv_bytes(44)[1]
+    assert caches[0].kv_bytes(45)[0] < caches[0].kv_bytes(45)[1]
+
+
+@torch.inference_mode()
+def test_a_batch_reaches_it_earlier(switching):
+    model = tiny.model()
+    enable(model)
+    starts = []
+    for rows in (1, 4):
+        cache = BPCCache(model.config, tiny.artifact(model.config))
+        model(torch.ones(rows, 5, dtype=torch.int64), **with_cache(cache))
+        starts.append(cache.min_context)
+    assert 0 < starts[1] < starts[0] / 2
