@@ -171,7 +171,8 @@ def generate(results: Results) -> Lines:
     """What `bpc generate --compare` prints, with compiled and with plain layers."""
     yield (
         "model", "tokens", "projections", "KV read", "plain layers: full attention, tokens/s", "BPC", "speedup",
-        "compiled layers: full attention", "BPC", "speedup", "with the prompt", "compiled BPC over plain full attention",
+        "compiled layers: full attention", "BPC", "speedup", "with the prompt",
+        "BPC over transformers",
     )  # fmt: skip
     for model, found in models(results, "generate").items():
         for row in found["rows"]:

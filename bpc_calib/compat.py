@@ -87,8 +87,11 @@ def with_cache(cache: Any) -> dict[str, Any]:
 
 def attention_name(config: Any) -> str | None:
     """Return the attention implementation of a config: only the private `config._attn_implementation` has it."""
-    with _needed("transformers", "find a model's attention"):
+    try:  # without a `with`, which would cost every layer of every step some microseconds
         name = config._attn_implementation
+    except AttributeError:
+        with _needed("transformers", "find a model's attention"):
+            raise
     return None if name is None else str(name)
 
 

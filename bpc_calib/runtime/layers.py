@@ -202,7 +202,8 @@ class SparseLayer(GrowingLayer):
             self.observe(call.query, call.scaling, torch.arange(length - call.query.shape[2], length))
             return None
         self.scale(call.scaling)
-        rows = self.rows(call)
+        # No sequence is longer than its padded row, so a short cache needs no look at the mask.
+        rows = self.rows(call) if self.get_seq_length() >= self.rules.min_context else None
         if rows is None:
             return None
         out, _ = self.decode(call.grouped(self.keys.shape[1]), rows)
