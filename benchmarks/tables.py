@@ -234,9 +234,28 @@ def fitting_time(results: Results) -> Lines:
         yield about, f"{row['torch_seconds']:.2f} s", f"{row['numba_seconds']:.2f} s", f"{row['speedup']:.1f}"
 
 
+def switch_over(results: Results) -> Lines:
+    """What choosing costs and gains a layer of a step, by the bytes of keys and values."""
+    yield (
+        "shape",
+        "sequences",
+        "threads",
+        "tokens",
+        "MB per layer",
+        "all tokens, ms",
+        "chosen tokens, ms",
+        "gain per layer, us",
+    )
+    for row in results["switch_over"]["rows"]:
+        size = 4 * row["kv_heads"] * row["head_dim"] * row["tokens"] * row["sequences"] / 1e6
+        dense, sparse = (row["milliseconds"][name] for name in ("dense", "sparse"))
+        about = (row[name] for name in ("shape", "sequences", "threads", "tokens"))
+        yield *about, f"{size:.1f}", f"{dense:.2f}", f"{sparse:.2f}", f"{(dense - sparse) / 4 * 1e3:.0f}"
+
+
 TABLES = real_tables.TABLES | made_by(
-    layer, decode, scaling, kernel_cost, gpu_layer, gpu_serving, model_bytes, serving, headline, headline_both,
-    aggregation, key_counts, keys_per_head, calibration_plan, fitting_time,
+    layer, decode, scaling, switch_over, kernel_cost, gpu_layer, gpu_serving, model_bytes, serving, headline,
+    headline_both, aggregation, key_counts, keys_per_head, calibration_plan, fitting_time,
 )  # fmt: skip
 
 

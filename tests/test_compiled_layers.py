@@ -167,6 +167,21 @@ def test_refusals_are_one_line_and_change_nothing(monkeypatch, tmp_path):
     assert not list((tmp_path / "bpc").iterdir())
 
 
+def test_a_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path):
+    model = tiny.model()
+    enable(model)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "bpc").mkdir()
+    (tmp_path / "bpc").chmod(0o777)
+    with pytest.raises(ModelError, match="others may write to it: chmod go-w"):
+        compile_layers(model)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="cannot hold compiled layers"):
+        compile_layers(model)
+    assert not any(compiled_in(model))
+
+
 @pytest.mark.slow  # a compilation for each
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_every_family_decodes_the_same(family):

@@ -46,15 +46,21 @@ def packaged(
         compiling: is called before a compilation, which takes some seconds.
 
     Raises:
-        ModelError: torch cannot compile the layer, or no C++ compiler is installed.
+        ModelError: torch cannot compile the layer, no C++ compiler is installed, or others may write to the folder.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpc"
     file = folder / f"{_digest(layer, config, inputs, arguments, index)}.pt2"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        others = folder.stat().st_mode & 0o022
+    except OSError as fault:
+        raise ModelError(f"{folder} cannot hold compiled layers: {first_line(fault)}") from fault
+    if others:
+        raise ModelError(f"{folder} holds machine code, and others may write to it: chmod go-w {folder}")
     if file.exists():
         return file
     compiling()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as unfinished, _quiet():
             program = torch.export.export(_Called(layer, arguments), inputs, strict=False)
             made = Path(unfinished) / file.name
