@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpc_calib.compat import attention_name, cache_name
+from bpc_calib.compat import attention_name, cache_name, with_cache
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import observing
@@ -129,9 +129,15 @@ def _check(model: Any) -> None:
 
 
 def _layers(model: Any) -> list[_Layer]:
-    """Return the modules of the longest list that the text model has."""
-    stacks = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
-    return [_Layer(module) for module in max(stacks, key=len, default=())]
+    """Return the decoder layers.
+
+    Raises:
+        ModelError: the model keeps them elsewhere than most models.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError(f"{describe(model.config).id} has no list of decoder layers, so they cannot be compiled")
+    return [_Layer(module) for module in layers]
 
 
 def _attending(model: Any, attend: Attend) -> Any:
@@ -141,11 +147,16 @@ def _attending(model: Any, attend: Attend) -> Any:
 
 def _observe(model: Any, layers: list[_Layer]) -> None:
     """Run one token through the model, with random hidden states and a stand-in for attention, and keep the calls."""
+    from transformers import DynamicCache
+
     owner = {part: layer for layer in layers for part in layer.module.modules()}
-    generator = torch.Generator().manual_seed(0)
+    generator, cache = torch.Generator().manual_seed(0), DynamicCache(config=model.config)
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
-        if (layer := owner.get(module)) is not None:
+        cached = cache.layers[module.layer_idx]
+        # Compiled layers cache what they attend to.
+        same = all(map(torch.equal, (cached.keys, cached.values), (key, value)))
+        if (layer := owner.get(module)) is not None and same:
             layer.attention, layer.passed = module, _without_tensors(arguments)
         return _stand_in(query, key, value)
 
@@ -168,7 +179,7 @@ def _observe(model: Any, layers: list[_Layer]) -> None:
             hooks.append(layer.module.register_forward_hook(partial(after, layer)))
         with observing(model, attend), torch.no_grad():
             one = torch.ones(1, 1, dtype=torch.int64)
-            model.base_model(input_ids=one, position_ids=POSITION * one, use_cache=False)
+            model.base_model(input_ids=one, position_ids=POSITION * one, **with_cache(cache), use_cache=True)
     finally:
         for hook in hooks:
             hook.remove()
