@@ -22,7 +22,8 @@ from bpc_calib.models.loading import load_config, load_model, weights_identity
 from bpc_calib.runtime.hashed_layer import BPCLayer
 
 PROMPT, STEPS = 100, 5
-HARD: dict[str, Any] = {"budget": 8, "min_tokens": 1, "dense_layers": ()}  # every layer must choose
+# Every layer must choose, from the first step on.
+HARD: dict[str, Any] = {"budget": 8, "min_tokens": 1, "min_context": 0, "dense_layers": ()}
 
 
 class Noted(BPCLayer):
