@@ -100,6 +100,31 @@ def test_short_requests_stay_vllms_own_unless_asked_for(engine, monkeypatch):
     assert counted.rows
 
 
+def test_tokens_are_hashed_by_the_first_step_that_chooses_among_them(engine, monkeypatch):
+    prompt, hashed = ids(900), []
+    backend = next(layer.impl.backend for layer in engine.attention() if layer.impl.codebook)
+    append = backend.append
+
+    def counted(state, codebook, key, value, at):
+        hashed.append(len(at))
+        append(state, codebook, key, value, at)
+
+    monkeypatch.setattr(backend, "append", counted)
+    engine.use(**DENSE)
+    engine.generate(prompt)
+    assert not hashed
+    engine.config.additional_config["bpc"] |= SETTINGS  # the prompt stays cached, without codes
+    with engine.checked(monkeypatch) as rows:
+        _, (cached,) = engine.generate(prompt)
+        assert cached == 900 // PAGE * PAGE
+        assert rows.rows == 11 * 4
+        assert (max(hashed), sum(hashed)) == (900, 4 * (900 + 11))
+        hashed.clear()
+        engine.generate(prompt, ids(900) + ids(40, seed=2))  # of the first only what is not in whole cached pages
+        tails = 900 % PAGE, 900 % PAGE + 40
+        assert sum(hashed) == 4 * (sum(tails) + 2 * 11)
+
+
 def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch):
     """Prompts go in by chunks of at most 256 tokens, so decoding steps and chunks share passes."""
     prompts = [ids(length, seed=length) for length in (900, 140, 1500, 300, 650)]

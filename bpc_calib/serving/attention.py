@@ -52,6 +52,12 @@ class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
             self.kept = kv_cache, State(flat, flat, *self.codes(kv_cache), packing=lies)
         return self.kept[1]
 
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """As vLLM: the first step that chooses among tokens hashes them (`CPUBuilder`)."""
+        CPUAttentionBackendImpl.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
+
 
 class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
     """A layer over pages that hold the key of a token, and then its value."""
@@ -75,9 +81,10 @@ class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
 
 
 class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Finds BPC's rows of a step, once for all layers that share block tables."""
+    """Finds BPC's rows of a step, once for all layers that share block tables, and their tokens without codes."""
 
     shares: tuple[Options, Tensor | None] | None = None  # of these options (`shares_on`)
+    coded: Tensor = torch.zeros(0, dtype=torch.bool)  # [slots]: whether the token there has codes in every layer
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -88,6 +95,7 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         options = read_options(self.vllm_config)
         if options is None or self.window_size != -1:
             return whole
+        self.overwrite(common.slot_mapping)
         requests, starts = common.num_reqs, common.query_start_loc_cpu
         lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
         rules = self.rules(options, requests)
@@ -97,10 +105,12 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             return whole
         tokens, most = starts[:requests][chosen].long(), int(lengths[chosen].max())
         table, ks = table[:, : -(-most // self.block_size)][chosen].contiguous(), k[chosen]
+        rows = Rows(lengths[chosen].long(), ks.unsqueeze(1), most, int(ks.max()), block_table=table)
+        newest = common.slot_mapping[tokens].long()
         whole.bpc = Split(
-            Rows(lengths[chosen].long(), ks.unsqueeze(1), most, int(ks.max()), block_table=table),
-            slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else tokens,
-        )
+            rows, slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else tokens,
+            newest=newest, older=self.without_codes(rows, newest),
+        )  # fmt: skip
         if self.shares is None or self.shares[0] != options:
             self.shares = options, shares_on(self.vllm_config, options, lengths.device)
         if self.shares[1] is not None:
@@ -117,6 +127,27 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             built = super().build(common_prefix_len, rest, fast_build)
             whole.bpc = dataclasses.replace(whole.bpc, others=built, other_tokens=others)
         return whole
+
+    def overwrite(self, slots: Tensor) -> None:
+        """Forget the codes of slots that get other tokens, integers `[tokens]`; negative ones are padding."""
+        slots = slots[slots >= 0]
+        if slots.numel() and (most := int(slots.max())) >= len(self.coded):
+            self.coded = torch.cat([self.coded, self.coded.new_zeros(2 * (most + 1) - len(self.coded))])
+        self.coded[slots] = False
+
+    def without_codes(self, rows: Rows, newest: Tensor) -> Tensor | None:
+        """Return the slots of the sequences whose tokens have no codes yet, without the `newest`; None: there are none.
+
+        From now on they count as hashed, for this step hashes them in every layer.
+        """
+        assert rows.block_table is not None
+        places, size = torch.arange(rows.longest), self.block_size
+        slots = rows.block_table[:, places // size].long() * size + places % size
+        slots = slots[places < rows.lengths.unsqueeze(1)]
+        self.coded[newest] = True
+        missing = slots[~self.coded[slots]].unique()  # sequences may share pages
+        self.coded[missing] = True
+        return missing if len(missing) else None
 
     def rules(self, options: Options, requests: int) -> Rules:
         """Return the rules of a step with so many requests."""

@@ -16,7 +16,7 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import Rows, State
+from bpc_calib.method.state import Rows, State, read_tokens
 from bpc_calib.models.description import describe, first_head
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
 from bpc_calib.serving.options import (
@@ -30,8 +30,9 @@ from bpc_calib.serving.options import (
     shares,
 )
 
-__all__ = ["Layer", "Split", "asked", "check", "is_hybrid", "settings", "sized"]
+__all__ = ["Layer", "Split", "asked", "check", "is_hybrid", "keys_in", "settings", "sized"]
 
+HASHED_AT_ONCE = 4096  # tokens
 _latest: VllmConfig | None = None  # vLLM asks for the size of pages outside of its current config
 
 
@@ -96,6 +97,8 @@ class Split:
     width: int = 0  # no such `k` is above it
     others: Any = None  # vLLM's metadata of the other requests; None: there are none
     other_tokens: slice | Tensor | None = None  # their rows of the queries
+    newest: Tensor | None = None  # int64 [requests], slots of the tokens to hash first; None: they have codes
+    older: Tensor | None = None  # int64, slots of cached tokens to hash before those; None: there are none
 
 
 def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Tensor | None:
@@ -107,6 +110,13 @@ def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Ten
         return None
     heads = own.heads()
     return torch.tensor([[level[heads] for level in found[index]] for index in sorted(found)], device=device)
+
+
+def keys_in(state: State, slots: Tensor) -> Tensor:
+    """Return the keys in slots of pages, int64 `[T]`: `[1, H_KV, T, D]`."""
+    table = torch.arange(len(state.keys), dtype=torch.int32, device=slots.device).unsqueeze(0)  # a slot is its token
+    rows = Rows(slots.new_tensor([len(table) * state.room]), slots.new_zeros(1, 1), 0, 0, block_table=table)
+    return read_tokens(state, rows, slots.expand(1, state.keys.shape[1], -1))[0]
 
 
 class Layer:
@@ -244,10 +254,16 @@ class Layer:
         grouped = query[split.tokens].unflatten(1, (self.num_kv_heads, -1))
         if grouped.dtype != codebook.projection.dtype:  # of an FP8 cache vLLM quantises the queries, too
             grouped = (grouped.float() * layer._q_scale).to(codebook.projection.dtype)
-        rows = split.rows
+        rows, state = split.rows, self.state(layer, kv_cache)
         if split.k is not None:
             rows = replace(rows, k=split.k[self.nth], width=split.width)
-        found, _ = self.attend(grouped, self.state(layer, kv_cache), rows)
+        if split.older is not None:
+            for slots in split.older.split(HASHED_AT_ONCE):
+                self.backend.append(state, codebook, keys_in(state, slots), None, slots)
+        if split.newest is not None:
+            keys = key[split.tokens].transpose(0, 1).unsqueeze(0)
+            self.backend.append(state, codebook, keys, None, split.newest)
+        found, _ = self.attend(grouped, state, rows)
         output[split.tokens] = found.view(-1, *output.shape[1:])
         return output
 
