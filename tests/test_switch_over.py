@@ -9,6 +9,9 @@ import torch
 from bpc_calib import BPCCache, enable
 from bpc_calib.backends.switch_over import IN_TRANSFORMERS, IN_VLLM, sparse_from
 from bpc_calib.compat import with_cache
+from bpc_calib.evaluation.comparison import make_cache
+from bpc_calib.evaluation.fidelity import probe
+from bpc_calib.evaluation.forcing import prefill
 from bpc_calib.runtime.layers import GrowingLayer
 
 CPU = torch.device("cpu")
@@ -80,3 +83,14 @@ def test_a_batch_reaches_it_earlier(switching):
         model(torch.ones(rows, 5, dtype=torch.int64), **with_cache(cache))
         starts.append(cache.min_context)
     assert 0 < starts[1] < starts[0] / 2
+
+
+@torch.inference_mode()
+def test_what_compares_methods_chooses_at_every_length(switching):
+    model, ids = tiny.model(), torch.ones(1, 5, dtype=torch.int64)
+    enable(model)
+    compared = make_cache("bpc", model.config, tiny.artifact(model.config), 8)
+    for cache in (compared, probe(model.config, {})):
+        model(ids, **with_cache(cache))
+        assert cache.min_context == 0
+    assert prefill(model, ids).min_context == 0

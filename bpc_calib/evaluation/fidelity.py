@@ -128,7 +128,7 @@ def probe(config: Any, caches: Mapping[Any, BPCCache], every: int = 1) -> ProbeC
 
     It measures one step in `every`, the first step first.
     """
-    cache = ProbeCache(config, budget=1.0, dense_layers=())
+    cache = ProbeCache(config, budget=1.0, dense_layers=(), min_context=0)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, ProbeLayer):
             layer.every = every

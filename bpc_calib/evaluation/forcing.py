@@ -57,7 +57,7 @@ class PrefixCache(BPCCache):
 @torch.inference_mode()
 def prefill(model: Any, ids: Tensor) -> PrefixCache:
     """Run `ids` `[batch, prefix]` through an enabled model in one dense step; return the filled cache."""
-    cache = PrefixCache(model.config, budget=1.0, dense_layers=())
+    cache = PrefixCache(model.config, budget=1.0, dense_layers=(), min_context=0)
     model(input_ids=ids, **with_cache(cache), logits_to_keep=1)
     return cache
 
