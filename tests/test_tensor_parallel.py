@@ -230,7 +230,7 @@ def test_four_ranks_choose_and_answer_as_one_process(tmp_path):
 def test_the_command_line_prints_one_answer_the_same_as_one_process(bpc, tmp_path):
     (tmp_path / "prompt.txt").write_text(tiny.prose(300))
     words = ["generate", "-m", "demo", "--dtype", "float32", "--prompt-file", tmp_path / "prompt.txt", "--budget", "8"]
-    words += ["--min-tokens", "1", "--dense-layers", "none", "--max-new-tokens", "12"]
+    words += ["--min-tokens", "1", "--min-context", "0", "--dense-layers", "none", "--max-new-tokens", "12"]
     words += ["--temperature", "0.9"]
     two = torchrun(2, "-m", "bpc_cli", *words)
     assert two.returncode == 0, two.stderr
@@ -245,7 +245,8 @@ def test_two_machines_print_one_answer(bpc, tmp_path):
     """As docs/scaling.md starts them; 127.0.0.1 stands for the first machine."""
     (tmp_path / "prompt.txt").write_text(tiny.prose(300))
     words = ["generate", "-m", "demo", "--dtype", "float32", "--prompt-file", tmp_path / "prompt.txt", "-q"]
-    words += ["--budget", "8", "--min-tokens", "1", "--dense-layers", "none", "--max-new-tokens", "12"]
+    words += ["--budget", "8", "--min-tokens", "1", "--min-context", "0", "--dense-layers", "none"]
+    words += ["--max-new-tokens", "12"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
