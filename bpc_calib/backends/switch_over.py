@@ -19,7 +19,7 @@ class Costs:
 
 
 IN_TRANSFORMERS = Costs(step=1.15e6, sequence=0.1e6)
-IN_VLLM = Costs(step=1.1e6, sequence=1.0e6)
+IN_VLLM = Costs(step=2.9e6, sequence=1.5e6)
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
 BANDWIDTH = 1e12  # bytes per second of a GPU that does not tell
 
