@@ -19,7 +19,7 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import observing
 from bpc_calib.runtime.enabling import is_enabled
-from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged
+from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged, weights_of
 
 __all__ = ["compile_layers"]
 
@@ -201,7 +201,7 @@ def _alike(layer: _Layer, other: _Layer) -> bool:
     """Whether the code of one may serve the other: same class, and weights of the same names, shapes and dtypes."""
 
     def shape(layer: _Layer) -> Any:
-        weights = (*layer.module.named_parameters(), *layer.module.named_buffers())
+        weights = weights_of(layer.module)
         return type(layer.module), [(name, each.shape, each.stride(), each.dtype) for name, each in weights]
 
     return bool(shape(layer) == shape(other))

@@ -19,7 +19,7 @@ from bpc_calib import compat
 from bpc_calib.compat import compile_program, load_program
 from bpc_calib.errors import BPCError, ModelError, first_line
 
-__all__ = ["Inputs", "load_layer", "packaged"]
+__all__ = ["Inputs", "load_layer", "packaged", "weights_of"]
 
 Inputs = tuple[Tensor, tuple[Tensor, ...]]  # hidden states [1, 1, hidden_size], and the position embeddings
 
@@ -79,7 +79,7 @@ def load_layer(file: Path, layer: nn.Module) -> Callable[[Inputs], Tensor]:
     Raises:
         ModelError: the file is damaged or for another layer; it is deleted, so that it is compiled anew.
     """
-    weights = {f"layer.{name}": each.detach() for name, each in (*layer.named_parameters(), *layer.named_buffers())}
+    weights = {f"layer.{name}": each.detach() for name, each in weights_of(layer)}
     try:
         with _quiet():
             compiled = load_program(file, weights)
@@ -93,6 +93,11 @@ def load_layer(file: Path, layer: nn.Module) -> Callable[[Inputs], Tensor]:
         return found
 
     return run
+
+
+def weights_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a layer by name, in its own order."""
+    return [*layer.named_parameters(), *layer.named_buffers()]
 
 
 class _Called(nn.Module):
@@ -134,7 +139,7 @@ def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, 
     import transformers
 
     kind, (hidden, positions) = type(layer), inputs
-    tensors = [("", each) for each in (hidden, *positions)] + [*layer.named_parameters(), *layer.named_buffers()]
+    tensors = [("", each) for each in (hidden, *positions)] + weights_of(layer)
     about = [
         torch.__version__,
         transformers.__version__,

@@ -100,6 +100,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             ModelError: BPC cannot read the mask.
         """
+        if self.get_seq_length() < self.rules.min_context:  # no sequence is longer than its padded row
+            return None
         return self.common.seen.rows_of(call, self.keys, self.counts)
 
     def count(self, length: int) -> int:
@@ -202,8 +204,7 @@ class SparseLayer(GrowingLayer):
             self.observe(call.query, call.scaling, torch.arange(length - call.query.shape[2], length))
             return None
         self.scale(call.scaling)
-        # No sequence is longer than its padded row, so a short cache needs no look at the mask.
-        rows = self.rows(call) if self.get_seq_length() >= self.rules.min_context else None
+        rows = self.rows(call)
         if rows is None:
             return None
         out, _ = self.decode(call.grouped(self.keys.shape[1]), rows)

@@ -115,7 +115,7 @@ def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Ten
 def keys_in(state: State, slots: Tensor) -> Tensor:
     """Return the keys in slots of pages, int64 `[T]`: `[1, H_KV, T, D]`."""
     table = torch.arange(len(state.keys), dtype=torch.int32, device=slots.device).unsqueeze(0)  # a slot is its token
-    rows = Rows(slots.new_tensor([len(table) * state.room]), slots.new_zeros(1, 1), 0, 0, block_table=table)
+    rows = Rows(slots.new_tensor([table.numel() * state.room]), slots.new_zeros(1, 1), 0, 0, block_table=table)
     return read_tokens(state, rows, slots.expand(1, state.keys.shape[1], -1))[0]
 
 
