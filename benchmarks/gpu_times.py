@@ -88,7 +88,9 @@ def _bench(part: str, lengths: Iterable[int], repeats: int, tiny: bool, layers: 
         settings = Settings((part,), lengths=(tokens,), prefill_tokens=40 if tiny else 1 << 15, repeats=repeats)
 
         def run(settings: Settings = settings) -> list[Row]:
-            return [{"what": part, "result": measure.run(settings, config, load, None, torch.bfloat16, device())}]
+            return [
+                {"what": part, "result": measure.run(settings, measure.Subject(config, load, torch.bfloat16, device()))}
+            ]
 
         yield from attempted(f"{part}, {tokens:,} tokens", run)
 

@@ -156,13 +156,32 @@ def set_torch_threads(count: int) -> None:
 def compile_program(program: Any, file: Path) -> None:
     """Compile an exported program for the CPU without its weights, and write the code as a file `*.pt2`."""
     with _needed("torch", "compile layers ahead of time"):
+        import torch
         from torch._inductor import aoti_compile_and_package
 
     settings = {
         "aot_inductor.package_constants_in_so": False,
         "cpp.dynamic_threads": True,  # as many as torch has when the code runs
     }
-    aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
+    with _calling(torch.ops.aten.addmv.default):
+        aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
+
+
+@contextmanager
+def _calling(operator: Any) -> Iterator[None]:
+    """Let compiled code call torch's own kernel of an operator, for which inductor would write a loop."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    table = select_decomp_table()
+    loop = table.pop(operator, None)
+    try:
+        if operator not in lowerings:
+            make_fallback(operator, warn=False, override_decomp=True)
+        yield
+    finally:
+        if loop is not None:
+            table[operator] = loop
 
 
 def load_program(file: Path, weights: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:

@@ -1,14 +1,13 @@
 """`bpc bench`: the speed of BPC on this machine, beside dense attention and the byte floors."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, SHAPES, Settings
-from bpc_calib.method.defaults import DENSE_LAYERS
 from bpc_cli.bench_tables import print_benchmark
 from bpc_cli.command import command
 from bpc_cli.console import fail, print_json, printable, quiet_libraries
@@ -32,7 +31,9 @@ from bpc_cli.result_file import open_result_file
 if TYPE_CHECKING:
     import torch
 
-SHAPE, CPU_LAYERS = "llama-3.1-8b", 4
+    from bpc_calib.bench.measure import Subject
+
+SHAPE = "llama-3.1-8b"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
@@ -56,16 +57,23 @@ class MeasureOptions:
     lengths: Annotated[
         str | None,
         typer.Option(
-            help=f"Tokens cached. Default: {_listed(LENGTHS)} for the layer, {_listed(DECODE_LENGTHS['cpu'])} for "
-            f"decoding (on a GPU {_listed(DECODE_LENGTHS['cuda'])}). --crossover doubles the length up to the longest.",
+            help=f"Tokens cached. Default: {_listed(LENGTHS)}; for decoding on a GPU "
+            f"{_listed(DECODE_LENGTHS['cuda'])}. --crossover doubles the length up to the longest.",
             metavar="TOKENS,...",
         ),
     ] = None
     batch_sizes: Annotated[str, typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...")] = "1"
     budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%"
     dense_layers: Annotated[
-        str, typer.Option(help="Layers that attend to all tokens, such as 0,1; or none.", metavar="LAYERS")
-    ] = _listed(DENSE_LAYERS)
+        str | None,
+        typer.Option(
+            help="Layers that attend to all tokens, such as 0,1; or none. Default: as in bpc generate.",
+            metavar="LAYERS",
+        ),
+    ] = None
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Decode with plain layers. By default they are compiled on a CPU.")
+    ] = False
     prefill_tokens: Annotated[
         int | None,
         typer.Option(
@@ -82,7 +90,8 @@ class MeasureOptions:
             lengths=None if self.lengths is None else parse_counts(self.lengths, "--lengths"),
             batch_sizes=parse_counts(self.batch_sizes, "--batch-sizes"),
             budgets=parse_budgets(self.budgets),
-            dense_layers=parse_layers(self.dense_layers),
+            dense_layers=None if self.dense_layers is None else parse_layers(self.dense_layers),
+            compiled=not self.no_compile,
             prefill_tokens=self.prefill_tokens,
             repeats=self.repeats,
         )
@@ -105,33 +114,45 @@ class BenchModelOptions:
         str | None,
         typer.Option(
             help=f"Shape of a model with random weights: {', '.join(SHAPES)}; or such as 8x128x4 (KV heads, head "
-            f"dimension, query heads per KV head). Default: {SHAPE}. On a CPU it has {CPU_LAYERS} layers.",
+            f"dimension, query heads per KV head). Default: {SHAPE}. On a CPU it has as many layers as memory "
+            "holds, and speeds are those of all layers.",
             metavar="NAME|HEADSxDIMxGROUP",
         ),
     ] = None
 
 
-def open_bench_model(
-    options: BenchModelOptions, load: OneDeviceOptions, quiet: bool
-) -> tuple[Any, "torch.dtype", "torch.device", Callable[[], Any]]:
-    """Read the config of the model, or make that of the shape.
-
-    Returns:
-        The config, the data type, the device, and the function that loads the weights, or makes them at random.
-    """
+def open_subject(options: BenchModelOptions, load: OneDeviceOptions, quiet: bool, settings: Settings) -> "Subject":
+    """Read the config of the model, or make that of the shape, with as many layers as memory holds."""
     import torch
 
+    from bpc_calib.bench.measure import Subject
+
     wanted = None if load.dtype == "auto" else getattr(torch, load.dtype)
+    artifact = None if options.artifact is None else load_artifact(options.artifact)
     if options.model is None:
-        from bpc_calib.bench.random_models import random_model, shape_config
+        from bpc_calib.bench.random_models import random_model
 
         device, dtype = torch.device(pick_device(load.device)), wanted or torch.bfloat16
-        config = shape_config(options.shape or SHAPE, CPU_LAYERS if device.type == "cpu" else None)
-        return config, dtype, device, lambda: random_model(config, dtype, device)
+        config, layers = _shape(options.shape or SHAPE, settings, dtype, device)
+        return Subject(config, lambda: random_model(config, dtype, device), dtype, device, artifact, layers)
     opened = open_model(options.model, load)
     dtype = wanted or getattr(opened.config.get_text_config(decoder=True), "dtype", None) or torch.bfloat16
-    name = str(dtype).removeprefix("torch.")
-    return opened.config, dtype, torch.device(opened.device), lambda: open_weights(opened, quiet, dtype=name)
+    name, device = str(dtype).removeprefix("torch."), torch.device(opened.device)
+    return Subject(opened.config, lambda: open_weights(opened, quiet, dtype=name), dtype, device, artifact)
+
+
+def _shape(name: str, settings: Settings, dtype: "torch.dtype", device: "torch.device") -> tuple[Any, int]:
+    """The config of a shape for this device, and the layers of the whole model."""
+    from bpc_calib.bench.decode import fitting_layers
+    from bpc_calib.bench.random_models import shape_config
+
+    config = shape_config(name)
+    whole = config.num_hidden_layers
+    if device.type == "cpu" and {"decode", "prefill"} & set(settings.parts) and not settings.crossover:
+        longest = max(settings.lengths or DECODE_LENGTHS["cpu"])
+        make = partial(shape_config, name)
+        config = make(fitting_layers(make, whole, max(settings.batch_sizes), longest, dtype))
+    return config, whole
 
 
 @command
@@ -157,20 +178,19 @@ def bench(
     if measured.crossover and measured.parts is not None:
         fail("--crossover takes the place of the parts: leave out --parts")
     quiet_libraries(quiet=quiet, warnings=not quiet)
-    projections = None if subject.artifact is None else load_artifact(subject.artifact)
     write = open_result_file(output, force, frozenset({"settings", "machine"}))
     from bpc_calib.bench.machine import without_folder
     from bpc_calib.bench.measure import check, run
 
-    config, dtype, device, make_model = open_bench_model(subject, load, quiet)
-    check(settings, config, projections)
+    opened = open_subject(subject, load, quiet, settings)
+    check(settings, opened.config, opened.artifact)
     typed = {"command": " ".join(["bpc", *map(without_folder, sys.argv[1:])])}
 
     def keep(result: dict[str, Any]) -> None:
         write(typed | result)
 
     with progress_bar("Benchmarking", quiet) as progress:
-        result = run(settings, config, make_model, projections, dtype, device, progress, keep)
+        result = run(settings, opened, progress, keep)
     if as_json:
         print_json(typed | result)
         return

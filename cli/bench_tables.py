@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from bpc_calib.bench.settings import SHAPES
 from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import print_table, printable
 
@@ -81,20 +80,18 @@ def _print_decoding(found: dict[str, Any], settings: dict[str, Any]) -> None:
     dense = ",".join(map(str, settings["dense_layers"])) or "none"
     for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["batch"] == batch]
-        table = _table("tokens", "attended", "", "tok/s", "spread", "of floor", "/ BPC", "GB")
+        table = _table("tokens", "attended", "stock", "full", "BPC", "BPC/full", "limit", "floor")
         for row in rows:
-            lead = (f"{row['tokens']:,}", f"{row['attended']:,}")
-            forms = {name: each for name, each in row["dense_forms"].items() if each["milliseconds"]}
-            sides = [(_short(name) + " *" * (name == row["full"]["form"]), each) for name, each in forms.items()]
-            for name, side in (*sides, ("BPC", row["bpc"]), ("limit", row["free"])):
-                table.add_row(*lead, name, *_side(side, row["bpc"]["milliseconds"], peak=name != "limit"))
-                lead = ("", "")
-        print_table(f"Decoding with {_model(found)}, dense layers {dense}, batch {batch}", table)
+            sides = [row.get("transformers", {"milliseconds": None}), row["full"], row["bpc"]]
+            speeds = [f"{side['tokens_per_second']:.4g}" if side["milliseconds"] else "-" for side in sides]
+            share = row["bpc"].get("floor_share")
+            ratios = (_ratio(row["times_full"]), _ratio(row["limit_times_full"]), f"{share:.0%}" if share else "-")
+            table.add_row(f"{row['tokens']:,}", f"{row['attended']:,}", *speeds, *ratios)
+        print_table(f"Tokens per second of {_model(found)}, dense layers {dense}, batch {batch}", table)
         for row in rows:
             kept = f"{row['tokens']:,} tokens, {row['attended']:,} attended"
-            if row["limit_reached"]:
-                print(f"{kept}: BPC reaches {row['limit_reached']:.0%} of the limit")
-            for name, side in (*row["dense_forms"].items(), ("BPC", row["bpc"]), ("limit", row["free"])):
+            beside = {name: row[name] for name in ("transformers", "bpc") if name in row}
+            for name, side in (row["dense_forms"] | beside).items():
                 if not side["milliseconds"]:
                     print(f"{kept}, {name}: {printable(side['note'])}")
     _explain_decoding(found, dense)
@@ -102,36 +99,22 @@ def _print_decoding(found: dict[str, Any], settings: dict[str, Any]) -> None:
 
 def _explain_decoding(found: dict[str, Any], dense: str) -> None:
     """What the columns mean, and what to keep in mind."""
-    print("*: the fastest form of full attention")
-    print("/ BPC: time per token, divided by that of BPC")
-    print("limit: what BPC could reach if attention took no time in the sparse layers (Amdahl's law)")
-    whole = SHAPES.get(found["model"], {}).get("num_hidden_layers", found["layers"])
-    if dense != "none" and found["layers"] < whole:
-        print(f"{found['layers']} of {whole} layers, so dense ones weigh more: --dense-layers none leaves them out")
-    print(f"GB: peak memory, {found['peak_memory']}")
+    forms = ", ".join(dict.fromkeys(row["full"]["form"] for row in found["rows"]))
+    print(f"stock: transformers as it is; full: full attention in its fastest form ({forms})")
+    print("limit: what BPC/full would be if only the bytes counted that each must read")
+    print("floor: the share of BPC's time that its bytes take at the measured bandwidth")
+    if any(row["compiled"] for row in found["rows"]):
+        print("full and BPC run compiled layers")
+    if found["layers"] < found["whole_layers"]:
+        print(f"{found['layers']} layers ran; the speeds are those of all {found['whole_layers']}, by time per layer")
+        if dense != "none":
+            print("So dense layers weigh more than in the whole model: --dense-layers none leaves them out")
     if found["experts"]:
-        print("No floor: a step reads only the experts that it needs")
+        print("No limit: a step reads only the experts that it needs")
     if found["projections"] == "random":
         print("Random projections: which tokens are chosen means nothing, and the time does not depend on it")
     if found["positions_beyond_limit"]:
         print("Positions exceed the model's limit, which changes no time")
-
-
-def _short(form: str) -> str:
-    return form.replace(", group folded", "").replace(", softmax, matmul", "")
-
-
-def _side(side: dict[str, Any], ours: float | None, *, peak: bool) -> tuple[str, ...]:
-    if not side["milliseconds"]:
-        return ("-", "", "", "", "")
-    share = "-" if side["floor_share"] is None else f"{side['floor_share']:.0%}"
-    return (
-        f"{side['tokens_per_second']:.4g}",
-        _spread(side["milliseconds"], side),
-        share,
-        _ratio(side["milliseconds"] / ours if ours else None),
-        f"{side['peak_bytes'] / 1e9:.2f}" if peak else "",
-    )
 
 
 def _print_prefill(found: dict[str, Any]) -> None:

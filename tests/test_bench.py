@@ -13,14 +13,23 @@ import torch
 from bpc_calib import BPCError, InputError
 from bpc_calib.backends import dispatch
 from bpc_calib.backends.dispatch import backend
+from bpc_calib.bench import decode, inputs, timing
 from bpc_calib.bench import dense as dense_forms
-from bpc_calib.bench import inputs, timing
 from bpc_calib.bench.crossover import compared, find_crossover
-from bpc_calib.bench.decode import baseline, check_memory, decode_rows, fill, step, total_bytes, weight_bytes_read
+from bpc_calib.bench.decode import (
+    baseline,
+    check_memory,
+    decode_rows,
+    fill,
+    fitting_layers,
+    step,
+    total_bytes,
+    weight_bytes_read,
+)  # fmt: skip
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms
 from bpc_calib.bench.machine import cache_bytes, machine
-from bpc_calib.bench.measure import check, run
+from bpc_calib.bench.measure import Subject, check, run
 from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
 from bpc_calib.bench.settings import SHAPES, Settings
 from bpc_calib.bench.stages import stages_of
@@ -230,9 +239,9 @@ def test_shapes_are_models_that_bpc_serves(name):
     assert len(described.full_layers) == described.num_layers
 
 
-def test_a_shape_with_fewer_layers_has_a_smaller_vocabulary():
+def test_a_shape_may_have_fewer_layers_and_nothing_else_changes():
     config = shape_config("llama-3.1-8b", 4)
-    assert (config.num_hidden_layers, config.intermediate_size, config.vocab_size) == (4, 14336, 128256 * 4 // 32)
+    assert config.to_dict() | {"num_hidden_layers": 32} == shape_config("llama-3.1-8b").to_dict()
     for arguments, fault in (
         (("llama-9",), "unknown shape 'llama-9': the shapes are llama-3.2-1b, "),
         (("qwen3-8b", 37), "layers must be 1 to 36 for qwen3-8b, not 37"),
@@ -253,11 +262,8 @@ def test_the_baseline_of_a_model_is_its_own_attention(family):
     cache = BPCCache(model.config, random_artifact(model.config), budget=1.0, dense_layers=())
     fill(cache, model.config, 2, 50, torch.float32, CPU)
     ids = torch.tensor([[3], [4]])
-    with baseline(model, dense_forms.matmul) as switch:
+    with baseline(model, dense_forms.matmul):
         found = step(model, ids, cache)
-        cache.rewind(50)
-        switch.free = True
-        free = step(model, ids, cache)
     from bpc_calib import disable, enable
 
     plain = BPCCache(model.config, budget=1.0, dense_layers=())
@@ -266,21 +272,68 @@ def test_the_baseline_of_a_model_is_its_own_attention(family):
     expected = step(model, ids, plain)
     disable(model)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(free, expected, atol=1e-2)
     assert model.config._attn_implementation == "sdpa"
 
 
-@torch.inference_mode()
-def test_the_limit_keeps_the_attention_of_dense_layers():
-    model = tiny.model()
-    ids, found = torch.tensor([[3], [4]]), []
-    for attention in (dense_forms.matmul, lambda query, keys, values: torch.zeros_like(query)):
-        cache = BPCCache(model.config, random_artifact(model.config), budget=1.0, dense_layers=(0,))
-        fill(cache, model.config, 2, 50, torch.float32, CPU)
-        with baseline(model, attention) as switch:
-            switch.free = True
-            found.append(step(model, ids, cache))
-    assert not torch.allclose(*found, atol=1e-2)
+def rows_of(artifact=None, model=None, layers=3, **settings):
+    """Time decoding after 300 tokens with a tiny model."""
+    model = tiny.model() if model is None else model
+    settings = Settings(**{"budgets": (0.5,), "dense_layers": (), "repeats": 2, "compiled": False} | settings)
+    return decode_rows(model, artifact or random_artifact(model.config), 1, 300, settings, layers, 1e9)
+
+
+def test_a_model_cut_to_fewer_layers_has_the_bytes_and_times_of_all(monkeypatch):
+    (whole,) = rows_of(model=tiny.model(num_hidden_layers=6), layers=6)
+    monkeypatch.setattr(decode, "clock", lambda run, device: 0.001)
+    (cut,) = rows_of(model=tiny.model(num_hidden_layers=2), layers=6)
+    for side in ("transformers", "full", "bpc"):
+        assert cut[side]["floor"] == pytest.approx(whole[side]["floor"], abs=2e-3)
+        assert cut[side]["milliseconds"] == 1
+
+
+def test_times_grow_by_layer():
+    # 2 of 6 layers: 4 ms without them, 6 ms for the 2, 18 ms for the 6.
+    assert decode._of_all_layers([10.0, 7.0], [4.0, 1.0], 3) == [22.0, 19.0]
+
+
+@torch.no_grad()
+def test_variants_share_weights_keys_and_values():
+    model, seen = tiny.model(), []
+    timed = decode._timed_variants
+
+    def look(ids, variants, repeats):
+        seen.append((ids, variants))
+        return timed(ids, variants, repeats)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_timed_variants", look)
+        rows_of(model=model, layers=5)
+    ids, variants = seen[0]
+    assert set(variants) >= {"transformers", "0.5", "rest", "rest of transformers"}
+    held = {each.data_ptr() for each in model.parameters()}
+    for variant in variants.values():
+        assert {each.data_ptr() for each in variant.model.parameters()} <= held
+    own, ours = variants["transformers"].cache, variants["0.5"].cache
+    for one, other in zip(own.layers, ours.layers, strict=True):
+        assert one.keys.data_ptr() == other.keys.data_ptr()
+        assert one.keys.shape == other.keys.shape == (1, 2, 300, 8)
+    hidden = model.model.norm(model.model.embed_tokens(ids))
+    torch.testing.assert_close(step(variants["rest of transformers"].model, ids, own), model.lm_head(hidden))
+    assert len(model.model.layers) == 3
+
+
+def test_as_many_layers_as_memory_holds(monkeypatch):
+    def layers(free, tokens=100_000, batch=1):
+        monkeypatch.setattr(decode, "available_memory", lambda device: free)
+        return fitting_layers(lambda count: shape_config("llama-3.2-1b", count), 16, batch, tokens, torch.bfloat16)
+
+    assert layers(64 << 30) == 16
+    assert layers(1 << 30) == 1
+    some = layers(6 << 30)
+    assert 1 < some < 16
+    config = shape_config("llama-3.2-1b", some)
+    check_memory(config, total_bytes(config, torch.bfloat16), 1, 100_000, torch.bfloat16, CPU)
+    assert layers(6 << 30, batch=8) < some < layers(6 << 30, tokens=1000)
 
 
 def test_weights_that_a_step_reads():
@@ -318,10 +371,11 @@ def result():
     """A whole run on the tiny model."""
     config = tiny.config()
     settings = Settings(
-        lengths=(200, 300), batch_sizes=(1, 2), budgets=(0.5,), dense_layers=(), prefill_tokens=60, repeats=2
+        lengths=(200, 300), batch_sizes=(1, 2), budgets=(0.5,), prefill_tokens=60, repeats=2, compiled=False
     )
     shares = []
-    made = run(settings, config, tiny.model, None, torch.float32, CPU, lambda share, what: shares.append(share))
+    subject = Subject(config, tiny.model, torch.float32, CPU)
+    made = run(settings, subject, lambda share, what: shares.append(share))
     assert shares == sorted(shares)
     assert shares[-1] == 1
     return made
@@ -354,7 +408,7 @@ def test_decoding_rows_are_consistent(result):
         assert set(forms) == {"SDPA, group folded", "matmul, softmax, matmul", "every token in native (ours)"}
         assert row["full"]["milliseconds"] == min(each["milliseconds"] for each in forms.values())
         assert forms[row["full"]["form"]]["times_bpc"] == row["times_full"]
-        for side in ("bpc", "full", "free"):
+        for side in ("bpc", "full", "transformers"):
             assert row[side]["tokens_per_second"] == pytest.approx(
                 1e3 * row["batch"] / row[side]["milliseconds"], rel=0.01
             )
@@ -363,13 +417,17 @@ def test_decoding_rows_are_consistent(result):
         weights = weight_bytes_read(model)
         for side, cached in (
             ("full", 3 * length * token),
-            ("free", 0),
+            ("transformers", 3 * length * token),
             ("bpc", 3 * (row["attended"] * token + length * 2 * 9)),
         ):
             expected = 1e3 * (weights + row["batch"] * cached) / rate
             assert row[side]["floor"] == pytest.approx(expected, abs=1e-3)
         assert row["times_full"] == pytest.approx(row["full"]["milliseconds"] / row["bpc"]["milliseconds"], abs=1e-3)
-        assert row["limit_reached"] == pytest.approx(row["free"]["milliseconds"] / row["bpc"]["milliseconds"], abs=1e-3)
+        limit = row["full"]["floor"] / row["bpc"]["floor"]
+        assert (row["limit_times_full"], row["limit_reached"]) == pytest.approx(
+            (limit, row["times_full"] / limit), abs=2e-3
+        )
+        assert row["compiled"] is False
 
 
 def test_prefill_share_is_that_of_hashing(result):
@@ -401,7 +459,7 @@ def test_bad_settings_are_refused_before_any_work(changes, fault):
     assert fault in str(refused.value)
 
 
-TINY = ("--lengths", "200", "--repeats", "2", "--dtype", "float32")
+TINY = ("--lengths", "200", "--repeats", "2", "--dtype", "float32", "--no-compile")
 
 
 def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path):
@@ -415,10 +473,10 @@ def test_the_command_prints_tables_and_writes_files(bpc, model_folder, tmp_path)
         "Memory bandwidth",
         "BPC by stage, us: 2 KV heads, 2 queries each, D=8, float32, batch 1",
         "A whole step, beside the fastest dense form",
-        "Decoding with tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers 0,1, batch 1",
+        "Tokens per second of tiny-llama (3 layers, MLP 48, vocabulary 260), dense layers none, batch 1",
         "Prefill with tiny-llama",
         "Random projections: which tokens are chosen means nothing",
-        "200 tokens, 160 attended: BPC reaches",
+        "stock: transformers as it is; full: full attention in its fastest form (",
     ):
         assert part in ran.out
     written = json.loads(output.read_text())
@@ -436,7 +494,7 @@ def test_json_is_the_only_output(bpc):
     assert ran.code == 0, ran.err
     made = json.loads(ran.out)
     assert "prefill" not in made
-    assert made["decode"]["layers"] == 4
+    assert (made["decode"]["layers"], made["decode"]["whole_layers"]) == (32, 32)
     assert made["decode"]["rows"][0]["batch"] == 2
     assert made["settings"]["group_size"] == 4
 
@@ -503,20 +561,20 @@ def test_decoding_sorts_the_safeguards_list_once(monkeypatch):
     sorted_lists = []
     before = hashed_layer.worst_first
     monkeypatch.setattr(hashed_layer, "worst_first", lambda error: sorted_lists.append(error) or before(error))
-    decode_rows(tiny.model(), calibrated, 1, 300, [0.5, 150], (), 1e9, 3)
+    rows_of(calibrated, budgets=(0.5, 150), repeats=3)
     assert len(sorted_lists) == 3  # one per layer
 
 
 def test_a_failing_dense_form_is_noted_and_no_form_is_an_error(monkeypatch):
     forms = {"right": dense_forms.folded, "broken": lambda q, k, v: 1 / 0}
     monkeypatch.setattr(dense_forms, "forms", lambda device: (forms, {"none": "absent"}))
-    (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
+    (row,) = rows_of()
     assert row["full"]["form"] == "right"
     assert row["dense_forms"]["none"]["note"] == "absent"
     assert "ZeroDivisionError" in row["dense_forms"]["broken"]["note"]
     del forms["right"]
     with pytest.raises(BPCError, match=r"no dense attention is correct on this machine \(broken: not measured: Zero"):
-        decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
+        rows_of()
     with pytest.raises(BPCError, match=r"no dense form can be timed \(.*broken"):
         compared(SMALL, 300, 0.5, 1e9, 1, CPU)
 
@@ -526,11 +584,11 @@ def test_a_variant_that_fails_in_the_model_does_not_stop_the_others(monkeypatch)
         raise RuntimeError("no choice")
 
     monkeypatch.setattr("bpc_calib.runtime.hashed_layer.BPCLayer.decode", failing)
-    (row,) = decode_rows(tiny.model(), random_artifact(tiny.config()), 1, 300, [0.5], (), 1e9, 2)
+    (row,) = rows_of()
     assert (row["bpc"]["milliseconds"], row["times_full"]) == (None, None)
     assert "no choice" in row["bpc"]["note"]
     assert row["full"]["milliseconds"] > 0
-    assert row["limit_times_full"] > 0
+    assert (row["transformers"]["milliseconds"] > 0, row["limit_times_full"]) == (True, None)
 
 
 def test_a_failing_part_does_not_stop_the_others_and_finished_parts_are_written(
@@ -558,10 +616,10 @@ def test_settings_follow_the_papers_projections_and_memory_is_checked_before_any
     given = random_artifact(config)
     given = replace(given, metadata=given.metadata | {"algorithm": given.metadata["algorithm"] | {"name": "paper"}})
     settings = Settings(parts=("layer",), lengths=(200,), repeats=1)
-    made = run(settings, config, tiny.model, given, torch.float32, CPU)["settings"]
+    made = run(settings, Subject(config, tiny.model, torch.float32, CPU, given))["settings"]
     assert (made["group"], made["gain"], made["safeguard"], made["recent"]) == ("max", False, 0.1, 1)
     assert total_bytes(config, torch.float32) == sum(each.nbytes for each in tiny.model().parameters())
     monkeypatch.setattr("bpc_calib.bench.measure.layer_rows", lambda *given: pytest.fail("measured"))
     monkeypatch.setattr("bpc_calib.bench.decode.available_memory", lambda device: 1 << 29)
     with pytest.raises(InputError, match="decoding 1 x 200 tokens with llama needs about"):
-        run(replace(settings, parts=("layer", "decode")), config, tiny.model, None, torch.float32, CPU)
+        run(replace(settings, parts=("layer", "decode")), Subject(config, tiny.model, torch.float32, CPU))

@@ -53,6 +53,18 @@ def sparse(model):
     return BPCCache(model.config, tiny.artifact(model.config), **SPARSE)
 
 
+def test_a_benchmark_decodes_through_compiled_layers():
+    from bpc_calib.bench.decode import decode_rows
+    from bpc_calib.bench.settings import Settings
+
+    model = tiny.model()
+    (row,) = decode_rows(model, tiny.artifact(model.config), 1, 300, Settings(repeats=1), 3, 1e9)
+    assert row["compiled"] is True
+    assert not any(compiled_in(model))  # so that stock transformers runs plain layers
+    (row,) = decode_rows(model, tiny.artifact(model.config), 2, 300, Settings(repeats=1), 3, 1e9)
+    assert row["compiled"] is False
+
+
 @pytest.mark.parametrize("family", ["llama", "smollm3", "gemma3_text"])
 def test_steps_give_the_same_logits_and_caches(family):
     plain, compiled = pair(family)

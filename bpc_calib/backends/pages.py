@@ -4,13 +4,15 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-__all__ = ["in_huge_pages"]
+__all__ = ["copied_to_huge_pages", "in_huge_pages"]
 
 HUGE = 1 << 21  # bytes
+LINE = 64  # bytes, at whose multiples copies begin
 
 
 def in_huge_pages(fresh: Tensor) -> Tensor:
@@ -24,6 +26,17 @@ def in_huge_pages(fresh: Tensor) -> Tensor:
         last = (fresh.untyped_storage().data_ptr() + size) // HUGE * HUGE
         advise(first, last - first, mmap.MADV_HUGEPAGE)  # if Linux refuses, pages stay small
     return fresh
+
+
+def copied_to_huge_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of contiguous tensors of a CPU that lie side by side, so that small ones, too, are in pages of 2 MB."""
+    sizes = [-(-each.nbytes // LINE) * LINE for each in tensors]
+    whole = in_huge_pages(torch.empty(sum(sizes) + LINE, dtype=torch.uint8))
+    parts = whole[-whole.data_ptr() % LINE :][: sum(sizes)].split(sizes)
+    copies = [part[: each.nbytes].view(each.dtype).view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+    for copied, each in zip(copies, tensors, strict=True):
+        copied.copy_(each)
+    return copies
 
 
 @functools.cache

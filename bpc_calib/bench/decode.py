@@ -1,5 +1,6 @@
-"""Tokens per second of a whole model: with BPC, with full attention, and with sparse layers that cost nothing."""
+"""Tokens per second of a whole model: with transformers as it is, with full attention at its best, and with BPC."""
 
+import copy
 import functools
 import math
 import resource
@@ -12,59 +13,72 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.bench import dense
 from bpc_calib.bench.inputs import least_microseconds, repeated, room
 from bpc_calib.bench.machine import available_memory
+from bpc_calib.bench.settings import Settings
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
 from bpc_calib.compat import attention_name, with_cache
-from bpc_calib.errors import BPCError, InputError
+from bpc_calib.errors import BPCError, InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
-from bpc_calib.runtime.call import layer_of
+from bpc_calib.runtime.compiled_layers import compile_layers
 from bpc_calib.runtime.enabling import disable, enable
-from bpc_calib.runtime.layers import SparseLayer
+from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 
-__all__ = ["baseline", "check_memory", "decode_rows", "fill", "has_experts", "step", "total_bytes", "weight_bytes_read"]
+__all__ = [
+    "baseline", "check_memory", "decode_rows", "fill", "fitting_layers", "has_experts", "step", "total_bytes",
+    "weight_bytes_read",
+]  # fmt: skip
 
 NAME = "bench_dense"  # name under which transformers knows the dense attention
 SPARE = 512 << 20  # bytes that must stay free
+MOST_OF_MEMORY = 0.9  # share of the free memory that a model cut to fit may take
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to decode. Variants share weights, keys and values."""
+
+    model: Any
+    cache: Any
+    rewind: Callable[[], None]  # forgets the token of a step
+    use: Callable[[], None] = lambda: None  # switches the model and the cache to this variant
+    rest: str = "rest"  # the variant without the model's layers
 
 
 @torch.inference_mode()
 def decode_rows(
-    model: Any,
-    artifact: ProjectionArtifact,
-    batch: int,
-    tokens: int,
-    budgets: Sequence[float | int],
-    dense_layers: Sequence[int],
-    rate: float,
-    repeats: int,
+    model: Any, artifact: ProjectionArtifact, batch: int, tokens: int, settings: Settings, layers: int, rate: float
 ) -> list[dict[str, Any]]:
     """Return one row per budget: a decoding step after random keys and values.
 
-    All variants share the model, the cache and the token ids, and are timed in turn. They differ only in what their
-    sparse layers attend to. Every correct form of `bench.dense` is a variant with full attention. The dense layers of
-    the other variants use the form that is fastest for a single layer; beside sparse layers on a CPU, BPC's kernel.
+    All variants are timed in turn. Every correct form of `bench.dense` is a variant with full attention. On a CPU these
+    and BPC run compiled layers, and another variant is transformers as it is: plain layers, its own attention and
+    cache. Layers that are dense beside sparse ones use the form that is fastest for a single layer; on a CPU BPC's
+    kernel.
+
+    Where the model has fewer layers than `layers`, times and bytes are those of all layers, as if each missing one took
+    the mean of the present ones. For this the model without its layers is timed as well.
 
     Args:
         model: on the device to measure.
         artifact: projections of the model.
         batch: sequences.
         tokens: cached tokens of each.
-        budgets: shares of the tokens in (0, 1], or numbers of tokens.
-        dense_layers: indices of the layers that attend to everything.
+        settings: budgets, dense layers, repeats, and whether layers are compiled.
+        layers: of the whole model.
         rate: memory bandwidth for the floors, in bytes per second.
-        repeats: timings of each variant.
 
     Returns:
-        Dictionaries under `bpc`, `full` (the fastest dense form, with its name as `form`) and `free` (the attention of
-        sparse layers replaced by zeros: Amdahl's limit). Each has `milliseconds`, `spread`, `tokens_per_second`, the
-        byte `floor` in milliseconds, `floor_share` and `peak_bytes`, or a `note` that says why it was not timed.
-        `dense_forms` has the same for every dense form, and `times_bpc`. `times_full` is the speedup over `full`;
-        `limit_reached` is the share of the limit's tokens per second that BPC reaches.
+        Dictionaries under `bpc`, `full` (the fastest dense form, with its name as `form`) and, on a CPU,
+        `transformers`. Each has `milliseconds`, `spread`, `tokens_per_second`, the byte `floor` in milliseconds,
+        `floor_share` and `peak_bytes`, or a `note` that says why it was not timed. `dense_forms` has the same for every
+        dense form, and `times_bpc`. `times_full` is the speedup over `full`, `limit_times_full` the speedup that the
+        bytes allow, and `limit_reached` the share of it that BPC reaches. `compiled`: whether layers were compiled.
 
     Raises:
         BPCError: no dense form is correct, or none could be timed in the model.
@@ -72,31 +86,49 @@ def decode_rows(
     device, length = model.device, tokens + 1
     description = describe(model.config)
     heads, dim, dtype = description.kv_heads, description.head_dim, model.dtype
-    layer = (batch, heads, description.query_heads // heads, tokens, dim)
-    best, forms, faults = fastest(layer, dtype, device)
-    cache = BPCCache(model.config, artifact, budget=1.0, dense_layers=dense_layers, min_context=0)
+    best, forms, faults = fastest((batch, heads, description.query_heads // heads, tokens, dim), dtype, device)
+    cache = BPCCache(model.config, artifact, budget=1.0, dense_layers=settings.dense_layers, min_context=0)
     sparse = [layer for layer in cache.layers if isinstance(layer, SparseLayer)]
-    with baseline(model, forms[best]) as switch:
+    present, on_cpu = description.num_layers, device.type == "cpu"
+    measured = _copy(model)  # because its layers are replaced by compiled ones
+    with baseline(measured, forms[best]) as switch:
+        compiled = settings.compiled and on_cpu and _compile(measured)  # for batches this moves weights alone
         fill(cache, model.config, batch, tokens, dtype, device)
+
+        def variant(budget: float | int, form: str = best) -> Variant:
+            def use() -> None:
+                switch.attention = forms[form]
+                cache.set_budget(budget)
+
+            return Variant(measured, cache, functools.partial(cache.rewind, tokens), use)
+
+        variants = {f"dense/{name}": variant(1.0, name) for name in forms}
+        variants |= {str(budget): variant(budget) for budget in settings.budgets}
+        if on_cpu:
+            own = DynamicCache(config=model.config)
+            fill(own, model.config, batch, tokens, dtype, device)
+            rewind = functools.partial(_share, own, cache)
+            rewind()
+            variants["transformers"] = Variant(model, own, rewind, rest="rest of transformers")
+        if present < layers:
+            for each in list(variants.values()):
+                if each.rest not in variants:
+                    emptied = _copy(each.model, without_layers=True)
+                    variants[each.rest] = Variant(emptied, each.cache, lambda: None, rest=each.rest)
         ids = torch.ones(batch, 1, dtype=torch.long, device=device)
-
-        def use(budget: float | int, free: bool = False, form: str = best) -> None:
-            switch.free, switch.attention = free, forms[form]
-            cache.set_budget(budget)
-
-        variants = {f"dense/{name}": functools.partial(use, 1.0, form=name) for name in forms}
-        variants |= {"free": functools.partial(use, 1.0, True)}
-        variants |= {str(budget): functools.partial(use, budget) for budget in budgets}
-        taken, peaks = _timed_variants(model, ids, cache, tokens, variants, repeats)
-    weights, experts = weight_bytes_read(model), has_experts(model.config)
+        taken, peaks = _timed_variants(ids, variants, settings.repeats)
+    factor, experts = layers / present, has_experts(model.config)
+    weights = weight_bytes_read(model)
+    weights += int((factor - 1) * sum(weight.nbytes for weight in model.get_decoder().layers.parameters()))
 
     def figures(name: str, cached: int) -> dict[str, Any]:
         """Return the figures of a variant that reads so many `cached` bytes per sequence."""
         samples, peak = taken[name], {"peak_bytes": peaks.get(name)}
-        if isinstance(samples, str):
-            return {"milliseconds": None, "note": samples} | peak
-        median, spread = summary(samples, 3).values()
-        floor = None if experts else least_microseconds(weights + batch * cached, rate) / 1e3
+        rest = taken.get(variants[name].rest, samples)
+        if isinstance(samples, str) or isinstance(rest, str):
+            return {"milliseconds": None, "note": samples if isinstance(samples, str) else rest} | peak
+        median, spread = summary(_of_all_layers(samples, rest, factor), 3).values()
+        floor = None if experts else least_microseconds(weights + int(factor * batch * cached), rate) / 1e3
         return {
             "milliseconds": median,
             "spread": spread,
@@ -106,84 +138,115 @@ def decode_rows(
         } | peak
 
     _, whole = cache.kv_bytes(length)
-    free = figures("free", whole - len(sparse) * length * 2 * heads * dim * dtype.itemsize)
     dense_forms = {name: figures(f"dense/{name}", whole) for name in forms}
-    measured = {name: form for name, form in dense_forms.items() if form["milliseconds"]}
-    if not measured:
+    timed_forms = {name: form for name, form in dense_forms.items() if form["milliseconds"]}
+    if not timed_forms:
         reasons = "; ".join(f"{name}: {form['note']}" for name, form in dense_forms.items())
         raise BPCError(f"no dense attention could be timed in the model ({reasons})")
-    name = min(measured, key=lambda name: measured[name]["milliseconds"])
-    full = {"form": name} | measured[name]
+    name = min(timed_forms, key=lambda name: timed_forms[name]["milliseconds"])
+    full = {"form": name} | timed_forms[name]
     rows = []
-    for budget in budgets:
+    for budget in settings.budgets:
         cache.set_budget(budget)
         ours = figures(str(budget), cache.kv_bytes(length)[0])
         compared = {name: form | {"times_bpc": _ratio(form, ours)} for name, form in dense_forms.items()}
+        times, limit = _ratio(full, ours), _ratio(full, ours, "floor")
         rows.append(
             {
                 "batch": batch,
                 "tokens": tokens,
                 "budget": budget,
                 "attended": sparse[0].count(length),
+                "compiled": compiled and batch == 1,
                 "bpc": ours,
-                "free": free,
                 "full": full,
                 "dense_forms": compared | {name: {"milliseconds": None, "note": why} for name, why in faults.items()},
-                "times_full": _ratio(full, ours),
-                "limit_times_full": _ratio(full, free),
-                "limit_reached": _ratio(free, ours),
+                "times_full": times,
+                "limit_times_full": limit,
+                "limit_reached": None if times is None or limit is None else round(times / limit, 3),
             }
+            | ({"transformers": figures("transformers", whole)} if on_cpu else {})
         )
     return rows
 
 
 def _timed_variants(
-    model: Any, ids: Tensor, cache: Any, tokens: int, variants: Mapping[str, Callable[[], None]], repeats: int
+    ids: Tensor, variants: Mapping[str, Variant], repeats: int
 ) -> tuple[dict[str, list[float] | str], dict[str, int]]:
-    """Return each variant's milliseconds per step, or why it was not timed, and its peak memory.
-
-    Args:
-        variants: by name, a function that switches model and cache to the variant.
-    """
-    device = model.device
-
-    def again() -> None:
-        step(model, ids, cache)
-        cache.rewind(tokens)
-
+    """Return each variant's milliseconds per step of `ids [B, 1]`, or why it was not timed, and its peak memory."""
+    device = ids.device
     runs: dict[str, Callable[[], Any]] = {}
     notes: dict[str, str] = {}
     peaks: dict[str, int] = {}
-    for name, use in variants.items():
-        use()
+
+    def again(variant: Variant) -> None:
+        step(variant.model, ids, variant.cache)
+        variant.rewind()
+
+    for name, variant in variants.items():
+        variant.use()
         try:
-            again()  # hashes all keys before the timing
+            again(variant)  # hashes all keys before the timing
             _reset_peak(device)
             # Every replay of a graph writes the same slot, so the time is that of a step at this length.
-            run = captured([again], device)
+            run = captured([functools.partial(again, variant)], device)
             run()
             synchronize(device)
             runs[name], peaks[name] = run, _peak(device)
         except Exception as error:
             notes[name] = reason(error)
-            cache.rewind(tokens)
+            variant.rewind()
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name in [name for name in runs if name not in notes]:
-            variants[name]()
+            variants[name].use()
             try:
                 taken[name].append(1e3 * clock(runs[name], device))
             except Exception as error:
                 notes[name] = reason(error)
-                cache.rewind(tokens)
+                variants[name].rewind()
     return taken | notes, peaks
 
 
-def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
-    """Return the time of `one` divided by that of `other`; None if either was not timed."""
-    if not one["milliseconds"] or not other["milliseconds"]:
+def _of_all_layers(samples: Sequence[float], rest: Sequence[float], factor: float) -> list[float]:
+    """Return the times of a model with `factor` times as many layers, of which `rest` is without any layer."""
+    return [least + (time - least) * factor for time, least in zip(samples, rest, strict=True)]
+
+
+def _ratio(one: dict[str, Any], other: dict[str, Any], what: str = "milliseconds") -> float | None:
+    """Return the time, or the floor, of `one` divided by that of `other`; None if either is not known."""
+    if not one["milliseconds"] or not other["milliseconds"] or not one[what]:
         return None
-    return float(round(one["milliseconds"] / other["milliseconds"], 3))
+    return float(round(one[what] / other[what], 3))
+
+
+def _copy(model: Any, *, without_layers: bool = False) -> Any:
+    """Return the model, or all but its decoder layers, as plain modules that share its weights."""
+    decoder = model.get_decoder()
+    layers, shared = decoder.layers, {id(each): each for each in (*model.parameters(), *model.buffers())}
+    if without_layers:
+        decoder.layers = torch.nn.ModuleList()
+    try:
+        copied = copy.deepcopy(model, shared)
+    finally:
+        decoder.layers = layers
+    return copied
+
+
+def _compile(model: Any) -> bool:
+    """Decode through compiled layers from now on; return whether that is possible."""
+    try:
+        compile_layers(model)
+    except ModelError:
+        return False
+    return True
+
+
+def _share(own: Any, cache: BPCCache) -> None:
+    """Let the layers of transformers' cache hold what those of BPC's hold, without a copy."""
+    for layer, held in zip(own.layers, cache.layers, strict=True):
+        if isinstance(held, GrowingLayer):
+            layer.keys, layer.values = held.keys, held.values
 
 
 def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
@@ -217,7 +280,6 @@ class Switch:
     """The attention that a model in `baseline` uses for one token."""
 
     attention: dense.Dense
-    free: bool = False  # whether sparse layers skip attention and return zeros
 
 
 @contextmanager
@@ -236,8 +298,6 @@ def baseline(model: Any, attention: dense.Dense) -> Iterator[Switch]:
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments: Any) -> Any:
         if query.shape[2] > 1 or mask is not None:
             return sdpa(module, query, key, value, mask, **arguments)
-        if switch.free and isinstance(layer_of(key), SparseLayer):
-            return query.new_zeros(query.shape).transpose(1, 2), None
         grouped = query.squeeze(2).unflatten(1, (key.shape[1], -1))
         scaling, usual = arguments.get("scaling"), query.shape[-1] ** -0.5
         if scaling is not None and not math.isclose(scaling, usual):  # the forms use the usual scaling
@@ -322,14 +382,41 @@ def check_memory(config: Any, weights: int, batch: int, tokens: int, dtype: torc
         device: where the model runs.
     """
     model = describe(config)
-    layer = batch * model.kv_heads * tokens * (2 * model.head_dim * dtype.itemsize + 9)
-    needed = weights + (model.num_layers + 2) * layer + SPARE
+    needed = weights + _cached_bytes(config, batch, tokens, dtype, device) + SPARE
     if needed > available_memory(device):
         raise InputError(
             f"decoding {batch} x {tokens:,} tokens with {model.id} needs about {needed / 1e9:.1f} GB, but only "
             f"{available_memory(device) / 1e9:.1f} GB are free on {device.type}: use shorter --lengths or a smaller "
             "--shape"
         )
+
+
+def fitting_layers(make_config: Callable[[int], Any], layers: int, batch: int, tokens: int, dtype: torch.dtype) -> int:
+    """Return how many layers of a model fit in memory on a CPU with their cache; at least 1.
+
+    Args:
+        make_config: returns the config with so many layers.
+        layers: of the whole model.
+        batch: sequences.
+        tokens: cached tokens of each.
+        dtype: of weights and cache.
+    """
+    cpu = torch.device("cpu")
+
+    def needed(count: int) -> int:
+        config = make_config(count)
+        return total_bytes(config, dtype) + _cached_bytes(config, batch, tokens, dtype, cpu)
+
+    one, two = needed(1), needed(2)
+    room = int(MOST_OF_MEMORY * available_memory(cpu)) - SPARE - one
+    return max(1, min(layers, 1 + room // (two - one)))
+
+
+def _cached_bytes(config: Any, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes of keys, values and codes; on a CPU twice, because transformers' cache copies them at a step."""
+    model = describe(config)
+    layer = batch * model.kv_heads * tokens * (2 * model.head_dim * dtype.itemsize + 9)
+    return (model.num_layers * (2 if device.type == "cpu" else 1) + 2) * layer
 
 
 def _reset_peak(device: torch.device) -> None:

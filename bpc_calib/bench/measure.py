@@ -22,11 +22,11 @@ from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOK
 from bpc_calib.bench.timing import bandwidth, reason
 from bpc_calib.errors import BPCError, InputError
 from bpc_calib.method.budget import attended
-from bpc_calib.method.rules import ranking_defaults
+from bpc_calib.method.rules import default_dense_layers, ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 
-__all__ = ["check", "run"]
+__all__ = ["Subject", "check", "run"]
 
 PROMPT = 32768  # tokens, for hashing alone
 FEWEST, MOST = 16, limits.MOST_TOKENS  # tokens
@@ -35,6 +35,18 @@ Progress = Callable[[float, str], None]
 Load = Callable[[], Any]
 Keep = Callable[[dict[str, Any]], None]
 Step = tuple[str, float, Callable[[Progress], None]]  # what is measured, about how long it takes, and the work
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is measured."""
+
+    config: Any
+    load: Load
+    dtype: torch.dtype
+    device: torch.device
+    artifact: ProjectionArtifact | None = None  # its projections; None: random ones
+    whole_layers: int | None = None  # layers of the whole model, if the config has fewer
 
 
 def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) -> None:
@@ -66,20 +78,14 @@ def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) 
 
 def run(
     settings: Settings,
-    config: Any,
-    load: Load,
-    artifact: ProjectionArtifact | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    subject: Subject,
     progress: Progress = lambda share, what: None,
     keep: Keep = lambda result: None,
 ) -> dict[str, Any]:
     """Measure all parts of the settings, or the crossover.
 
     Args:
-        config: config of the model whose shape is measured.
-        load: returns the model; called only if a part needs one.
-        artifact: the model's projections; None: random ones.
+        subject: the model; it is loaded only if a part needs it.
         progress: called with the finished share and a description of the current work.
         keep: called with the partial result after every measurement, and with the final result.
 
@@ -91,6 +97,8 @@ def run(
     Raises:
         BPCError: `check` failed, something does not fit in memory, or nothing could be measured.
     """
+    config, dtype, device = subject.config, subject.dtype, subject.device
+    artifact = subject.artifact or random_artifact(config)
     check(settings, config, artifact)
     began = time.monotonic()
     parts = ("crossover",) if settings.crossover else tuple(part for part in PARTS if part in settings.parts)
@@ -118,6 +126,8 @@ def run(
         "kv_heads": base.kv_heads, "head_dim": base.dim, "dtype": str(dtype).removeprefix("torch."),
         "min_tokens": 128,
     }  # fmt: skip
+    if settings.dense_layers is None:
+        resolved["dense_layers"] = default_dense_layers(artifact, description.num_layers)
     resolved |= ranking_defaults(artifact)  # for decoding; a single layer uses the defaults of calibrated projections
     result: dict[str, Any] = {
         "device": str(device),
@@ -132,7 +142,7 @@ def run(
         result["compile_seconds"] = seconds
     for part in parts:
         result[part] = {"rows": []} if part in ("decode", "prefill") else []
-    work = _Run(settings, config, load, artifact, base, device, rate, result)
+    work = _Run(settings, subject, artifact, base, rate, result)
     steps: list[Step] = []
     if "layer" in parts:
         steps += [
@@ -190,37 +200,34 @@ class _Run:
     """The measurements of a run. Each adds its rows to `result`, and may report its progress."""
 
     settings: Settings
-    config: Any
-    load: Load
-    artifact: ProjectionArtifact | None
+    subject: Subject
+    artifact: ProjectionArtifact
     base: LayerShape
-    device: torch.device
     rate: float  # memory bandwidth, in bytes per second
     result: dict[str, Any]
 
     def layer(self, shape: LayerShape, report: Progress) -> None:
         settings = self.settings
-        self.result["layer"] += layer_rows(shape, settings.budgets, self.rate, settings.repeats, self.device)
+        device = self.subject.device
+        self.result["layer"] += layer_rows(shape, settings.budgets, self.rate, settings.repeats, device)
 
     def decode(self, batch: int, tokens: int, report: Progress) -> None:
-        settings, rows = self.settings, self.rows_of_model("decode")
-        decode.check_memory(self.model.config, 0, batch, tokens, self.model.dtype, self.device)
-        rows += decode.decode_rows(
-            self.model, self.projections, batch, tokens, settings.budgets, settings.dense_layers, self.rate,
-            settings.repeats,
-        )  # fmt: skip
+        rows, subject = self.rows_of_model("decode"), self.subject
+        decode.check_memory(self.model.config, 0, batch, tokens, self.model.dtype, subject.device)
+        layers = subject.whole_layers or describe(subject.config).num_layers
+        rows += decode.decode_rows(self.model, self.artifact, batch, tokens, self.settings, layers, self.rate)
 
     def prefill(self, tokens: int, report: Progress) -> None:
         rows, repeats = self.rows_of_model("prefill"), math.ceil(self.settings.repeats / 3)
-        rows.append(prefill.prefill_row(self.model, self.projections, tokens, self.settings.dense_layers, repeats))
+        rows.append(prefill.prefill_row(self.model, self.artifact, tokens, self.settings.dense_layers, repeats))
         for length in sorted({tokens, *(self.settings.lengths or (PROMPT,))}):
-            rows.append(prefill.hashing_row(replace(self.base, tokens=length), repeats, self.device))
+            rows.append(prefill.hashing_row(replace(self.base, tokens=length), repeats, self.subject.device))
 
     def crossover(self, shape: LayerShape, budget: float | int, report: Progress) -> None:
         def measure(tokens: int) -> dict[str, Any]:
             walked = math.log2(tokens / SHORTEST) / max(1.0, math.log2(shape.tokens / SHORTEST))
             report(0.9 * min(1.0, walked), f"crossover, {tokens:,} tokens")
-            return compared(shape, tokens, budget, self.rate, self.settings.repeats, self.device)
+            return compared(shape, tokens, budget, self.rate, self.settings.repeats, self.subject.device)
 
         about = {"batch": shape.batch, "group": shape.group, "budget": budget}
         self.result["crossover"].append(about | find_crossover(measure, shape.tokens))
@@ -228,26 +235,22 @@ class _Run:
     @functools.cached_property
     def model(self) -> Any:
         """The model, loaded when a part needs it."""
-        return self.load()
-
-    @functools.cached_property
-    def projections(self) -> ProjectionArtifact:
-        """The projections of the model, or random ones."""
-        return self.artifact or random_artifact(self.config)
+        return self.subject.load()
 
     def rows_of_model(self, part: str) -> list[dict[str, Any]]:
         """Return the rows of a part that measures the model, after writing what is known about it beside them."""
-        description, on_gpu = describe(self.config), self.model.device.type == "cuda"
+        description, on_gpu = describe(self.subject.config), self.model.device.type == "cuda"
         limit = description.context_limit
         rows: list[dict[str, Any]] = self.result[part]["rows"]
         self.result[part] = {
             "model": description.id,
             "layers": description.num_layers,
+            "whole_layers": self.subject.whole_layers or description.num_layers,
             "mlp": getattr(self.model.config.get_text_config(), "intermediate_size", None),
             "vocabulary": description.vocab_size,
             "experts": decode.has_experts(self.model.config),
             "weight_bytes_read": decode.weight_bytes_read(self.model),
-            "projections": "random" if self.artifact is None else self.artifact.metadata["algorithm"]["name"],
+            "projections": "random" if self.subject.artifact is None else self.artifact.metadata["algorithm"]["name"],
             "positions_beyond_limit": limit is not None and max(self.result["settings"]["decode_lengths"]) >= limit,
             "peak_memory": "allocated on the GPU" if on_gpu else "resident set of the process, libraries included",
             "graphs": on_gpu,
