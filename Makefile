@@ -95,8 +95,10 @@ BENCH := .venv/bin/bpc bench -q --force
 bench: .venv/ready
 	$(BENCH) --crossover -o $(RESULTS)/bench_cpu_crossover.json
 	$(BENCH) --parts layer --lengths 2048,8192,32768,131072,524288 --repeats 7 -o $(RESULTS)/bench_cpu_layer.json
-	$(BENCH) --parts decode,prefill --dense-layers none --lengths 8192,32768,131072 --repeats 7 --prefill-tokens 2048 \
-	  -o $(RESULTS)/bench_cpu_decode.json
+	for shape in llama-3.2-1b qwen3-4b llama-3.1-8b; do for batch in 1 8; do \
+	  $(BENCH) --parts decode --shape $$shape --batch-sizes $$batch --repeats 5 \
+	    -o $(RESULTS)/bench_cpu_$${shape}_$$batch.json || exit 1; \
+	done; done
 	.venv/bin/python benchmarks/tables.py
 
 # How large the project is.

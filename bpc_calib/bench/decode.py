@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.bench import dense
@@ -83,6 +82,8 @@ def decode_rows(
     Raises:
         BPCError: no dense form is correct, or none could be timed in the model.
     """
+    from transformers import DynamicCache
+
     device, length = model.device, tokens + 1
     description = describe(model.config)
     heads, dim, dtype = description.kv_heads, description.head_dim, model.dtype

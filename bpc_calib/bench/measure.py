@@ -73,7 +73,7 @@ def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) 
         attended(1, budget)
     if settings.crossover and max(settings.lengths or LENGTHS) < SHORTEST:
         raise InputError(f"--crossover starts at {SHORTEST} tokens: give a longer --lengths")
-    BPCCache(config, artifact, dense_layers=settings.dense_layers)
+    BPCCache(config, artifact or random_artifact(config), dense_layers=settings.dense_layers)
 
 
 def run(

@@ -68,6 +68,12 @@ class State:
         """Tokens that each row of slots, or each page, has room for."""
         return (self.keys if self.codes is None else self.codes).shape[2]
 
+    @property
+    def shortest(self) -> tuple[int, str]:
+        """The tokens that all of rows of slots have room for, and the name of the one that has no room for more."""
+        held = {name: getattr(self, name) for name in ("keys", "values", "codes", "gain", "error")}
+        return min((each.shape[2], name) for name, each in held.items() if each is not None)
+
 
 def alike(keys: Tensor, k: int) -> Rows:
     """Return the sequences of a step over keys `[B, H_KV, N, D]` that attends to `k` of the `N` tokens of each."""

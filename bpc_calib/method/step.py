@@ -22,7 +22,8 @@ from bpc_calib.method.selection import select
 from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write_codes, write_newest, write_tokens
 
 __all__ = [
-    "append", "attend", "check", "check_append", "choose", "dense_decode", "newest", "rank", "sparse_decode",
+    "append", "attend", "check", "check_append", "check_rows", "check_state", "choose", "dense_decode", "newest",
+    "rank", "sparse_decode",
 ]  # fmt: skip
 
 
@@ -160,11 +161,17 @@ def check(query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fr
     Args:
         query, codebook, state, rows, fresh: as in `sparse_decode`; without a codebook as in `dense_decode`.
     """
+    check_state(query, codebook, state, paged=rows.block_table is not None)
+    check_rows(query, state, rows, fresh)
+
+
+def check_state(query: Tensor, codebook: Codebook | None, state: State, *, paged: bool) -> None:
+    """The part of `check` that holds for as long as the shape of the queries, the codebook and the state do."""
     if query.dim() != 4 or not query.dtype.is_floating_point:
         raise InputError(f"query must be floating [B, H_KV, G, D], not {query.dtype} {list(query.shape)}")
     batch, kv_heads, _, dim = query.shape
-    table, room = rows.block_table, state.room
-    lead = (batch if table is None else state.keys.shape[0], kv_heads)
+    room = state.room
+    lead = (state.keys.shape[0] if paged else batch, kv_heads)
     dtype = query.dtype if state.scales is None else torch.float8_e4m3fn
     for name, tensor, last, kind in (
         ("keys", state.keys, (dim,), dtype),
@@ -176,32 +183,37 @@ def check(query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fr
         if tensor is None or last is None or (state.packing is not None and name in ("keys", "values")):
             continue
         shape = tensor.shape
-        holds = shape[2:3] == (room,) if table is not None else len(shape) > 2 and shape[2] >= rows.longest
+        holds = len(shape) > 2 and (not paged or shape[2] == room)
         if shape[:2] != lead or shape[3:] != last or not holds or tensor.dtype != kind:
-            raise InputError(
-                f"{name} {tensor.dtype} {list(shape)} do not fit query {query.dtype} {list(query.shape)} of "
-                f"{rows.longest} tokens"
-            )
+            raise InputError(f"{name} {tensor.dtype} {list(shape)} do not fit query {query.dtype} {list(query.shape)}")
     packed = state.packing
     if packed is not None and not packed.keys.shape == packed.values.shape == (room, dim):
         raise InputError(f"a packing {list(packed.keys.shape)} does not fit pages of {room} tokens of {dim} numbers")
+    if paged and state.worst is not None:
+        raise InputError("pages take no padding, no fresh tokens and no safeguard")
+    if codebook is not None:
+        _check_codes(query, codebook, state)
+
+
+def check_rows(query: Tensor, state: State, rows: Rows, fresh: int = 0) -> None:
+    """The rest of `check`, for queries and a state that fit each other."""
+    (batch, kv_heads, _, _), table = query.shape, rows.block_table
+    room, shortest = (state.room * table.shape[1], "pages") if table is not None else state.shortest
     if rows.lengths.shape != (batch,) or rows.lengths.dtype.is_floating_point:
         raise InputError(f"lengths must be integers [{batch}], not {rows.lengths.dtype} {list(rows.lengths.shape)}")
     if rows.k.dtype.is_floating_point or rows.k.shape not in ((batch, 1), (batch, kv_heads)):
         raise InputError(f"k must be integers [B, 1] or [B, H_KV], not {rows.k.dtype} {list(rows.k.shape)}")
     if table is not None and (table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != batch):
         raise InputError(f"block_table must be int32 [{batch}, P], not {table.dtype} {list(table.shape)}")
-    if not 0 <= rows.width <= rows.longest <= room * (1 if table is None else table.shape[1]):
-        raise InputError(f"{rows.width} of {rows.longest} tokens do not fit room for {room}")
+    if not 0 <= rows.width <= rows.longest <= room:
+        raise InputError(f"{shortest} with room for {room} do not fit {rows.width} of {rows.longest} tokens")
     valid = rows.valid
     if valid is not None and (
         valid.dtype != torch.bool or valid.dim() != 2 or len(valid) != batch or valid.shape[1] < rows.longest
     ):
         raise InputError(f"valid must be bool [{batch}, {rows.longest}], not {valid.dtype} {list(valid.shape)}")
-    if table is not None and (valid is not None or fresh or state.worst is not None):
+    if table is not None and (valid is not None or fresh):
         raise InputError("pages take no padding, no fresh tokens and no safeguard")
-    if codebook is not None:
-        _check_codes(query, codebook, state)
 
 
 def _check_codes(query: Tensor, codebook: Codebook, state: State) -> None:

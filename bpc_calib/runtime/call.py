@@ -1,7 +1,7 @@
 """One call of a model's attention: the cache layer that its keys carry, and the sequences that its mask describes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,8 +57,10 @@ class Seen:
     asked: tuple[Any, ...] | None = None
     visible: Tensor | None = None  # bool [batch, N]; None: no padding
     real: tuple[int, ...] = ()  # tokens of each sequence without padding
-    wanted: tuple[tuple[int, ...], ...] = ()  # tokens that each KV head of each attends to, in `rows`
-    rows: Rows | None = None
+    lengths: Tensor | None = None  # int64 [batch]
+    # By the tokens that each KV head of each sequence attends to: in this step, and in the step before.
+    made: dict[tuple[tuple[int, ...], ...], Rows] = field(default_factory=dict)
+    before: dict[tuple[tuple[int, ...], ...], Rows] = field(default_factory=dict)
 
     def rows_of(self, call: AttentionCall, keys: Tensor, counts: Callable[[int], tuple[int, ...]]) -> Rows | None:
         """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
@@ -74,20 +76,25 @@ class Seen:
         (batch, _, length, _), device = keys.shape, keys.device
         asked = (call.mask, batch, length, device, call.window)
         if self.asked is None or self.asked[0] is not call.mask or self.asked[1:] != asked[1:]:
-            self.visible, self.rows, self.wanted = visible_tokens(call.mask, keys, call.window), None, ()
+            self.visible = visible_tokens(call.mask, keys, call.window)
             self.real = (length,) * batch if self.visible is None else tuple(self.visible.sum(-1).tolist())
-            self.asked = asked
+            self.asked, self.lengths = asked, torch.full((batch,), length, device=device)
+            self.made, self.before = {}, self.made
         wanted = tuple(map(counts, self.real))
-        most = max(map(max, wanted))
+        if (rows := self.made.get(wanted)) is not None:
+            return rows
         if all(min(some) == real for some, real in zip(wanted, self.real, strict=True)):
             return None
-        if wanted != self.wanted:
-            # A number alike for all needs no copy from the host.
-            alike = self.visible is None and len(wanted[0]) == 1
-            k = torch.full((batch, 1), most, device=device) if alike else torch.tensor(wanted, device=device)
-            lengths = torch.full((batch,), length, device=device)
-            self.wanted, self.rows = wanted, Rows(lengths, k, length, most, self.visible)
-        return self.rows
+        most, old = max(map(max, wanted)), self.before.get(wanted)
+        if old is not None and old.k.device == device:  # mostly
+            k = old.k
+        elif self.visible is None and len(wanted[0]) == 1:  # a number alike for all needs no copy from the host
+            k = torch.full((batch, 1), most, device=device)
+        else:
+            k = torch.tensor(wanted, device=device)
+        assert self.lengths is not None
+        rows = self.made[wanted] = Rows(self.lengths, k, length, most, self.visible)
+        return rows
 
 
 def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:

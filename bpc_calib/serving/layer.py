@@ -256,7 +256,7 @@ class Layer:
             grouped = (grouped.float() * layer._q_scale).to(codebook.projection.dtype)
         rows, state = split.rows, self.state(layer, kv_cache)
         if split.k is not None:
-            rows = replace(rows, k=split.k[self.nth], width=split.width)
+            rows = Rows(rows.lengths, split.k[self.nth], rows.longest, split.width, block_table=rows.block_table)
         if split.older is not None:
             for slots in split.older.split(HASHED_AT_ONCE):
                 self.backend.append(state, codebook, keys_in(state, slots), None, slots)

@@ -22,7 +22,7 @@ from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, within, write_codes, write_newest, write_tokens
-from bpc_calib.method.step import check, check_append, newest
+from bpc_calib.method.step import check, check_append, check_rows, check_state, newest
 
 __all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
@@ -39,6 +39,8 @@ class _Record:
 
     codebook: Codebook
     rules: Rules
+    shape: torch.Size  # of the queries
+    dtype: torch.dtype
     fields: Call
     kept: tuple[Tensor | None, ...]
 
@@ -70,11 +72,12 @@ def sparse_decode(
     query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`, in one call."""
-    check(query, codebook, state, rows, fresh)
+    record = _record(query, codebook, state, rules, paged=rows.block_table is not None)
+    check_rows(query, state, rows, fresh)
     if fresh > FEW:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
         fresh = 0
-    call = _call(codebook, state, rules)
+    call = Call.from_buffer_copy(record.fields)
     query, *kept = _ask(call, query, rows, state)
     indices = torch.empty(*query.shape[:2], rows.width, dtype=torch.int64)
     out = torch.empty(query.shape, dtype=torch.float32)
@@ -102,7 +105,7 @@ def rank(
     query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, stages: int = RANKS
 ) -> tuple[Tensor, QuantizedQuery]:
     """Some stages of `sparse_decode`: the tokens, which only `SELECT` writes, and the tables of the queries."""
-    call = _call(codebook, state, rules)
+    call = Call.from_buffer_copy(_recorded(query, codebook, state, rules).fields)
     query, *kept = _ask(call, query, rows, state)
     batch, kv_heads, heads, _ = query.shape
     tables = torch.empty(batch, kv_heads, heads, codebook.bits // 4, NIBBLE, dtype=torch.int16)
@@ -139,9 +142,14 @@ def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> Non
         return
     assert state.codes is not None
     keys, at = tight(keys), at.to(torch.int64).contiguous()
-    call = Call(stages=HASH, slots=at.data_ptr(), page=state.room if paged else 0)
-    kept = _hash(call, codebook, keys.dtype)
-    _place_codes(call, state)
+    record, kept = _records.get(state), None
+    if record is not None and record.codebook is codebook and record.dtype == keys.dtype:
+        call = Call.from_buffer_copy(record.fields)
+    else:
+        call = Call()
+        kept = _hash(call, codebook, keys.dtype)
+        _place_codes(call, state)
+    call.stages, call.slots, call.page = HASH, at.data_ptr(), state.room if paged else 0
     _fresh(call, keys)
     run(call)
     del kept
@@ -215,15 +223,22 @@ def _search(scores: Tensor, panels: Tensor, squares: Tensor, squared_norm: Tenso
     return encoded
 
 
-def _call(codebook: Codebook, state: State, rules: Rules) -> Call:
-    """A copy of the record of a state, which is made where there is none of this codebook and these rules."""
+def _record(query: Tensor, codebook: Codebook, state: State, rules: Rules, *, paged: bool) -> _Record:
+    """The record of a state, which is checked and made where there is none of these arguments."""
     record = _records.get(state)
-    if record is None or record.codebook is not codebook or record.rules is not rules:
-        record = _records[state] = _recorded(codebook, state, rules)
-    return Call.from_buffer_copy(record.fields)
+    if (
+        record is None
+        or record.codebook is not codebook
+        or record.rules is not rules
+        or record.shape != query.shape
+        or record.dtype != query.dtype
+    ):
+        check_state(query, codebook, state, paged=paged)
+        record = _records[state] = _recorded(query, codebook, state, rules)
+    return record
 
 
-def _recorded(codebook: Codebook, state: State, rules: Rules) -> _Record:
+def _recorded(query: Tensor, codebook: Codebook, state: State, rules: Rules) -> _Record:
     call, projection = Call(), tight(codebook.projection)
     worst = None if state.worst is None or not rules.safeguard else state.worst.to(torch.int32).contiguous()
     numerator, denominator = (0, 1) if worst is None else as_fraction(rules.safeguard).as_integer_ratio()
@@ -236,7 +251,7 @@ def _recorded(codebook: Codebook, state: State, rules: Rules) -> _Record:
     )  # fmt: skip
     call.numerator, call.denominator, call.scaling = numerator, denominator, rules.scale(projection.shape[-1])
     call.worst, call.worst_count = address(worst), 0 if worst is None else worst.shape[-1]
-    return _Record(codebook, rules, call, (projection, worst, *kept))
+    return _Record(codebook, rules, query.shape, query.dtype, call, (projection, worst, *kept))
 
 
 def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Any, ...]:
