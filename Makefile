@@ -88,7 +88,7 @@ gpu: .venv/ready
 real: .venv/ready
 	.venv/bin/python benchmarks/real_suite.py $(REAL_OPTIONS)
 
-# The speed tables of a CPU, in half an hour on a machine that does nothing else. Those by group and of a narrow MLP are of
+# The speed tables of a CPU, in three quarters of an hour on a machine that does nothing else. The one by group is of
 # options that are gone (docs/performance.md).
 RESULTS := benchmarks/results
 BENCH := .venv/bin/bpc bench -q --force

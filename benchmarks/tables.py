@@ -22,6 +22,8 @@ BLOCK = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re
 SDPA = "SDPA, group folded"
 SPEEDUPS = ("speedup over SDPA", "over the best dense form")
 LENGTHS = (8_192, 32_768, 131_072, 524_288)
+SHAPES = {"llama-3.2-1b": "Llama 3.2 1B", "qwen3-4b": "Qwen3 4B", "llama-3.1-8b": "Llama 3.1 8B"}
+BATCHES = (1, 8)
 STUDY = {"as in the paper": "as in the paper", "score-aware": "BPC", "exact": "the exact best tokens"}
 
 # Llama 3.1 8B in bf16: bytes per token and layer of keys and values, and of codes and gains; bytes of the weights that
@@ -43,15 +45,42 @@ def layer(results: Results) -> Lines:
         yield row["tokens"], row["attended"], f"{row['median'] / 1e3:.2f}", *ratios
 
 
-def decode(results: Results) -> Lines:
-    """Tokens per second of a whole model on a CPU."""
-    yield "MLP", "tokens", "BPC, tokens/s", SDPA, "best dense form", "limit", "BPC's share of the limit"
-    for name in ("bench_cpu_decode_small_mlp", "bench_cpu_decode"):
-        found = results[name]["decode"]
-        for row in found["rows"]:
-            sides = [row["bpc"], row["dense_forms"][SDPA], row["full"], row["free"]]
-            share = f"{100 * row['free']['milliseconds'] / row['bpc']['milliseconds']:.0f} %"
-            yield found["mlp"], row["tokens"], *(f"{side['tokens_per_second']:.1f}" for side in sides), share
+def whole_models(results: Results) -> Lines:
+    """Tokens per second of whole models on a CPU: all shapes, with one sequence and with eight."""
+    yield (
+        "model", "sequences", "tokens of each", "transformers, tokens/s", "full attention at its best", "BPC",
+        "limit by bytes", "BPC over transformers", "over full at its best", "limit of that",
+    )  # fmt: skip
+    for shape in SHAPES:
+        for batch in BATCHES:
+            for row in results[f"bench_cpu_{shape}_{batch}"]["decode"]["rows"]:
+                yield SHAPES[shape], batch, row["tokens"], *_speeds(row), *_speedups(row)
+
+
+def whole_models_short(results: Results) -> Lines:
+    """Those with one sequence."""
+    yield (
+        "model",
+        "tokens",
+        "transformers",
+        "full attention at its best",
+        "BPC",
+        "limit by bytes",
+        "BPC over transformers",
+    )
+    for shape in SHAPES:
+        for row in results[f"bench_cpu_{shape}_1"]["decode"]["rows"]:
+            yield SHAPES[shape], row["tokens"], *_speeds(row), _speedups(row)[0]
+
+
+def _speeds(row: Row) -> list[str]:
+    sides = [f"{row[name]['tokens_per_second']:.2f}" for name in ("transformers", "full", "bpc")]
+    return [*sides, f"{1e3 * row['batch'] / row['bpc']['floor']:.2f}"]
+
+
+def _speedups(row: Row) -> list[str]:
+    over = row["transformers"]["milliseconds"] / row["bpc"]["milliseconds"]
+    return [f"{over:.1f}", f"{row['times_full']:.2f}", f"{row['limit_times_full']:.2f}"]
 
 
 def scaling(results: Results) -> Lines:
@@ -254,8 +283,8 @@ def switch_over(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, decode, scaling, switch_over, kernel_cost, gpu_layer, gpu_serving, model_bytes, serving, headline,
-    headline_both, aggregation, key_counts, keys_per_head, calibration_plan, fitting_time,
+    layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_serving, model_bytes,
+    serving, headline, headline_both, aggregation, key_counts, keys_per_head, calibration_plan, fitting_time,
 )  # fmt: skip
 
 

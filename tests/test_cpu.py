@@ -88,6 +88,25 @@ def test_any_number_of_threads_chooses_the_same(threads, rows, tokens, count):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("real", [(0, 900), (8_000, 9_001), (7_000, 7_100), (1_023, 1_025)])
+def test_long_padding_is_not_scored_and_changes_nothing(threads, real, count):
+    """Before the tokens and behind them, in whole blocks and in parts of some."""
+    threads(count)
+    projection, encoded = draw(3, 64, 64, seed=1), large(3, 9_001)
+    valid = torch.zeros(1, 9_001, dtype=torch.bool)
+    valid[:, slice(*real)] = True
+    chosen = []
+    for rules in ({}, {"group": "max", "recent": 2, "sink": 1}):
+        for codes in (encoded.codes, encoded.codes.where(valid.unsqueeze(-1), 0)):
+            found, expected = both(
+                draw(1, 3, 5, 64), projection, replace(encoded, codes=codes), 2, valid=valid, **rules
+            )
+            assert torch.equal(found, expected)
+            chosen.append(found)
+        assert torch.equal(*chosen[-2:])
+
+
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_step_in_any_number_of_threads(threads, count):
     """Large enough for several: the same codes and tokens as each stage alone."""

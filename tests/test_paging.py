@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused(backend):
         ({"rows": replace(rows, k=rows.k[:1])}, "k must be integers"),
         ({"rows": replace(rows, block_table=table.long())}, r"block_table must be int32 \[2, P\]"),
         ({"rows": replace(rows, block_table=table[:1])}, r"block_table must be int32 \[2, P\]"),
-        ({"rows": replace(rows, longest=97)}, "pages with room for 96 do not fit 1 of 97 tokens"),
+        ({"rows": replace(rows, longest=97)}, "3 pages of 32 tokens do not fit 1 of 97 tokens"),
         ({"rows": replace(rows, valid=torch.ones(2, 2, dtype=torch.bool))}, "pages take no padding"),
         ({"fresh": 1}, "pages take no padding, no fresh tokens"),
         ({"state": replace(state, worst=state.gain.int())}, "pages take no padding, no fresh tokens and no safeguard"),

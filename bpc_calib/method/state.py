@@ -68,11 +68,13 @@ class State:
         """Tokens that each row of slots, or each page, has room for."""
         return (self.keys if self.codes is None else self.codes).shape[2]
 
-    @property
-    def shortest(self) -> tuple[int, str]:
-        """The tokens that all of rows of slots have room for, and the name of the one that has no room for more."""
-        held = {name: getattr(self, name) for name in ("keys", "values", "codes", "gain", "error")}
-        return min((each.shape[2], name) for name, each in held.items() if each is not None)
+    def short(self, tokens: int) -> str | None:
+        """What has no room for so many tokens in each row of slots; None: nothing."""
+        for name in ("keys", "values", "codes", "gain", "error"):
+            held = getattr(self, name)
+            if held is not None and held.shape[2] < tokens:
+                return f"{name} with room for {held.shape[2]}"
+        return None
 
 
 def alike(keys: Tensor, k: int) -> Rows:

@@ -198,15 +198,17 @@ def check_state(query: Tensor, codebook: Codebook | None, state: State, *, paged
 def check_rows(query: Tensor, state: State, rows: Rows, fresh: int = 0) -> None:
     """The rest of `check`, for queries and a state that fit each other."""
     (batch, kv_heads, _, _), table = query.shape, rows.block_table
-    room, shortest = (state.room * table.shape[1], "pages") if table is not None else state.shortest
     if rows.lengths.shape != (batch,) or rows.lengths.dtype.is_floating_point:
         raise InputError(f"lengths must be integers [{batch}], not {rows.lengths.dtype} {list(rows.lengths.shape)}")
     if rows.k.dtype.is_floating_point or rows.k.shape not in ((batch, 1), (batch, kv_heads)):
         raise InputError(f"k must be integers [B, 1] or [B, H_KV], not {rows.k.dtype} {list(rows.k.shape)}")
     if table is not None and (table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != batch):
         raise InputError(f"block_table must be int32 [{batch}, P], not {table.dtype} {list(table.shape)}")
-    if not 0 <= rows.width <= rows.longest <= room:
-        raise InputError(f"{shortest} with room for {room} do not fit {rows.width} of {rows.longest} tokens")
+    short = state.short(rows.longest) if table is None else None
+    if table is not None and rows.longest > state.room * table.shape[1]:
+        short = f"{table.shape[1]} pages of {state.room} tokens"
+    if short or not 0 <= rows.width <= rows.longest:
+        raise InputError(f"{short or 'lists'} do not fit {rows.width} of {rows.longest} tokens")
     valid = rows.valid
     if valid is not None and (
         valid.dtype != torch.bool or valid.dim() != 2 or len(valid) != batch or valid.shape[1] < rows.longest

@@ -253,6 +253,9 @@ INLINE i64 sample_step(i64 length) { return most_of(16, (length + SAMPLE - 1) / 
 
 INLINE const u8 *valid_of(const bpc::Call &call, i64 b) { return call.valid ? (const u8 *)call.valid + b * call.valid_b : nullptr; }
 
+// Whether nothing there is a token; then nothing there is scored, so a short sequence costs less than a long one beside it.
+INLINE bool only_padding(const u8 *valid, i64 begin, i64 count) { return valid && !std::memchr(valid + begin, 1, count); }
+
 INLINE const i64 *codes_of(const bpc::Call &call, i64 b, i64 h, const Room &room) {
     return call.page ? room.codes : (const i64 *)call.codes + b * call.codes_b + h * call.codes_h;
 }
@@ -271,6 +274,7 @@ static void score_part(const bpc::Call &call, i64 row, i64 begin, i64 end, Room 
     for (i64 i = 0; i < heads * STRIPES; i++) best[i] = LEAST;
     for (; begin < least_of(length, end); begin += BLOCK) {
         i64 count = least_of(BLOCK, least_of(length, end) - begin);
+        if (only_padding(valid, begin, count)) continue;
         for (i64 g = 0; g < heads; g += 4) {
             const i16 *tables = room.tables + g * call.bits * 4;
             const i64 *from = codes + begin * call.words;

@@ -127,6 +127,7 @@ static i64 candidates_of(const bpc::Call &call, i64 row, i64 begin, i64 end, Roo
     alignas(64) i32 ranks[BLOCK + 64];
     for (; begin < length; begin += BLOCK) {
         i64 count = least_of(BLOCK, length - begin);
+        if (only_padding(valid, begin, count)) continue;
         ranker.rank(room.products + begin, room.stride, gains ? gains + begin : nullptr, count, ranks);
         if (valid)
             for (i64 i = 0; i < count; i++) ranks[i] = valid[begin + i] ? ranks[i] : NEVER;
