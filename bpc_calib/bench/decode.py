@@ -120,7 +120,8 @@ def decode_rows(
         taken, peaks = _timed_variants(ids, variants, settings.repeats)
     factor, experts = layers / present, has_experts(model.config)
     weights = weight_bytes_read(model)
-    weights += int((factor - 1) * sum(weight.nbytes for weight in model.get_decoder().layers.parameters()))
+    if present < layers:
+        weights += int((factor - 1) * sum(weight.nbytes for weight in model.get_decoder().layers.parameters()))
 
     def figures(name: str, cached: int) -> dict[str, Any]:
         """Return the figures of a variant that reads so many `cached` bytes per sequence."""
@@ -223,15 +224,10 @@ def _ratio(one: dict[str, Any], other: dict[str, Any], what: str = "milliseconds
 
 def _copy(model: Any, *, without_layers: bool = False) -> Any:
     """Return the model, or all but its decoder layers, as plain modules that share its weights."""
-    decoder = model.get_decoder()
-    layers, shared = decoder.layers, {id(each): each for each in (*model.parameters(), *model.buffers())}
+    shared: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
     if without_layers:
-        decoder.layers = torch.nn.ModuleList()
-    try:
-        copied = copy.deepcopy(model, shared)
-    finally:
-        decoder.layers = layers
-    return copied
+        shared[id(model.get_decoder().layers)] = torch.nn.ModuleList()
+    return copy.deepcopy(model, shared)
 
 
 def _compile(model: Any) -> bool:
