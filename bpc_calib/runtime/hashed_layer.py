@@ -1,6 +1,5 @@
 """BPC's cache layer: it stores a code, a gain and an error for every key."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import find
-from bpc_calib.backends.protocol import Backend
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codebook import Codebook, codebook_of, make_codebook
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.state import Rows, State
+from bpc_calib.method.state import Rows
 from bpc_calib.models.description import held_heads, rank_among
 from bpc_calib.runtime.growing import grown
 from bpc_calib.runtime.layers import Common, SparseLayer
@@ -38,7 +36,6 @@ class BPCLayer(SparseLayer):
         self.codebook: Codebook | None = None  # online: one per sequence
         self.hashed = 0  # number of tokens that have codes
         self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
-        self.backend: tuple[weakref.ref[State], Backend] | None = None  # that served this state
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `SparseLayer.update`; with the first keys, take the shares of the KV heads of this process.
@@ -70,9 +67,7 @@ class BPCLayer(SparseLayer):
         assert self.codebook is not None
         self.worst()
         state = self.state()
-        if self.backend is None or self.backend[0]() is not state or torch.compiler.is_compiling():
-            self.backend = weakref.ref(state), find(query, state)
-        found = self.backend[1].sparse_decode(query, self.codebook, state, rows, self.rules, fresh=fresh)
+        found = find(query, state).sparse_decode(query, self.codebook, state, rows, self.rules, fresh=fresh)
         self.hashed = length
         return found
 
