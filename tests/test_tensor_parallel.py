@@ -287,10 +287,13 @@ def test_the_command_line_says_in_one_line_what_cannot_be_shared_out(tmp_path, m
 def test_an_error_of_one_rank_alone_is_said_once(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
-        "import os, time, typer\nfrom bpc_cli.command import command\nfrom bpc_cli.console import fail, note\n"
+        "import os, time, typer\nfrom pathlib import Path\nfrom bpc_cli.command import command\n"
+        "from bpc_cli.console import fail, note\n"
         "from bpc_cli.ranks import joined_ranks, only_leader_prints\n\n@command\ndef run():\n    with joined_ranks():\n"
-        "        print('result', flush=True)\n        note('a note')\n"
-        "        if os.environ['RANK'] == '1':\n            fail('it broke')\n        time.sleep(60)\n\n"
+        "        print('result', flush=True)\n        note('a note')\n        said = Path(__file__).with_name('said')\n"
+        "        if os.environ['RANK'] == '1':\n"
+        "            while not said.exists():  # or torchrun ends the leader before it prints\n"
+        "                time.sleep(0.1)\n            fail('it broke')\n        said.touch()\n        time.sleep(60)\n\n"
         "only_leader_prints()\ntyper.run(run)\n"
     )
     ran = torchrun(2, script)
