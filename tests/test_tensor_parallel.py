@@ -293,7 +293,8 @@ def test_an_error_of_one_rank_alone_is_said_once(tmp_path):
         "        print('result', flush=True)\n        note('a note')\n        said = Path(__file__).with_name('said')\n"
         "        if os.environ['RANK'] == '1':\n"
         "            while not said.exists():  # or torchrun ends the leader before it prints\n"
-        "                time.sleep(0.1)\n            fail('it broke')\n        said.touch()\n        time.sleep(60)\n\n"
+        "                time.sleep(0.1)\n            fail('it broke')\n"
+        "        said.touch()\n        time.sleep(60)\n\n"
         "only_leader_prints()\ntyper.run(run)\n"
     )
     ran = torchrun(2, script)
