@@ -60,14 +60,9 @@ def whole_models(results: Results) -> Lines:
 def whole_models_short(results: Results) -> Lines:
     """Those with one sequence."""
     yield (
-        "model",
-        "tokens",
-        "transformers",
-        "full attention at its best",
-        "BPC",
-        "limit by bytes",
+        "model", "tokens", "transformers", "full attention at its best", "BPC", "limit by bytes",
         "BPC over transformers",
-    )
+    )  # fmt: skip
     for shape in SHAPES:
         for row in results[f"bench_cpu_{shape}_1"]["decode"]["rows"]:
             yield SHAPES[shape], row["tokens"], *_speeds(row), _speedups(row)[0]
@@ -123,6 +118,15 @@ def _layer_steps(suite: Row) -> dict[int, tuple[Row, Row]]:
         bpc = next(row for row in rows if row["method"] == "BPC" and row["stage"] == "step")
         found[bpc["tokens"]] = bpc, next(row for row in rows if row.get("best"))
     return found
+
+
+def gpu_models(results: Results) -> Lines:
+    """Steps of a whole model on a GPU, as CUDA graphs."""
+    yield "tokens", "attended", "full attention at its best, tokens/s", "BPC", "speedup", "the bytes allow"
+    for step in results["gpu_suite_h100"]["parts"]["decode"]["rows"]:
+        for row in step.get("result", {}).get("decode", {}).get("rows", []):
+            speeds = (f"{row[name]['tokens_per_second']:.1f}" for name in ("full", "bpc"))
+            yield row["tokens"], row["attended"], *speeds, f"{row['times_full']:.2f}", f"{row['limit_times_full']:.2f}"
 
 
 def gpu_serving(results: Results) -> Lines:
@@ -283,8 +287,9 @@ def switch_over(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_serving, model_bytes,
-    serving, headline, headline_both, aggregation, key_counts, keys_per_head, calibration_plan, fitting_time,
+    layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_models, gpu_serving,
+    model_bytes, serving, headline, headline_both, aggregation, key_counts, keys_per_head, calibration_plan,
+    fitting_time,
 )  # fmt: skip
 
 

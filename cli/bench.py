@@ -18,6 +18,7 @@ from bpc_cli.options import (
     PROJECTIONS,
     AsJson,
     Force,
+    NoCompile,
     Output,
     Quiet,
     parse_budgets,
@@ -71,9 +72,7 @@ class MeasureOptions:
             metavar="LAYERS",
         ),
     ] = None
-    no_compile: Annotated[
-        bool, typer.Option("--no-compile", help="Decode with plain layers. By default they are compiled on a CPU.")
-    ] = False
+    no_compile: NoCompile = False
     prefill_tokens: Annotated[
         int | None,
         typer.Option(

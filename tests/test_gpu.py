@@ -58,7 +58,7 @@ def test_scores_and_selection_are_exact():
     projection = decompose(random_keys(4000, 64, seed=1)).projection
     encoded = encode(random_keys(3000, 64), projection)
     query = quantize_query(random_keys(4, 64, seed=2), projection)
-    on_gpu = type(query)(query.values.cuda(), query.scale.cuda())
+    on_gpu = type(query)(query.tables.cuda(), query.scale.cuda())
     scores = hash_scores(query, encoded.codes, encoded.gain)
     assert torch.equal(scores, hash_scores(on_gpu, encoded.codes.cuda(), encoded.gain.cuda()).cpu())
     rules = {"recent": 1, "sink": 2, "safeguard": 0.1}

@@ -72,7 +72,10 @@ def sparse_decode(
     query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`, in one call."""
-    record = _record(query, codebook, state, rules, paged=rows.block_table is not None)
+    record = _known(query, codebook, state, rules)
+    if record is None:
+        check_state(query, codebook, state, paged=rows.block_table is not None)
+        record = _records[state] = _recorded(query, codebook, state, rules)
     check_rows(query, state, rows, fresh)
     if fresh > FEW:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
@@ -105,7 +108,8 @@ def rank(
     query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, stages: int = RANKS
 ) -> tuple[Tensor, QuantizedQuery]:
     """Some stages of `sparse_decode`: the tokens, which only `SELECT` writes, and the tables of the queries."""
-    call = Call.from_buffer_copy(_recorded(query, codebook, state, rules).fields)
+    record = _known(query, codebook, state, rules) or _recorded(query, codebook, state, rules)
+    call = Call.from_buffer_copy(record.fields)
     query, *kept = _ask(call, query, rows, state)
     batch, kv_heads, heads, _ = query.shape
     tables = torch.empty(batch, kv_heads, heads, codebook.bits // 4, NIBBLE, dtype=torch.int16)
@@ -223,19 +227,12 @@ def _search(scores: Tensor, panels: Tensor, squares: Tensor, squared_norm: Tenso
     return encoded
 
 
-def _record(query: Tensor, codebook: Codebook, state: State, rules: Rules, *, paged: bool) -> _Record:
-    """The record of a state, which is checked and made where there is none of these arguments."""
+def _known(query: Tensor, codebook: Codebook, state: State, rules: Rules) -> _Record | None:
+    """The record of a state, if it is of a checked step with these arguments."""
     record = _records.get(state)
-    if (
-        record is None
-        or record.codebook is not codebook
-        or record.rules is not rules
-        or record.shape != query.shape
-        or record.dtype != query.dtype
-    ):
-        check_state(query, codebook, state, paged=paged)
-        record = _records[state] = _recorded(query, codebook, state, rules)
-    return record
+    if record is None or record.codebook is not codebook or record.rules is not rules:
+        return None
+    return record if record.shape == query.shape and record.dtype == query.dtype else None
 
 
 def _recorded(query: Tensor, codebook: Codebook, state: State, rules: Rules) -> _Record:
