@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+import unicodedata
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
@@ -21,7 +22,11 @@ class TextTable(NamedTuple):
 
 def printable(text: object, keep: str = "") -> str:
     """Text from a file or a model without control characters, escape codes or direction marks, except `keep`."""
-    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+
+    def shows(c: str) -> bool:
+        return c.isprintable() or c in keep or unicodedata.category(c) == "Zs"  # spaces of all widths
+
+    return "".join(c if shows(c) else "\N{REPLACEMENT CHARACTER}" for c in str(text))
 
 
 def print_table(title: str, table: "Table") -> None:

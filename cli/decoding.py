@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bpc_cli.console import note, printable
+from bpc_cli.console import note
+from bpc_cli.streaming import TextPrinter
 
 FEW = 4  # tokens of a warm-up
 COUNTED = 64  # steps whose bytes are counted
@@ -120,18 +121,22 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
     else:
         generate = functools.partial(model.generate, **with_cache(cache))
     held = 0 if cache is None else cache.get_seq_length()
-    stream = _Stream(decoder, cache, new, _text_streamer(tokenizer) if show else None)
+    stream = _Stream(decoder, cache, new, TextPrinter(tokenizer) if show else None)
     torch.manual_seed(decoder.seed)
-    made = generate(
-        ids.to(model.device),
-        attention_mask=torch.ones_like(ids, device=model.device),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        eos_token_id=list(decoder.ends) or None,
-        streamer=stream,
-        max_new_tokens=new,
-        **decoder.sampling,
-        **more,
-    )
+    try:
+        made = generate(
+            ids.to(model.device),
+            attention_mask=torch.ones_like(ids, device=model.device),
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            eos_token_id=list(decoder.ends) or None,
+            streamer=stream,
+            max_new_tokens=new,
+            **decoder.sampling,
+            **more,
+        )
+    except BaseException:  # Ctrl-C too: what came is shown, and the message that follows has a line of its own
+        stream.end()
+        raise
     tokens = made[0, ids.shape[1] :].tolist()
     began, first, last = stream.arrived[0], stream.arrived[1], stream.arrived[-1]
     seconds = max(0.0, last - first - stream.preparing)
@@ -171,7 +176,7 @@ class _Stream:
     decoder: Decoder
     cache: Any  # a BPCCache, or None
     new: int  # most tokens
-    shown: Any  # the TextStreamer that prints the text; None: nothing is printed
+    shown: TextPrinter | None  # None: nothing is printed
     arrived: list[float] = field(default_factory=list)  # when the prompt came, and each token
     preparing: float = 0.0  # seconds
 
@@ -180,8 +185,8 @@ class _Stream:
         import torch
 
         self.arrived.append(time.perf_counter())
-        if self.shown is not None:
-            self.shown.put(value)
+        if self.shown is not None and len(self.arrived) > 1:
+            self.shown.put(int(value[0]))
         another = 1 < len(self.arrived) <= self.new and int(value[0]) not in self.decoder.ends
         if another and self.cache is not None:
             began = time.perf_counter()
@@ -192,19 +197,8 @@ class _Stream:
 
     def end(self) -> None:
         """Print what is left of the text."""
-        if self.shown is not None:
+        if self.shown is not None and len(self.arrived) > 1:
             self.shown.end()
-
-
-def _text_streamer(tokenizer: Any) -> Any:
-    from transformers import TextStreamer
-
-    def show(text: str, stream_end: bool = False) -> None:
-        print(printable(text, keep="\n\t"), end="\n" if stream_end else "", flush=True)
-
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    streamer.on_finalized_text = show
-    return streamer
 
 
 def answer_line(run: dict[str, Any]) -> str:
