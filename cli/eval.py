@@ -14,6 +14,7 @@ from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, quiet_libraries
 from bpc_cli.eval_tables import is_hard, print_evaluation
+from bpc_cli.eval_work import kept_work, made_with
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
     BUDGET_HELP,
@@ -130,6 +131,13 @@ def eval_(
     output: Output = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for pictures of the result (needs matplotlib).")] = None,
     force: Force = False,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for finished parts: after a stop, the same command goes on with them. Default: the output "
+            "file's name, or that of the model and -eval, with .work added."
+        ),
+    ] = None,
     load: LoadOptions,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -162,7 +170,7 @@ def eval_(
     corpora = open_corpora(options.corpus or [DEMO]) if TEXT in tasks else []
     given["rules"] = settled(opened.config, projections, given["rules"])
     comparison = Comparison(tasks=tasks, corpora=corpora, **given)
-    methods = check(opened.config, projections, comparison)
+    methods, _ = check(opened.config, projections, comparison)
     for message in () if quiet else _without_effect(options, comparison, projections, methods):
         note(message)
     tokenizer, prepared = open_tokenizer(opened), []
@@ -179,15 +187,17 @@ def eval_(
         "payload_sha256": None if projections is None else projections.metadata["payload_sha256"],
         "settings": settings,
     }
-    with progress_bar("Evaluating", quiet) as progress:
-        result["rows"] = evaluate(loaded, tokenizer, projections, comparison, progress=progress)
     again = {"limit": options.prompts, "raw": options.raw, "seed": options.seed, **comparison.rules}
-    for task in prepared:
-        if result["rows"]:
-            write(result)  # what is known, in case lm_eval fails
-        with working(f"Running {HARNESS}{task.name}{f', {task.tokens:,} tokens' if task.tokens else ''}", quiet):
-            result["rows"] += harness.run(loaded, tokenizer, projections, task, methods, comparison.budgets, **again)
-    write(result)
+    folder = work_dir or Path(f"{output or opened.description.id.split('/')[-1] + '-eval'}.work")
+    with kept_work(folder, made_with(loaded, result["model"], projections, comparison.rules), quiet) as finished:
+        with progress_bar("Evaluating", quiet) as progress:
+            result["rows"] = evaluate(loaded, tokenizer, projections, comparison, finished=finished, progress=progress)
+        for task in prepared:
+            with working(f"Running {HARNESS}{task.name}{f', {task.tokens:,} tokens' if task.tokens else ''}", quiet):
+                result["rows"] += harness.run(
+                    loaded, tokenizer, projections, task, methods, comparison.budgets, finished=finished, **again
+                )
+        write(result)
     if as_json:
         print_json(result)
     else:

@@ -70,6 +70,7 @@ def _bars() -> "Progress":
         progress.TimeRemainingColumn(),
         console=Console(stderr=True, markup=False, highlight=False, emoji=False),
         redirect_stdout=False,  # results stay on stdout
+        speed_estimate_period=math.inf,  # methods differ in speed, so the last seconds say little about the rest
     )
 
 

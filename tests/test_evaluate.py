@@ -1,7 +1,10 @@
 """`evaluate` and `bpc eval`: rows, errors, files. tests/test_demo.py tests retrieval, on a model trained for it."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -147,7 +150,7 @@ def test_bad_settings_are_refused_before_any_work():
     assert refused(tasks=["needle", "no-task"]).startswith("unknown task 'no-task': the tasks are text, needle, ")
     assert refused(methods=["h2o"]).startswith("unknown method 'h2o': the methods are full, oracle, ")
     assert refused(methods=["bpc"]) == "method 'bpc' needs an artifact of this model; method 'bpc-online' needs none"
-    assert refused(lengths=[1024, 4096]) == "prompts of 4,096 tokens are too long: the model's limit is 2,048"
+    assert refused(lengths=[4096, 8192]) == "prompts of 4,096 tokens are too long: the model's limit is 2,048"
     assert refused(tasks=["text"]) == "task 'text' needs a corpus"
     text = {"tasks": ["text"], "corpora": [open_corpus("demo-prose")]}
     assert refused(**text, forced=1) == "at least 2 tokens of a text must be forced, not 1"
@@ -157,7 +160,7 @@ def test_bad_settings_are_refused_before_any_work():
     assert refused(prompts=0) == "prompts must be at least 1, not 0"
     assert refused(budgets=[]) == "give at least one budget"
     assert refused(budgets=[0.004], methods=["window"]) == (
-        "a budget of 0.004 is 4 of 1,024 tokens, and window + sinks always attends to 5: nothing is left to choose"
+        "a budget of 0.4 % is 4 of 1,024 tokens, and window + sinks always attends to 5: nothing is left to choose"
     )
     assert "BPC online always attends to 1" in refused(rules={"recent": 1}, budgets=[1], methods=["bpc-online"])
     assert refused(rules={"dense_layers": (9,)}).startswith("dense_layers")
@@ -165,7 +168,75 @@ def test_bad_settings_are_refused_before_any_work():
         assert refused(rules={"min_context": 9}, methods=methods).startswith(
             "min_context makes short contexts full attention"
         )
-    assert check(tiny.config(**LENGTHS), None, PLAIN) == tuple(name for name in METHODS if name != "bpc")
+    assert check(tiny.config(**LENGTHS), None, PLAIN)[0] == tuple(name for name in METHODS if name != "bpc")
+
+
+def test_what_cannot_be_computed_is_left_out(artifact, caplog):
+    model, methods = tiny.model(**LENGTHS), ["oracle", "window"]
+    enable(model)
+    comparison = Comparison(
+        ["text", "single", "copying"], [128, 700, 4096], [5, 8], methods, 1, [open_corpus("demo-prose")]
+    )
+    found = evaluate(model, tiny.tokenizer(), artifact[1], replace(comparison, rules=HARD))
+    cells = [(row["task"], row["tokens"], row["method"], row["budget"]) for row in found]
+    lines = [("oracle", 5), ("oracle", 8), ("window", 8)]
+    places = [("text", 128), ("text", 700), ("single", 700), ("copying", 700)]
+    assert cells == [(*place, *line) for place in places for line in lines]
+    nothing = "and window + sinks always attends to 5: nothing is left to choose"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"skipped: a budget of 5 tokens is 5 of 128 tokens, {nothing}",
+        f"skipped: a budget of 5 tokens is 5 of 700 tokens, {nothing}",
+        "skipped: prompts of 4,096 tokens are too long: the model's limit is 2,048",
+        "skipped: task 'single' at 128 tokens: the question and its statements need 39 more",
+        "skipped: task 'copying' at 128 tokens: the question and its statements need 450 more",
+    ]
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("task", ["text", "needle"])
+def test_an_evaluation_goes_on_where_it_was_stopped(artifact, task):
+    model = tiny.model(**LENGTHS)
+    enable(model)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(None))
+    methods = ["full", "bpc", "random", "signs"]
+    comparison = Comparison(
+        [task], [300 if task == "text" else 700], [8], methods, 3, [open_corpus("demo-prose")], batch=2, rules=HARD
+    )
+    rows = evaluate(model, tiny.tokenizer(), artifact[1], comparison)
+    whole, finished, spent = len(passes), {}, 0
+
+    for allowed in (0.2, 0.5, 0.3):
+        passes.clear()
+
+        def stop(share, what, allowed=allowed):
+            if share > allowed:
+                raise StoppedError
+
+        with pytest.raises(StoppedError):
+            evaluate(model, tiny.tokenizer(), artifact[1], comparison, finished=finished, progress=stop)
+        finished = json.loads(json.dumps(finished))
+        spent += len(passes)
+    passes.clear()
+    assert evaluate(model, tiny.tokenizer(), artifact[1], comparison, finished=finished) == rows
+    assert 0 < len(passes) < whole / 2
+    assert spent + len(passes) < 1.8 * whole
+    passes.clear()
+    assert evaluate(model, tiny.tokenizer(), artifact[1], comparison, finished=finished) == rows
+    assert not passes
+
+
+def test_other_prompts_are_other_parts(artifact):
+    model, finished = tiny.model(**LENGTHS), {}
+    enable(model)
+    comparison = replace(PLAIN, methods=["full"], lengths=[700], prompts=2)
+    for changes in ({}, {"seed": 1}, {"prompts": 3}, {"tasks": ["single"]}, {"lengths": [701]}):
+        before = len(finished)
+        evaluate(model, tiny.tokenizer(), artifact[1], replace(comparison, **changes), finished=finished)
+        assert len(finished) == before + 1
 
 
 SMALL = ("--hard", "--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "full,bpc,random")
@@ -184,6 +255,32 @@ def test_the_command_prints_a_table(bpc, folder, artifact):
     assert lines[2] == "Evaluating: 0 %, text, 700 tokens"
     assert lines[-1].startswith("Evaluating: done in ")
     assert len(lines) == 4
+
+
+def test_a_stopped_command_goes_on(bpc, folder, artifact, tmp_path):
+    output, work = tmp_path / "result.json", tmp_path / "result.json.work"
+    words = ["eval", "-m", folder, "-a", artifact[0], "--tasks", "text", *SMALL, "-o", output]
+    with subprocess.Popen([sys.executable, "-m", "bpc_cli", *map(str, words)], stderr=subprocess.PIPE) as run:
+        while run.poll() is None and len(list(work.glob("*.json"))) < 3:
+            time.sleep(0.01)
+        run.send_signal(signal.SIGTERM)
+        said = run.stderr.read().decode()
+    assert run.returncode == 143, said
+    assert said.splitlines()[-2:] == [
+        f"The finished work is in {work}: the same command goes on with it",
+        "Stopped by SIGTERM.",
+    ]
+    assert not output.exists()
+    (work / "damaged.json").write_text("{")
+    one = min(work.glob("?" * 32 + ".json"))
+    one.write_text(one.read_text().replace('"result"', '"results"'))
+    again = bpc(*words, "--json")
+    assert again.code == 0, again.err
+    assert f"Going on with {work}: " in again.err
+    assert [path.name for path in work.iterdir()] == ["damaged.json"]
+    whole = bpc(*words[:-2], "--work-dir", tmp_path / "else", "--json")
+    assert not (tmp_path / "else").exists()
+    assert json.loads(whole.out) == json.loads(again.out) == json.loads(output.read_text())
 
 
 def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
@@ -315,7 +412,7 @@ def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
         (("--tasks", "no-task"), "unknown task 'no-task': the tasks are text, needle,"),
         (("--lengths", "4096"), "prompts of 4,096 tokens are too long: the model's limit is 2,048"),
         (("--lengths", "many"), "--lengths many: expected numbers, like 2048,8192"),
-        (("--budgets", "0.1%", "--hard"), "a budget of 0.001 is 1 of 700 tokens"),
+        (("--budgets", "0.1%", "--hard", "--methods", "window"), "a budget of 0.1 % is 1 of 700 tokens"),
         (
             ("--hard", "--dense-layers", "0,1"),
             "--hard sets --min-tokens 1 --dense-layers none: leave out --dense-layers",
@@ -351,11 +448,15 @@ def test_pictures_without_matplotlib(bpc, folder, monkeypatch):
     assert (ran.code, ran.err) == (1, "Error: pictures need matplotlib: pip install matplotlib\n")
 
 
-def test_prompts_too_short_for_a_task_are_refused_before_any_work(bpc, folder):
-    ran = bpc("eval", "-m", folder, "--tasks", "text,needle,multi-key", "--lengths", "700", "--budgets", "10%", "-q")
+def test_a_task_without_room_is_an_error_alone_and_a_warning_beside_others(bpc, folder):
+    words = ("eval", "-m", folder, "--lengths", "700", "--methods", "full", "--prompts", "1", "-q")
+    ran = bpc(*words, "--tasks", "multi-key")
     assert ran.code == 1
-    assert ran.err.startswith("Error: task 'multi-key' at 700 tokens: ")
+    assert ran.err.startswith("Error: task 'multi-key' at 700 tokens: the question and its statements need ")
     assert len(ran.err.splitlines()) == 1
+    ran = bpc(*words[:-1], "--tasks", "single,multi-key", "--json")
+    assert [row["task"] for row in json.loads(ran.out)["rows"]] == ["single"]
+    assert "Warning: skipped: task 'multi-key' at 700 tokens: " in ran.err
 
 
 def test_pictures_of_several_lengths_in_any_order(rows, tmp_path):

@@ -1,5 +1,7 @@
 """What `evaluate` compares, checked before any work, and the cache of each method."""
 
+import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -7,16 +9,18 @@ from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.methods import BPC_LAYER, METHODS
+from bpc_calib.evaluation.methods import BPC_LAYER, METHODS, Variant, variants
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
-from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS, budget_text
 from bpc_calib.method.rules import default_dense_layers, ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.text.known_corpora import Corpus
 
 __all__ = ["FORCED", "HARD", "Comparison", "check", "make_cache", "settled"]
+
+logger = logging.getLogger("bpc_calib")
 
 FORCED = 64  # last tokens of each text, decoded one at a time, unless a comparison says otherwise
 
@@ -92,11 +96,15 @@ class Comparison:
     rules: Mapping[str, Any] = field(default_factory=dict)  # settings of `BPCCache`, such as `HARD`
 
 
-def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparison) -> tuple[str, ...]:
-    """Return the methods that `evaluate` compares; raise its errors before any work.
+def check(
+    config: Any, artifact: ProjectionArtifact | None, comparison: Comparison
+) -> tuple[tuple[str, ...], dict[tuple[int, str], list[Variant]]]:
+    """Return the methods that are compared, and what can be computed: methods and budgets of each length and task.
+
+    A warning names what is left out, because nothing is left to choose, or because a length cannot be.
 
     Raises:
-        InputError: as in `evaluate`; the message names the argument.
+        InputError: an argument is wrong, or nothing can be computed; the message names it.
         ArtifactError: the artifact belongs to another model.
         ModelError: BPC cannot serve the model.
     """
@@ -122,23 +130,37 @@ def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparis
         raise InputError(f"task {TEXT!r} needs a corpus")
     if comparison.forced < 2:
         raise InputError(f"at least 2 tokens of a text must be forced, not {comparison.forced}")
-    limit = describe(config).context_limit
+    cells: dict[tuple[int, str], list[Variant]] = {}
+    faults: dict[str, None] = {}
     recent = rules.get("recent", ranking_defaults(artifact)["recent"])
-    for length in lengths if tasks else ():
-        if length < 1:
-            raise InputError(f"prompts must have at least 1 token, not {length}")
-        if limit is not None and length > limit:
-            raise InputError(f"prompts of {length:,} tokens are too long: the model's limit is {limit:,}")
-        if TEXT in tasks and length < 2 * comparison.forced:
-            least = 2 * comparison.forced
-            raise InputError(f"task {TEXT!r} needs at least {least} tokens, twice those that are forced, not {length}")
-        for budget in budgets:
-            k = attended(length, budget, rules.get("min_tokens", MIN_TOKENS))
-            for name in chosen:
-                forced = max(METHODS[name].forced, recent)
-                if METHODS[name].takes_budget and k <= forced:
-                    raise InputError(
-                        f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} always attends "
-                        f"to {forced}: nothing is left to choose"
-                    )
-    return chosen
+    for length, task in itertools.product(lengths, tasks):
+        if (fault := _impossible(length, task, describe(config).context_limit, comparison.forced)) is not None:
+            faults[fault] = None
+            continue
+        for variant in variants(chosen, budgets):
+            name, share = variant
+            k = length if share is None else attended(length, share, rules.get("min_tokens", MIN_TOKENS))
+            if share is not None and k <= (forced := max(METHODS[name].forced, recent)):
+                fault = (
+                    f"a budget of {budget_text(share)} is {k} of {length:,} tokens, and {METHODS[name].label} always attends to "
+                    f"{forced}: nothing is left to choose"
+                )
+                faults[fault] = None
+            else:
+                cells.setdefault((length, task), []).append(variant)
+    if faults and not cells:
+        raise InputError(next(iter(faults)))
+    for fault in faults:
+        logger.warning("skipped: %s", fault)
+    return chosen, cells
+
+
+def _impossible(length: int, task: str, limit: int | None, forced: int) -> str | None:
+    """Why a task cannot have prompts of a length, if it cannot."""
+    if length < 1:
+        return f"prompts must have at least 1 token, not {length}"
+    if limit is not None and length > limit:
+        return f"prompts of {length:,} tokens are too long: the model's limit is {limit:,}"
+    if task == TEXT and length < 2 * forced:
+        return f"task {TEXT!r} needs at least {2 * forced} tokens, twice those that are forced, not {length}"
+    return None

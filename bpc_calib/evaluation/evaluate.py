@@ -1,8 +1,8 @@
 """Compare methods on the same prompts with the same budget: needles and other tasks, and plain text."""
 
 import functools
+import logging
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,26 +12,22 @@ from torch import Tensor
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.comparison import Comparison, check, make_cache
-from bpc_calib.evaluation.fidelity import METRICS, probe
-from bpc_calib.evaluation.forcing import compare, complete, fork, keep, prefill
-from bpc_calib.evaluation.methods import METHODS, variants
-from bpc_calib.evaluation.prompts import Frame, Prompt, count_answer, hide, largest, make_frame
+from bpc_calib.evaluation.decoded import Batch, Finished, decode, steps
+from bpc_calib.evaluation.fidelity import METRICS
+from bpc_calib.evaluation.methods import Variant
+from bpc_calib.evaluation.prompts import DEPTHS, Prompt, draw_prompts, make_frame
 from bpc_calib.evaluation.statistics import mean, proportion
-from bpc_calib.evaluation.tasks import GROWING, TASKS, TEXT, Problem, score
+from bpc_calib.evaluation.tasks import TEXT, score
 from bpc_calib.models.description import describe
-from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.text.samples import beginning, draw_samples
 
-__all__ = ["draw_prompts", "evaluate"]
+__all__ = ["evaluate"]
 
-DEPTHS = 10  # needles are in the middle of each tenth of the text
 BATCH_TOKENS = 1 << 16
-MEASURED = 64  # decoding steps per text at which choices are compared: measuring one costs as much as several steps
 OTHER_TEXT = 1 << 32  # added to the seed, so that made text differs from that of a calibration with the same seed
 
 Progress = Callable[[float, str], None]
-Variant = tuple[str, float | int | None]  # a method and its budget
-Makers = Mapping[Variant, Callable[[], BPCCache]]  # of an empty cache
+logger = logging.getLogger("bpc_calib")
 
 
 def evaluate(
@@ -40,6 +36,7 @@ def evaluate(
     artifact: ProjectionArtifact | None = None,
     comparison: Comparison = Comparison(),  # noqa: B008  it is frozen
     *,
+    finished: Finished | None = None,
     progress: Progress = lambda share, what: None,
 ) -> list[dict[str, Any]]:
     """Compare methods with full attention; every measured token is one decoding step.
@@ -49,10 +46,14 @@ def evaluate(
     every length, and measures perplexity, the divergence of the predictions from full attention's, and the part of full
     attention that each method's choice keeps (`FullAttention.kept`).
 
+    A warning names what cannot be computed, such as a budget that leaves nothing to choose; the rest is.
+
     Args:
         model: an enabled model (`bpc_calib.enable`).
         artifact: projections of the method `bpc`; None: leave this method out.
         comparison: methods, prompts and settings.
+        finished: parts that an earlier call with this model, artifact and rules has computed, by names that say of what
+            they are; new ones are put in as soon as they are computed. Values are what JSON can hold.
         progress: called with the finished share and a description of the current work.
 
     Returns:
@@ -61,201 +62,137 @@ def evaluate(
         metrics of `TEXT` for each. `log_likelihoods` has the mean over the forced tokens of each text.
 
     Raises:
-        InputError: a task or method is unknown, a prompt is longer than the model's limit, or a budget leaves nothing
-            to choose; the message names it.
+        InputError: a task or method is unknown, or nothing can be computed; the message names it.
     """
-    methods = check(model.config, artifact, comparison)
-    makers = {
-        (name, budget): functools.partial(make_cache, name, model.config, artifact, budget, **comparison.rules)
-        for name, budget in variants(methods, comparison.budgets)
-    }
-    steps = [(length, task) for length in comparison.lengths for task in comparison.tasks]
-    if TEXT in comparison.tasks:
-        texts, corpora = _draw_texts(model, tokenizer, comparison)
-        start = len(beginning(tokenizer))
-    frame = None if set(comparison.tasks) == {TEXT} else make_frame(tokenizer, comparison.raw)
-    drawn = {
-        (length, task): draw_prompts(task, tokenizer, length, comparison.prompts, comparison.seed, frame)
-        for length, task in steps
-        if task != TEXT
-    }
-    rows = []
-    for number, (length, task) in enumerate(steps):
-        batch = comparison.batch or max(1, BATCH_TOKENS // length)
-
-        def report(part: float, number: int = number, length: int = length, task: str = task) -> None:
-            progress((number + part) / len(steps), f"{task}, {length:,} tokens")
-
-        report(0.0)
-        if task == TEXT:
+    _, cells = check(model.config, artifact, comparison)
+    finished = {} if finished is None else finished
+    prompts = _draw_prompts(list(cells), tokenizer, comparison)
+    longest = max((length for length, task in cells if task == TEXT), default=0)
+    texts, corpora = _draw_texts(model, tokenizer, comparison, longest) if longest else (None, [])
+    batches: dict[tuple[int, str], list[Batch]] = {}
+    for length, task in cells:
+        size = comparison.batch or max(1, BATCH_TOKENS // length)
+        if task != TEXT and (length, task) in prompts:
+            batches[length, task] = _batches(task, prompts[length, task], size)
+        elif task == TEXT and texts is not None:
             # The same last tokens at every length, so that only the context differs.
+            start = len(beginning(tokenizer))
             cut = torch.cat([texts[:, :start], texts[:, start - length :]], dim=1)
-            rows += _text(model, makers, cut, corpora, comparison.forced, batch, report)
+            batches[length, task] = [Batch(task, part, length - comparison.forced, 0) for part in cut.split(size)]
+
+    def left() -> float:
+        return sum(steps(batch, cells[cell], finished) for cell, own in batches.items() for batch in own)
+
+    all_steps, rows = left() or 1.0, []
+    for (length, task), own in batches.items():
+
+        def report(what: str = f"{task}, {length:,} tokens") -> None:
+            progress(1 - left() / all_steps, what)
+
+        report()
+        makers = {
+            (name, budget): functools.partial(make_cache, name, model.config, artifact, budget, **comparison.rules)
+            for name, budget in cells[length, task]
+        }
+        for batch in own:
+            decode(model, tokenizer, batch, makers, finished, report)
+        if task == TEXT:
+            rows += _text_rows(own, list(makers), finished, corpora)
         else:
-            rows += _task(model, tokenizer, makers, task, length, drawn[length, task], batch, report)
+            rows += _task_rows(own, list(makers), finished, prompts[length, task])
     progress(1.0, "done")
     return rows
 
 
-def draw_prompts(
-    task: str, tokenizer: Any, length: int, prompts: int, seed: int, frame: Frame | None = None
-) -> list[Prompt]:
-    """Return prompts of a task, the same for the same seed; needles are at the `DEPTHS` in turn.
-
-    Args:
-        task: one of `TASKS`.
-        tokenizer: the tokenizer of the model.
-        length: tokens of a prompt with the longest answer.
-        prompts: number of prompts.
-        seed: of the draws.
-        frame: what stands around text and question; None: the tokenizer's BOS alone.
-
-    Raises:
-        InputError: the prompts need more tokens.
-    """
-    frame = frame or make_frame(tokenizer, raw=True)
-    seeds = [f"{seed}/{task}/{length}/{number}" for number in range(prompts)]
-    depths = [(number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None for number in range(prompts)]
-    if task in GROWING:
-        problems, drawn = _grow(task, seeds, tokenizer, length, frame)
-    else:
-        drawn = list(map(random.Random, seeds))
-        problems = [TASKS[task](rng) for rng in drawn]
-    try:
-        new = max(count_answer(problem, tokenizer) for problem in problems)
-        return [
-            hide(problem, tokenizer, length - new, rng, depth, frame=frame)
-            for problem, rng, depth in zip(problems, drawn, depths, strict=True)
-        ]
-    except InputError as fault:
-        raise InputError(f"task {task!r} at {length:,} tokens: {fault}") from fault
+def _draw_prompts(
+    cells: Sequence[tuple[int, str]], tokenizer: Any, comparison: Comparison
+) -> dict[tuple[int, str], list[Prompt]]:
+    """Return the prompts of each length and task with a question; a warning names those that need longer prompts."""
+    asked = [(length, task) for length, task in cells if task != TEXT]
+    frame = make_frame(tokenizer, comparison.raw) if asked else None
+    drawn, faults = {}, []
+    for length, task in asked:
+        try:
+            drawn[length, task] = draw_prompts(task, tokenizer, length, comparison.prompts, comparison.seed, frame)
+        except InputError as fault:
+            faults.append(fault)
+    if faults and len(faults) == len(cells):
+        raise faults[0]
+    for fault in faults:
+        logger.warning("skipped: %s", fault)
+    return drawn
 
 
-def _grow(
-    task: str, seeds: Sequence[str], tokenizer: Any, length: int, frame: Frame
-) -> tuple[list[Problem], list[random.Random]]:
-    """Return problems that fill their prompts but for the longest answer of all, and the random states after them."""
-    new, longest = 0, 1
-    while longest > new:  # a problem of another size has another answer
-        new = longest
-        sizes = [largest(TASKS[task], seed, GROWING[task], tokenizer, length - new, frame) for seed in seeds]
-        drawn = list(map(random.Random, seeds))
-        problems = [TASKS[task](rng, size=size) for rng, size in zip(drawn, sizes, strict=True)]
-        longest = max(count_answer(problem, tokenizer) for problem in problems)
-    return problems, drawn
-
-
-def _task(
-    model: Any,
-    tokenizer: Any,
-    makers: Makers,
-    task: str,
-    length: int,
-    prompts: Sequence[Prompt],
-    batch: int,
-    report: Callable[[float], None],
-) -> list[dict[str, Any]]:
-    """Return the rows of one task at one length: decode the answers with a new cache from every maker."""
-    said: dict[Variant, str] = {}  # the answer to the first prompt
-    scores: dict[Variant, list[float]] = {key: [] for key in makers}
-    read: dict[Variant, float] = {}
-    fed, new = len(prompts[0].ids), max(prompt.answer for prompt in prompts)
-    for first in range(0, len(prompts), batch):
-        part = prompts[first : first + batch]
-        ids = torch.tensor([prompt.ids for prompt in part], device=model.device)
+def _batches(task: str, prompts: Sequence[Prompt], size: int) -> list[Batch]:
+    new = max(prompt.answer for prompt in prompts)
+    batches = []
+    for first in range(0, len(prompts), size):
+        part = prompts[first : first + size]
+        ids = torch.tensor([prompt.ids for prompt in part])
         # Cut before the longest question of the batch; with a shorter question, text before it is forced too.
-        cut = fed - max(prompt.question for prompt in part)
-        prefix = prefill(model, ids[:, :cut])
-        for number, (key, make) in enumerate(makers.items(), start=1):
-            cache = fork(prefix, make())
-            tokens = complete(model, cache, ids[:, cut:], new)
-            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            said.setdefault(key, texts[0])
-            scores[key] += [score(prompt.problem, text) for prompt, text in zip(part, texts, strict=True)]
-            read[key] = _read(cache, fed + new)
-            report((first + len(part) * number / len(makers)) / len(prompts))
-    count, problem = len(prompts), prompts[0].problem
-    all_or_nothing = all(len(prompt.problem.wanted) == 1 for prompt in prompts)
-    rows = []
-    for key, own in scores.items():
-        figure = proportion(sum(own), count) if all_or_nothing else mean(own, least=0.0, most=1.0)
-        row = _row(task, length, *key, count) | {"score": figure, "read": read[key]}
-        asked = problem.question + problem.start
-        row["example"] = {"fact": problem.statements[0], "question": asked, "said": said[key]}
-        if task == "needle":
-            by_depth = [own[place::DEPTHS] for place in range(min(DEPTHS, count))]
-            row["depths"] = [proportion(sum(each), len(each)) for each in by_depth]
-        rows.append(row)
-    return rows
+        batches.append(Batch(task, ids, ids.shape[1] - max(prompt.question for prompt in part), new))
+    return batches
 
 
-def _draw_texts(model: Any, tokenizer: Any, comparison: Comparison) -> tuple[Tensor, list[str]]:
-    """Return plain text of the greatest length, int64 `[prompts, tokens]`, and the corpus of each prompt."""
+def _draw_texts(model: Any, tokenizer: Any, comparison: Comparison, length: int) -> tuple[Tensor, list[str]]:
+    """Return plain text, int64 `[prompts, length]`, and the corpus of each prompt."""
     tokens, sources = draw_samples(
         list(comparison.corpora),
         tokenizer,
         samples=comparison.prompts,
-        sequence_length=max(comparison.lengths),
+        sequence_length=length,
         seed=comparison.seed + OTHER_TEXT,
         vocab_size=describe(model.config).vocab_size,
     )
     return tokens, [source["name"] for source in sources for _ in range(source["samples"])]
 
 
-def _text(
-    model: Any,
-    makers: Makers,
-    texts: Tensor,
-    corpora: list[str],
-    forced: int,
-    batch: int,
-    report: Callable[[float], None],
+def _task_rows(
+    batches: Sequence[Batch], variants: Sequence[Variant], finished: Finished, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Return the rows of plain text: perplexity, and the metrics of each method's choice.
-
-    Args:
-        texts: int64 `[prompts, length]`.
-        corpora: that of each prompt.
-        forced: last tokens of a text, which are fed one at a time.
-    """
-    prompts, length = texts.shape
-    choosing = [key for key in makers if METHODS[key[0]].takes_budget]
-    likely, apart, kept = ({key: list[Tensor]() for key in makers} for _ in range(3))
-    read: dict[Variant, float] = {}
-    layers: list[int] = []
-    done = 0
-    for part in texts.split(batch):
-        part = part.to(model.device)
-        prefix = prefill(model, part[:, :-forced])
-        tail, predicted = part[:, -forced:], list[Tensor]()
-        if choosing:
-            probed = probe(model.config, {key: makers[key]() for key in choosing}, -(-forced // MEASURED))
-            predicted = keep(model, fork(prefix, probed), tail)
-            layers = probed.asked_layers()
-            for key, metrics in probed.found().items():
-                kept[key].append(metrics)
-        for key, make in makers.items():
-            cache = fork(prefix, make())
-            likelihood, divergence = compare(model, cache, tail, predicted)
-            likely[key].append(likelihood)
-            apart[key].append(divergence)
-            read[key] = _read(cache, length)
-            done += len(part)
-            report(done / (prompts * len(makers)))
+    """Return the rows of one task at one length."""
+    count, problem = len(prompts), prompts[0].problem
+    all_or_nothing = all(len(prompt.problem.wanted) == 1 for prompt in prompts)
     rows = []
-    for key, parts in likely.items():
-        likelihood = torch.cat(parts)
+    for variant in variants:
+        parts = [finished[batch.answers(variant)] for batch in batches]
+        texts = [text for part in parts for text in part["texts"]]
+        own = [score(prompt.problem, text) for prompt, text in zip(prompts, texts, strict=True)]
+        figure = proportion(sum(own), count) if all_or_nothing else mean(own, least=0.0, most=1.0)
+        row = _row(batches[0], variant, count) | {"score": figure, "read": parts[-1]["read"]}
+        asked = problem.question + problem.start
+        row["example"] = {"fact": problem.statements[0], "question": asked, "said": texts[0]}
+        if batches[0].task == "needle":
+            by_depth = [own[place::DEPTHS] for place in range(min(DEPTHS, count))]
+            row["depths"] = [proportion(sum(each), len(each)) for each in by_depth]
+        rows.append(row)
+    return rows
+
+
+def _text_rows(
+    batches: Sequence[Batch], variants: Sequence[Variant], finished: Finished, corpora: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the rows of plain text: perplexity, and the metrics of each method's choice."""
+
+    def answered(variant: Variant, what: str) -> Tensor:
+        return torch.tensor([v for b in batches for v in finished[b.answers(variant)][what]], dtype=torch.float64)
+
+    rows = []
+    for variant in variants:
+        likelihood = answered(variant, "likelihood")
         values = {}  # of each prompt
-        if ("full", None) in likely:
+        if ("full", None) in variants:
             # Both losses are of the same texts, so the interval is that of their differences.
-            values["loss_difference"] = torch.cat(likely["full", None]) - likelihood
-        if choosing:
-            values["kl"] = torch.cat(apart[key])
-        row = _row(TEXT, length, *key, prompts) | {"read": read[key]}
+            values["loss_difference"] = answered(("full", None), "likelihood") - likelihood
+        if finished[batches[0].answers(variant)]["divergence"] is not None:
+            values["kl"] = answered(variant, "divergence")
+        row = _row(batches[0], variant, len(likelihood)) | {"read": finished[batches[-1].answers(variant)]["read"]}
         row["log_likelihoods"] = [round(value, 6) for value in likelihood.tolist()]  # to compare runs text by text
-        if key in choosing:
-            chosen = torch.cat(kept[key], dim=1)  # [layers, prompts, kv_heads, metrics]
-            row["layers"] = layers
+        if batches[0].choices(variant) in finished:
+            found = [finished[batch.choices(variant)] for batch in batches]
+            row["layers"] = found[0]["layers"]
+            # [layers, prompts, kv_heads, metrics]
+            chosen = torch.cat([torch.tensor(each["kept"], dtype=torch.float64) for each in found], dim=1)
             for place, metric in enumerate(METRICS):
                 values[metric] = chosen[..., place].mean((0, 2))
                 by_head = chosen[..., place].mean(1).tolist()
@@ -278,11 +215,6 @@ def _text_figures(likelihood: Tensor, values: Mapping[str, Tensor]) -> dict[str,
     return figures | {name: mean(each.tolist()) for name, each in values.items()}
 
 
-def _row(task: str, length: int, name: str, budget: float | int | None, prompts: int) -> dict[str, Any]:
-    return {"task": task, "tokens": length, "method": name, "budget": budget, "prompts": prompts}
-
-
-def _read(cache: BPCCache, length: int) -> float:
-    """Return the share of the KV bytes that a step reads."""
-    read, full = cache.kv_bytes(length)
-    return round(read / full, 6)
+def _row(batch: Batch, variant: Variant, prompts: int) -> dict[str, Any]:
+    tokens = batch.ids.shape[1] + batch.new
+    return {"task": batch.task, "tokens": tokens, "method": variant[0], "budget": variant[1], "prompts": prompts}

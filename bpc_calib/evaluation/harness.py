@@ -7,8 +7,9 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.comparison import make_cache
+from bpc_calib.evaluation.decoded import Finished
 from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import variants
 from bpc_calib.models.description import describe
@@ -229,6 +231,7 @@ def run(
     limit: int,
     raw: bool = False,
     seed: int = 0,
+    finished: Finished | None = None,
     **rules: Any,
 ) -> list[dict[str, Any]]:
     """Return rows like those of `evaluate`; `metrics` has all numbers of lm_eval.
@@ -243,6 +246,7 @@ def run(
         limit: documents, the first ones of the task.
         raw: leaves the chat template out.
         seed: for lm_eval and online projections.
+        finished: as for `evaluate`; one part is a method with a budget.
         rules: other arguments of `BPCCache`.
 
     Raises:
@@ -250,29 +254,39 @@ def run(
     """
     from lm_eval import simple_evaluate
 
-    rows = []
+    finished, rows = {} if finished is None else finished, []
     for name, budget in variants(methods, budgets):
-        empty = functools.partial(make_cache, name, model.config, artifact, budget, seed=seed, **rules)
-        report = simple_evaluate(
-            harness_model(model, tokenizer, empty),
-            tasks=task.tasks,
-            task_manager=task.manager,
-            limit=limit,
-            bootstrap_iters=1000,
-            verbosity="ERROR",
-            log_samples=False,
-            apply_chat_template=bool(tokenizer.chat_template) and not raw,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-        )
-        for label, found in report["results"].items():
-            figures = {key: v for key, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
-            count = report["n-samples"][label]["effective"] if label in report["n-samples"] else limit
-            # RULER's tasks set the metrics of other lengths to -1.
-            others = {key.split(",")[0] for key, value in figures.items() if value == -1 and key[0].isdecimal()}
-            metrics = {key: v for key, v in figures.items() if key.split(",")[0].removesuffix("_stderr") not in others}
-            row = {"task": f"lm_eval:{label}", "tokens": task.tokens, "method": name, "budget": budget}
-            rows.append(row | {"prompts": count, "metrics": metrics})
+        part = f"{task.name} {task.tokens} {name} {budget} {limit} {raw} {seed} {version('lm_eval')}"
+        if part not in finished:
+            empty = functools.partial(make_cache, name, model.config, artifact, budget, seed=seed, **rules)
+            report = simple_evaluate(
+                harness_model(model, tokenizer, empty),
+                tasks=task.tasks,
+                task_manager=task.manager,
+                limit=limit,
+                bootstrap_iters=1000,
+                verbosity="ERROR",
+                log_samples=False,
+                apply_chat_template=bool(tokenizer.chat_template) and not raw,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+            )
+            finished[part] = [
+                {"task": f"lm_eval:{label}", "tokens": task.tokens, "method": name, "budget": budget}
+                | {"prompts": count, "metrics": metrics}
+                for label, count, metrics in _figures(report, limit)
+            ]
+        rows += finished[part]
     return rows
+
+
+def _figures(report: dict[str, Any], limit: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """The name, the documents and the metrics of each task in a report of lm_eval."""
+    for label, found in report["results"].items():
+        figures = {key: v for key, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+        count = report["n-samples"][label]["effective"] if label in report["n-samples"] else limit
+        # RULER's tasks set the metrics of other lengths to -1.
+        others = {key.split(",")[0] for key, value in figures.items() if value == -1 and key[0].isdecimal()}
+        yield label, count, {k: v for k, v in figures.items() if k.split(",")[0].removesuffix("_stderr") not in others}

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BPC_LAYER", "FIGURES", "METHODS", "ComparedMethod", "variants"]
+__all__ = ["BPC_LAYER", "FIGURES", "METHODS", "ComparedMethod", "Variant", "variants"]
 
 BPC_LAYER = "bpc_calib.runtime.hashed_layer.BPCLayer"
+Variant = tuple[str, float | int | None]  # a method and its budget, None for a method that takes none
 _BASELINES = "bpc_calib.evaluation.baselines"
 
 
@@ -44,7 +45,7 @@ FIGURES = {
 }  # fmt: skip
 
 
-def variants(methods: Iterable[str], budgets: Iterable[float | int]) -> list[tuple[str, float | int | None]]:
+def variants(methods: Iterable[str], budgets: Iterable[float | int]) -> list[Variant]:
     """Every method at every budget, which is None for a method that takes none."""
     chosen = list(budgets)
     return [(name, budget) for name in methods for budget in (chosen if METHODS[name].takes_budget else [None])]

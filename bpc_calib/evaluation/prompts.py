@@ -1,19 +1,20 @@
 """Hide a problem in made text, so that the prompt has an exact number of tokens with any tokenizer."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.tasks import Problem
+from bpc_calib.evaluation.tasks import GROWING, TASKS, Problem
 from bpc_calib.text.made_text import filler
 from bpc_calib.text.samples import beginning
 
-__all__ = ["Frame", "Prompt", "count_answer", "hide", "largest", "make_frame"]
+__all__ = ["DEPTHS", "Frame", "Prompt", "count_answer", "draw_prompts", "hide", "largest", "make_frame"]
 
 OPENING = 32  # minimum tokens of filler at the beginning: room for tokens that form across sentence borders
 CLOSE = 64  # a problem grows until one part in so many is left
+DEPTHS = 10  # needles are in the middle of each tenth of the text
 MESSAGE = "<text and question>"  # stands for the user's message while the template is written
 
 
@@ -57,6 +58,54 @@ class Prompt:
     answer: int
 
 
+def draw_prompts(
+    task: str, tokenizer: Any, length: int, prompts: int, seed: int, frame: Frame | None = None
+) -> list[Prompt]:
+    """Return prompts of a task, the same for the same seed; needles are at the `DEPTHS` in turn.
+
+    Args:
+        task: one of `TASKS`.
+        tokenizer: the tokenizer of the model.
+        length: tokens of a prompt with the longest answer.
+        prompts: number of prompts.
+        seed: of the draws.
+        frame: what stands around text and question; None: the tokenizer's BOS alone.
+
+    Raises:
+        InputError: the prompts need more tokens.
+    """
+    frame = frame or make_frame(tokenizer, raw=True)
+    seeds = [f"{seed}/{task}/{length}/{number}" for number in range(prompts)]
+    depths = [(number % DEPTHS + 0.5) / DEPTHS if task == "needle" else None for number in range(prompts)]
+    if task in GROWING:
+        problems, drawn = _grow(task, seeds, tokenizer, length, frame)
+    else:
+        drawn = list(map(random.Random, seeds))
+        problems = [TASKS[task](rng) for rng in drawn]
+    try:
+        new = max(count_answer(problem, tokenizer) for problem in problems)
+        return [
+            hide(problem, tokenizer, length - new, rng, depth, frame=frame)
+            for problem, rng, depth in zip(problems, drawn, depths, strict=True)
+        ]
+    except InputError as fault:
+        raise InputError(f"task {task!r} at {length:,} tokens: {fault}") from fault
+
+
+def _grow(
+    task: str, seeds: Sequence[str], tokenizer: Any, length: int, frame: Frame
+) -> tuple[list[Problem], list[random.Random]]:
+    """Return problems that fill their prompts but for the longest answer of all, and the random states after them."""
+    new, longest = 0, 1
+    while longest > new:  # a problem of another size has another answer
+        new = longest
+        sizes = [largest(TASKS[task], seed, GROWING[task], tokenizer, length - new, frame) for seed in seeds]
+        drawn = list(map(random.Random, seeds))
+        problems = [TASKS[task](rng, size=size) for rng, size in zip(drawn, sizes, strict=True)]
+        longest = max(count_answer(problem, tokenizer) for problem in problems)
+    return problems, drawn
+
+
 def hide(
     problem: Problem,
     tokenizer: Any,
@@ -86,7 +135,7 @@ def hide(
     room = tokens - len(frame.before) - len(question) - OPENING
     left = _left(problem, tokenizer, tokens, frame)
     if left < 0:
-        raise InputError(f"{tokens:,} tokens are too few: the question and its statements need {tokens - left:,}")
+        raise InputError(f"the question and its statements need {-left:,} more")
     source = filler(rng)
     sentences: list[str] = []
     # A joined text has fewer tokens than its sentences one by one, so count the text again until it is nearly full.
