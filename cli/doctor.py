@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bpc_cli.advice import TOKENS, advise, print_advice
 from bpc_cli.calibration_report import calibration_memory
 from bpc_cli.command import command
 from bpc_cli.console import (
@@ -28,15 +29,23 @@ from bpc_cli.options import MODEL_HELP, AsJson
 def doctor(
     *,
     model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Context to give settings for. Default: {TOKENS:,}, or the model's limit if that is lower.", min=1
+        ),
+    ] = None,
     load: OneDeviceOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether BPC serves a model and what it will do with it on this machine, without loading any weights.
+    """Say whether BPC serves a model, which settings to use on this machine and what to expect, without its weights.
 
     Without --model, check the installation alone. The exit status is 1 if the model is not served; one line says why.
 
-    Example: bpc doctor -m Qwen/Qwen3-8B
+    Example: bpc doctor -m Qwen/Qwen3-8B --tokens 65536
     """
+    if tokens is not None and model is None:
+        raise typer.BadParameter("--tokens is the context of a model: give --model")
     quiet_libraries(warnings=False)
     installed = installation()
     check_core(installed)
@@ -44,8 +53,11 @@ def doctor(
     found = {
         "installation": installed,
         "machine": _machine(pick_device(load.device) if opened is None else opened.device),
-        **({} if opened is None else {"model": model_facts(opened)}),
     }
+    if opened is not None:
+        weights = model_without_weights(opened)
+        found["model"] = model_facts(opened, weights)
+        found["settings"] = advise(opened, weights, tokens)
     if as_json:
         print_json(found)
     else:
@@ -84,7 +96,7 @@ def _machine(device: str) -> dict[str, Any]:
 LENGTHS = (8_192, 32_768, 131_072)
 
 
-def model_facts(opened: OpenedModel) -> dict[str, Any]:
+def model_facts(opened: OpenedModel, weights: Any) -> dict[str, Any]:
     """Whether and how a model is served, the bytes that a step reads, and what its calibration takes.
 
     Raises:
@@ -92,13 +104,11 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
     """
     import torch
 
-    from bpc_calib.backends.switch_over import sparse_from
     from bpc_calib.method.codes import default_bits
     from bpc_calib.method.rules import default_dense_layers
     from bpc_calib.runtime.bytes_forecast import forecast_bytes
 
-    model, weights = opened.description, model_without_weights(opened)
-    token = 2 * model.kv_heads * model.head_dim * weights.dtype.itemsize
+    model = opened.description
     looked_at = _look_at_layers(weights, opened)
     dense = list(default_dense_layers(None, model.num_layers))
     if set(model.full_layers) <= set(dense):  # the defaults would leave no layer to choose in
@@ -125,7 +135,6 @@ def model_facts(opened: OpenedModel) -> dict[str, Any]:
         "reads": reads,
         "kernels": _kernels(opened, weights.dtype),
         "calibration": _calibration(opened, weights, torch.device(opened.device)),
-        "sparse_from": sparse_from(token, 1, model.query_heads, torch.device(opened.device)),
     }
 
 
@@ -241,6 +250,7 @@ CUDA = "install it as https://pytorch.org/get-started/locally/ says"
 def print_doctor(found: dict[str, Any]) -> None:
     """Print everything on about one screen."""
     if "model" in found:
+        print_advice(found["settings"], found["model"]["id"], found["model"]["bits"])
         _print_model(found["model"], found["machine"])
     _print_machine(found)
     if "model" not in found:
@@ -277,7 +287,6 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any]) -> None:
         else "the config alone: some layers do not run without weights; bpc calibrate checks the rest first",
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens: {memory}, "
         f"{size_text(calibration['disk_bytes'])} of disk; the file takes {size_text(calibration['output_bytes'])}",
-        "chooses": f"from {model['sparse_from']:,} tokens on, where that begins to be faster here (--min-context)",
     }
     print_rows(f"{printable(model['id'])} ({printable(model['model_type'])}): BPC serves it", rows)
     parts = {
@@ -294,7 +303,7 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any]) -> None:
         full, read, *cells = (size_text(row[key]) for key in ("full", "read", *shown))
         lines.append((tokens, full, read, f"{row['read'] / row['full']:.0%}", *cells))
     columns = ("cached tokens", "full attention", "BPC", "share", *shown.values())
-    title = f"KV bytes that each new token reads, {model['dtype']}, with the defaults of bpc generate"
+    title = f"KV bytes that each new token reads, {model['dtype']}, with projections found online"
     print_text_table(TextTable(title, columns, lines))
     if any(row["beyond_the_model"] for row in model["reads"]):
         print("* beyond the model's context")

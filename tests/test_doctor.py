@@ -42,7 +42,6 @@ def test_a_served_model(bpc, tmp_path, monkeypatch, family, kinds):
     assert found["layers"] == kinds
     assert found["checked"] == ("config" if family == "qwen3_moe" else "layers")  # experts are chosen by values
     assert found["calibration"]["weights_bytes"] == sum(4 * each.numel() for each in tiny.model(family).parameters())
-    assert found["sparse_from"] > 1000  # its keys and values are small
     assert [row["beyond_the_model"] for row in found["reads"]] == [False, True]
     # The same counts as those of a cache that holds the tokens.
     model = tiny.model(family)
@@ -67,11 +66,46 @@ def test_the_screen(bpc, tmp_path):
         "1 layers attend to a window, as without BPC: 0",
         "32,768 *",
         "* beyond the model's context",
-        "tokens on, where that begins to be faster here (--min-context)",
+        "Settings for a context of 128 tokens here: the defaults",
+        "bpc generate -m",
         "This machine",
     ):
         assert part in ran.out
     assert len(ran.out.splitlines()) < 60
+
+
+def test_the_settings_follow_from_the_shape(bpc, tmp_path):
+    folder = config_folder(tmp_path / "tiny", dtype="bfloat16", max_position_embeddings=1 << 17)
+    model = tiny.model()
+    token = 2 * 2 * bpc_calib.describe(model.config).head_dim * 2  # bytes of its keys and values in one layer
+    for tokens, attended in (("100000", 2000), (None, 655), ("700", 700)):
+        words = () if tokens is None else ("--tokens", tokens)
+        ran = bpc("doctor", "-m", folder, "--json", *words)
+        assert ran.code == 0, ran.err
+        found, count = json.loads(ran.out)["settings"], int(tokens or 32_768)
+        assert (found["tokens"], found["attended"]) == (count, attended)
+        assert 1000 < found["sparse_from"] < 32_768  # its keys and values are small
+        assert found["cache_bytes"] == 3 * token * count
+        assert found["codes_bytes"] == 3 * 2 * 9 * count
+        assert found["weights_bytes"] == sum(2 * each.numel() for each in model.parameters())
+        step = {"full": found["cache_bytes"], "ours": 3 * token * attended + (attended < count) * found["codes_bytes"]}
+        weights = found["weights_bytes"] - 2 * model.get_input_embeddings().weight.numel()
+        expected = {name: found["bytes_per_second"] / (weights + read) for name, read in step.items()}
+        assert found["tokens_per_second"] == pytest.approx(expected["ours"])
+        assert found["full_tokens_per_second"] == pytest.approx(expected["full"])
+        said = " ".join(bpc("doctor", "-m", folder, *words).out.replace("│", " ").split())
+        assert ("attends to all tokens, since choosing pays from" in said) == (attended == count)
+        assert ("BPC gains little at this length" in said) == (attended == count)
+    refused = bpc("doctor", "--tokens", "100")
+    assert refused.code == 2
+    assert "give --model" in refused.err
+    beyond = bpc("doctor", "-m", folder, "--tokens", "200000").out
+    assert "Settings for a context of 200,000 tokens here, beyond the model's limit: the defaults" in beyond
+
+
+def test_no_speed_is_promised_for_a_mixture_of_experts(bpc, tmp_path):
+    ran = bpc("doctor", "-m", config_folder(tmp_path / "tiny", "qwen3_moe"))
+    assert "not known beforehand for a mixture of experts" in " ".join(ran.out.replace("│", " ").split())
 
 
 def test_it_loads_no_weights_and_writes_nothing(bpc, tmp_path, monkeypatch):

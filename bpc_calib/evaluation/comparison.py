@@ -141,11 +141,8 @@ def check(
             name, share = variant
             k = length if share is None else attended(length, share, rules.get("min_tokens", MIN_TOKENS))
             if share is not None and k <= (forced := max(METHODS[name].forced, recent)):
-                fault = (
-                    f"a budget of {budget_text(share)} is {k} of {length:,} tokens, and {METHODS[name].label} always attends to "
-                    f"{forced}: nothing is left to choose"
-                )
-                faults[fault] = None
+                what, who = f"a budget of {budget_text(share)} is {k} of {length:,} tokens", METHODS[name].label
+                faults[f"{what}, and {who} always attends to {forced}: nothing is left to choose"] = None
             else:
                 cells.setdefault((length, task), []).append(variant)
     if faults and not cells:

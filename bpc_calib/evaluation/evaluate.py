@@ -118,8 +118,8 @@ def _draw_prompts(
             faults.append(fault)
     if faults and len(faults) == len(cells):
         raise faults[0]
-    for fault in faults:
-        logger.warning("skipped: %s", fault)
+    for each in faults:
+        logger.warning("skipped: %s", each)
     return drawn
 
 
