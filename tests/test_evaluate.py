@@ -14,6 +14,7 @@ from bpc_calib.evaluation.comparison import HARD, Comparison, check, make_cache
 from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER
+from bpc_calib.extras import install
 from bpc_calib.text.corpora import open_corpus
 
 LENGTHS = {"max_position_embeddings": 2048}
@@ -348,7 +349,7 @@ def test_the_artifact_of_another_model(bpc, folder, artifact, tmp_path):
 def test_pictures_without_matplotlib(bpc, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = bpc("eval", "-m", folder, "--plot", "pictures")
-    assert (ran.code, ran.err) == (1, "Error: pictures need matplotlib: pip install matplotlib\n")
+    assert (ran.code, ran.err) == (1, f"Error: pictures need matplotlib: {install('plots')}\n")
 
 
 def test_prompts_too_short_for_a_task_are_refused_before_any_work(bpc, folder):
