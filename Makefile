@@ -41,7 +41,7 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/mypy benchmarks training docs/links.py
+	.venv/bin/mypy benchmarks training docs/links.py tests/typed_user.py
 
 # The documents as a site, in build/site. Every link must lead somewhere.
 site: .venv/ready

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bpc_artifacts.errors import ArtifactError, BPCError, why
 
-__all__ = ["PICTURE", "Kind", "check_matplotlib", "check_picture", "replacing", "try_replacing"]
+__all__ = ["PICTURE", "Kind", "check_picture", "replacing", "try_replacing"]
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -56,16 +56,7 @@ def check_picture(path: Path, overwrite: bool) -> None:
     """Raise a `BPCError` if the picture of `--plot` could not be written."""
     if path.suffix.lower() not in PICTURES:
         raise BPCError(f"{path}: a picture must be one of {', '.join(PICTURES)}")
-    check_matplotlib("--plot needs")
     try_replacing(path, 1 << 20, overwrite, PICTURE)
-
-
-def check_matplotlib(needs: str) -> None:
-    """Raise a `BPCError` that begins with `needs` if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as fault:
-        raise BPCError(f"{needs} matplotlib: pip install matplotlib") from fault
 
 
 @contextmanager

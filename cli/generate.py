@@ -47,7 +47,7 @@ def generate(
     A model with a chat template answers the prompt as a user's message; any other model, and --raw, continues it.
     Under torchrun the processes shard the model's heads: torchrun --nproc-per-node 2 -m bpc_cli generate ...
 
-    Example: bpc generate -m meta-llama/Llama-3.1-8B-Instruct -a llama.safetensors --prompt-file book.txt
+    Example: bpc generate -m Qwen/Qwen3-8B -a qwen.safetensors --prompt-file book.txt
     """
     with joined_ranks():
         rules, how = attended.rules(), sampling.arguments()

@@ -41,7 +41,7 @@ def push(
 
     Local paths are not published: a local model becomes the last part of its path, and a local text its name.
 
-    Example: bpc push Llama-3.1-8B-Instruct-bpc64.safetensors alice/Llama-3.1-8B-Instruct-bpc64
+    Example: bpc push Qwen3-8B-bpc64.safetensors alice/Qwen3-8B-bpc64
     """
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
         fail("publishing asks first, and there is no terminal: pass --yes to publish without asking")
@@ -150,7 +150,7 @@ def pull(
 ) -> None:
     """Download projections from the Hub, check them, and write them to a file.
 
-    Example: bpc pull alice/Llama-3.1-8B-Instruct-bpc64
+    Example: bpc pull alice/Qwen3-8B-bpc64
     """
     quiet_libraries()
     from bpc_artifacts import ArtifactError, load

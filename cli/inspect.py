@@ -104,7 +104,11 @@ def inspect(
 def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
     """Fail before anything is read if one of the files cannot be written: else the other would be left behind."""
     from bpc_artifacts.replacing import check_picture
+    from bpc_calib.extras import lacking
 
+    for option, file in (("--plot", plot), ("--html", html)):
+        if file is not None and (lacks := lacking("plots", "matplotlib")):
+            fail(f"{option} needs {lacks}")
     if plot is not None and html is not None and plot.resolve() == html.resolve():
         fail(f"{html}: is given for --html and for --plot: give two files")
     if plot is not None:

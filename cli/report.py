@@ -77,9 +77,8 @@ class _Part(NamedTuple):
 
 def check_page(path: Path, force: bool) -> None:
     """Raise a `BPCError` if the page of `--html` could not be written."""
-    from bpc_artifacts.replacing import check_matplotlib, try_replacing
+    from bpc_artifacts.replacing import try_replacing
 
-    check_matplotlib("--html needs")
     try_replacing(path, 4 << 20, force, _kind())
 
 

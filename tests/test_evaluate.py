@@ -17,6 +17,7 @@ from bpc_calib.evaluation.comparison import HARD, Comparison, check, make_cache
 from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.tasks import RULER
+from bpc_calib.extras import install
 from bpc_calib.text.corpora import open_corpus
 
 LENGTHS = {"max_position_embeddings": 2048}
@@ -445,7 +446,7 @@ def test_the_artifact_of_another_model(bpc, folder, artifact, tmp_path):
 def test_pictures_without_matplotlib(bpc, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = bpc("eval", "-m", folder, "--plot", "pictures")
-    assert (ran.code, ran.err) == (1, "Error: pictures need matplotlib: pip install matplotlib\n")
+    assert (ran.code, ran.err) == (1, f"Error: pictures need matplotlib: {install('plots')}\n")
 
 
 def test_a_task_without_room_is_an_error_alone_and_a_warning_beside_others(bpc, folder):

@@ -1,8 +1,8 @@
 """GGUF files as models: their weights, config and tokenizer, and the errors of files that cannot be read."""
 
-import importlib.util
 import json
 import struct
+import sys
 
 import hub
 import numpy as np
@@ -14,6 +14,7 @@ from test_cli import assert_one_error
 
 from bpc_artifacts import load
 from bpc_calib import describe
+from bpc_calib.extras import install
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
 pytest.importorskip("transformers", minversion="5.23", reason="GGUF files need transformers 5.23")
@@ -123,9 +124,8 @@ def test_a_file_on_the_hub(bpc_process, file, tmp_path):
 
 
 def test_without_the_packages_one_line_says_how_to_get_them(bpc, file, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("bpc_calib.models.gguf.find_spec", lambda name: None if name == "gguf" else find(name))
-    assert_one_error(bpc("calibrate", "-m", file, "--dry-run"), "needs gguf: pip install 'bpc-calib[gguf]'")
+    monkeypatch.setitem(sys.modules, "gguf", None)  # import raises ImportError
+    assert_one_error(bpc("calibrate", "-m", file, "--dry-run"), f"needs gguf: {install('gguf')}")
 
 
 def test_an_older_transformers_is_one_line(bpc, file, monkeypatch):

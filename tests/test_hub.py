@@ -16,7 +16,7 @@ import tiny
 
 from bpc_artifacts import load, save
 
-MODEL = "meta-llama/Llama-3.1-8B-Instruct"
+MODEL = "Qwen/Qwen3-8B"
 PINNED = {
     "hoskinson-center/proof-pile": "490b980249446f2f3bd2df3a8cf085d0f2de240a",
     "namespace-Pt/long-llm-data": "48e96d937d87395c9223caf467ad30ae8e525191",
@@ -128,7 +128,7 @@ def test_the_default_corpora_from_the_hub(bpc_process, served, tmp_path):
     ran = bpc_process("calibrate", "-m", MODEL, "--samples", 7, "--bits", 32, "-q", **served[1])
     assert ran.code == 0, ran.err
     assert ran.err == ""
-    artifact = load(tmp_path / "Llama-3.1-8B-Instruct-bpc32.safetensors")
+    artifact = load(tmp_path / "Qwen3-8B-bpc32.safetensors")
     model = artifact.metadata["model"]
     assert model["id"] == MODEL
     assert len(model["revision"]) == 40

@@ -15,6 +15,8 @@ from bpc_calib.backends.cpu import native
 
 ROOT = Path(__file__).parent.parent
 FOLDER = Path("bpc_calib/backends/cpu")
+SOURCES = {"bpc_artifacts": "artifacts", "bpc_calib": "bpc_calib", "bpc_cli": "cli"}
+COMPILED = re.compile(r"\.(so|pyc)$")
 
 
 def test_the_library_exports_what_is_called():
@@ -43,7 +45,7 @@ def test_the_environment_selects_an_instruction_set():
 def packages(tmp_path_factory):
     """A wheel and a source archive of a copy of this checkout, with what is compiled already."""
     folder, made = tmp_path_factory.mktemp("checkout") / "bpc", tmp_path_factory.mktemp("packages")
-    others = shutil.ignore_patterns(".*", "build", "*.egg-info", "*.so", "__pycache__", "benchmarks", "docs", "tests")
+    others = shutil.ignore_patterns(".*", "build", "*.egg-info", "*.so", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=others)
     for compiled in (ROOT / "build").glob("native-*"):
         shutil.copytree(compiled, folder / "build" / compiled.name)
@@ -59,22 +61,27 @@ def packages(tmp_path_factory):
 
 def test_the_wheel_serves_every_python(packages, tmp_path):
     wheel, _ = packages
-    name, _, python, abi, machine = wheel.stem.split("-")
+    name, version, python, abi, machine = wheel.stem.split("-")
     assert (name, python, abi) == ("bpc_calib", "py3", "none")
     assert machine.startswith(("linux_", "macosx_"))
     with zipfile.ZipFile(wheel) as opened:
+        assert {each.partition("/")[0] for each in opened.namelist()} == {*SOURCES, f"{name}-{version}.dist-info"}
+        assert "bpc_calib/demo/model.safetensors" in opened.namelist()
         held = [each for each in opened.namelist() if each.startswith(f"{FOLDER}/") and not each.endswith(".py")]
         assert held == [f"{FOLDER}/libbpc_cpu.so"]
         library = opened.extract(held[0], tmp_path)
     assert isa(library) == native.isa()
 
 
-def test_the_source_archive_holds_the_sources(packages):
+def test_the_source_archive_holds_what_the_tests_need_and_nothing_compiled(packages):
     _, archive = packages
     with tarfile.open(archive) as opened:
         held = {each.partition("/")[2] for each in opened.getnames()}
-    assert {"setup.py", *(f"{FOLDER}/native/{each.name}" for each in (ROOT / FOLDER / "native").iterdir())} <= held
-    assert f"{FOLDER}/libbpc_cpu.so" not in held
+    folders = (*SOURCES.values(), "benchmarks", "docs", "tests", "training")
+    files = [*ROOT.glob("*.md"), *(each for folder in folders for each in (ROOT / folder).rglob("*") if each.is_file())]
+    needed = {each.relative_to(ROOT).as_posix() for each in files if not COMPILED.search(each.name)}
+    assert needed | {"CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", "pyproject.toml", "setup.py"} <= held
+    assert [each for each in held if COMPILED.search(each)] == []
 
 
 SERVED = """

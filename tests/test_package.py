@@ -1,6 +1,7 @@
 """The structure of the project: allowed imports, sizes of functions, documented public names."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,14 +23,15 @@ ROOMS = {
     "errors": set(),
     "compat": {"errors"},
     "demo": set(),
+    "extras": set(),
     "hub": {"errors"},
     "method": {"errors"},
     "text": {"errors", "hub"},
-    "models": {"errors", "hub", "compat", "demo"},
+    "models": {"errors", "extras", "hub", "compat", "demo"},
     "backends": {"errors", "compat", "method"},
     "calibration": {"errors", "compat", "method", "models", "text", "backends"},
     "runtime": {"errors", "compat", "method", "models", "backends"},
-    "evaluation": {"errors", "compat", "method", "models", "text", "backends", "runtime"},
+    "evaluation": {"errors", "extras", "compat", "method", "models", "text", "backends", "runtime"},
     "bench": {"errors", "compat", "method", "models", "backends", "runtime"},
     "serving": {"errors", "method", "models", "backends"},
     "sharing": {"errors", "hub", "method", "evaluation"},
@@ -132,6 +134,14 @@ def test_tables_of_names_import_nothing_large(module):
     script = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+def test_the_newest_section_of_the_changelog_is_of_this_version():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert version
+    assert newest
+    assert newest[1] in ("Unreleased", version[1])
 
 
 @pytest.mark.parametrize("package", [bpc_artifacts, bpc_calib])

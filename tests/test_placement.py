@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 import tiny
@@ -11,6 +12,7 @@ from test_cli import assert_one_error
 from bpc_artifacts import load, save
 from bpc_calib import BPCCache, ModelError, describe, enable
 from bpc_calib.compat import with_cache
+from bpc_calib.extras import install
 from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
 pytest.importorskip("accelerate", reason="needs the extra accelerate")
@@ -80,11 +82,10 @@ def test_the_command_line_spreads_a_model(bpc, model_folder, text_folder, tmp_pa
 
 
 def test_without_accelerate_one_line_says_how_to_get_it(bpc, model_folder, fp8_folder, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("bpc_calib.models.gguf.find_spec", lambda name: None if name == "accelerate" else find(name))
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # import raises ImportError
     for words in (("-m", model_folder, "--device-map", "auto"), ("-m", fp8_folder)):
         ran = bpc("calibrate", *words, "--corpus", "demo", "--dry-run")
-        assert_one_error(ran, "needs accelerate: pip install 'bpc-calib[accelerate]'")
+        assert_one_error(ran, f"needs accelerate: {install('accelerate')}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, transformers keeps FP8 packed, for a GPU alone")

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,14 +27,17 @@ from bpc_calib.models.observation import input_device
 from bpc_calib.text.corpora import check_corpora, open_corpora
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, Corpus
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 __all__ = ["calibrate", "calibrate_in", "help_calibrate"]
 
 Progress = Callable[[str, int, int], None]
 
 
 def calibrate(
-    model: Any,
-    tokenizer: Any,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
     corpora: Sequence[str | os.PathLike[str] | Corpus] = DEFAULT_CORPORA,
     plan: Plan | None = None,
     *,

@@ -22,6 +22,7 @@ from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.decoded import Finished
 from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import variants
+from bpc_calib.extras import lacking
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 
@@ -45,10 +46,8 @@ class HarnessTask:
 
 def check(tasks: Sequence[str]) -> None:
     """Raise `InputError` if lm_eval is not installed or does not know a task."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as fault:
-        raise InputError("tasks of lm_eval need the package lm_eval: pip install 'bpc-calib[eval]'") from fault
+    if lacks := lacking("eval", "lm_eval"):
+        raise InputError(f"tasks of lm_eval need the package {lacks}")
     find = _finder({})
     for task in tasks:
         find(task)

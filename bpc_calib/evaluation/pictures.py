@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from bpc_artifacts.replacing import PICTURE, check_matplotlib, replacing, try_replacing
+from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.extras import lacking
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import budget_text
 
@@ -19,7 +20,8 @@ NAMES = {"recall": "recall.png", "needle": "needles.png", "budget": "budgets.png
 
 def check(folder: Path, overwrite: bool) -> None:
     """Raise a `BPCError` if `draw` could not write its files."""
-    check_matplotlib("pictures need")
+    if lacks := lacking("plots", "matplotlib"):
+        raise InputError(f"pictures need {lacks}")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: not a folder: name a folder for the pictures")
     if not folder.is_dir() and not folder.parent.is_dir():

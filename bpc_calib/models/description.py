@@ -5,10 +5,13 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bpc_calib.compat import can_set_attention
 from bpc_calib.errors import InputError, ModelError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 __all__ = [
     "ModelDescription", "describe", "first_head", "heads_per_rank", "held_heads", "rank_among", "rope_tables",
@@ -83,7 +86,7 @@ class ModelDescription:
         return table
 
 
-def describe(config: Any, *, revision: str | None = None) -> ModelDescription:
+def describe(config: "PreTrainedConfig", *, revision: str | None = None) -> ModelDescription:
     """Describe a causal language model from its transformers config.
 
     Args:

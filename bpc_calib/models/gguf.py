@@ -1,8 +1,6 @@
 """GGUF files: a model and its tokenizer in one file, mostly quantised, which transformers unpacks."""
 
 import os
-from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,11 @@ import numpy as np
 
 from bpc_calib.compat import gguf_tokenizer_is_wrong, read_gguf
 from bpc_calib.errors import ModelError, first_line
+from bpc_calib.extras import lacking
 from bpc_calib.hub import explain, fetch
 from bpc_calib.models.description import rope_tables
 
-__all__ = ["find_gguf", "gguf_config", "is_gguf", "require"]
+__all__ = ["find_gguf", "gguf_config", "is_gguf"]
 
 # `general.file_type` of the files whose weights are not quantised. All others hold a few bits per weight, and
 # bfloat16 loses nothing of these that matters.
@@ -53,7 +52,8 @@ def gguf_config(file: Path) -> Any:
     """
     from transformers import AutoConfig
 
-    require(f"{file.name}: a GGUF file", "gguf", ("gguf", "accelerate"))
+    if lacks := lacking("gguf", "gguf", "accelerate"):
+        raise ModelError(f"{file.name}: a GGUF file needs {lacks}")
     if gguf_tokenizer_is_wrong():
         raise ModelError(f"{file.name}: a GGUF file needs transformers 5.23, which needs Python 3.11: upgrade it")
     try:
@@ -83,9 +83,3 @@ def gguf_config(file: Path) -> Any:
     config.name_or_path = file.stem
     config.dtype = FLOAT_TYPES.get(metadata.get("general.file_type", -1), "bfloat16")
     return config
-
-
-def require(what: str, extra: str, packages: Iterable[str]) -> None:
-    """Raise `ModelError` unless these packages are installed; it names the extra that brings them."""
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise ModelError(f"{what} needs {' and '.join(missing)}: pip install 'bpc-calib[{extra}]'")

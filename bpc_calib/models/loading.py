@@ -8,9 +8,10 @@ from typing import Any
 
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.errors import ModelError, first_line
+from bpc_calib.extras import lacking
 from bpc_calib.hub import explain, fetch, online
 from bpc_calib.models.description import tensor_ranks
-from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf, require
+from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf
 
 __all__ = ["check_packages", "load_config", "load_model", "load_tokenizer", "weights_identity"]
 
@@ -195,9 +196,9 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
 
 def check_packages(name: str, config: Any, device_map: DeviceMap | None) -> None:
     """Raise `ModelError` if the package is missing that places the weights."""
-    if device_map is not None or _is_quantised(config):
+    if (device_map is not None or _is_quantised(config)) and (lacks := lacking("accelerate", "accelerate")):
         what = "--device-map" if device_map is not None else f"{name}: a quantised model"
-        require(what, "accelerate", ["accelerate"])
+        raise ModelError(f"{what} needs {lacks}")
 
 
 def _placement(name: str, config: Any, device: str, device_map: DeviceMap | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Tensor parallelism of transformers: how the heads of a model are sharded over the processes of torchrun."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,13 +9,17 @@ from bpc_calib.compat import WHOLE, copied_heads
 from bpc_calib.errors import ModelError
 from bpc_calib.models.description import ModelDescription, describe, heads_per_rank
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.distributed import DistributedConfig
+
 __all__ = ["check_shards", "from_ranks", "tensor_parallel"]
 
 SHARDED = "colwise"
 KEYS = ("k_proj", "qkv_proj", "query_key_value")  # projections that compute keys, as transformers names them
 
 
-def tensor_parallel(config: Any, ranks: int) -> Any:
+def tensor_parallel(config: "PreTrainedConfig", ranks: int) -> "DistributedConfig":
     """Return the `distributed_config` that shards a model over `ranks` processes, for `from_pretrained`.
 
     It is `DistributedConfig(tp_plan="auto")`, which gives each process an equal part of the heads, unless the model has

@@ -20,6 +20,7 @@ from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from typing_extensions import Unpack
 
 __all__ = ["BPCCache", "check_layers"]
@@ -77,7 +78,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     def __init__(
         self,
-        config: Any,
+        config: "PreTrainedConfig",
         artifact: ProjectionArtifact | None = None,
         *,
         budget: float | int = BUDGET,

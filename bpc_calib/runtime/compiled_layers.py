@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from bpc_calib.models.description import describe
 from bpc_calib.models.observation import observing
 from bpc_calib.runtime.enabling import is_enabled
 from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged, weights_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["compile_layers"]
 
@@ -78,7 +81,7 @@ class _Layer:
     output: Any = None
 
 
-def compile_layers(model: Any, compiling: Callable[[], None] = lambda: None) -> None:
+def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lambda: None) -> None:
     """Run one-token steps of a model on a CPU through compiled decoder layers, from now on.
 
     A step of one sequence uses them; batches, passes of several tokens and passes with gradients stay plain. Results

