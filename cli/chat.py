@@ -5,10 +5,8 @@ The KV cache is kept: each turn feeds the model only what is new.
 
 import json
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Annotated, Any
@@ -18,11 +16,11 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
+from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System
 from bpc_cli.prompt import Message, has_template, message, opening_messages, template_tokens
 
-PROMPT = "> "
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
 
 
@@ -112,15 +110,16 @@ class Conversation:
         keep_common(self.cache, self.tokens, ids[0].tolist())
         try:
             turn = decoding.decode(self.decoder, ids, self.cache, room, show, **more)
+            count = len(turn["tokens"])
+            read = decoding.kv_bytes(self.cache, length, count)
         except BaseException:  # Ctrl-C too: a part of the layers may hold the tokens of a pass that did not end
             self.cache.reset()
             self.tokens = []
             raise
         self.messages = [*messages, message("assistant", turn["text"])]
         self.tokens = ids[0].tolist() + turn["tokens"]
-        count = len(turn["tokens"])
         at_limit = self.limit is not None and length + count >= self.limit
-        return {"prompt_tokens": length, **turn, "at_limit": at_limit, **decoding.kv_bytes(self.cache, length, count)}
+        return {"prompt_tokens": length, **turn, "at_limit": at_limit, **read}
 
     def _room(self, length: int, most: int) -> int:
         """How many tokens the answer may have."""
@@ -177,16 +176,17 @@ def _answer_typed(conversation: Conversation, text: str, most: int, as_json: boo
     """Answer a message so that neither Ctrl-C nor a message that is too long ends the conversation."""
     from bpc_calib import InputError
 
-    try:
-        with stopping_on_interrupt() as criterion:
+    with typing_ahead(), stopping_on_interrupt() as criterion:
+        try:
             turn = conversation.ask(text, most, not as_json, stopping_criteria=[criterion])
-    except KeyboardInterrupt:
-        note("")
-        note("Interrupted: the message and its answer are forgotten")
-    except InputError as fault:
-        note(f"Not sent: {fault}")
-    else:
-        _report(turn, text, most, conversation, as_json, quiet)
+        except KeyboardInterrupt:
+            note("")
+            note("Interrupted: the message and its answer are forgotten")
+        except InputError as fault:
+            note(f"Not sent: {fault}")
+        else:
+            with stopping_on_interrupt():  # the answer has ended: nothing is left to stop
+                _report(turn, text, most, conversation, as_json, quiet)
 
 
 def _report(turn: dict[str, Any], text: str, most: int, conversation: Conversation, as_json: bool, quiet: bool) -> None:
@@ -197,44 +197,14 @@ def _report(turn: dict[str, Any], text: str, most: int, conversation: Conversati
         return
     if not as_json:
         note(decoding.answer_line(turn), dim=True)
+    if turn["ended_by"] == "interrupt":
+        note("Stopped: the conversation keeps the message and this part of the answer", dim=True)
     if (why := decoding.why_empty(turn)) is not None:
         note(why)
     if turn["at_limit"] and turn["ended_by"] == "limit":
         note(f"The answer stops at the {conversation.limit:,} tokens of {conversation.name}: begin anew with /reset")
     elif turn["ended_by"] == "limit":
         note(f"The answer stops after {most:,} tokens: --max-new-tokens allows more")
-
-
-def typed_messages() -> Iterator[str]:
-    """The lines that a user types, with arrow keys and a history, until Ctrl-D."""
-    with suppress(ImportError):  # Windows has none
-        import readline  # `input` uses it once it is imported
-
-        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines are one message
-    while True:
-        try:
-            text = input(_prompt())
-            text.encode()
-        except EOFError:
-            note("")
-            return
-        except KeyboardInterrupt:
-            note("")
-            note("Ctrl-D or /quit ends the chat")
-            continue
-        except UnicodeError:
-            note("The message is not UTF-8 text; it was not sent")
-            continue
-        if text.strip():
-            yield text
-
-
-def _prompt() -> str:
-    """What `input` shows; it would write to stdout, so it shows nothing where answers go to a file."""
-    if sys.stdout.isatty():
-        return PROMPT
-    print(PROMPT, end="", file=sys.stderr, flush=True)
-    return ""
 
 
 def piped_messages() -> Iterator[str]:
@@ -248,29 +218,3 @@ def piped_messages() -> Iterator[str]:
             fail(f"line {number} of the messages is not UTF-8 text")
         if text.strip():
             yield text
-
-
-@contextmanager
-def stopping_on_interrupt() -> Iterator[Callable[..., Any]]:
-    """In the block, the first Ctrl-C makes the given stopping criterion end the generation after its current step.
-
-    So the cache stays whole. A second Ctrl-C interrupts at once.
-    """
-    import torch
-
-    asked = False
-
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    def criterion(ids: Any, scores: Any, **_: Any) -> Any:
-        return torch.full((ids.shape[0],), asked, device=ids.device)
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield criterion
-    finally:
-        signal.signal(signal.SIGINT, before)

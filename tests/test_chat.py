@@ -1,13 +1,17 @@
 """`bpc chat`: the kept cache, what is printed, Ctrl-C, and what is refused."""
 
+import fcntl
 import io
 import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import termios
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -15,9 +19,11 @@ import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bpc_calib import BPCCache, InputError, enable
-from bpc_cli.chat import Conversation, _talk, stopping_on_interrupt
+from bpc_calib.demo import DEMO_MODEL
+from bpc_cli.chat import Conversation, _talk
 from bpc_cli.console import note
 from bpc_cli.decoding import decode, make_decoder
+from bpc_cli.keyboard import stopping_on_interrupt
 from bpc_cli.prompt import message, template_tokens
 
 TEMPLATE = "<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -31,6 +37,10 @@ RULES = {"full": {"budget": 1.0}, "few": {"budget": 5, "min_tokens": 1, "dense_l
 
 def save(folder, family="llama", template=TEMPLATE, **changes):
     tiny.save(folder, family, **({"max_position_embeddings": 512} | changes))
+    return save_template(folder, template)
+
+
+def save_template(folder, template=TEMPLATE):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -244,6 +254,7 @@ def test_a_conversation_on_a_terminal(converse, monkeypatch, capsys):
     assert turns[2]["tokens"][:3] == turns[0]["tokens"]
     assert "Chatting with chatty: /reset begins anew" in shown.err
     assert "Not sent: with this message the conversation has " in shown.err
+    assert shown.err.count("Stopped: the conversation keeps the message and this part of the answer") == 1
     assert "> " in shown.err  # answers go to a file here
 
 
@@ -263,45 +274,106 @@ def test_the_line_after_an_answer_is_dim_on_a_terminal(monkeypatch):
         assert stderr.getvalue() == text
 
 
-@pytest.mark.slow  # another process, which imports everything anew
-def test_keys_on_a_terminal(folder):
-    """Corrected and pasted text, Ctrl-C at the prompt, and Ctrl-D."""
-    keyboard, terminal = pty.openpty()
-    script = "from bpc_cli.main import main; main()"
-    words = ("chat", "-m", str(folder), "--max-new-tokens", "4", "--json", "--quiet")
-    with subprocess.Popen(
-        [sys.executable, "-c", script, *words],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=os.environ | {"TERM": "xterm"},
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
-    ) as process:
+class Keyboard:
+    """`bpc chat` in a process whose terminal is `self.keyboard`."""
+
+    def __init__(self, *words):
+        self.keyboard, terminal = pty.openpty()
+
+        def own_terminal():  # so that the key Ctrl-C sends a signal; a job in the background would ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from bpc_cli.main import main; main()", "chat", *map(str, words)],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=os.environ | {"TERM": "xterm"},
+            start_new_session=True,
+            preexec_fn=own_terminal,
+        )
         os.close(terminal)
-        seen = b""
+        self.seen = b""
 
-        def until(text, otherwise=None):
-            """Read until a text comes; call `otherwise` after each second without a byte."""
-            nonlocal seen
-            while text not in seen:
-                if otherwise is not None and not select.select([keyboard], [], [], 1)[0]:
-                    otherwise()
-                else:
-                    seen += os.read(keyboard, 4096)
-            seen = seen.partition(text)[2]
+    def type(self, keys):
+        os.write(self.keyboard, keys)
 
-        until(b"> ")
-        os.write(keyboard, b"hellp\x7fo\n")
-        until(b'{"message": "hello", ')
-        until(b"> ")
-        os.write(keyboard, b"\x1b[200~one\ntwo\x1b[201~\n")
-        until(b'{"message": "one\\ntwo", ')
-        until(b"> ")
-        # `input` misses a signal that comes between its prompt and its wait for a key.
-        process.send_signal(signal.SIGINT)
-        until(b"Ctrl-D or /quit ends the chat", lambda: process.send_signal(signal.SIGINT))
-        until(b"> ")
-        os.write(keyboard, b"\x04")
-        assert process.wait(60) == 0
-    os.close(keyboard)
+    def read(self, otherwise=lambda: None):
+        """Read what is shown; call `otherwise` after each second without a byte."""
+        for _ in range(60):
+            if select.select([self.keyboard], [], [], 1)[0]:
+                self.seen += os.read(self.keyboard, 4096)
+                return
+            otherwise()
+        pytest.fail(f"nothing follows {self.seen}")
+
+    def until(self, text, otherwise=lambda: None):
+        """Return what is shown before a text."""
+        while text not in self.seen:
+            self.read(otherwise)
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.keyboard)
+
+
+@pytest.fixture
+def keyboard():
+    """Start `bpc chat` on a terminal of its own, to which a test types."""
+    with ExitStack() as stack:
+
+        def start(*words):
+            started = Keyboard(*words)
+            stack.callback(started.close)
+            return started
+
+        yield start
+
+
+@pytest.mark.slow  # another process, which imports everything anew
+def test_keys_on_a_terminal(folder, keyboard):
+    """Corrected and pasted text, Ctrl-C at the prompt, and Ctrl-D."""
+    chat = keyboard("-m", folder, "--max-new-tokens", "4", "--json", "--quiet")
+    chat.until(b"> ")
+    chat.type(b"hellp\x7fo\n")
+    chat.until(b'{"message": "hello", ')
+    chat.until(b"> ")
+    chat.type(b"\x1b[200~one\ntwo\x1b[201~\n")
+    chat.until(b'{"message": "one\\ntwo", ')
+    chat.until(b"> ")
+    # `input` misses a signal that comes between its prompt and its wait for a key.
+    chat.process.send_signal(signal.SIGINT)
+    chat.until(b"Ctrl-D or /quit ends the chat", lambda: chat.process.send_signal(signal.SIGINT))
+    chat.until(b"> ")
+    chat.type(b"\x04")
+    assert chat.process.wait(60) == 0
+
+
+@pytest.mark.slow  # another process, which imports everything anew
+def test_keys_while_an_answer_is_written(keyboard, tmp_path):
+    """They are not shown within the answer; what Ctrl-C leaves of them is the next message, and no key is lost."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "chatty")
+    folder = save_template(tmp_path / "chatty", "{% for m in messages %}{{ m.content }}\n{% endfor %}assistant: ")
+    chat = keyboard("-m", folder, "--no-compile", "--max-new-tokens", "4000")
+    chat.until(b"> ")
+    chat.type(b"Tell me of the bridge.\n")
+    chat.until(b"bridge.\r\n")
+    while len(chat.seen.split()) < 5:  # the answer has begun
+        chat.read()
+    chat.type(b"UNSEEN\nHALX\x7fF")
+    chat.type(b"\x03")
+    answer = chat.until(b" tokens, ")
+    assert not [keys for keys in (b"UNSEEN", b"HAL", b"^C") if keys in answer]
+    chat.until(b"Stopped: the conversation keeps the message and this part of the answer")
+    chat.until(b"> UNSEEN\r\n")  # a whole line is sent
+    while len(chat.seen.split()) < 5:
+        chat.read()
+    chat.type(b"\x03")
+    chat.until(b"Stopped: ")
+    chat.until(b"> HALX\x08\x1b[KF")
+    chat.type(b"\x15\x04")
+    assert chat.process.wait(60) == 0

@@ -4,18 +4,21 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
+from bpc_calib.compat import attention_name
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import check_bits, default_bits
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
+from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
 
@@ -27,6 +30,7 @@ __all__ = ["BPCCache", "check_layers"]
 
 logger = logging.getLogger(__name__)
 
+AGAIN = "call cache.reset(), or make a new cache, and feed the whole text again"
 DRAFTED = 16  # steps in a row that verify drafts, after which a warning says that BPC saves nothing
 
 
@@ -122,8 +126,9 @@ class BPCCache(Cache):  # type: ignore[misc]
             return layers
 
         self._fresh = fresh
-        self._first = model.full_layers[0]
+        self._first, self._end, self._sparse = model.full_layers[0], model.full_layers[-1], sparse[0]
         self._last: SparseLayer | None = None  # updated last; its attention must run before the next layer's update
+        self._thread: int | None = None  # began the last pass
         self._verified: int | None = None  # passes in a row that verified drafts; None: there are no drafts
         super().__init__(layers=fresh())
 
@@ -140,29 +145,52 @@ class BPCCache(Cache):  # type: ignore[misc]
         Raises:
             ModelError: the model is not enabled, an earlier pass failed, or the model bypasses transformers' attention
                 interface.
+            InputError: another thread uses the cache, or the keys have another dtype, device or batch size than it has.
         """
-        last = self._last
-        if last is not None and not last.served:
-            raise ModelError(
-                f"layer {last.index} cached keys without BPC's attention: call bpc_calib.enable(model) before you use "
-                "a BPCCache, and start a new cache (the model was not enabled or was disabled, the previous pass "
-                "failed, or the model bypasses transformers' attention interface)"
-            )
-        layer = self.layers[layer_idx]
+        layer, last = self.layers[layer_idx], self._last
         if layer_idx == self._first:
-            self._check_level()
-            self._count_drafts(key_states.shape[2])
+            self._begin(layer, key_states)
+        elif last is not None and not last.served:
+            raise _unserved(last)
         self._last = layer if isinstance(layer, SparseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _check_level(self) -> None:
-        """Raise `ModelError` if layers differ in length: a failed pass leaves its tokens in only part of the layers."""
-        lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, GrowingLayer)}
-        if len(lengths) > 1:
+    def _begin(self, first: Any, keys: Tensor) -> None:
+        """Begin a pass with these keys of the first layer, or raise before they change anything."""
+        module = self._module()
+        if module is not None and not (name := attention_name(module.config) or "").startswith(PREFIX):
             raise ModelError(
-                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens because an earlier pass "
-                "failed: start a new cache"
+                f"the attention of the model of this cache is now {name}, not BPC's (set_attn_implementation undoes "
+                "enable): call bpc_calib.enable(model) again; the cache is as before"
             )
+        most, least = first.get_seq_length(), self.layers[self._end].get_seq_length()
+        last, thread = self._last, get_ident()
+        unserved = last is not None and not last.served
+        if unserved or most != least:  # a failed pass leaves its tokens in the first layers only
+            if thread != self._thread:
+                raise InputError(
+                    "a pass that another thread began with this cache is running or has failed: use a cache in one "
+                    f"thread at a time, and after a failure {AGAIN}"
+                )
+            if last is not None and unserved and module is None:
+                raise _unserved(last)
+            raise ModelError(
+                f"an earlier pass with this cache failed, whose first layer holds {most} tokens and the last {least}: "
+                f"{AGAIN}"
+            )
+        held = first.keys if isinstance(first, GrowingLayer) and first.is_initialized else keys
+        if (held.dtype, held.device) != (keys.dtype, keys.device):
+            raise InputError(
+                f"the cache holds {held.dtype} on {held.device}, but the new keys are {keys.dtype} on {keys.device}: "
+                f"{AGAIN}"
+            )
+        self._thread = thread
+        self._count_drafts(keys.shape[2])
+
+    def _module(self) -> Any:
+        """The attention module that BPC served with this cache before; None if there is none yet."""
+        reference = getattr(self.layers[self._sparse], "module", None)
+        return None if reference is None else reference()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove `-tokens_to_remove` of the newest tokens from every layer.
@@ -184,7 +212,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget every token, the online projections and the model; keep the settings."""
         self.layers = self._fresh()  # because the reset of transformers 5.17 keeps the length
-        self._last, self._verified = None, None
+        self._last, self._verified, self._thread = None, None, None
 
     def activate_past_recording(self) -> None:
         """Prepare for removing drafted tokens; transformers calls this when it starts a generation with drafts."""
@@ -273,6 +301,14 @@ def check_layers(config: Any, model: ModelDescription) -> list[Any]:
                 f"{name}: layer {index} keeps its keys in a {type(layers[index]).__name__}, which BPC does not serve"
             )
     return layers
+
+
+def _unserved(layer: SparseLayer) -> ModelError:
+    return ModelError(
+        f"layer {layer.index} cached keys without BPC's attention: call bpc_calib.enable(model) before you use a "
+        "BPCCache, and start a new cache (the model was not enabled or was disabled, the first pass failed, or the "
+        "model bypasses transformers' attention interface)"
+    )
 
 
 def _check_seed(seed: int) -> None:
