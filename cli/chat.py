@@ -180,7 +180,6 @@ def _answer_typed(conversation: Conversation, text: str, most: int, as_json: boo
         try:
             turn = conversation.ask(text, most, not as_json, stopping_criteria=[criterion])
         except KeyboardInterrupt:
-            note("")
             note("Interrupted: the message and its answer are forgotten")
         except InputError as fault:
             note(f"Not sent: {fault}")
