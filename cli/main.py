@@ -14,6 +14,7 @@ from bpc_cli.demo import demo
 from bpc_cli.doctor import doctor
 from bpc_cli.eval import eval_
 from bpc_cli.generate import generate
+from bpc_cli.help import Command
 from bpc_cli.hub import pull, push
 from bpc_cli.inspect import inspect
 from bpc_cli.ranks import check_command, only_leader_prints, wait_for_leader
@@ -22,20 +23,14 @@ from bpc_cli.serve import serve
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="BPC: rank the KV cache by 64-bit codes, attend to the best 2 %.",
 )
-app.command()(demo)
-app.command()(doctor)
-app.command()(calibrate)
-app.command()(inspect)
-app.command()(generate)
-app.command()(chat)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-app.command("eval")(eval_)
-app.command()(bench)
-app.command()(push)
-app.command()(pull)
+COMMANDS = (demo, doctor, calibrate, inspect, generate, chat, serve, eval_, bench, push, pull)
+for each in COMMANDS:
+    passed_on = {"allow_extra_args": True, "ignore_unknown_options": True} if each is serve else None
+    app.command(each.__name__.rstrip("_"), cls=Command, context_settings=passed_on)(each)
 
 
 def _print_version(wanted: bool) -> None:
