@@ -1,27 +1,19 @@
 """What `evaluate` compares, checked before any work, and the cache of each method."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import BPC_LAYER, METHODS
-from bpc_calib.evaluation.tasks import TASKS, TEXT
-from bpc_calib.method.budget import attended
-from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.evaluation.settings import FORCED, HARD, Comparison, check_budgets, check_settings
+from bpc_calib.evaluation.tasks import TEXT
 from bpc_calib.method.rules import default_dense_layers, ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
-from bpc_calib.text.known_corpora import Corpus
 
 __all__ = ["FORCED", "HARD", "Comparison", "check", "make_cache", "settled"]
-
-FORCED = 64  # last tokens of each text, decoded one at a time, unless a comparison says otherwise
-
-# No dense layer and no minimum, so that every layer must choose: this setting shows differences between methods best.
-HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
 
 
 def make_cache(
@@ -75,23 +67,6 @@ def settled(config: Any, artifact: ProjectionArtifact | None, rules: Mapping[str
     return {**rules, "dense_layers": dense, "equal_shares": equal}
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Methods to compare with full attention, and the prompts to compare them on."""
-
-    tasks: Sequence[str] = (TEXT, "needle")  # names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`
-    lengths: Sequence[int] = (2048,)  # tokens of a prompt, including its question and answer
-    budgets: Sequence[float | int] = (BUDGET, 0.1)  # shares or numbers of tokens
-    methods: Sequence[str] | None = None  # names of `METHODS`; None: all
-    prompts: int = 20  # per task and length
-    corpora: Sequence[Corpus] = ()  # sources of `TEXT`, which needs at least one
-    forced: int = FORCED  # last tokens of each text, decoded one at a time
-    seed: int = 0
-    raw: bool = False  # leave the model's chat template out; `TEXT` is never in a template
-    batch: int | None = None  # prompts per batch; None: as many as fit in 65,536 tokens
-    rules: Mapping[str, Any] = field(default_factory=dict)  # settings of `BPCCache`, such as `HARD`
-
-
 def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparison) -> tuple[str, ...]:
     """Return the methods that `evaluate` compares; raise its errors before any work.
 
@@ -100,45 +75,15 @@ def check(config: Any, artifact: ProjectionArtifact | None, comparison: Comparis
         ArtifactError: the artifact belongs to another model.
         ModelError: BPC cannot serve the model.
     """
-    tasks, lengths, budgets, rules = comparison.tasks, comparison.lengths, comparison.budgets, comparison.rules
-    possible = tuple(name for name, method in METHODS.items() if artifact is not None or not method.calibrated)
-    chosen = possible if comparison.methods is None else tuple(dict.fromkeys(comparison.methods))
-    for task in tasks:
-        if task != TEXT and task not in TASKS:
-            raise InputError(f"unknown task {task!r}: the tasks are {', '.join([TEXT, *TASKS])}")
+    chosen = check_settings(comparison, calibrated=artifact is not None)
+    rules, limit = comparison.rules, describe(config).context_limit
     for name in chosen:
-        if name not in METHODS:
-            raise InputError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
-        if name not in possible:
-            raise InputError(f"method {name!r} needs an artifact of this model; method 'bpc-online' needs none")
-        for budget in budgets:
+        for budget in comparison.budgets:
             make_cache(name, config, artifact, budget, **rules)
-    for values, what in ((lengths, "length"), (budgets, "budget"), (chosen, "method")):
-        if not values:
-            raise InputError(f"give at least one {what}")
-    if comparison.prompts < 1:
-        raise InputError(f"prompts must be at least 1, not {comparison.prompts}")
-    if TEXT in tasks and not comparison.corpora:
+    if TEXT in comparison.tasks and not comparison.corpora:
         raise InputError(f"task {TEXT!r} needs a corpus")
-    if comparison.forced < 2:
-        raise InputError(f"at least 2 tokens of a text must be forced, not {comparison.forced}")
-    limit = describe(config).context_limit
-    recent = rules.get("recent", ranking_defaults(artifact)["recent"])
-    for length in lengths if tasks else ():
-        if length < 1:
-            raise InputError(f"prompts must have at least 1 token, not {length}")
+    for length in comparison.lengths if comparison.tasks else ():
         if limit is not None and length > limit:
             raise InputError(f"prompts of {length:,} tokens are too long: the model's limit is {limit:,}")
-        if TEXT in tasks and length < 2 * comparison.forced:
-            least = 2 * comparison.forced
-            raise InputError(f"task {TEXT!r} needs at least {least} tokens, twice those that are forced, not {length}")
-        for budget in budgets:
-            k = attended(length, budget, rules.get("min_tokens", MIN_TOKENS))
-            for name in chosen:
-                forced = max(METHODS[name].forced, recent)
-                if METHODS[name].takes_budget and k <= forced:
-                    raise InputError(
-                        f"a budget of {budget} is {k} of {length:,} tokens, and {METHODS[name].label} always attends "
-                        f"to {forced}: nothing is left to choose"
-                    )
+    check_budgets(comparison, chosen, rules.get("recent", ranking_defaults(artifact)["recent"]))
     return chosen
