@@ -1,15 +1,17 @@
 """Check that an artifact belongs to a model."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bpc_artifacts.errors import ArtifactError
-from bpc_artifacts.schema import ProjectionArtifact
+
+if TYPE_CHECKING:
+    from bpc_artifacts.schema import ProjectionArtifact
 
 __all__ = ["check_model"]
 
 
-def check_model(artifact: ProjectionArtifact, model: Mapping[str, Any]) -> list[str]:
+def check_model(artifact: "ProjectionArtifact", model: Mapping[str, Any]) -> list[str]:
     """Compare an artifact with a model; `model` has the form of the metadata's `model` (see `bpc_calib.describe`).
 
     Returns:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bpc_artifacts.bits import BITS
 from bpc_artifacts.errors import ArtifactError
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
 PLAIN_VERSION, PRODUCT_VERSION, LAST_VERSION = 1, 2, 3
 NIBBLE = 16  # vectors of a nibble
 SHARES = 16  # at which a need is measured
-BITS = (32, 64, 128)
 
 Array = NDArray[np.float32]
 

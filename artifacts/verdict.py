@@ -1,8 +1,11 @@
 """How far an artifact can be trusted, in words."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bpc_artifacts.schema import BITS, ProjectionArtifact
+from bpc_artifacts.bits import BITS
+
+if TYPE_CHECKING:
+    from bpc_artifacts.schema import ProjectionArtifact
 
 __all__ = ["asks_for_action", "verdict"]
 
@@ -13,7 +16,7 @@ HIGH = 0.8  # codes explain 1 - residual^2 of the squared length of keys: here o
 MOST_NAMED = 6  # layers in one sentence
 
 
-def verdict(artifact: ProjectionArtifact) -> list[str]:
+def verdict(artifact: "ProjectionArtifact") -> list[str]:
     """Return sentences: whether the projections hold on new text, which layers stand out, and what to do."""
     metadata = artifact.metadata
     held_out = metadata["metrics"].get("held_out")
@@ -26,13 +29,13 @@ def verdict(artifact: ProjectionArtifact) -> list[str]:
     return sentences + _high_heads(by_head, metadata["algorithm"]["bits"])
 
 
-def asks_for_action(artifact: ProjectionArtifact) -> bool:
+def asks_for_action(artifact: "ProjectionArtifact") -> bool:
     """Whether the verdict says more than that the projections hold on new text."""
     held_out = artifact.metadata["metrics"].get("held_out")
     return held_out is None or not _holds(artifact, held_out) or len(verdict(artifact)) > 1
 
 
-def _new_text(artifact: ProjectionArtifact, held_out: dict[str, Any] | None) -> str:
+def _new_text(artifact: "ProjectionArtifact", held_out: dict[str, Any] | None) -> str:
     keys, bits = artifact.metadata["calibration"]["keys_per_head"], artifact.metadata["algorithm"]["bits"]
     wanted = KEYS_PER_BIT * bits
     more = f"{keys:,} keys per head are few for {bits} bits: raise --samples or --keys-per-head, to {wanted:,} keys"
@@ -49,7 +52,7 @@ def _new_text(artifact: ProjectionArtifact, held_out: dict[str, Any] | None) -> 
     return f"On new text the residual is {worse} that of the fitted keys ({other:.3f} on {on}, {own:.3f}): {advice}."
 
 
-def _weak_layers(artifact: ProjectionArtifact, held_out: dict[str, Any]) -> list[str]:
+def _weak_layers(artifact: "ProjectionArtifact", held_out: dict[str, Any]) -> list[str]:
     """Name the layers that hold far less well than the mean of all layers."""
     overall = max(held_out["residual"] / (_mean(artifact) or 1), 1)
     weak = []
@@ -84,11 +87,11 @@ def _high_heads(by_head: dict[int, list[float]], bits: int) -> list[str]:
     ]
 
 
-def _holds(artifact: ProjectionArtifact, held_out: dict[str, Any]) -> bool:
+def _holds(artifact: "ProjectionArtifact", held_out: dict[str, Any]) -> bool:
     return held_out["residual"] <= HOLDS * _mean(artifact)
 
 
-def _mean(artifact: ProjectionArtifact) -> float:
+def _mean(artifact: "ProjectionArtifact") -> float:
     means = [float(layer.residual[:, -1].mean()) for layer in artifact.layers.values()]
     return sum(means) / len(means)
 

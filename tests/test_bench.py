@@ -246,7 +246,7 @@ def test_a_shape_may_have_fewer_layers_and_nothing_else_changes():
         (("llama-9",), "unknown shape 'llama-9': the shapes are llama-3.2-1b, "),
         (("qwen3-8b", 37), "layers must be 1 to 36 for qwen3-8b, not 37"),
         (("qwen3-8b", 0), "layers must be 1 to 36"),
-        (("0x128x4",), "--shape 0x128x4: takes 1 to 1,024 KV heads"),
+        (("0x128x4",), "shape 0x128x4: takes 1 to 1,024 KV heads"),
         (("8x129x4",), "an even head dimension of 8 to 256"),
         (("8x128x17",), "1 to 16 query heads per KV head"),
     ):

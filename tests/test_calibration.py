@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bpc_artifacts import load, save
 from bpc_calib import BPCError, InputError, ModelError, decompose, describe, make_plan
 from bpc_calib.backends.dispatch import find
-from bpc_calib.calibration.plan import held_out_samples
+from bpc_calib.calibration.numbers import held_out_samples
 from bpc_calib.calibration.positions import early_keys, first_positions, key_positions, shift_offsets, spread_keys
 from bpc_calib.calibration.projecting import fit_layers
 from bpc_calib.method.fitting import fit, mean_key, residual_norms
@@ -310,12 +310,12 @@ def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"samples": 0}, "samples must be at least 1, not 0"),
-        ({"samples": -3}, "samples must be at least 1, not -3"),
+        ({"samples": 0}, "samples must be 1 to 1,048,576, not 0"),
+        ({"samples": -3}, "samples must be 1 to 1,048,576, not -3"),
         ({"bits": 48}, "bits must be 32, 64 or 128, not 48"),
         ({"sequence_length": 129}, "a sequence length of 129 is over the limit of llama, 128 tokens"),
-        ({"sequence_length": 0}, "sequence length must be at least 1"),
-        ({"keys_per_head": 0}, "keys per head must be at least 1"),
+        ({"sequence_length": 0}, "sequence length must be 1 to"),
+        ({"keys_per_head": 0}, "keys per head must be an integer of at least 1"),
         (
             {"keys_per_head": 127},
             "127 fitted keys per head are too few for 64 bits, .* at least 128: raise the keys per",
@@ -324,9 +324,9 @@ def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):
             {"samples": 2, "bits": 128},
             "128 fitted keys per head are too few for 128 bits, .* 256: raise the samples or",
         ),
-        ({"samples": 2.5}, "samples must be at least 1, not 2.5"),
-        ({"seed": -1}, "seed must be at least 0"),
-        ({"seed": 1 << 63}, "seed must be at least 0 and below 2"),
+        ({"samples": 2.5}, "samples must be 1 to 1,048,576, not 2.5"),
+        ({"seed": -1}, "seed must be an integer of at least 0"),
+        ({"seed": 1 << 63}, "seed must be below 2"),
         ({"method": "magic"}, "unknown method 'magic': known are score-aware, nibbles, paper"),
     ],
 )

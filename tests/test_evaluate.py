@@ -158,7 +158,7 @@ def test_bad_settings_are_refused_before_any_work():
     assert refused(**text, forced=600) == (
         "task 'text' needs at least 1200 tokens, twice those that are forced, not 1024"
     )
-    assert refused(prompts=0) == "prompts must be at least 1, not 0"
+    assert refused(prompts=0) == "prompts must be an integer of at least 1, not 0"
     assert refused(budgets=[]) == "give at least one budget"
     assert refused(budgets=[0.004], methods=["window"]) == (
         "a budget of 0.4 % is 4 of 1,024 tokens, and window + sinks always attends to 5: nothing is left to choose"

@@ -5,14 +5,13 @@ import os
 import torch
 from torch import Tensor
 
+from bpc_calib.backends.sizes import MOST_DIM, MOST_HEADS
 from bpc_calib.method.state import State
 
-__all__ = ["DTYPES", "MOST_DIM", "MOST_HEADS", "MOST_ROWS", "MOST_TOKENS", "capability", "tight", "unfit", "unserved"]
+__all__ = ["DTYPES", "capability", "tight", "unfit", "unserved"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_HEADS, MOST_DIM = 16, 256
 OLDEST = (8, 0)  # compute capability
-MOST_ROWS, MOST_TOKENS = 65535, 1 << 22  # on a GPU: KV heads of all sequences, and tokens
 
 
 def unserved(tensor: Tensor, state: State | None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> str | None:

@@ -10,13 +10,13 @@ import torch
 from bpc_calib.bench.dense import OURS
 from bpc_calib.bench.inputs import LayerShape, make, working_sets
 from bpc_calib.bench.layer import figures, right_forms
+from bpc_calib.bench.settings import SHORTEST
 from bpc_calib.bench.timing import timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
 
 __all__ = ["compared", "find_crossover"]
 
-SHORTEST = 256  # at shorter lengths, the minimum of attended tokens is most of the context
 GRAIN = 256  # tokens; the result is a multiple
 BISECTIONS = 2
 

@@ -11,17 +11,25 @@ from typing import Any
 import torch
 
 from bpc_artifacts import ProjectionArtifact
-from bpc_calib.backends import dispatch, limits
+from bpc_calib.backends import dispatch
 from bpc_calib.bench import decode, prefill
-from bpc_calib.bench.crossover import SHORTEST, compared, find_crossover
+from bpc_calib.bench.crossover import compared, find_crossover
 from bpc_calib.bench.inputs import LayerShape, working_sets
 from bpc_calib.bench.layer import compile_seconds, layer_rows
 from bpc_calib.bench.machine import machine
 from bpc_calib.bench.random_models import random_artifact
-from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, Settings
+from bpc_calib.bench.settings import (
+    DECODE_LENGTHS,
+    FEWEST,
+    LENGTHS,
+    PARTS,
+    PREFILL_TOKENS,
+    SHORTEST,
+    Settings,
+    check_settings,
+)
 from bpc_calib.bench.timing import bandwidth, reason
-from bpc_calib.errors import BPCError, InputError
-from bpc_calib.method.budget import attended
+from bpc_calib.errors import BPCError
 from bpc_calib.method.rules import default_dense_layers, ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
@@ -29,7 +37,6 @@ from bpc_calib.runtime.cache import BPCCache
 __all__ = ["Subject", "check", "run"]
 
 PROMPT = 32768  # tokens, for hashing alone
-FEWEST, MOST = 16, limits.MOST_TOKENS  # tokens
 
 Progress = Callable[[float, str], None]
 Load = Callable[[], Any]
@@ -51,28 +58,7 @@ class Subject:
 
 def check(settings: Settings, config: Any, artifact: ProjectionArtifact | None) -> None:
     """Raise a `BPCError` for settings that cannot be measured, before any work."""
-    for name in settings.parts:
-        if name not in PARTS:
-            raise InputError(f"unknown part {name!r}: the parts are {', '.join(PARTS)}")
-    if not settings.parts:
-        raise InputError("--parts: give at least one")
-    for name, values, least, most in (
-        ("--lengths", settings.lengths, FEWEST, MOST - 1),
-        ("--prefill-tokens", None if settings.prefill_tokens is None else [settings.prefill_tokens], FEWEST, MOST - 1),
-        ("--batch-sizes", settings.batch_sizes, 1, 4096),
-        ("--repeats", (settings.repeats,), 1, 1000),
-    ):
-        if values is not None and not values:
-            raise InputError(f"{name}: give at least one")
-        for value in values or ():
-            if not least <= value <= most:
-                raise InputError(f"{name} must be {least:,} to {most:,}, not {value:,}")
-    if not settings.budgets:
-        raise InputError("--budgets: give at least one")
-    for budget in settings.budgets:
-        attended(1, budget)
-    if settings.crossover and max(settings.lengths or LENGTHS) < SHORTEST:
-        raise InputError(f"--crossover starts at {SHORTEST} tokens: give a longer --lengths")
+    check_settings(settings)
     BPCCache(config, artifact or random_artifact(config), dense_layers=settings.dense_layers)
 
 

@@ -1,13 +1,11 @@
 """Models of known shapes with random weights, and random projections: speed does not depend on what they hold."""
 
-import re
 from typing import Any
 
 import torch
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact
-from bpc_calib.backends import limits
-from bpc_calib.bench.settings import SHAPES
+from bpc_calib.bench.settings import shape_settings
 from bpc_calib.errors import InputError
 from bpc_calib.method.shares import GRID
 from bpc_calib.models.description import describe
@@ -26,7 +24,7 @@ def shape_config(name: str, layers: int | None = None) -> Any:
     """
     from transformers import AutoConfig
 
-    settings = dict(SHAPES[name]) if name in SHAPES else _own_shape(name)
+    settings = shape_settings(name)
     whole = settings["num_hidden_layers"]
     if layers is not None:
         if not 1 <= layers <= whole:
@@ -35,27 +33,6 @@ def shape_config(name: str, layers: int | None = None) -> Any:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings, bos_token_id=0, eos_token_id=0)
     config.name_or_path = name
     return config
-
-
-def _own_shape(name: str) -> dict[str, Any]:
-    """The settings of a shape such as 8x128x4."""
-    found = re.fullmatch(r"(\d{1,4})x(\d{1,3})x(\d{1,2})", name)
-    if found is None:
-        raise InputError(
-            f"unknown shape {name!r}: the shapes are {', '.join(SHAPES)}, or such as 8x128x4 (KV heads, head "
-            "dimension, query heads per KV head)"
-        )
-    kv_heads, dim, group = map(int, found.groups())
-    if not (1 <= kv_heads <= 1024 and 8 <= dim <= limits.MOST_DIM and dim % 2 == 0 and 1 <= group <= limits.MOST_HEADS):
-        raise InputError(
-            f"--shape {name}: takes 1 to 1,024 KV heads, an even head dimension of 8 to {limits.MOST_DIM}, and 1 to "
-            f"{limits.MOST_HEADS} query heads per KV head"
-        )
-    hidden = kv_heads * dim * group
-    return SHAPES["llama-3.1-8b"] | {
-        "num_key_value_heads": kv_heads, "head_dim": dim, "num_attention_heads": kv_heads * group,
-        "hidden_size": hidden, "intermediate_size": hidden * 7 // 2,
-    }  # fmt: skip
 
 
 def random_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -3,35 +3,21 @@
 from dataclasses import dataclass
 
 from bpc_artifacts.schema import SHARES
+from bpc_calib.calibration.numbers import SEQUENCE_LENGTH, fitted_keys, held_out_samples, spread
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS, ProjectionMethod
 from bpc_calib.errors import InputError
-from bpc_calib.method.codes import check_bits, default_bits
+from bpc_calib.method.codes import default_bits
 from bpc_calib.method.shares import LONG_FROM, SHORT
 from bpc_calib.models.description import ModelDescription
 
-__all__ = ["Plan", "held_out_samples", "make_plan"]
+__all__ = ["Plan", "make_plan"]
 
 KEYS_PER_HEAD = 65_536
-LEAST_PER_BIT = 2  # fitted keys: with one per bit, other keys have 3 times their residual; with two, 1.8 times
-SEQUENCE_LENGTH = 8192
-HELD_OUT = 16  # one sample in so many is held out
 MEASURED = 4  # one sample in so many measures needs, within `FEWEST` and `MOST`; it takes about 7 times a pass
 FEWEST, MOST = 2, 6
 LEAST_LENGTH = 1024  # tokens of a sample that can measure needs: 2 % of fewer are too few to tell heads apart
 LONG = 8192  # tokens of it that do, and `SHORT`: what heads need on either serves the other badly
 LEAST_GROUP, MOST_GROUPS = 4, 64  # samples whose queries' moments are summed together; each group takes disk
-
-
-def held_out_samples(samples: int) -> list[int]:
-    """Return the indices of the held-out samples: about 1 in 16, at least one, spread evenly; none of one sample.
-
-    Their keys are kept aside, and measure the projections on text that these were not fitted to.
-    """
-    return _spread(samples, max(1, samples // HELD_OUT) if samples > 1 else 0)
-
-
-def _spread(samples: int, count: int) -> list[int]:
-    return [(2 * i + 1) * samples // (2 * count) for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -75,7 +61,7 @@ class Plan:
         """
         if not self.method.needs or self.sequence_length < LEAST_LENGTH or self.model.ranks > 1:
             return []
-        some = _spread(self.samples, min(self.samples, max(FEWEST, min(MOST, self.samples // MEASURED))))
+        some = spread(self.samples, min(self.samples, max(FEWEST, min(MOST, self.samples // MEASURED))))
         lengths = [min(self.sequence_length, LONG)] + [SHORT] * (self.sequence_length >= LONG_FROM)
         return [(sample, length) for length in lengths for sample in some]
 
@@ -151,14 +137,9 @@ def make_plan(
             limit, the method is unknown, or the model does not allow a position shift.
     """
     bits = default_bits(model.head_dim) if bits is None else bits
-    check_bits(bits)
     limit = model.context_limit
     length = sequence_length if sequence_length is not None else min(SEQUENCE_LENGTH, limit or SEQUENCE_LENGTH)
-    for name, value in (("samples", samples), ("sequence length", length), ("keys per head", keys_per_head)):
-        if not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be at least 1, not {value}")
-    if not 0 <= seed < 1 << 63:
-        raise InputError(f"seed must be at least 0 and below 2^63, not {seed}")
+    kept = fitted_keys(samples, length, keys_per_head, bits, seed)
     if limit and length > limit:
         raise InputError(f"a sequence length of {length} is over the limit of {model.id}, {limit} tokens")
     if method not in PROJECTION_METHODS:
@@ -166,13 +147,6 @@ def make_plan(
     chosen = PROJECTION_METHODS[method]
     if position_shift and not model.can_shift:
         raise InputError(f"{model.id} does not allow a position shift: no RoPE, or one that depends on the length")
-    kept = min(keys_per_head, (samples - len(held_out_samples(samples))) * length)
-    least = LEAST_PER_BIT * bits
-    if kept < least:
-        raise InputError(
-            f"{kept} fitted keys per head are too few for {bits} bits, which need at least {least}: raise "
-            f"{'the keys per head' if kept == keys_per_head else 'the samples or their length'}"
-        )
     shifts = (chosen.shift and model.can_shift) if position_shift is None else position_shift
     return Plan(
         model=model,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.errors import InputError
-from bpc_calib.method.codes import check_bits
+from bpc_calib.method.numbers import check_bits
 
 __all__ = ["Codebook", "check_rows", "codebook_of", "make_codebook"]
 

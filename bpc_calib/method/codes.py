@@ -3,16 +3,10 @@
 import torch
 from torch import Tensor
 
-from bpc_artifacts.schema import BITS
 from bpc_calib.errors import InputError
+from bpc_calib.method.numbers import check_bits
 
-__all__ = ["check_bits", "check_codes", "default_bits", "pack", "pack_codes", "unpack", "unpack_codes"]
-
-
-def check_bits(bits: int) -> None:
-    """Raise `InputError` unless `bits` is a supported code length."""
-    if not isinstance(bits, int) or bits not in BITS:
-        raise InputError(f"bits must be 32, 64 or 128, not {bits}")
+__all__ = ["check_codes", "default_bits", "pack", "pack_codes", "unpack", "unpack_codes"]
 
 
 def default_bits(head_dim: int) -> int:

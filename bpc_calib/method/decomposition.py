@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bpc_calib.errors import InputError
-from bpc_calib.method.codes import check_bits, pack_codes
+from bpc_calib.method.codes import pack_codes
+from bpc_calib.method.numbers import check_bits
 
 __all__ = [
     "Decomposition", "check_arguments", "check_keys", "check_metric", "cholesky", "decompose", "draw", "norms_by_bit",

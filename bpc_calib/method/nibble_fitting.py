@@ -12,12 +12,12 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 from bpc_calib.method.codebook import Codebook, make_codebook
-from bpc_calib.method.codes import check_bits
 from bpc_calib.method.decomposition import check_keys, cholesky
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.fitting import Fit, Products
 from bpc_calib.method.nibbles import NIBBLE, named, unpack_nibbles
+from bpc_calib.method.numbers import check_bits
 
 __all__ = ["fit_nibbles", "nibble_residuals"]
 

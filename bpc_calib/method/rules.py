@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, TypedDict
 
 import torch
@@ -12,6 +11,7 @@ from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
+from bpc_calib.method.numbers import check_count
 from bpc_calib.method.scoring import GROUPS, check_group
 from bpc_calib.method.shares import LEAST, LEVELS, LONG_FROM, Shares, counts, most, rounded, share_out
 
@@ -50,9 +50,7 @@ class Rules:
         """Raise `InputError` for the first value out of range."""
         attended(1, self.budget)
         for name, least in (("min_tokens", 1), ("recent", 0), ("sink", 0), ("min_context", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-                raise InputError(f"{name} must be an integer of at least {least}, not {value!r}")
+            check_count(name, getattr(self, name), least)
         share = self.safeguard
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise InputError(f"safeguard must be a share in [0, 1], not {share!r}")

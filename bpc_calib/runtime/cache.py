@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.compat import attention_name
 from bpc_calib.errors import InputError, ModelError
-from bpc_calib.method.codes import check_bits, default_bits
+from bpc_calib.method.codes import default_bits
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.numbers import check_bits, check_seed
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
@@ -101,7 +102,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         rules = Rules(
             budget=budget, min_tokens=min_tokens, min_context=min_context or 0, **(ranking_defaults(artifact) | given)
         )
-        _check_seed(seed)
+        check_seed(seed)
         if dense_layers is None:
             dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
@@ -309,13 +310,6 @@ def _unserved(layer: SparseLayer) -> ModelError:
         "BPCCache, and start a new cache (the model was not enabled or was disabled, the first pass failed, or the "
         "model bypasses transformers' attention interface)"
     )
-
-
-def _check_seed(seed: int) -> None:
-    if not isinstance(seed, Integral) or isinstance(seed, bool) or seed < 0:
-        raise InputError(f"seed must be an integer of at least 0, not {seed!r}")
-    if seed >= 1 << 63:
-        raise InputError(f"seed must be below 2^63, not {seed}")
 
 
 def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list[int]:

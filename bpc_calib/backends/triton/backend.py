@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.limits import DTYPES, MOST_ROWS, MOST_TOKENS, capability, unserved
+from bpc_calib.backends.limits import DTYPES, capability, unserved
+from bpc_calib.backends.sizes import MOST_ROWS, MOST_TOKENS
 from bpc_calib.backends.triton import hashing, ops, pipeline
 from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
