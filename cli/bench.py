@@ -165,7 +165,7 @@ def bench(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time a step of BPC beside dense attention and the bytes that must move.
+    """Time a step of BPC beside full attention.
 
     Everything is compared in the same run, with the same random keys. Where BPC loses, the table shows it.
 

@@ -121,7 +121,9 @@ def calibrate(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Find the projections of a model from text and write them to one safetensors file.
+    """Find the projections of a model from text.
+
+    They are written to one safetensors file. After a stop, the same command goes on with the finished work.
 
     Example: bpc calibrate -m Qwen/Qwen3-8B
     """

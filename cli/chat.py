@@ -44,9 +44,10 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print each turn as one line of JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages except errors.")] = False,
 ) -> None:
-    """Talk with a model; the KV cache is kept between turns, and each new token attends to its best-ranked tokens only.
+    """Hold a conversation with a model.
 
-    /reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer. From a pipe, each line is one message.
+    The KV cache is kept between turns, and each new token attends to its best-ranked tokens only. /reset begins anew,
+    /quit or Ctrl-D ends the chat, Ctrl-C stops an answer. From a pipe, each line is one message.
 
     Example: bpc chat -m Qwen/Qwen3-8B -a qwen.safetensors
     """

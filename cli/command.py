@@ -18,13 +18,14 @@ from typing import Any, NoReturn
 import typer
 
 from bpc_cli.console import drop, note
+from bpc_cli.help import COMMON, HelpAll
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Make a function a command for Typer.
 
     A parameter that is annotated with a dataclass becomes one option per field. An exception becomes one line on stderr
-    and an exit status; BPC_DEBUG=1 shows the traceback instead.
+    and an exit status; BPC_DEBUG=1 shows the traceback instead. --help-all joins the options.
     """
     parameters = inspect.signature(function).parameters.values()
     groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
@@ -59,6 +60,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
 
     flat = [option for each in parameters for option in options[each.name]]
+    if function.__name__.rstrip("_") in COMMON:
+        flat.append(inspect.Parameter("help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAll))
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in flat}
     return run

@@ -27,10 +27,11 @@ def demo(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Calibrate the bundled model, then ask it for facts hidden in long texts, attending to 0.5 % of the tokens.
+    """Show the method at work on the bundled model.
 
-    Full attention, BPC and randomly drawn tokens answer the same questions. No layer is dense and nothing is attended
-    beyond the budget, so every answer shows what was ranked first. Needs no network; writes nothing.
+    It is calibrated, then asked for facts hidden in long texts, attending to 0.5 % of the tokens. Full attention, BPC
+    and randomly drawn tokens answer the same questions. No layer is dense and nothing is attended beyond the budget, so
+    every answer shows what was ranked first. Needs no network; writes nothing.
     """
     quiet_libraries(quiet=quiet, warnings=not quiet)
     started = time.monotonic()

@@ -38,8 +38,9 @@ def doctor(
     load: OneDeviceOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether BPC serves a model, which settings to use on this machine and what to expect, without its weights.
+    """Say which settings to use for a model on this machine.
 
+    It says whether BPC serves the model, what each step reads and what to expect, without loading any weights.
     Without --model, check the installation alone. The exit status is 1 if the model is not served; one line says why.
 
     Example: bpc doctor -m Qwen/Qwen3-8B --tokens 65536

@@ -142,10 +142,11 @@ def eval_(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare BPC with full attention, the exact top-k and other methods: same prompts, same budget, all decoded.
+    """Compare the quality of BPC and of other methods.
 
-    By default the setting is that of bpc generate. With --hard every layer has to choose and nothing is attended beyond
-    the budget, which separates good projections from bad ones.
+    Full attention, the exact top-k and the others decode the same prompts with the same budget. By default the setting
+    is that of bpc generate. With --hard every layer has to choose and nothing is attended beyond the budget, which
+    separates good projections from bad ones.
 
     Example: bpc eval -m Qwen/Qwen3-8B -a qwen.safetensors --tasks needle,ruler --lengths 32768
     """

@@ -42,10 +42,11 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON when it is complete.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages except errors.")] = False,
 ) -> None:
-    """Answer or continue a prompt; each new token attends to the best-ranked tokens of the KV cache only.
+    """Answer or continue a prompt.
 
-    A model with a chat template answers the prompt as a user's message; any other model, and --raw, continues it.
-    Under torchrun the processes shard the model's heads: torchrun --nproc-per-node 2 -m bpc_cli generate ...
+    Each new token attends to the best-ranked tokens of the KV cache only. A model with a chat template answers the
+    prompt as a user's message; any other model, and --raw, continues it. Under torchrun the processes shard the model's
+    heads: torchrun --nproc-per-node 2 -m bpc_cli generate ...
 
     Example: bpc generate -m Qwen/Qwen3-8B -a qwen.safetensors --prompt-file book.txt
     """

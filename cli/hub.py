@@ -37,9 +37,10 @@ def push(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Publish without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Publish projections on the Hub with a model card, after a look at what is published.
+    """Publish projections on the Hub.
 
-    Local paths are not published: a local model becomes the last part of its path, and a local text its name.
+    A model card goes with them, and a question comes first. Local paths are not published: a local model becomes the
+    last part of its path, and a local text its name.
 
     Example: bpc push Qwen3-8B-bpc64.safetensors alice/Qwen3-8B-bpc64
     """
@@ -148,7 +149,9 @@ def pull(
     force: Annotated[bool, typer.Option("--force", help="Replace another artifact of the same name.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Download projections from the Hub, check them, and write them to a file.
+    """Get projections from the Hub.
+
+    They are checked and written to a file.
 
     Example: bpc pull alice/Qwen3-8B-bpc64
     """

@@ -60,9 +60,10 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything except the projections as JSON.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Check a projection artifact and show what is in it, how it was made and how well it fits its keys.
+    """Check, show or compare projection files.
 
-    With two artifacts, show what differs in how they were made, and their residuals side by side.
+    With one file, show what is in it, how it was made and how well it fits its keys. With two artifacts, show what
+    differs in how they were made, and their residuals side by side.
     """
     if len(files) > 2:
         fail(f"{len(files)} artifacts given: bpc inspect shows one or compares two")

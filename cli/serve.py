@@ -25,9 +25,10 @@ def serve(
     artifact: Annotated[str, typer.Option("--artifact", "-a", help=PROJECTIONS)],
     attended: CacheOptions,
 ) -> None:
-    """Serve a model with vLLM (an OpenAI server); each decoding step attends to the best-ranked tokens only.
+    """Serve a model with vLLM, as an OpenAI server.
 
-    Options of vLLM's server may follow, such as --port 8080 --max-model-len 32768. Ctrl-C stops the server.
+    Each decoding step attends to the best-ranked tokens only. Options of vLLM's server may follow, such as --port 8080
+    --max-model-len 32768. Ctrl-C stops the server.
 
     Example: bpc serve -m Qwen/Qwen3-0.6B -a Qwen3-0.6B-bpc64.safetensors --max-model-len 32768
     """

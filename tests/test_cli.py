@@ -24,6 +24,8 @@ from typer.testing import CliRunner
 from bpc_artifacts import load, save
 from bpc_calib.extras import install
 from bpc_cli.command import command
+from bpc_cli.help import COMMON
+from bpc_cli.main import app
 
 
 @pytest.fixture(scope="session")
@@ -436,10 +438,11 @@ def test_version_and_help(bpc):
     from importlib.metadata import version
 
     assert bpc("--version").out == f"bpc {version('bpc-calib')}\n"
-    for words in ([], ["doctor"], ["calibrate"], ["inspect"], ["generate"], ["chat"], ["bench"]):
+    for words in ([], *([each.name] for each in app.registered_commands)):
         ran = bpc(*words, "--help")
         assert ran.code == 0
         assert "Usage" in ran.out
+    assert "..." not in bpc("--help").out.replace("[ARGS]...", "")  # no summary is cut off
 
 
 @pytest.mark.parametrize("command", ["demo", "doctor", "calibrate", "inspect", "generate", "chat", "eval", "bench"])
@@ -451,6 +454,22 @@ def test_help_imports_nothing_heavy(command):
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMON)
+def test_help_is_one_screen_of_common_options_and_help_all_has_every_option(bpc, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = typer.main.get_command(app).commands[command]
+    names = {"--" + name for name in COMMON[command].split()}
+    every = {option for each in found.params for option in each.opts if option.startswith("--")}
+    assert names < every
+    short, whole = (bpc(command, words).out for words in ("--help", "--help-all"))
+    assert len(short.splitlines()) < 50
+    assert max(map(len, whole.splitlines())) <= 80
+    listed = [set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", text, re.MULTILINE)) for text in (short, whole)]
+    assert listed[0] == names | {"--help", "--help-all"}
+    assert listed[1] == every | {"--help"}
+    assert whole.startswith(short.partition("Common options:")[0])
 
 
 def test_a_group_of_options_is_its_fields():
@@ -496,7 +515,7 @@ def test_help_lists_every_name(bpc):
 
     names = {"calibrate": [*PROJECTION_METHODS, *HUB_CORPORA], "eval": [*METHODS, *TASKS], "bench": [*PARTS, *SHAPES]}
     for name, expected in names.items():
-        shown = set(re.findall(r"[\w.-]*\w", bpc(name, "--help").out))
+        shown = set(re.findall(r"[\w.-]*\w", re.sub(r"-\n\s+", "-", bpc(name, "--help-all").out)))
         assert set(expected) <= shown
 
 
