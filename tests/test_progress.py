@@ -85,6 +85,7 @@ def test_calibrate_tells_its_stages_on_stderr(bpc, model_folder, text_folder, tm
     words = ["calibrate", "-m", model_folder, "--corpus", text_folder, "--samples", 4, "--bits", 32]
     ran = bpc(*words, "-o", tmp_path / "a.safetensors")
     assert [line.rsplit(" in ")[0] for line in ran.err.splitlines()] == [
+        "Reading text: 0 of 4",
         "Reading text: done, 4",
         "Loading tiny-llama on cpu ...",
         "Loading tiny-llama on cpu: done",

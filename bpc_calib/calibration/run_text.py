@@ -40,6 +40,7 @@ def read_text(
     """
     plan = work.plan
     tokens: list[Tensor] = []
+    progress("text", 0, plan.samples)
     for place, (corpus, wanted) in enumerate(zip(corpora, samples_by_corpus(plan.samples, len(corpora)), strict=True)):
         if not wanted:
             continue
