@@ -21,6 +21,7 @@ __all__ = ["Batch", "Finished", "Makers", "decode", "steps"]
 MEASURED = 64  # decoding steps per text at which choices are compared: measuring one costs as much as several steps
 PROBING = 1.5  # steps that a measured choice of one method takes
 PREFIX = 1 / 16  # steps that a token of the prefix takes
+LONG = 8192  # cached tokens with which a step takes twice as long
 
 Makers = Mapping[Variant, Callable[[], BPCCache]]  # of an empty cache
 Finished = MutableMapping[str, Any]  # results as JSON knows them, by the name of their part
@@ -60,7 +61,8 @@ def steps(batch: Batch, variants: Sequence[Variant], finished: Finished) -> floa
     if not asked and not probed:
         return 0.0
     each = batch.ids.shape[1] - batch.prefix + batch.new
-    return len(batch.ids) * (batch.prefix * PREFIX + each * len(asked) + PROBING * each * len(probed))
+    one_text = batch.prefix * PREFIX + each * (len(asked) + PROBING * len(probed))
+    return len(batch.ids) * one_text * (1 + batch.prefix / LONG)
 
 
 def decode(
