@@ -35,25 +35,28 @@ PAGE = """<!DOCTYPE html>
 body { max-width: 1080px; margin: 0 auto; padding: 16px; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 32px 0 4px; } h3 { font-size: 14px; margin: 14px 0 4px; } p { margin: 4px 0; }
+body > p { margin-top: 24px; }
 .quiet, summary, th { color: var(--quiet); font-weight: 500; }
 .warn { border-left: 4px solid #d64541; padding-left: 12px; }
 .scroll { overflow-x: auto; } svg { color: var(--quiet); width: 100%; min-width: 640px; height: auto; }
 table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th, td { padding: 4px 16px 4px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
-th { white-space: nowrap; } tr.mark * { font-weight: 700; color: var(--ink); }
+th { white-space: nowrap; } .wide td { overflow-wrap: normal; } tr.mark * { font-weight: 700; color: var(--ink); }
 </style></head>
 <body><h1>{{ title }}</h1>
 {% for part in parts %}
 <section><h2>{{ part.title }}</h2>
 {% if part.lead %}<p class="quiet">{{ part.lead }}</p>{% endif %}
 <div{% if part.warn %} class="warn"{% endif %}>{% for text in part.verdict %}<p>{{ text }}</p>{% endfor %}</div>
-{% if part.picture %}<div class="scroll">{{ part.picture|safe }}</div><details><summary>The numbers</summary>{% endif %}
+{% if part.picture %}<div class="scroll" tabindex="0" role="img" aria-label="{{ part.title }}">
+{{- part.picture|safe }}</div><details><summary>The numbers</summary>{% endif %}
 {% for table in part.tables %}
 {% if table.title %}<h3>{{ table.title }}</h3>{% endif %}
-<div class="scroll"><table>
-{% if table.columns %}<tr>{% for name in table.columns %}<th>{{ name }}</th>{% endfor %}</tr>{% endif %}
+<div class="scroll" tabindex="0" role="group" aria-label="{{ table.title or part.title }}">
+<table{% if table.columns %} class="wide"{% endif %}>
+{% if table.columns %}<tr>{% for name in table.columns %}<th scope="col">{{ name }}</th>{% endfor %}</tr>{% endif %}
 {% for row in table.rows %}
-<tr{% if row[0] == mark %} class="mark"{% endif %}><th>{{ row[0] }}</th>
+<tr{% if row[0] == mark %} class="mark"{% endif %}><th scope="row">{{ row[0] }}</th>
 {%- for cell in row[1:] %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 {% endfor %}
@@ -208,7 +211,7 @@ def _by_bits(figure: Any, artifact: "ProjectionArtifact") -> None:
     residual = np.stack([layer.residual for layer in artifact.layers.values()])  # [layers, heads, steps + 1]
     steps, bits = residual.shape[2] - 1, artifact.metadata["algorithm"]["bits"]
     curves, heads = figure.subplots(1, 2)
-    colours = colormaps["plasma"](np.linspace(0.25, 0.75, len(layers)))
+    colours = colormaps["plasma"](np.linspace(0.35, 0.7, len(layers)))
     named = dict(_ticks(layers))
     for place, values in enumerate(residual.mean(axis=1)):
         name = f"layer {named[place]}" if place in named else None

@@ -28,6 +28,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         assert tag not in {"script", "img", "image", "iframe", "object", "embed", "link", "a", "base", "form"}
+        if ("class", "scroll") in attributes:  # scrolls by keyboard, with a name
+            assert {"tabindex", "aria-label"} <= dict(attributes).keys()
         for name, value in attributes:
             assert name not in {"src", "srcset", "action", "onload", "onerror"}
             assert not name.endswith("href") or value.startswith("#")
