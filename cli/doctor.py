@@ -37,6 +37,8 @@ def doctor(
 
     Example: bpc doctor -m Qwen/Qwen3-8B
     """
+    if model is None and load.revision is not None:
+        raise typer.BadParameter("--revision is that of a model: give --model")
     quiet_libraries(warnings=False)
     installed = installation()
     check_core(installed)
