@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bpc_artifacts.errors import ArtifactError, BPCError, why
 
-__all__ = ["PICTURE", "Kind", "check_picture", "replacing", "try_replacing"]
+__all__ = ["PICTURE", "Kind", "check_picture", "check_picture_name", "replacing", "try_replacing"]
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -54,9 +54,14 @@ def try_replacing(path: Path, size: int, overwrite: bool, kind: Kind | None = No
 
 def check_picture(path: Path, overwrite: bool) -> None:
     """Raise a `BPCError` if the picture of `--plot` could not be written."""
+    check_picture_name(path)
+    try_replacing(path, 1 << 20, overwrite, PICTURE)
+
+
+def check_picture_name(path: Path) -> None:
+    """Raise a `BPCError` unless the name of a file says which kind of picture it is."""
     if path.suffix.lower() not in PICTURES:
         raise BPCError(f"{path}: a picture must be one of {', '.join(PICTURES)}")
-    try_replacing(path, 1 << 20, overwrite, PICTURE)
 
 
 @contextmanager

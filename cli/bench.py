@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_calib.bench.settings import DECODE_LENGTHS, LENGTHS, PARTS, PREFILL_TOKENS, SHAPES, Settings
+from bpc_calib.bench.settings import (
+    DECODE_LENGTHS,
+    LENGTHS,
+    PARTS,
+    PREFILL_TOKENS,
+    SHAPES,
+    Settings,
+    check_settings,
+    shape_settings,
+)
 from bpc_cli.bench_tables import print_benchmark
-from bpc_cli.command import command
-from bpc_cli.console import fail, print_json, printable, quiet_libraries
+from bpc_cli.command import checked, command, usage
+from bpc_cli.console import print_json, printable, quiet_libraries
 from bpc_cli.opening import OneDeviceOptions, load_artifact, open_model, open_weights, pick_device
 from bpc_cli.options import (
     BUDGET_HELP,
@@ -61,15 +70,22 @@ class MeasureOptions:
             help=f"Tokens cached. Default: {_listed(LENGTHS)}; for decoding on a GPU "
             f"{_listed(DECODE_LENGTHS['cuda'])}. --crossover doubles the length up to the longest.",
             metavar="TOKENS,...",
+            callback=checked(parse_counts),
         ),
     ] = None
-    batch_sizes: Annotated[str, typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...")] = "1"
-    budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%"
+    batch_sizes: Annotated[
+        str,
+        typer.Option(help="Sequences decoded at once.", metavar="NUMBER,...", callback=checked(parse_counts)),
+    ] = "1"
+    budgets: Annotated[
+        str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...", callback=checked(parse_budgets))
+    ] = "2%"
     dense_layers: Annotated[
         str | None,
         typer.Option(
             help="Layers that attend to all tokens, such as 0,1; or none. Default: as in bpc generate.",
             metavar="LAYERS",
+            callback=checked(parse_layers),
         ),
     ] = None
     no_compile: NoCompile = False
@@ -81,13 +97,20 @@ class MeasureOptions:
     ] = None
     repeats: Annotated[int, typer.Option(help="Number of measurements; the tables show their medians.")] = 7
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be measured on any model."""
+        if self.crossover and self.parts is not None:
+            raise typer.BadParameter("--crossover takes the place of the parts: leave out --parts")
+        with usage():
+            check_settings(self.settings())
+
     def settings(self) -> Settings:
         """The same options, parsed."""
         return Settings(
             parts=PARTS if self.parts is None else tuple(split(self.parts)),
             crossover=self.crossover,
-            lengths=None if self.lengths is None else parse_counts(self.lengths, "--lengths"),
-            batch_sizes=parse_counts(self.batch_sizes, "--batch-sizes"),
+            lengths=None if self.lengths is None else parse_counts(self.lengths),
+            batch_sizes=parse_counts(self.batch_sizes),
             budgets=parse_budgets(self.budgets),
             dense_layers=None if self.dense_layers is None else parse_layers(self.dense_layers),
             compiled=not self.no_compile,
@@ -116,8 +139,14 @@ class BenchModelOptions:
             f"dimension, query heads per KV head). Default: {SHAPE}. On a CPU it has as many layers as memory "
             "holds, and speeds are those of all layers.",
             metavar="NAME|HEADSxDIMxGROUP",
+            callback=checked(shape_settings),
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse two models."""
+        if self.model is not None and self.shape is not None:
+            raise typer.BadParameter("--shape is for random weights: leave out --model")
 
 
 def open_subject(options: BenchModelOptions, load: OneDeviceOptions, quiet: bool, settings: Settings) -> "Subject":
@@ -127,7 +156,7 @@ def open_subject(options: BenchModelOptions, load: OneDeviceOptions, quiet: bool
     from bpc_calib.bench.measure import Subject
 
     wanted = None if load.dtype == "auto" else getattr(torch, load.dtype)
-    artifact = None if options.artifact is None else load_artifact(options.artifact)
+    artifact = None if options.artifact is None else load_artifact(options.artifact, options.model)
     if options.model is None:
         from bpc_calib.bench.random_models import random_model
 
@@ -171,11 +200,9 @@ def bench(
 
     Example: bpc bench --parts layer --lengths 8192,131072 --budgets 2%,1% -o bench.json
     """
+    if subject.model is None and load.revision is not None:
+        raise typer.BadParameter("--revision is that of a model: give --model")
     settings = measured.settings()
-    if subject.model is not None and subject.shape is not None:
-        fail("--shape is for random weights: leave out --model")
-    if measured.crossover and measured.parts is not None:
-        fail("--crossover takes the place of the parts: leave out --parts")
     quiet_libraries(quiet=quiet, warnings=not quiet)
     write = open_result_file(output, force, frozenset({"settings", "machine"}))
     from bpc_calib.bench.machine import without_folder

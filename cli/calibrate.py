@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpc_calib.calibration.numbers import SEQUENCE_LENGTH, fitted_keys
 from bpc_calib.calibration.projection_method import DEFAULT_METHOD, PROJECTION_METHODS
 from bpc_calib.text.known_corpora import DEFAULT_CORPORA, DEMO, HUB_CORPORA
 from bpc_cli.calibration_report import STAGES, print_plan, print_report, report
 from bpc_cli.calibration_work import WorkOptions, finish, finished, open_work, reused, was_finished
-from bpc_cli.command import command
+from bpc_cli.command import command, usage
 from bpc_cli.console import note, print_json, quiet_libraries
 from bpc_cli.opening import LoadOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Model, Quiet
@@ -94,6 +95,12 @@ class PlanOptions:
     keys_per_head: Annotated[int, typer.Option(help="Keys kept per KV head.")] = 65_536
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same file.")] = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what no model allows; one may take fewer tokens, or need more bits, than is assumed here."""
+        length = SEQUENCE_LENGTH if self.sequence_length is None else self.sequence_length
+        with usage():
+            fitted_keys(self.samples, length, self.keys_per_head, 64 if self.bits is None else self.bits, self.seed)
+
 
 @command
 def calibrate(
@@ -128,10 +135,10 @@ def calibrate(
     Example: bpc calibrate -m Qwen/Qwen3-8B
     """
     started = time.monotonic()
+    check_shared(tensor_parallel)
     from bpc_artifacts import check_writable
 
     with joined_ranks() as ranks:
-        check_shared(tensor_parallel)
         leads = ranks.rank == 0
         if output is not None and leads:  # before anything slow
             check_writable(output, 0, overwrite=force or was_finished(output, work))

@@ -53,7 +53,7 @@ def chat(
     """
     rules, how = attended.rules(), sampling.arguments()
     quiet_libraries(quiet=quiet, warnings=not quiet)
-    projections = None if artifact == ONLINE else load_artifact(artifact)
+    projections = None if artifact == ONLINE else load_artifact(artifact, model)
     from bpc_calib import BPCCache, enable
 
     opened = open_model(model, load)

@@ -1,7 +1,9 @@
 """What every command shares: groups of options, one line for an error, and an end in order on Ctrl-C and SIGTERM.
 
 A command's parameter that is annotated with a dataclass stands for one option per field: Typer reads the options from
-the signature, and with groups commands share options and keep short signatures.
+the signature, and with groups commands share options and keep short signatures. What is wrong whatever the files, the
+model and the machine are is wrong usage: `checked` refuses a value, the `__post_init__` of a group refuses values that
+do not go together, and a command refuses others in its first lines with `typer.BadParameter`.
 """
 
 import errno
@@ -16,6 +18,7 @@ from dataclasses import is_dataclass
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from bpc_cli.console import drop, note
 from bpc_cli.help import COMMON, HelpAll
@@ -90,21 +93,47 @@ def _line(fault: Exception) -> str:
     return f"unexpected {type(fault).__name__}: {text[:300]} (BPC_DEBUG=1 shows the traceback; please report it)"
 
 
-def run_app(app: typer.Typer) -> NoReturn:
-    """Run the command line and exit; wrong usage is one line and exit status 2, in place of Typer's panel."""
+class Commands(TyperGroup):
+    """All commands; wrong usage is one line and exit status 2, in place of Typer's panel."""
+
+    def main(self, *args: Any, **how: Any) -> NoReturn:
+        """Run the command line and exit."""
+        try:
+            sys.exit(super().main(*args, **how | {"prog_name": "bpc", "standalone_mode": False}) or 0)
+        except typer.Abort:
+            note("Aborted.")
+            sys.exit(1)
+        except Exception as fault:
+            if not hasattr(fault, "format_message"):  # Typer has its errors from Click, as a part of it or the package
+                raise
+            text, context = " ".join(fault.format_message().split()), getattr(fault, "ctx", None)
+            if text:  # without, Typer has printed the help
+                place = context.command_path if context is not None else "bpc"
+                note(f"Error: {text.removeprefix('Invalid value: ').rstrip('.')} ({place} --help lists the options)")
+            sys.exit(2)
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """In the block, what BPC refuses is wrong usage."""
+    from bpc_artifacts.errors import BPCError
+
     try:
-        sys.exit(app(prog_name="bpc", standalone_mode=False) or 0)
-    except typer.Abort:
-        note("Aborted.")
-        sys.exit(1)
-    except Exception as fault:
-        if not hasattr(fault, "format_message"):  # Typer has its errors from Click, as a part of it or from the package
-            raise
-        text, context = " ".join(fault.format_message().split()), getattr(fault, "ctx", None)
-        if text:  # without, Typer has printed the help
-            place = context.command_path if context is not None else "bpc"
-            note(f"Error: {text.rstrip('.')} ({place} --help lists the options)")
-        sys.exit(2)
+        yield
+    except BPCError as fault:
+        raise typer.BadParameter(str(fault)) from None
+
+
+def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """A callback for an option: `check` may refuse the value before the command begins."""
+
+    def callback(value: Any) -> Any:
+        if value is not None:
+            with usage():
+                check(value)
+        return value
+
+    return callback
 
 
 class Terminated(BaseException):

@@ -5,9 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
+from bpc_calib.evaluation.settings import check_prompts
+from bpc_calib.method.numbers import check_seed
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.calibration_report import STAGES
-from bpc_cli.command import command
+from bpc_cli.command import checked, command
 from bpc_cli.console import TextTable, print_json, print_text_table, printable, quiet_libraries
 from bpc_cli.opening import Device, OneDeviceOptions, open_model, open_tokenizer, open_weights
 from bpc_cli.options import AsJson, Quiet
@@ -21,9 +23,11 @@ SAMPLES = 12
 @command
 def demo(
     *,
-    prompts: Annotated[int, typer.Option(help="Number of questions.", min=1)] = 12,
+    prompts: Annotated[int, typer.Option(help="Number of questions.", callback=checked(check_prompts))] = 12,
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Random seed of the texts and the questions.", min=0)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the texts and questions.", callback=checked(check_seed))
+    ] = 0,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

@@ -45,8 +45,9 @@ def doctor(
 
     Example: bpc doctor -m Qwen/Qwen3-8B --tokens 65536
     """
-    if tokens is not None and model is None:
-        raise typer.BadParameter("--tokens is the context of a model: give --model")
+    for option, given in (("--tokens", tokens), ("--revision", load.revision)):
+        if model is None and given is not None:
+            raise typer.BadParameter(f"{option} is that of a model: give --model")
     quiet_libraries(warnings=False)
     installed = installation()
     check_core(installed)

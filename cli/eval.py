@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.settings import Comparison, check_settings
 from bpc_calib.evaluation.tasks import RULER, TASKS, TEXT
 from bpc_calib.method.defaults import MIN_TOKENS, budget_text
+from bpc_calib.method.numbers import check_seed
 from bpc_calib.text.known_corpora import DEMO
-from bpc_cli.command import command
-from bpc_cli.console import fail, note, print_json, quiet_libraries
+from bpc_cli.command import checked, command, usage
+from bpc_cli.console import note, print_json, quiet_libraries
 from bpc_cli.eval_tables import is_hard, print_evaluation
 from bpc_cli.eval_work import kept_work, made_with
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
@@ -37,7 +39,6 @@ from bpc_cli.result_file import open_result_file
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
-    from bpc_calib.evaluation.comparison import Comparison
 
 HARNESS = "lm_eval:"
 
@@ -54,8 +55,12 @@ class ComparisonOptions:
             metavar="TASK,...",
         ),
     ] = "text,needle"
-    lengths: Annotated[str, typer.Option(help="Tokens per prompt.", metavar="TOKENS,...")] = "2048"
-    budgets: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...")] = "2%,10%"
+    lengths: Annotated[
+        str, typer.Option(help="Tokens per prompt.", metavar="TOKENS,...", callback=checked(parse_counts))
+    ] = "2048"
+    budgets: Annotated[
+        str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...", callback=checked(parse_budgets))
+    ] = "2%,10%"
     methods: Annotated[
         str | None,
         typer.Option(help=f"Methods to compare: {', '.join(METHODS)}. Default: all.", metavar="METHOD,..."),
@@ -91,17 +96,22 @@ class ComparisonOptions:
     dense_layers: DenseLayers = None
     equal_shares: EqualShares = False
     seed: Annotated[
-        int, typer.Option(help="Random seed of the prompts and of the methods that draw by chance.", min=0)
+        int,
+        typer.Option(
+            help="Random seed of the prompts and of the methods that draw by chance.", callback=checked(check_seed)
+        ),
     ] = 0
 
     def arguments(self, context: typer.Context) -> dict[str, Any]:
         """The arguments of `Comparison` but the tasks and the corpora, parsed."""
         for name in ("min_tokens", "dense_layers") if self.hard else ():
             if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT":
-                fail(f"--hard sets --min-tokens 1 --dense-layers none: leave out --{name.replace('_', '-')}")
+                raise typer.BadParameter(
+                    f"--hard sets --min-tokens 1 --dense-layers none: leave out --{name.replace('_', '-')}"
+                )
         dense = None if self.dense_layers is None else parse_layers(self.dense_layers)
         return {
-            "lengths": parse_counts(self.lengths, "--lengths"),
+            "lengths": parse_counts(self.lengths),
             "budgets": parse_budgets(self.budgets),
             "methods": None if self.methods is None else split(self.methods),
             "prompts": self.prompts,
@@ -154,12 +164,14 @@ def eval_(
     tasks = [task for task in every if not task.startswith(HARNESS)]
     harness_tasks = [task.removeprefix(HARNESS) for task in every if task.startswith(HARNESS)]
     given = options.arguments(context)
+    with usage():
+        check_settings(Comparison(tasks=tasks, **given), calibrated=artifact is not None)
     quiet_libraries(quiet=quiet, warnings=not quiet)
-    projections = None if artifact is None else load_artifact(artifact)
+    projections = None if artifact is None else load_artifact(artifact, model)
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
     from bpc_calib import enable
     from bpc_calib.evaluation import harness, pictures
-    from bpc_calib.evaluation.comparison import Comparison, check, settled
+    from bpc_calib.evaluation.comparison import check, settled
     from bpc_calib.evaluation.evaluate import evaluate
     from bpc_calib.text.corpora import open_corpora
 
@@ -199,17 +211,17 @@ def eval_(
                     loaded, tokenizer, projections, task, methods, comparison.budgets, finished=finished, **again
                 )
         write(result)
+    if plot is not None:
+        pictures.draw(result["rows"], plot, overwrite=force)
     if as_json:
         print_json(result)
     else:
         print_evaluation(result)
-    if plot is not None:
-        pictures.draw(result["rows"], plot, overwrite=force)
 
 
 def _without_effect(
     options: ComparisonOptions,
-    comparison: "Comparison",
+    comparison: Comparison,
     artifact: "ProjectionArtifact | None",
     methods: tuple[str, ...],
 ) -> Iterator[str]:
@@ -239,5 +251,5 @@ def expand_tasks(text: str) -> list[str]:
     """The tasks of `ruler,needle`, each once; `ruler` stands for several."""
     tasks = list(dict.fromkeys(name for task in split(text) for name in (RULER if task == "ruler" else (task,))))
     if not tasks:
-        fail("--tasks: give at least one")
+        raise typer.BadParameter("--tasks: give at least one")
     return tasks

@@ -54,7 +54,7 @@ def generate(
         rules, how = attended.rules(), sampling.arguments()
         text = read_prompt(prompt)
         quiet_libraries(quiet=quiet, warnings=not quiet)
-        projections = None if artifact == ONLINE else load_artifact(artifact)
+        projections = None if artifact == ONLINE else load_artifact(artifact, model)
         from bpc_calib import BPCCache, enable
 
         opened, online = open_model(model, load, shared=True), projections is None

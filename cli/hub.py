@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_cli.command import command
+from bpc_calib.sharing.names import check_branch, check_repository
+from bpc_cli.command import checked, command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries, size_text
 from bpc_cli.opening import split_revision
 from bpc_cli.options import AsJson
@@ -27,13 +28,20 @@ def push(
     *,
     file: Annotated[Path, typer.Argument(help="Artifact: a file that bpc calibrate wrote.")],
     repository: Annotated[
-        str, typer.Argument(help="Model repository on the Hub, ORG/NAME; it is made if it does not exist.")
+        str,
+        typer.Argument(
+            help="Model repository on the Hub, ORG/NAME; it is made if it does not exist.",
+            callback=checked(check_repository),
+        ),
     ],
     evaluation: Annotated[
         Path | None, typer.Option(help="Result of bpc eval -o with this artifact: the card shows its figures.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    revision: Annotated[str, typer.Option(help="Branch to publish on; it is made if it does not exist.")] = "main",
+    revision: Annotated[
+        str,
+        typer.Option(help="Branch to publish on; it is made if it does not exist.", callback=checked(check_branch)),
+    ] = "main",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Publish without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +53,7 @@ def push(
     Example: bpc push Qwen3-8B-bpc64.safetensors alice/Qwen3-8B-bpc64
     """
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
-        fail("publishing asks first, and there is no terminal: pass --yes to publish without asking")
+        raise typer.BadParameter("publishing asks first, and there is no terminal: --yes publishes without asking")
     quiet_libraries()
     from huggingface_hub import constants
 
@@ -155,16 +163,16 @@ def pull(
 
     Example: bpc pull alice/Qwen3-8B-bpc64
     """
+    name, wanted = split_revision(repository, revision)
+    parts = name.split("/")
+    if len(parts) < 2:
+        raise typer.BadParameter(f"{name}: expected an artifact on the Hub, as ORG/NAME")
     quiet_libraries()
     from bpc_artifacts import ArtifactError, load
     from bpc_artifacts.file import ARTIFACT
     from bpc_artifacts.replacing import replacing
     from bpc_calib.hub import fetch_artifact
 
-    name, wanted = split_revision(repository, revision)
-    parts = name.split("/")
-    if len(parts) < 2:
-        fail(f"{name}: expected an artifact on the Hub, as ORG/NAME")
     place = Path(output or "")
     in_folder = os.path.isdir(place)
     if output is not None and output.endswith(("/", "/.")) and not in_folder:

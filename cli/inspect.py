@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from bpc_artifacts.replacing import check_picture_name
 from bpc_calib.method.defaults import BUDGET
 from bpc_cli.artifact_tables import MOST_HEADS, Inspected, compare_artifacts, print_artifact, print_comparison
-from bpc_cli.command import command
+from bpc_cli.command import checked, command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.opening import find_artifact
@@ -17,6 +18,14 @@ from bpc_cli.share_tables import SharedOut, print_shares, shared_out
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
+
+
+def parse_share(text: str) -> float:
+    """The budget of `--budget 2%`, which must be a share."""
+    share = parse_budget(text)
+    if isinstance(share, int):
+        raise typer.BadParameter(f"{text}: expected a share of the tokens, such as 2%")
+    return share
 
 
 @command
@@ -45,7 +54,9 @@ def inspect(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="File for a picture of the residuals and of the shares by head: .png, .svg or .pdf (needs matplotlib)."
+            help="File for a picture of the residuals and of the shares by head: .png, .svg or .pdf (needs "
+            "matplotlib).",
+            callback=checked(check_picture_name),
         ),
     ] = None,
     budget: Annotated[
@@ -53,6 +64,7 @@ def inspect(
         typer.Option(
             help="Share of the tokens for which to show what each KV head gets, in a file that has what each needs.",
             metavar="SHARE",
+            callback=checked(parse_share),
         ),
     ] = f"{100 * BUDGET:g}%",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the artifact on the Hub.")] = None,
@@ -66,12 +78,16 @@ def inspect(
     differs in how they were made, and their residuals side by side.
     """
     if len(files) > 2:
-        fail(f"{len(files)} artifacts given: bpc inspect shows one or compares two")
+        raise typer.BadParameter(f"{len(files)} artifacts given: bpc inspect shows one or compares two")
     if len(files) == 2 and plot is not None:
-        fail("--plot draws one artifact: use --html to compare two")
+        raise typer.BadParameter("--plot draws one artifact: use --html to compare two")
+    if evaluation and len(evaluation) != len(files):
+        raise typer.BadParameter(f"{len(evaluation)} --evaluation for {len(files)} artifacts: one for each, in order")
+    if plot is not None and html is not None and plot.resolve() == html.resolve():
+        raise typer.BadParameter(f"{html} is given for --html and for --plot: give two files")
     quiet_libraries()
     _check_outputs(plot, html, force)
-    found = _read(files, evaluation or [], revision, _share(budget))
+    found = _read(files, evaluation or [], revision, parse_share(budget))
     fits = [{} if model is None else _fit(each.artifact, model, trust_remote_code) for each in found]
     if plot is not None:
         draw_residuals(found[0].artifact, plot, force, found[0].shares)
@@ -110,27 +126,16 @@ def _check_outputs(plot: Path | None, html: Path | None, force: bool) -> None:
     for option, file in (("--plot", plot), ("--html", html)):
         if file is not None and (lacks := lacking("plots", "matplotlib")):
             fail(f"{option} needs {lacks}")
-    if plot is not None and html is not None and plot.resolve() == html.resolve():
-        fail(f"{html}: is given for --html and for --plot: give two files")
     if plot is not None:
         check_picture(plot, force)
     if html is not None:
         check_page(html, force)
 
 
-def _share(budget: str) -> float:
-    share = parse_budget(budget)
-    if isinstance(share, int) or not 0 < share <= 1:
-        fail(f"--budget {budget}: expected a share of the tokens, such as 2%")
-    return share
-
-
 def _read(files: list[str], evaluations: list[Path], revision: str | None, budget: float) -> list[Inspected]:
     from bpc_artifacts import load
     from bpc_calib.evaluation.saved_result import read_result
 
-    if evaluations and len(evaluations) != len(files):
-        fail(f"{len(evaluations)} --evaluation for {len(files)} artifacts: give one for each, in their order")
     found = []
     for number, name in enumerate(files):
         path, commit = find_artifact(name, revision)

@@ -1,6 +1,7 @@
 """The `bpc` entry point."""
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from bpc_cli.bench import bench
 from bpc_cli.calibrate import calibrate
 from bpc_cli.chat import chat
-from bpc_cli.command import run_app
+from bpc_cli.command import Commands
 from bpc_cli.demo import demo
 from bpc_cli.doctor import doctor
 from bpc_cli.eval import eval_
@@ -21,6 +22,7 @@ from bpc_cli.ranks import check_command, only_leader_prints, wait_for_leader
 from bpc_cli.serve import serve
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -51,17 +53,29 @@ def _root(
     check_command(context.invoked_subcommand)
 
 
+def _open_standard_streams() -> None:
+    """Send what was closed, as by `>&-`, to nowhere: a file would get its number, and what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 (until the process ends)
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+
+
 def main() -> None:
     """Run the command line."""
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # print ? where the terminal lacks a character
             stream.reconfigure(errors="replace")
     only_leader_prints()
     try:
-        run_app(app)
+        app()
     except KeyboardInterrupt:  # before or after a command
         sys.exit(130)
     except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # the reader of the help, or of a table, has left
+            sys.exit(0)
         if ended.code in (1, 2):
             wait_for_leader()
         raise

@@ -1,12 +1,15 @@
 """Opening a model and its artifact: the config first, so that mistakes are found before the weights are loaded."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from bpc_calib.text.known_corpora import DEMO
+from bpc_cli.command import checked
 from bpc_cli.console import fail, note
 from bpc_cli.options import TrustRemoteCode
 from bpc_cli.progress import working
@@ -16,8 +19,21 @@ if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
     from bpc_calib.models.description import ModelDescription
 
+SUFFIX = ".safetensors"  # of artifacts
+
+
+def check_device(name: str) -> None:
+    """Refuse what is no name of a device that could run a model; `pick_device` tries it."""
+    if not re.fullmatch(r"auto|(cpu|cuda|mps|xpu)(:[0-9]{1,3})?", name):
+        raise typer.BadParameter(f"device {name} is not known: choose auto, cpu, cuda, cuda:1 and so on, or mps")
+
+
 Device = Annotated[
-    str, typer.Option(help="Device that runs the model: cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.")
+    str,
+    typer.Option(
+        help="Device that runs the model: cpu, cuda, cuda:1, ...; auto uses a GPU if there is one.",
+        callback=checked(check_device),
+    ),
 ]
 
 
@@ -43,6 +59,11 @@ class LoadOptions(OneDeviceOptions):
         typer.Option(help="auto spreads a large model over all GPUs, main memory and disk (needs accelerate)."),
     ] = None
 
+    def __post_init__(self) -> None:
+        """Refuse a device where several are chosen."""
+        if self.device_map is not None and self.device != "auto":
+            raise typer.BadParameter(f"--device-map chooses the devices: leave out --device {self.device}")
+
 
 @dataclass(frozen=True)
 class OpenedModel:
@@ -67,8 +88,6 @@ def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) ->
     from bpc_calib.models.tensor_parallel import tensor_parallel
 
     device_map = options.device_map if isinstance(options, LoadOptions) else None
-    if device_map is not None and options.device != "auto":
-        raise InputError(f"--device-map chooses the devices: leave out --device {options.device}")
     shared = shared and ranks() > 1
     if device_map is not None and shared:
         raise InputError("--device-map spreads a model in one process, and torchrun started several: leave it out")
@@ -127,10 +146,6 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.device(name)
-    except RuntimeError as fault:
-        raise InputError(f"device {name} is not known: choose auto, cpu, cuda, cuda:1 and so on, or mps") from fault
-    try:
         float(torch.zeros(1, device=name))
     except Exception as fault:
         reason = str(fault).strip().splitlines()[0]
@@ -155,18 +170,22 @@ def weight_bytes(model: Any) -> int:
     return sum(each.numel() * each.dtype.itemsize for each in model.parameters())
 
 
-def find_artifact(name: str, revision: str | None = None) -> tuple[Path, str | None]:
+def find_artifact(name: str, revision: str | None = None, model: str = "") -> tuple[Path, str | None]:
     """The file that a path or a Hub id names, and the Hub commit (None for a path).
 
-    A Hub id may end with its revision: `ORG/NAME@COMMIT`.
+    A Hub id may end with its revision: `ORG/NAME@COMMIT`. `model` is what was given as model, perhaps in exchange.
     """
     path = Path(os.path.expanduser(name))
+    if _is_model(path):
+        if model.endswith(SUFFIX):
+            fail(f"{name} is a model, and {model} an artifact: exchange them")
+        fail(f"{name} is a model, not an artifact: -m takes it")
     parts = name.partition("@")[0].split("/")
     if os.path.exists(path) or len(parts) < 2 or not all(parts) or parts[0] in (".", "..", "~"):
         if revision is not None:
             fail(f"{name} is a file, and only artifacts on the Hub have revisions: omit --revision")
         return path, None
-    if len(parts) == 2 and name.endswith(".safetensors"):  # FOLDER/FILE, mistyped
+    if len(parts) == 2 and name.endswith(SUFFIX):  # FOLDER/FILE, mistyped
         return path, None
     from bpc_calib.hub import fetch_artifact
 
@@ -178,12 +197,20 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
     """The Hub id and the revision of `ORG/NAME@REVISION`; `revision` is that of --revision."""
     repository, at, named = name.partition("@")
     if at and (not named or revision is not None):
-        fail(f"{name}: give one revision, as {repository}@REVISION or with --revision")
+        raise typer.BadParameter(f"{name}: give one revision, as {repository}@REVISION or with --revision")
     return repository, named or revision
 
 
-def load_artifact(name: str) -> "ProjectionArtifact":
-    """The artifact that a path or a Hub id names."""
+def _is_model(path: Path) -> bool:
+    """Whether a path is that of a model, or the name of the bundled one."""
+    if os.path.isdir(path):
+        return os.path.exists(path / "config.json")
+    return path.suffix == ".gguf" or (str(path) == DEMO and not os.path.exists(path))
+
+
+def load_artifact(name: str, model: str | None) -> "ProjectionArtifact":
+    """The artifact that a path or a Hub id names; `model` as in `find_artifact`."""
+    path, _ = find_artifact(name, model=model or "")
     from bpc_artifacts import load
 
-    return load(find_artifact(name)[0])
+    return load(path)

@@ -3,13 +3,75 @@
 import math
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
-from bpc_cli.console import fail
+from bpc_calib.method.numbers import check_count, check_seed
+from bpc_cli.command import checked
+
+MOST_DIGITS = 20  # of a number in a list: Python refuses to read thousands
+
+
+def split(text: str) -> list[str]:
+    """The parts of `a, b`, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """The numbers of `2048,8192`, each once."""
+    found = split(text)
+    if not found or not all(part.isdecimal() and len(part) < MOST_DIGITS for part in found):
+        raise typer.BadParameter(f"{text}: expected numbers, like 2048,8192")
+    return tuple(dict.fromkeys(map(int, found)))
+
+
+def parse_budget(text: str) -> float | int:
+    """`2%` and `0.02` are a share of the tokens, `2048` is a number of tokens."""
+    try:
+        if text.endswith("%"):
+            budget: float | int = float(Decimal(text[:-1]) / 100)
+        else:
+            budget = int(text) if text.lstrip("+-").isdecimal() else float(Decimal(text))
+    except (ArithmeticError, ValueError):
+        expected = "a share of the tokens (2% or 0.02) or a number of tokens (2048)"
+        raise typer.BadParameter(f"{text}: expected {expected}") from None
+    attended(1, budget)  # raises for what is out of range
+    return budget
+
+
+def parse_budgets(text: str) -> tuple[float | int, ...]:
+    """The budgets of `2%,2048`, each once."""
+    if not (found := split(text)):
+        raise typer.BadParameter("give at least one budget, such as 2%")
+    return tuple(dict.fromkeys(map(parse_budget, found)))
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """The layers of `0,1`; `none` means no layer."""
+    if text.strip() in ("", "none"):
+        return ()
+    found = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < MOST_DIGITS for part in found):
+        raise typer.BadParameter(f"{text}: expected layers like 0,1 or none")
+    return tuple(map(int, found))
+
+
+def check_temperature(value: float) -> None:
+    """Refuse what is neither 0 nor a temperature that logits can be divided by."""
+    if value and not (math.isfinite(value) and value >= 0.01):
+        raise typer.BadParameter(f"{value}: expected 0, or a number of at least 0.01")
+
+
+def check_top_p(value: float) -> None:
+    """Refuse what is no probability, and 0, which leaves no token."""
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"{value}: expected a probability above 0 and at most 1")
+
 
 MODEL_HELP = "Folder, GGUF file or Hub id of a causal language model; demo is the bundled model."
 PROJECTIONS = "Projections made by bpc calibrate: a file or a Hub id, ORG/NAME or ORG/NAME@REVISION."
@@ -22,13 +84,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, neither bars nor lines.")]
 ONLINE = "online"
 
-MinTokens = Annotated[int, typer.Option(help="Attend to at least this many tokens.")]
+MinTokens = Annotated[
+    int,
+    typer.Option(help="Attend to at least this many tokens.", callback=checked(partial(check_count, "the minimum"))),
+]
 DenseLayers = Annotated[
     str | None,
     typer.Option(
         help="Layers that attend to all tokens, such as 0,1; or none. Default: none, or "
         f"{','.join(map(str, DENSE_LAYERS))} with projections that do not say what each head needs.",
         metavar="LAYERS",
+        callback=checked(parse_layers),
     ),
 ]
 EqualShares = Annotated[
@@ -53,7 +119,9 @@ System = Annotated[
 class CacheOptions:
     """Which tokens each step attends to: the settings of `bpc_calib.BPCCache`."""
 
-    budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS")] = f"{100 * BUDGET:g}%"
+    budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS", callback=checked(parse_budget))] = (
+        f"{100 * BUDGET:g}%"
+    )
     min_tokens: MinTokens = MIN_TOKENS
     min_context: Annotated[
         int | None,
@@ -61,6 +129,7 @@ class CacheOptions:
             help="Attend to all tokens while the context is shorter than this; 0 always chooses. Default: the length "
             "from which choosing is faster here.",
             metavar="TOKENS",
+            callback=checked(partial(check_count, "the context", least=0)),
         ),
     ] = None
     dense_layers: DenseLayers = None
@@ -82,62 +151,29 @@ class SamplingOptions:
     """How new tokens are picked, and how many."""
 
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.", min=1)] = 256
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 picks the most likely token.")] = 0.0
+    temperature: Annotated[
+        float,
+        typer.Option(help="Sampling temperature; 0 picks the most likely token.", callback=checked(check_temperature)),
+    ] = 0.0
     top_p: Annotated[
         float | None,
         typer.Option(
             help="Sample only from the most likely tokens that together have this probability, such as 0.9; "
-            "without it the model's own setting holds."
+            "without it the model's own setting holds.",
+            callback=checked(check_top_p),
         ),
     ] = None
-    seed: Annotated[int, typer.Option(help="Random seed of sampling and of online projections.", min=0)] = 0
+    seed: Annotated[
+        int, typer.Option(help="Random seed of sampling and of online projections.", callback=checked(check_seed))
+    ] = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a setting of sampling where nothing is sampled."""
+        if self.top_p is not None and not self.temperature:
+            raise typer.BadParameter("--top-p changes only sampling: give --temperature too, such as --temperature 0.7")
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `model.generate`, checked."""
-        if self.temperature and not (math.isfinite(self.temperature) and self.temperature >= 0.01):
-            fail(f"--temperature {self.temperature}: expected 0, or a number of at least 0.01")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            fail(f"--top-p {self.top_p}: expected a probability above 0 and at most 1")
+        """The arguments of `model.generate`."""
         if not self.temperature:
-            if self.top_p is not None:
-                fail("--top-p changes only sampling: give --temperature too, such as --temperature 0.7")
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         return {"do_sample": True, "temperature": self.temperature} | ({"top_p": self.top_p} if self.top_p else {})
-
-
-def split(text: str) -> list[str]:
-    """The parts of `a, b`, each once."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """The numbers of `2048,8192`, each once."""
-    found = split(text)
-    if not found or not all(part.isdecimal() for part in found):
-        fail(f"{option} {text}: expected numbers, like 2048,8192")
-    return tuple(dict.fromkeys(map(int, found)))
-
-
-def parse_budget(text: str, option: str = "--budget") -> float | int:
-    """`2%` and `0.02` are a share of the tokens, `2048` is a number of tokens."""
-    try:
-        if text.endswith("%"):
-            return float(Decimal(text[:-1]) / 100)
-        return int(text) if text.lstrip("+-").isdecimal() else float(Decimal(text))
-    except (ArithmeticError, ValueError):
-        fail(f"{option} {text}: expected a share of the tokens (2% or 0.02) or a number of tokens (2048)")
-
-
-def parse_budgets(text: str) -> tuple[float | int, ...]:
-    """The budgets of `--budgets 2%,2048`, each once."""
-    return tuple(dict.fromkeys(parse_budget(part, "--budgets") for part in split(text)))
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """The layers of `0,1`; `none` means no layer."""
-    if text.strip() in ("", "none"):
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        fail(f"--dense-layers {text}: expected layers like 0,1 or none")

@@ -35,6 +35,10 @@ def read_prompt(options: PromptOptions) -> str:
     prompt, file = options.prompt, options.prompt_file
     if prompt is not None and file is not None:
         raise typer.BadParameter("give --prompt or --prompt-file, not both")
+    if prompt is not None and not prompt.strip():
+        raise typer.BadParameter("--prompt is empty")
+    if options.system is not None and options.raw:
+        raise typer.BadParameter("--raw leaves the chat template out, and --system with it: write it into the prompt")
     if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter("give --prompt or --prompt-file, or pipe the prompt in")
     if prompt is None and file is None and ranks() > 1:
@@ -59,8 +63,7 @@ def tokenize(tokenizer: Any, text: str, options: PromptOptions, name: str) -> tu
     """Token ids `[1, N]` of a prompt for the model of this name, and whether they are in its chat template."""
     templated = has_template(tokenizer) and not options.raw
     if options.system is not None and not templated:
-        reason = "--raw leaves the chat template out" if options.raw else f"{name} has no chat template"
-        fail(f"--system: {reason}, so no system message can be sent: write it into the prompt instead")
+        fail(f"--system: {name} has no chat template, so it cannot be sent: write it into the prompt instead")
     if not templated:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
     else:

@@ -59,7 +59,7 @@ def check_command(name: str | None) -> None:
 def check_shared(shared: bool) -> None:
     """Refuse --tensor-parallel in one process."""
     if shared and ranks() == 1:
-        fail(
+        raise typer.BadParameter(
             "--tensor-parallel shards a model over several processes: start them with "
             "torchrun --nproc-per-node N -m bpc_cli calibrate ... --tensor-parallel"
         )

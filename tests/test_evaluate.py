@@ -158,7 +158,7 @@ def test_bad_settings_are_refused_before_any_work():
     assert refused(**text, forced=600) == (
         "task 'text' needs at least 1200 tokens, twice those that are forced, not 1024"
     )
-    assert refused(prompts=0) == "prompts must be an integer of at least 1, not 0"
+    assert refused(prompts=0) == "prompts must be 1 to 1,048,576, not 0"
     assert refused(budgets=[]) == "give at least one budget"
     assert refused(budgets=[0.004], methods=["window"]) == (
         "a budget of 0.4 % is 4 of 1,024 tokens, and window + sinks always attends to 5: nothing is left to choose"
@@ -410,21 +410,11 @@ def test_the_same_seed_gives_the_same_result(bpc, folder, artifact):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--tasks", "no-task"), "unknown task 'no-task': the tasks are text, needle,"),
-        (("--lengths", "4096"), "prompts of 4,096 tokens are too long: the model's limit is 2,048"),
-        (("--lengths", "many"), "--lengths many: expected numbers, like 2048,8192"),
-        (("--budgets", "0.1%", "--hard", "--methods", "window"), "a budget of 0.1 % is 1 of 700 tokens"),
-        (
-            ("--hard", "--dense-layers", "0,1"),
-            "--hard sets --min-tokens 1 --dense-layers none: leave out --dense-layers",
-        ),
-        (("--hard", "--min-tokens", "128"), "leave out --min-tokens"),
-        (("--budgets", "much"), "--budgets much: expected a share"),
-        (("--methods", "h2o"), "unknown method 'h2o'"),
         (("--dense-layers", "7"), "dense_layers"),
         (("--artifact", "nowhere.safetensors"), "nowhere.safetensors"),
         (("--plot", "no/where"), "there is no folder no: make it first"),
         (("--output", "no/where.json"), "there is no folder no: make it first"),
+        (("--lengths", "4096"), "prompts of 4,096 tokens are too long: the model's limit is 2,048"),
     ],
 )
 def test_bad_input_is_one_line(bpc, folder, words, message):
@@ -433,6 +423,27 @@ def test_bad_input_is_one_line(bpc, folder, words, message):
     assert message in ran.err
     assert len(ran.err.splitlines()) == 1
     assert ran.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--tasks", "no-task"), "unknown task 'no-task': the tasks are text, needle,"),
+        (("--lengths", "many"), "many: expected numbers, like 2048,8192"),
+        (("--budgets", "0.1%", "--hard", "--methods", "window"), "a budget of 0.1 % is 1 of 700 tokens"),
+        (
+            ("--hard", "--dense-layers", "0,1"),
+            "--hard sets --min-tokens 1 --dense-layers none: leave out --dense-layers",
+        ),
+        (("--hard", "--min-tokens", "128"), "leave out --min-tokens"),
+        (("--budgets", "much"), "much: expected a share"),
+        (("--methods", "h2o"), "unknown method 'h2o'"),
+    ],
+)
+def test_what_cannot_be_compared_is_wrong_usage(bpc, words, message):
+    ran = bpc("eval", "-m", "nowhere", "--lengths", "700", *words)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+    assert message in ran.err
 
 
 def test_the_artifact_of_another_model(bpc, folder, artifact, tmp_path):

@@ -234,7 +234,7 @@ def test_a_rank_with_a_shard_of_the_model_that_is_gone_ends_the_run(start, tmp_p
 
 def test_one_process_has_nobody_to_shard_a_model_with(bpc, words):
     ran = bpc(*words, "--tensor-parallel")
-    assert ran.code == 1
+    assert ran.code == 2
     assert ran.err.startswith("Error: --tensor-parallel shards a model over several processes: start them with ")
 
 

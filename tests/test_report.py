@@ -138,15 +138,15 @@ def test_refusals_are_one_line_and_write_nothing(bpc, pair, tmp_path):
     page, mine, picture = (tmp_path / name for name in ("a.html", "mine.html", "p.png"))
     assert bpc("inspect", pair[0], "--html", page).code == 0
     mine.write_text("<!DOCTYPE html><p>mine</p>")
-    for words, said in (
-        ((*pair, pair[0]), "3 artifacts given"),
-        ((*pair, "--plot", picture), "--plot draws one artifact: use --html"),
-        ((pair[1], "--html", page), "a.html: exists; pass --force"),
-        (("none.safetensors", "--plot", picture, "--html", mine, "--force"), "is not a page of bpc inspect"),
-        ((pair[0], "--plot", picture, "--html", picture), "is given for --html and for --plot"),
-        ((*pair, "--evaluation", mine), "1 --evaluation for 2 artifacts"),
+    for code, words, said in (
+        (2, (*pair, pair[0]), "3 artifacts given"),
+        (2, (*pair, "--plot", picture), "--plot draws one artifact: use --html"),
+        (1, (pair[1], "--html", page), "a.html: exists; pass --force"),
+        (1, ("none.safetensors", "--plot", picture, "--html", mine, "--force"), "is not a page of bpc inspect"),
+        (2, (pair[0], "--plot", picture, "--html", picture), "is given for --html and for --plot"),
+        (2, (*pair, "--evaluation", mine), "1 --evaluation for 2 artifacts"),
     ):
         ran = bpc("inspect", *words)
-        assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1)
         assert said in ran.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "mine.html"]

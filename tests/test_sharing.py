@@ -394,7 +394,7 @@ def test_a_second_push_updates_the_repository_and_branches_and_commits_stay_apar
             f"Published: {server.url}/alice/name-bpc32 at commit {branch['commit']}",
             f"Use it with -a alice/name-bpc32@next, or pinned with -a alice/name-bpc32@{branch['commit']}",
         ]
-        assert [code for code, _, _ in answers] == [0, 0, 1, 1, 0, 1], answers
+        assert [code for code, _, _ in answers] == [0, 0, 2, 1, 0, 1], answers
         assert "give one revision, as alice/name-bpc32@REVISION or with --revision" in answers[2][2]
         assert "has no such revision" in answers[3][2]
         assert json.loads(answers[4][1])["commit"] == first["commit"]
@@ -414,19 +414,24 @@ def test_what_the_hub_refuses_is_one_line_and_changes_nothing(client, folder):
     with hub.serve({"alice/weights": folder / "weights", "alice/old": folder / "old"}, {}) as server:
         push = ("push", "a.safetensors", "alice/new", "--yes")
         expected = {
-            ("push", "a.safetensors", "alice/new"): "there is no terminal: pass --yes to publish without asking",
             ("push", "bad.safetensors", *push[2:]): "bad.safetensors: not a BPC artifact",
             ("push", "note.safetensors", *push[2:]): "note.safetensors: metadata.note: the format has no such key",
             ("push", "none.safetensors", *push[2:]): "none.safetensors: cannot be read",
             (*push, "--evaluation", "a.safetensors"): "a.safetensors: not a result of bpc eval",
-            ("push", "a.safetensors", "new", "--yes"): "expected the repository as ORG/NAME",
-            ("push", "a.safetensors", "a/b/c", "--yes"): "expected the repository as ORG/NAME",
             ("push", "a.safetensors", "bob/new", "--yes"): "bob/new: the token may not write there",
             ("push", "a.safetensors", "alice/weights", "--yes"): "holds something else than projections of BPC (model",
             ("push", "a.safetensors", "alice/old", "--yes"): "alice/old has another safetensors file, old-name.safet",
             ("push", "a.safetensors", "alice/old", "--yes", "--private"): "alice/old exists and is public",
-            ("push", "a.safetensors", "alice/old", "--yes", "--revision", COMMIT): f"{COMMIT} is a commit, which never",
         }
+        misused = {
+            ("push", "a.safetensors", "alice/new"): "there is no terminal: --yes publishes without asking",
+            ("push", "a.safetensors", "new", "--yes"): "expected the repository as ORG/NAME",
+            ("push", "a.safetensors", "a/b/c", "--yes"): "expected the repository as ORG/NAME",
+            (*push, "--revision", COMMIT): f"{COMMIT} is a commit, which never changes: name a branch",
+        }
+        for words, (code, out, err) in zip(misused, client(server.url, misused), strict=True):
+            assert (code, out) == (2, ""), words
+            assert misused[words] in err
         for words, (code, out, err) in zip(expected, client(server.url, expected), strict=True):
             assert (code, out) == (1, ""), words
             assert err.splitlines()[-1].startswith("Error: "), err
@@ -558,7 +563,7 @@ def test_pull_checks_the_file_and_replaces_nothing_by_itself(client, folder):
         (line,) = error.splitlines()
         assert line.startswith("Error: ")
         assert message in line
-    assert [code for code, _, _ in answers] == [1, 1, 0, 0, 0, 1, 0, 1], answers
+    assert [code for code, _, _ in answers] == [1, 2, 0, 0, 0, 1, 0, 1], answers
     assert "org/bad at " in answers[0][2]
     assert "damaged: the sha256 of its tensors is" in answers[0][2]
     assert "home" not in answers[0][2]

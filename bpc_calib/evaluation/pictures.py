@@ -1,5 +1,6 @@
 """Plots of the results of `evaluate` (matplotlib, extra `plots`)."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ def check(folder: Path, overwrite: bool) -> None:
     """Raise a `BPCError` if `draw` could not write its files."""
     if lacks := lacking("plots", "matplotlib"):
         raise InputError(f"pictures need {lacks}")
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise InputError(f"{folder}: not a folder: name a folder for the pictures")
-    if not folder.is_dir() and not folder.parent.is_dir():
+    if not os.path.isdir(folder) and not os.path.isdir(folder.parent):
         raise InputError(f"{folder}: there is no folder {folder.parent}: make it first")
-    for name in NAMES.values() if folder.is_dir() else ():
+    for name in NAMES.values() if os.path.isdir(folder) else ():
         try_replacing(folder / name, 1 << 20, overwrite, PICTURE)
+    if not os.path.isdir(folder):
+        try_replacing(folder, 1 << 20, overwrite)  # so can the folder be made, whatever its name
 
 
 def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -> list[Path]:

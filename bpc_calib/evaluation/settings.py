@@ -13,7 +13,7 @@ from bpc_calib.method.defaults import BUDGET, MIN_TOKENS, budget_text
 from bpc_calib.method.numbers import check_count
 from bpc_calib.text.known_corpora import Corpus
 
-__all__ = ["FORCED", "HARD", "Comparison", "check_settings", "computable"]
+__all__ = ["FORCED", "HARD", "Comparison", "check_prompts", "check_settings", "computable"]
 
 FORCED = 64  # last tokens of each text, decoded one at a time, unless a comparison says otherwise
 
@@ -59,13 +59,18 @@ def check_settings(comparison: Comparison, *, calibrated: bool) -> tuple[str, ..
     for values, what in ((comparison.lengths, "length"), (comparison.budgets, "budget"), (chosen, "method")):
         if not values:
             raise InputError(f"give at least one {what}")
-    check_count("prompts", comparison.prompts)
+    check_prompts(comparison.prompts)
     if forced < 2:
         raise InputError(f"at least 2 tokens of a text must be forced, not {forced}")
     for length in comparison.lengths:
         check_count("length", length)
     computable(comparison, chosen, None, comparison.rules.get("recent") or 0)
     return chosen
+
+
+def check_prompts(prompts: int) -> None:
+    """Raise `InputError` unless there can be as many prompts per task and length."""
+    check_count("prompts", prompts, 1, 1 << 20)  # all are made before the first is answered
 
 
 def computable(

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bpc_artifacts.file import ARTIFACT
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.errors import ModelError, first_line
 from bpc_calib.extras import lacking
@@ -46,6 +47,9 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
             raise ModelError(f"{model}: the folder has no config.json, so it is not a transformers model{hint}")
     elif os.path.islink(os.path.expanduser(model)):
         raise ModelError(f"{model}: no such model folder: it is a link to {os.readlink(os.path.expanduser(model))}")
+    elif os.path.isfile(os.path.expanduser(model)):
+        what = "an artifact, not a model: -a takes it" if _is_artifact(model) else "a file, not a model folder"
+        raise ModelError(f"{model} is {what}")
     elif os.path.exists(os.path.expanduser(model)) or model.startswith((".", "/", "~")) or model.count("/") > 1:
         raise ModelError(f"{model}: no such model folder")
     else:
@@ -58,6 +62,14 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
     except Exception as fault:
         raise _fault(fault, "the config of", model) from fault
     return config, commit
+
+
+def _is_artifact(model: str) -> bool:
+    """Whether a file is a BPC artifact, as far as it can be read."""
+    try:
+        return ARTIFACT.holds(Path(os.path.expanduser(model)))
+    except OSError:
+        return False
 
 
 def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:

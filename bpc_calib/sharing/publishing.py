@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bpc_calib.errors import BPCError, first_line
 from bpc_calib.hub import explain, status_of
 from bpc_calib.sharing.card import LIBRARY
+from bpc_calib.sharing.names import check_branch, check_repository
 
 __all__ = ["PublishingError", "Target", "look_up", "publish"]
 
@@ -50,19 +51,12 @@ def look_up(repository: str, *, branch: str, private: bool, filename: str) -> Ta
             spite of `private`, `branch` is a tag, or the Hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+    from huggingface_hub.errors import RepositoryNotFoundError
 
-    try:
-        validate_repo_id(repository)
-        if "/" not in repository:
-            raise HFValidationError
-    except HFValidationError:
-        raise PublishingError("expected the repository as ORG/NAME, such as alice/Qwen3-8B-bpc64") from None
+    check_repository(repository)
+    check_branch(branch)
     if get_token() is None:
         raise PublishingError("publishing needs a token: run hf auth login, or set HF_TOKEN to one that may write")
-    if re.fullmatch("[0-9a-f]{40}", branch):
-        raise PublishingError(f"{branch} is a commit, which never changes: name a branch")
     api = HfApi()
     try:
         info = api.model_info(repository)
