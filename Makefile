@@ -26,7 +26,7 @@ A100 := 80
 H100 := 90
 emulated = for arch in $(2); do $(1)/bin/pytest $(PYTEST_OPTIONS) --emulate $$arch $(3) $(EMULATED_TESTS) || exit; done
 
-.PHONY: demo demo-model emulate lint site size test test-all test-floor test-slow test-vllm gpu real bench clean
+.PHONY: demo demo-model emulate lint site size test test-all test-floor test-slow test-vllm gpu real bench soak clean
 
 demo: .venv/ready
 	.venv/bin/bpc demo
@@ -100,6 +100,11 @@ bench: .venv/ready
 	    -o $(RESULTS)/bench_cpu_$${shape}_$$batch.json || exit 1; \
 	done; done
 	.venv/bin/python benchmarks/tables.py
+
+# Two hours of conversations, batches and calibrations in one process: right answers, level memory, no file left.
+# SOAK_OPTIONS='--minutes 15' is shorter.
+soak: .venv/ready
+	.venv/bin/python benchmarks/soak.py $(SOAK_OPTIONS)
 
 # How large the project is.
 size: .venv/ready

@@ -108,8 +108,8 @@ class Conversation:
         ids = template_tokens(self.decoder.tokenizer, messages, self.name)
         length = ids.shape[1]
         room = self._room(length, most)
-        keep_common(self.cache, self.tokens, ids[0].tolist())
         try:
+            keep_common(self.cache, self.tokens, ids[0].tolist())
             turn = decoding.decode(self.decoder, ids, self.cache, room, show, **more)
             count = len(turn["tokens"])
             read = decoding.kv_bytes(self.cache, length, count)

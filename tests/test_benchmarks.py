@@ -280,6 +280,40 @@ def test_the_gpu_suite_runs_in_the_interpreter(tmp_path):
     assert all(row["exact"] for row in parts["exactness"]["rows"])
 
 
+@pytest.mark.slow  # four processes, which import everything anew
+def test_the_soak_runs(tmp_path):
+    words = [sys.executable, BENCHMARKS / "soak.py", "--tiny", "-o", tmp_path / "result.json"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert {row["kind"] for row in found["rows"]} == {"conversation", "interrupts"}
+    assert found["faults"] == []
+
+
+def test_the_soak_notices_other_answers_left_files_and_growth(tmp_path, monkeypatch):
+    import soak
+
+    monkeypatch.setattr(soak, "KINDS", {"same": lambda held: 1, "other": lambda held: (tmp_path / "left").touch()})
+    held = soak.Held(None, None, None, tmp_path / "work")
+    rows, faults = soak.run(held, {"same": 1, "other": 2}, 1e-9, tmp_path)
+    assert {row["kind"] for row in rows} == {"same", "other"}
+    assert any("the answers of other are not those of a fresh process" in fault for fault in faults)
+    assert any("left left" in fault for fault in faults)
+    assert not any("answers of same" in fault for fault in faults)
+
+    def curve(sizes, files=(5,)):
+        return soak.grown(
+            [
+                {"minute": minute, "resident_bytes": size, "open_files": files[minute % len(files)]}
+                for minute, size in enumerate(sizes)
+            ]
+        )
+
+    assert curve([50, *[100, 101] * 50]) == []  # the warm-up may grow
+    assert curve(range(100, 200)) == ["memory grew by 56.4%"]
+    assert curve([100] * 40, files=(5, 6)) == ["open files: 5 to 6"]
+
+
 def test_no_script_is_left_out():
     """A test names every file that does something when it is run."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))

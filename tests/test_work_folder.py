@@ -441,8 +441,11 @@ def test_a_second_run_to_the_same_file_or_folder_is_refused(bpc_killed, bpc, mod
         return True
 
     assert bpc_killed("a.safetensors", kill=second)[0] == -9
+    shutil.rmtree(work)
+    assert [file.name for file in tmp_path.glob(".*")] == [".a.safetensors.lock"]  # without a lock, until the next run
     assert bpc_killed("a.safetensors")[0] == 0
     assert not work.exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_work_folder_inside_a_corpus_is_no_text(run, text_folder, tmp_path):
