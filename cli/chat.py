@@ -97,7 +97,7 @@ class Conversation:
         self.cache.reset()
 
     def ask(self, text: str, most: int, show: bool, **more: Any) -> dict[str, Any]:
-        """Answer a message with at most `most` tokens; return what `decode` measures, and the bytes.
+        """Answer a message with at most `most` tokens; return what `decode` measures, the bytes and the residual.
 
         The message and its answer join the conversation, also where the answer was stopped. If this fails, the
         conversation is as before, and the next turn feeds all of it again. `more` are arguments of `model.generate`.
@@ -120,7 +120,8 @@ class Conversation:
         self.tokens = ids[0].tolist() + turn["tokens"]
         count = len(turn["tokens"])
         at_limit = self.limit is not None and length + count >= self.limit
-        return {"prompt_tokens": length, **turn, "at_limit": at_limit, **decoding.kv_bytes(self.cache, length, count)}
+        read = decoding.kv_bytes(self.cache, length, count)
+        return {"prompt_tokens": length, **turn, "at_limit": at_limit, **read, **decoding.residual(self.cache)}
 
     def _room(self, length: int, most: int) -> int:
         """How many tokens the answer may have."""
