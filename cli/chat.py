@@ -96,7 +96,7 @@ class Conversation:
         self.cache.reset()
 
     def ask(self, text: str, most: int, show: bool, **more: Any) -> dict[str, Any]:
-        """Answer a message with at most `most` tokens; return what `decode` measures, and the bytes.
+        """Answer a message with at most `most` tokens; return what `decode` measures, the bytes and the residual.
 
         The message and its answer join the conversation, also where the answer was stopped. If this fails, the
         conversation is as before, and the next turn feeds all of it again. `more` are arguments of `model.generate`.
@@ -112,7 +112,7 @@ class Conversation:
             keep_common(self.cache, self.tokens, ids[0].tolist())
             turn = decoding.decode(self.decoder, ids, self.cache, room, show, **more)
             count = len(turn["tokens"])
-            read = decoding.kv_bytes(self.cache, length, count)
+            read = decoding.kv_bytes(self.cache, length, count) | decoding.residual(self.cache)
         except BaseException:  # Ctrl-C too: a part of the layers may hold the tokens of a pass that did not end
             self.cache.reset()
             self.tokens = []

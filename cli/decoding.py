@@ -166,6 +166,14 @@ def kv_bytes(cache: Any, prompt: int, new: int) -> dict[str, Any]:
     return {"kv_bytes_share": total.read / total.full, "kv_bytes_parts": parts}
 
 
+def residual(cache: Any) -> dict[str, Any]:
+    """How much of the length of the newest keys their codes leave unexplained, and what calibration saw, if known."""
+    from bpc_calib.runtime.drift import mean
+
+    found = mean(cache.residuals())
+    return {"residual": None if found is None else {"newest_keys": found[0], "calibration": found[1]}}
+
+
 @dataclass
 class _Stream:
     """The streamer of `model.generate`, which gives it the prompt and then each token.

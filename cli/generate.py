@@ -79,6 +79,7 @@ def generate(
         result = {"model": name, "artifact": artifact, **rules, "device": opened.device, "chat_template": templated}
         result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}
         result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"])) | {"min_context": cache.min_context}
+        result |= decoding.residual(cache)
         if compare:
             if show:
                 print("--- full attention ---")

@@ -69,7 +69,7 @@ EXCLUSIVE = [
     "doctor --revision main",
     "eval -m demo --hard --min-tokens 5",
     "eval -m demo --hard --dense-layers 0",
-    "eval -m demo --lengths 64",
+    "eval -m demo --tasks text --lengths 64",
     "eval -m demo --hard --budgets 3 --methods window",
     "generate -m demo -p x --prompt-file y",
     "generate -m demo -p x --top-p 0.5",

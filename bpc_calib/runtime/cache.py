@@ -19,6 +19,7 @@ from bpc_calib.method.numbers import check_bits, check_seed
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
+from bpc_calib.runtime.drift import NEWEST, advice, calibrated_residuals, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
@@ -131,6 +132,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         self._last: SparseLayer | None = None  # updated last; its attention must run before the next layer's update
         self._thread: int | None = None  # began the last pass
         self._verified: int | None = None  # passes in a row that verified drafts; None: there are no drafts
+        self._calibrated = calibrated_residuals(artifact)
+        self._measured = 0  # hashed tokens when residuals were last measured
+        self._advised = False  # whether a warning said that the projections hardly fit
         super().__init__(layers=fresh())
 
     def update(
@@ -187,6 +191,7 @@ class BPCCache(Cache):  # type: ignore[misc]
             )
         self._thread = thread
         self._count_drafts(keys.shape[2])
+        self._watch()
 
     def _module(self) -> Any:
         """The attention module that BPC served with this cache before; None if there is none yet."""
@@ -235,6 +240,30 @@ class BPCCache(Cache):  # type: ignore[misc]
                 "saves nothing: leave out the assistant model, or use prompt_lookup_num_tokens",
                 DRAFTED,
             )
+
+    def _watch(self) -> None:
+        """Measure residuals each time that `NEWEST` tokens were hashed."""
+        hashed = next((layer.hashed for layer in self.layers if isinstance(layer, BPCLayer)), 0)
+        if self._calibrated and not self._advised and abs(hashed - self._measured) >= NEWEST:
+            self.residuals()
+            self._measured = hashed
+
+    def residuals(self) -> dict[int, tuple[float, float]]:
+        """Return by layer how much of the length of the newest keys their codes leave unexplained, from 0 to about 1.
+
+        The second number of each pair is what calibration saw: on the samples that it kept aside, else on the fitted
+        keys. Both are means over KV heads, and the first one over sequences, of one in four of the newest 256 hashed
+        tokens, padding included. Layers without codes are missing. So all are missing with online projections, of
+        which no keys were kept aside, and inside of `static_steps`.
+
+        The cache measures by itself after every 256 hashed tokens outside of `static_steps`. If the mean over the
+        layers is far beyond the calibration's, a warning says so, once per cache.
+        """
+        found = newest_residuals([layer for layer in self.layers if isinstance(layer, BPCLayer)], self._calibrated)
+        if not self._advised and (message := advice(found)) is not None:
+            self._advised = True
+            logger.warning("%s", message)
+        return found
 
     @property
     def min_context(self) -> int:
