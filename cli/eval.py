@@ -10,12 +10,12 @@ import typer
 from bpc_calib.evaluation.methods import METHODS
 from bpc_calib.evaluation.settings import Comparison, check_settings
 from bpc_calib.evaluation.tasks import RULER, TASKS, TEXT
-from bpc_calib.method.defaults import MIN_TOKENS, budget_text
+from bpc_calib.method.defaults import budget_text
 from bpc_calib.method.numbers import check_seed
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import checked, command, usage
 from bpc_cli.console import note, print_json, quiet_libraries
-from bpc_cli.eval_tables import is_hard, print_evaluation
+from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.eval_work import kept_work, made_with
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
@@ -28,10 +28,12 @@ from bpc_cli.options import (
     MinTokens,
     Model,
     Output,
+    Preset,
     Quiet,
     parse_budgets,
     parse_counts,
-    parse_layers,
+    preset_name,
+    preset_rules,
     split,
 )
 from bpc_cli.progress import progress_bar, working
@@ -58,9 +60,15 @@ class ComparisonOptions:
     lengths: Annotated[
         str, typer.Option(help="Tokens per prompt.", metavar="TOKENS,...", callback=checked(parse_counts))
     ] = "2048"
+    preset: Preset = "default"
     budgets: Annotated[
-        str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS,...", callback=checked(parse_budgets))
-    ] = "2%,10%"
+        str | None,
+        typer.Option(
+            help=f"{BUDGET_HELP} Default: the preset's, and 10%.",
+            metavar="SHARE|TOKENS,...",
+            callback=checked(parse_budgets),
+        ),
+    ] = None
     methods: Annotated[
         str | None,
         typer.Option(help=f"Methods to compare: {', '.join(METHODS)}. Default: all.", metavar="METHOD,..."),
@@ -85,14 +93,7 @@ class ComparisonOptions:
         int | None,
         typer.Option(help="Prompts decoded at once. Default: as many as 65,536 tokens hold.", min=1),
     ] = None
-    hard: Annotated[
-        bool,
-        typer.Option(
-            "--hard",
-            help="No dense layers and no minimum of tokens, so that every layer must choose: this separates methods.",
-        ),
-    ] = False
-    min_tokens: MinTokens = MIN_TOKENS
+    min_tokens: MinTokens = None
     dense_layers: DenseLayers = None
     equal_shares: EqualShares = False
     seed: Annotated[
@@ -102,34 +103,25 @@ class ComparisonOptions:
         ),
     ] = 0
 
-    def arguments(self, context: typer.Context) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of `Comparison` but the tasks and the corpora, parsed."""
-        for name in ("min_tokens", "dense_layers") if self.hard else ():
-            if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT":
-                raise typer.BadParameter(
-                    f"--hard sets --min-tokens 1 --dense-layers none: leave out --{name.replace('_', '-')}"
-                )
-        dense = None if self.dense_layers is None else parse_layers(self.dense_layers)
+        rules = preset_rules(self.preset, self.min_tokens, self.dense_layers)
+        own = (rules.pop("budget"), 0.1)
         return {
             "lengths": parse_counts(self.lengths),
-            "budgets": parse_budgets(self.budgets),
+            "budgets": own if self.budgets is None else parse_budgets(self.budgets),
             "methods": None if self.methods is None else split(self.methods),
             "prompts": self.prompts,
             "seed": self.seed,
             "raw": self.raw,
             "batch": self.batch_size,
-            "rules": {
-                "min_tokens": 1 if self.hard else self.min_tokens,
-                "dense_layers": () if self.hard else dense,
-                "equal_shares": self.equal_shares,
-            },
+            "rules": rules | {"equal_shares": self.equal_shares},
         }
 
 
 @command
 def eval_(
     *,
-    context: typer.Context,
     model: Model,
     artifact: Annotated[
         str | None,
@@ -155,15 +147,15 @@ def eval_(
     """Compare the quality of BPC and of other methods.
 
     Full attention, the exact top-k and the others decode the same prompts with the same budget. By default the setting
-    is that of bpc generate. With --hard every layer has to choose and nothing is attended beyond the budget, which
-    separates good projections from bad ones.
+    is that of bpc generate. With --preset hard every layer has to choose and nothing is attended beyond the budget,
+    which separates good projections from bad ones.
 
     Example: bpc eval -m Qwen/Qwen3-8B -a qwen.safetensors --tasks needle,ruler --lengths 32768
     """
     every = expand_tasks(options.tasks)
     tasks = [task for task in every if not task.startswith(HARNESS)]
     harness_tasks = [task.removeprefix(HARNESS) for task in every if task.startswith(HARNESS)]
-    given = options.arguments(context)
+    given = options.arguments()
     with usage():
         check_settings(Comparison(tasks=tasks, **given), calibrated=artifact is not None)
     quiet_libraries(quiet=quiet, warnings=not quiet)
@@ -192,8 +184,8 @@ def eval_(
             prepared = harness.prepare(harness_tasks, tokenizer, comparison.lengths, options.seed)
     loaded = open_weights(opened, quiet)
     enable(loaded)
-    settings = {"prompts": options.prompts, "forced": comparison.forced, "raw": options.raw}
-    settings |= {"hard": is_hard(comparison.rules), "seed": options.seed, **comparison.rules}
+    settings: dict[str, Any] = {"prompts": options.prompts, "forced": comparison.forced, "raw": options.raw}
+    settings |= {"preset": preset_name(options.arguments()["rules"]), "seed": options.seed, **comparison.rules}
     result: dict[str, Any] = {
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
@@ -243,7 +235,7 @@ def _without_effect(
         lengths, budgets = (dict.fromkeys(each) for each in zip(*small, strict=True))
         yield (
             f"--min-tokens {least} is more than a budget of {', '.join(map(budget_text, budgets))} at "
-            f"{', '.join(f'{length:,}' for length in lengths)} tokens: --hard measures the budget itself"
+            f"{', '.join(f'{length:,}' for length in lengths)} tokens: --preset hard measures the budget itself"
         )
 
 

@@ -1,6 +1,5 @@
 """The result of `bpc eval` as tables."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from bpc_calib.evaluation.methods import FIGURES, METHODS
@@ -9,11 +8,6 @@ from bpc_cli.console import TextTable, print_table, printable
 
 # By method and column: the share of the KV bytes that the method read, and a figure as text.
 Cells = dict[tuple[str, str], tuple[float | None, str]]
-
-
-def is_hard(rules: Mapping[str, Any]) -> bool:
-    """Whether these settings of `BPCCache` make every layer choose, and attend to nothing beyond the budget."""
-    return rules["min_tokens"] == 1 and not rules["dense_layers"]
 
 
 def print_evaluation(result: dict[str, Any]) -> None:
@@ -30,10 +24,10 @@ def print_evaluation(result: dict[str, Any]) -> None:
         print_table(printable(found.title), table)
     settings = result["settings"]
     dense = ", ".join(map(str, settings["dense_layers"])) or "none"
-    if is_hard(settings):
-        print("Hard setting: no dense layers, no minimum of tokens.")
-    else:
-        print(f"Dense layers: {dense}. At least {settings['min_tokens']:,} tokens are attended.")
+    preset = f"Preset {settings['preset']}. " if settings.get("preset") else ""  # older results have none
+    least = settings["min_tokens"]
+    minimum = f"At least {least:,} tokens are attended" if least > 1 else "No minimum of tokens"
+    print(f"{preset}Dense layers: {dense}. {minimum}.")
     if not settings.get("equal_shares", True):  # older results have no shares by head
         names = " and ".join(method.label for method in METHODS.values() if method.by_need)
         print(f"{names} share the budget by what each KV head needs; with the others each head attends to the mean.")

@@ -10,7 +10,7 @@ from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
-from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions
+from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, preset_name, setting_text
 from bpc_cli.prompt import PromptOptions, has_template, read_prompt, tokenize
 from bpc_cli.ranks import joined_ranks
 
@@ -74,9 +74,10 @@ def generate(
 
         show = not as_json
         if compare and show:
-            print(f"--- BPC ({ONLINE if online else 'calibrated'}, budget {attended.budget}) ---")
+            print(f"--- BPC ({ONLINE if online else 'calibrated'}, {setting_text(rules)}) ---")
         ours = decoding.decode(decoder, ids, cache, new, show)
-        result = {"model": name, "artifact": artifact, **rules, "device": opened.device, "chat_template": templated}
+        result = {"model": name, "artifact": artifact, "preset": preset_name(rules), **rules}
+        result |= {"device": opened.device, "chat_template": templated}
         result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}
         result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"])) | {"min_context": cache.min_context}
         result |= decoding.residual(cache)

@@ -1,16 +1,17 @@
 """Options that several commands have in common, and how their values are read."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from bpc_calib.method.budget import attended
-from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
+from bpc_calib.method.defaults import DENSE_LAYERS, PRESETS, budget_text
 from bpc_calib.method.numbers import check_count, check_seed
 from bpc_cli.command import checked
 
@@ -84,15 +85,29 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, neither bars nor lines.")]
 ONLINE = "online"
 
+Preset = Annotated[
+    Literal["default", "fast", "hard"],
+    typer.Option(
+        help="; ".join(
+            f"{name}: {budget_text(each['budget'])} of the tokens, at least {each['min_tokens']}"
+            for name, each in PRESETS.items()
+        )
+        + ", no dense layer. The options below replace its parts."
+    ),
+]
 MinTokens = Annotated[
-    int,
-    typer.Option(help="Attend to at least this many tokens.", callback=checked(partial(check_count, "the minimum"))),
+    int | None,
+    typer.Option(
+        help="Attend to at least this many tokens. Default: the preset's.",
+        callback=checked(partial(check_count, "the minimum")),
+    ),
 ]
 DenseLayers = Annotated[
     str | None,
     typer.Option(
         help="Layers that attend to all tokens, such as 0,1; or none. Default: none, or "
-        f"{','.join(map(str, DENSE_LAYERS))} with projections that do not say what each head needs.",
+        f"{','.join(map(str, DENSE_LAYERS))} with projections that do not say what each head needs and another preset "
+        "than hard.",
         metavar="LAYERS",
         callback=checked(parse_layers),
     ),
@@ -115,14 +130,43 @@ System = Annotated[
 ]
 
 
+def preset_rules(preset: str, min_tokens: int | None, dense_layers: str | None) -> dict[str, Any]:
+    """The arguments of `BPCCache` in a preset, with the parts replaced that are given."""
+    rules = dict(PRESETS[preset])
+    if min_tokens is not None:
+        rules["min_tokens"] = min_tokens
+    if dense_layers is not None:
+        rules["dense_layers"] = parse_layers(dense_layers)
+    return rules
+
+
+def preset_name(rules: Mapping[str, Any]) -> str | None:
+    """The preset that these rules are, as far as they have its parts; None: one was replaced."""
+    for name, parts in PRESETS.items():
+        if all(rules.get(part, value) == value for part, value in parts.items()):
+            return name
+    return None
+
+
+def setting_text(rules: Mapping[str, Any]) -> str:
+    """Rules in words, like preset default: 2 % of the tokens, at least 128."""
+    name, budget = preset_name(rules), budget_text(rules["budget"])
+    share = "" if isinstance(rules["budget"], int) else " of the tokens"
+    return f"{f'preset {name}: ' if name else ''}{budget}{share}, at least {rules['min_tokens']:,}"
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """Which tokens each step attends to: the settings of `bpc_calib.BPCCache`."""
 
-    budget: Annotated[str, typer.Option(help=BUDGET_HELP, metavar="SHARE|TOKENS", callback=checked(parse_budget))] = (
-        f"{100 * BUDGET:g}%"
-    )
-    min_tokens: MinTokens = MIN_TOKENS
+    preset: Preset = "default"
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{BUDGET_HELP} Default: the preset's.", metavar="SHARE|TOKENS", callback=checked(parse_budget)
+        ),
+    ] = None
+    min_tokens: MinTokens = None
     min_context: Annotated[
         int | None,
         typer.Option(
@@ -137,13 +181,9 @@ class CacheOptions:
 
     def rules(self) -> dict[str, Any]:
         """The arguments of `BPCCache`."""
-        return {
-            "budget": parse_budget(self.budget),
-            "min_tokens": self.min_tokens,
-            "min_context": self.min_context,
-            "dense_layers": None if self.dense_layers is None else parse_layers(self.dense_layers),
-            "equal_shares": self.equal_shares,
-        }
+        budget = {} if self.budget is None else {"budget": parse_budget(self.budget)}
+        rules = preset_rules(self.preset, self.min_tokens, self.dense_layers) | budget
+        return rules | {"min_context": self.min_context, "equal_shares": self.equal_shares}
 
 
 @dataclass(frozen=True)

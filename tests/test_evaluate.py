@@ -240,7 +240,7 @@ def test_other_prompts_are_other_parts(artifact):
         assert len(finished) == before + 1
 
 
-SMALL = ("--hard", "--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "full,bpc,random")
+SMALL = ("--preset", "hard", "--lengths", "700", "--prompts", "2", "--budgets", "8", "--methods", "full,bpc,random")
 
 
 def test_the_command_prints_a_table(bpc, folder, artifact):
@@ -248,7 +248,7 @@ def test_the_command_prints_a_table(bpc, folder, artifact):
     assert ran.code == 0, ran.err
     assert "tiny-llama, 8 of 700 tokens: right answers in %, and 95 % interval" in ran.out
     assert "tiny-llama, 8 of 700 tokens: text compared with full attention, and 95 % interval" in ran.out
-    assert ran.out.endswith("Hard setting: no dense layers, no minimum of tokens.\n")
+    assert ran.out.endswith("Preset hard. Dense layers: none. No minimum of tokens.\n")
     for word in ("full attention", "BPC", "random keys", "KV read", "single", "recall", "cosine"):
         assert word in ran.out
     lines = ran.err.splitlines()
@@ -326,16 +326,26 @@ def test_prompts_are_in_the_chat_template_unless_raw(bpc, tmp_path):
     assert said[0]["rows"][0]["example"]["said"] != before["rows"][0]["example"]["said"]
 
 
-def test_the_setting_is_that_of_generate_unless_hard(bpc, folder):
-    words = ("eval", "-m", folder, *SMALL[1:], "--methods", "bpc-online", "--tasks", "single")
+def test_a_preset_is_that_of_generate(bpc, folder):
+    words = ("eval", "-m", folder, *SMALL[2:], "--methods", "bpc-online", "--tasks", "single")
     ran = bpc(*words)
-    assert ran.out.endswith("Dense layers: 0, 1. At least 128 tokens are attended.\n")
-    assert "--min-tokens 128 is more than a budget of 8 tokens at 700 tokens: --hard measures" in ran.err
-    settings = [json.loads(bpc(*words, *more, "--json").out)["settings"] for more in ((), ("--hard",))]
-    assert [(each["hard"], each["min_tokens"], each["dense_layers"]) for each in settings] == [
-        (False, 128, [0, 1]),
-        (True, HARD["min_tokens"], [*HARD["dense_layers"]]),
+    assert ran.out.endswith("Preset default. Dense layers: 0, 1. At least 128 tokens are attended.\n")
+    assert "--min-tokens 128 is more than a budget of 8 tokens at 700 tokens: --preset hard measures" in ran.err
+    given = ([], ["--preset", "fast"], ["--preset", "hard"], ["--preset", "hard", "--min-tokens", "64"])
+    settings = [json.loads(bpc(*words, *more, "--json").out)["settings"] for more in given]
+    assert [(each["preset"], each["min_tokens"], each["dense_layers"]) for each in settings] == [
+        ("default", 128, [0, 1]),
+        ("fast", 64, [0, 1]),
+        ("hard", 1, []),
+        (None, 64, []),
     ]
+    for more, found in zip(given, settings, strict=True):
+        generated = json.loads(bpc("generate", "-m", folder, "-p", "The", "--max-new-tokens", "1", *more, "--json").out)
+        assert (generated["preset"], generated["min_tokens"]) == (found["preset"], found["min_tokens"])
+        assert generated["budget"] == (0.01 if "fast" in more else 0.02)
+    words = ("eval", "-m", folder, "--methods", "bpc-online", "--tasks", "single", "--lengths", "700", "--prompts", "1")
+    rows = json.loads(bpc(*words, "--preset", "fast", "--json").out)["rows"]
+    assert [row["budget"] for row in rows] == [0.01, 0.1]
 
 
 @pytest.mark.parametrize("equal", [False, True])
@@ -362,7 +372,15 @@ def test_the_command_takes_the_shares_of_the_artifact(bpc, folder, artifact, nee
     for file, more, dense, equal in (
         (artifact[0], (), [0, 1], True),
         (needs[0], (), [], False),
-        (needs[0], ("--hard",), [], False),
+        (
+            needs[0],
+            (
+                "--preset",
+                "hard",
+            ),
+            [],
+            False,
+        ),
         (needs[0], ("--equal-shares",), [], True),
         (needs[0], ("--dense-layers", "1", "--min-tokens", "1"), [1], False),
     ):
@@ -372,10 +390,10 @@ def test_the_command_takes_the_shares_of_the_artifact(bpc, folder, artifact, nee
         assert (settings["dense_layers"], settings["equal_shares"]) == (dense, equal), more
         assert {len(row["layers"]) for row in text.values()} == {3 - len(dense)}
         assert text["oracle"]["recall"]["value"] > 0.99
-    ran = bpc(*words, "-a", needs[0], "--hard")
-    assert ran.out.splitlines()[-2] == "Hard setting: no dense layers, no minimum of tokens."
+    ran = bpc(*words, "-a", needs[0], "--preset", "hard")
+    assert ran.out.splitlines()[-2] == "Preset hard. Dense layers: none. No minimum of tokens."
     assert ran.out.splitlines()[-1].startswith(said)
-    assert said not in bpc(*words, "-a", needs[0], "--hard", "--equal-shares").out
+    assert said not in bpc(*words, "-a", needs[0], "--preset", "hard", "--equal-shares").out
 
 
 def test_options_without_effect_are_noted(bpc, folder, artifact):
@@ -430,12 +448,7 @@ def test_bad_input_is_one_line(bpc, folder, words, message):
     [
         (("--tasks", "no-task"), "unknown task 'no-task': the tasks are text, needle,"),
         (("--lengths", "many"), "many: expected numbers, like 2048,8192"),
-        (("--budgets", "0.1%", "--hard", "--methods", "window"), "a budget of 0.1 % is 1 of 700 tokens"),
-        (
-            ("--hard", "--dense-layers", "0,1"),
-            "--hard sets --min-tokens 1 --dense-layers none: leave out --dense-layers",
-        ),
-        (("--hard", "--min-tokens", "128"), "leave out --min-tokens"),
+        (("--budgets", "0.1%", "--preset", "hard", "--methods", "window"), "a budget of 0.1 % is 1 of 700 tokens"),
         (("--budgets", "much"), "much: expected a share"),
         (("--methods", "h2o"), "unknown method 'h2o'"),
     ],
@@ -448,7 +461,7 @@ def test_what_cannot_be_compared_is_wrong_usage(bpc, words, message):
 
 def test_the_artifact_of_another_model(bpc, folder, artifact, tmp_path):
     other = tiny.save(tmp_path / "other", num_hidden_layers=2, **LENGTHS)
-    ran = bpc("eval", "-m", other, "-a", artifact[0], "--lengths", "700", "--hard")
+    ran = bpc("eval", "-m", other, "-a", artifact[0], "--lengths", "700", "--preset", "hard")
     assert ran.code == 1
     assert ran.err.startswith("Error: made for llama, does not fit other: layers: the artifact has 3, the model 2")
     assert len(ran.err.splitlines()) == 1

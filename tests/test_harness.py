@@ -142,7 +142,19 @@ def tasks(tmp_path):
 
 def test_the_command_runs_tasks_of_lm_eval(quick, bpc, model_folder, tasks):
     names = ",".join(f"lm_eval:{path}" for path in tasks)
-    words = ("eval", "-m", model_folder, "--hard", "--methods", "full,bpc-online", "--budgets", "10", "--prompts", "3")
+    words = (
+        "eval",
+        "-m",
+        model_folder,
+        "--preset",
+        "hard",
+        "--methods",
+        "full,bpc-online",
+        "--budgets",
+        "10",
+        "--prompts",
+        "3",
+    )
     ran = bpc(*words, "--tasks", names, "--json")
     assert ran.code == 0, ran.err
     rows = json.loads(ran.out)["rows"]

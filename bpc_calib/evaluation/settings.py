@@ -9,7 +9,7 @@ from bpc_calib.errors import InputError
 from bpc_calib.evaluation.methods import METHODS, Variant, variants
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
-from bpc_calib.method.defaults import BUDGET, MIN_TOKENS, budget_text
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS, PRESETS, budget_text
 from bpc_calib.method.numbers import check_count
 from bpc_calib.text.known_corpora import Corpus
 
@@ -17,8 +17,7 @@ __all__ = ["FORCED", "HARD", "Comparison", "check_prompts", "check_settings", "c
 
 FORCED = 64  # last tokens of each text, decoded one at a time, unless a comparison says otherwise
 
-# No dense layer and no minimum, so that every layer must choose: this setting shows differences between methods best.
-HARD: dict[str, Any] = {"dense_layers": (), "min_tokens": 1}
+HARD = {part: value for part, value in PRESETS["hard"].items() if part != "budget"}
 
 
 @dataclass(frozen=True)

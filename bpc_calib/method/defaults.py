@@ -1,10 +1,19 @@
-"""The defaults of decoding, and a budget in words; without imports, since the help of the commands loads this file."""
+"""The defaults of decoding, and a budget in words. Importing this file is cheap: the help of the commands loads it."""
 
-__all__ = ["BUDGET", "DENSE_LAYERS", "MIN_TOKENS", "budget_text"]
+from typing import Any
+
+__all__ = ["BUDGET", "DENSE_LAYERS", "MIN_TOKENS", "PRESETS", "budget_text"]
 
 BUDGET = 0.02  # share of the tokens
 MIN_TOKENS = 128
 DENSE_LAYERS = (0, 1)  # the first layers attend to everything
+
+# Settings of `BPCCache` by name. With `hard` every layer must choose, which shows differences between methods best.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {"budget": BUDGET, "min_tokens": MIN_TOKENS, "dense_layers": None},
+    "fast": {"budget": 0.01, "min_tokens": 64, "dense_layers": None},
+    "hard": {"budget": BUDGET, "min_tokens": 1, "dense_layers": ()},
+}
 
 
 def budget_text(budget: float | int) -> str:
