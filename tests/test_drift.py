@@ -1,5 +1,6 @@
 """How well codes describe new keys, beside what calibration saw, and the warning where they hardly do."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from bpc_calib.models.loading import load_model, load_tokenizer
 from bpc_calib.runtime.drift import NEWEST, advice, residual
 from bpc_calib.text.corpora import open_corpora
 from bpc_calib.text.samples import draw_samples
+from bpc_cli.chat import Conversation
+from bpc_cli.decoding import make_decoder
 
 EVERY = {"min_context": 0, "budget": 16, "min_tokens": 1, "dense_layers": ()}  # every layer of every step chooses
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -164,3 +167,13 @@ def test_generate_reports_the_residual(bpc, artifact, tmp_path, tokenizer, text)
     assert found["calibration"] == pytest.approx(artifact.metadata["metrics"]["held_out"]["residual"])
     assert found["newest_keys"] == pytest.approx(found["calibration"], rel=0.1)
     assert json.loads(bpc(*words, stdin=prompt).out)["residual"] is None
+
+
+def test_each_turn_of_a_chat_reports_the_residual(model, artifact, tokenizer):
+    talking = copy.deepcopy(tokenizer)
+    talking.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    decoder = make_decoder(model, talking, {"do_sample": False}, seed=0)
+    conversation = Conversation(decoder, BPCCache(model.config, artifact, **EVERY), "demo", None, [])
+    turn = conversation.ask("The old teacher watched the river. " * 40, 4, show=False)
+    newest = [each for each, _ in conversation.cache.residuals().values()]
+    assert turn["residual"]["newest_keys"] == pytest.approx(sum(newest) / len(newest))

@@ -243,7 +243,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     def _watch(self) -> None:
         """Measure residuals each time that `NEWEST` tokens were hashed."""
-        hashed = next((layer.hashed for layer in self.layers if isinstance(layer, BPCLayer)), 0)
+        hashed = next((layer.hashed for layer in self.layers if isinstance(layer, BPCLayer)), self._measured)
         if self._calibrated and not self._advised and abs(hashed - self._measured) >= NEWEST:
             self.residuals()
             self._measured = hashed
