@@ -14,7 +14,7 @@ from bpc_artifacts import ProjectionArtifact, save
 from bpc_calib import BPCCache, enable, make_codebook, static_generate
 from bpc_calib.compat import with_cache
 from bpc_calib.models.loading import load_model, load_tokenizer
-from bpc_calib.runtime.drift import NEWEST, advice, residual
+from bpc_calib.runtime.drift import NEWEST, hardly_fit, residual
 from bpc_calib.text.corpora import open_corpora
 from bpc_calib.text.samples import draw_samples
 from bpc_cli.chat import Conversation
@@ -152,10 +152,10 @@ def test_text_of_another_kind_has_a_higher_residual(model, artifact, text):
 
 
 def test_advice_compares_the_means_of_the_layers():
-    assert advice({}) is None
-    assert advice({0: (0.9, 0.3), 1: (0.5, 0.9)}) is None
-    assert advice({0: (0.6, 0.0)}) is None
-    assert "leave 0.700 of" in advice({0: (0.9, 0.3), 1: (0.5, 0.4)})
+    assert not hardly_fit({})
+    assert not hardly_fit({0: (0.9, 0.3), 1: (0.5, 0.9)})
+    assert not hardly_fit({0: (0.6, 0.0)})
+    assert hardly_fit({0: (0.9, 0.3), 1: (0.5, 0.4)})
 
 
 def test_generate_reports_the_residual(bpc, artifact, tmp_path, tokenizer, text):

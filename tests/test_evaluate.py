@@ -251,7 +251,8 @@ def test_the_command_prints_a_table(bpc, folder, artifact):
     assert ran.out.endswith("Preset hard. Dense layers: none. No minimum of tokens.\n")
     for word in ("full attention", "BPC", "random keys", "KV read", "single", "recall", "cosine"):
         assert word in ran.out
-    lines = ran.err.splitlines()
+    lines = [line for line in ran.err.splitlines() if not line.startswith("Warning: the projections hardly fit")]
+    assert len(ran.err.splitlines()) <= len(lines) + 1  # said once for all caches
     assert lines[0] == "Loading tiny-llama on cpu ..."
     assert lines[2] == "Evaluating: 0 %, text, 700 tokens"
     assert lines[-1].startswith("Evaluating: done in ")
@@ -367,7 +368,7 @@ def test_bpc_decodes_as_generate_does_and_the_others_attend_to_the_same_mean(art
 
 
 def test_the_command_takes_the_shares_of_the_artifact(bpc, folder, artifact, needs):
-    words = ("eval", "-m", folder, *SMALL[1:], "--budgets", "64", "--tasks", "text", "--methods", "oracle,bpc,random")
+    words = ("eval", "-m", folder, *SMALL[2:], "--budgets", "64", "--tasks", "text", "--methods", "oracle,bpc,random")
     said = "exact top-k and BPC share the budget by what each KV head needs"
     for file, more, dense, equal in (
         (artifact[0], (), [0, 1], True),

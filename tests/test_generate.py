@@ -186,7 +186,7 @@ def test_compare_prints_both_texts_and_where_they_part(bpc, model_folder, artifa
     assert made["first_difference"]["token"] == first + 1
     printed = bpc(*words, "--budget", "3", *ALL_SPARSE).out
     for line in (
-        "--- BPC (calibrated, budget 3) ---",
+        "--- BPC (calibrated, 3 tokens, at least 1) ---",
         "--- full attention ---",
         f"first difference: token {first + 1}: ",
     ):

@@ -19,7 +19,7 @@ from bpc_calib.method.numbers import check_bits, check_seed
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
-from bpc_calib.runtime.drift import NEWEST, advice, calibrated_residuals, newest_residuals
+from bpc_calib.runtime.drift import ADVICE, NEWEST, calibrated_residuals, hardly_fit, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
@@ -260,9 +260,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         layers is far beyond the calibration's, a warning says so, once per cache.
         """
         found = newest_residuals([layer for layer in self.layers if isinstance(layer, BPCLayer)], self._calibrated)
-        if not self._advised and (message := advice(found)) is not None:
+        if not self._advised and hardly_fit(found):
             self._advised = True
-            logger.warning("%s", message)
+            logger.warning(ADVICE)
         return found
 
     @property

@@ -10,13 +10,17 @@ from bpc_calib.backends.dispatch import find
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.runtime.hashed_layer import BPCLayer
 
-__all__ = ["NEWEST", "advice", "calibrated_residuals", "mean", "newest_residuals", "residual"]
+__all__ = ["ADVICE", "NEWEST", "calibrated_residuals", "hardly_fit", "mean", "newest_residuals", "residual"]
 
 NEWEST = 256  # tokens whose keys are measured, and after as many new ones again
 MEASURED = 4  # one in so many of these: some thousand keys of all layers and heads
 # There the KL to full attention is about twice that of projections that fit; on trained models text of any kind stays
 # below (benchmarks/results/drift.json).
 BEYOND = 1.25
+ADVICE = (  # one text for all caches: the command line shows it once
+    f"the projections hardly fit these keys: the residual is above {BEYOND} times the calibration's: calibrate these "
+    "weights on such text (bpc calibrate --corpus), or use online projections (-a online; artifact=None in Python)"
+)
 
 Residuals = dict[int, tuple[float, float]]
 
@@ -63,13 +67,7 @@ def mean(residuals: Residuals) -> tuple[float, float] | None:
     return sum(newest) / len(newest), sum(calibrated) / len(calibrated)
 
 
-def advice(residuals: Residuals) -> str | None:
-    """Return what to do where codes describe the newest keys far worse than calibration saw; None: they do not."""
+def hardly_fit(residuals: Residuals) -> bool:
+    """Return whether codes describe the newest keys far worse than calibration saw."""
     newest, calibrated = mean(residuals) or (0.0, 0.0)
-    if not calibrated or newest <= BEYOND * calibrated:
-        return None
-    return (
-        f"the projections hardly fit these keys: codes leave {newest:.3f} of their length unexplained, "
-        f"{calibrated:.3f} in the calibration: calibrate these weights on such text (bpc calibrate --corpus), or use "
-        "online projections (-a online; artifact=None in Python)"
-    )
+    return bool(calibrated) and newest > BEYOND * calibrated
