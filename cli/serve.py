@@ -51,7 +51,7 @@ def serve(
     check_options(Options(str(path), **asked), config)
     options = {"bpc": {"artifact": str(path)} | asked}
     # Not vllm's own command: that of its CPU build does not start.
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]
     if on_gpu and not any(word.startswith(ATTENTION) for word in context.args):
         words += ["--attention-backend", "FLASH_ATTN"]  # the one that the plugin extends
