@@ -77,7 +77,8 @@ def served(
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     # Not `vllm serve`, which looks for a package of the name vllm.
-    start = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port), *words]
+    start = [python, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    start += ["--host", "127.0.0.1", "--port", str(port), *words]
     start += [] if options is None else ["--additional-config", json.dumps(options)]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_PLUGINS": "" if options is None else "bpc",

@@ -139,8 +139,12 @@ def calibrate(path: Path) -> None:
     from bpc_cli.main import app
 
     words = ["calibrate", "-m", "demo", "--corpus", "demo", "--samples", "3", "--sequence-length", "256", "-q"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        app([*words, "-o", str(path)], standalone_mode=False)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            app([*words, "-o", str(path)])
+    except SystemExit as ended:  # as every command ends
+        if ended.code:
+            raise
 
 
 def resident() -> int:

@@ -44,14 +44,14 @@ def serve(
     path = find_artifact(artifact, model=model)[0].absolute()
     from bpc_calib.demo import DEMO_MODEL
     from bpc_calib.models.loading import load_config
-    from bpc_calib.serving.options import Options, checked_artifact, rules
+    from bpc_calib.serving.options import Options, check_options
 
     # vLLM would say what is wrong after half a minute, in the middle of a long log.
     config, _ = load_config(model, trust_remote_code="--trust-remote-code" in context.args)
-    rules(Options(str(path), **asked), checked_artifact(str(path), config))
+    check_options(Options(str(path), **asked), config)
     options = {"bpc": {"artifact": str(path)} | asked}
     # Not vllm's own command: that of its CPU build does not start.
-    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    words = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]
     if on_gpu and not any(word.startswith(ATTENTION) for word in context.args):
         words += ["--attention-backend", "FLASH_ATTN"]  # the one that the plugin extends

@@ -715,6 +715,9 @@ def test_serve_refuses_what_it_cannot_start(bpc, made, model_folder, monkeypatch
     assert_one_error(bpc(*words), "made for tiny-llama, does not fit demo: layers: the artifact has 3, the model 4")
     assert_one_error(bpc(*words, "--budget", "never"), "--budget", code=2)
     assert_one_error(bpc("serve", "-m", model_folder, "-a", made, "--min-tokens", 0), "--min-tokens", code=2)
+    dense = "serve", "-m", model_folder, "-a", made, "--dense-layers"
+    assert_one_error(bpc(*dense, "9"), "dense_layers: 9 is not a layer of tiny-llama, which has layers 0 to 2")
+    assert_one_error(bpc(*dense, "0,1,2"), "dense_layers [0, 1, 2] leave BPC no layer")
     installed.clear()
     installed["vllm"] = "0.31.2"
     assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.31.2: pip install 'vllm==0.32.*'")
@@ -745,7 +748,7 @@ def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):
     monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
     bpc("serve", "-m", model_folder, "-a", made, "--budget", "5%", "--port", 8080, "--enforce-eager")
     (words,) = started
-    assert words[1:5] == ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model_folder)]
+    assert words[1:5] == ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model_folder)]
     assert words[7:] == ["--port", "8080", "--enforce-eager"]
     given = json.loads(words[6])["bpc"]
     assert given == {

@@ -367,6 +367,8 @@ def test_what_bpc_cannot_serve_is_refused(engine, tmp_path, monkeypatch):
     other = tiny.artifact(tiny.config("llama"))
     assert "budget must be a share in (0, 1]" in refused(engine.config, budget=2.0)
     assert "min_tokens must be an integer" in refused(engine.config, min_tokens=0)
+    assert "dense_layers: 9 is not a layer of demo" in refused(engine.config, dense_layers=(9,))
+    assert "leave BPC no layer" in refused(engine.config, dense_layers=(0, 1, 2, 3))
     assert "missing.safetensors" in refused(engine.config, artifact=str(tmp_path / "missing.safetensors"))
     fp8 = replace(engine.config, cache_config=replace(engine.config.cache_config, cache_dtype="fp8"))
     with set_current_vllm_config(fp8), pytest.raises(BPCError, match="BPC on a CPU does not serve FP8 caches"):

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ModelDescription", "describe", "first_head", "heads_per_rank", "held_heads", "rank_among", "rope_tables",
-    "tensor_ranks",
+    "sparse_layers", "tensor_ranks",
 ]  # fmt: skip
 
 # Their frequencies depend on the length of the context, so a shift of the positions changes the model's function.
@@ -154,6 +156,28 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
             table.get(key) for table in (vars(text), *rope_tables(rope or {})) for key in PER_POSITION
         ),
     )
+
+
+def sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list[int]:
+    """Return the layers that choose tokens, where `dense_layers` attend to everything.
+
+    Raises:
+        InputError: one of these is no layer of the model, or no layer is left.
+    """
+    if not isinstance(dense_layers, Sequence) or isinstance(dense_layers, str):
+        raise InputError(f"dense_layers must be a list of layers, such as (0, 1), not {dense_layers!r}")
+    for index in dense_layers:
+        if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < model.num_layers:
+            raise InputError(
+                f"dense_layers: {index!r} is not a layer of {model.id}, which has layers 0 to {model.num_layers - 1}"
+            )
+    sparse = [index for index in model.full_layers if index not in dense_layers]
+    if not sparse:
+        raise InputError(
+            f"dense_layers {list(dense_layers)} leave BPC no layer: the full-attention layers of {model.id} are "
+            f"{model.full_layers}"
+        )
+    return sparse
 
 
 def _display_name(config: Any) -> str:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from bpc_calib.method.codes import default_bits
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
 from bpc_calib.method.numbers import check_bits, check_seed
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
-from bpc_calib.models.description import ModelDescription, describe
+from bpc_calib.models.description import ModelDescription, describe, sparse_layers
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.drift import ADVICE, NEWEST, calibrated_residuals, hardly_fit, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
@@ -108,7 +107,7 @@ class BPCCache(Cache):  # type: ignore[misc]
             dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
             check_bits(bits)
-        sparse = _sparse_layers(model, dense_layers)
+        sparse = sparse_layers(model, dense_layers)
         projections: Mapping[int, LayerProjection] = {}
         if artifact is not None:
             projections = _projections(artifact, model, bits)
@@ -339,23 +338,6 @@ def _unserved(layer: SparseLayer) -> ModelError:
         "BPCCache, and start a new cache (the model was not enabled or was disabled, the first pass failed, or the "
         "model bypasses transformers' attention interface)"
     )
-
-
-def _sparse_layers(model: ModelDescription, dense_layers: Sequence[int]) -> list[int]:
-    if not isinstance(dense_layers, Sequence) or isinstance(dense_layers, str):
-        raise InputError(f"dense_layers must be a list of layers, such as (0, 1), not {dense_layers!r}")
-    for index in dense_layers:
-        if not isinstance(index, Integral) or isinstance(index, bool) or not 0 <= index < model.num_layers:
-            raise InputError(
-                f"dense_layers: {index!r} is not a layer of {model.id}, which has layers 0 to {model.num_layers - 1}"
-            )
-    sparse = [index for index in model.full_layers if index not in dense_layers]
-    if not sparse:
-        raise InputError(
-            f"dense_layers {list(dense_layers)} leave BPC no layer: the full-attention layers of {model.id} are "
-            f"{model.full_layers}"
-        )
-    return sparse
 
 
 def _projections(

@@ -21,7 +21,7 @@ from bpc_calib.models.description import describe, first_head
 from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
 from bpc_calib.serving.options import (
     Options,
-    checked_artifact,
+    check_options,
     dense,
     layer_codebook,
     open_artifact,
@@ -56,8 +56,7 @@ def asked() -> Options | None:
 
 def check(config: VllmConfig, options: Options) -> None:
     """Raise a `BPCError` unless BPC can serve the model of this config."""
-    artifact = checked_artifact(options.artifact, config.model_config.hf_config)
-    rules(options, artifact)
+    check_options(options, config.model_config.hf_config)
     if config.model_config.use_mla:
         raise ModelError(f"{config.model_config.model}: BPC does not serve multi-head latent attention")
     if config.parallel_config.decode_context_parallel_size > 1:

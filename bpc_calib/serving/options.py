@@ -14,10 +14,10 @@ from bpc_calib.method.codebook import Codebook, codebook_of
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
 from bpc_calib.method.rules import Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.method.shares import Shares
-from bpc_calib.models.description import describe
+from bpc_calib.models.description import describe, sparse_layers
 
 __all__ = [
-    "Options", "checked_artifact", "dense", "given_options", "layer_codebook", "open_artifact", "read_options", "rules",
+    "Options", "check_options", "dense", "given_options", "layer_codebook", "open_artifact", "read_options", "rules",
     "shares",
 ]  # fmt: skip
 
@@ -107,17 +107,19 @@ def open_artifact(path: str) -> ProjectionArtifact:
     return load(path)
 
 
-def checked_artifact(path: str, config: Any) -> ProjectionArtifact:
-    """Load an artifact and check that it fits the model of a transformers config.
+def check_options(options: Options, config: Any) -> None:
+    """Check that the options and their artifact fit the model of a transformers config.
 
     Raises:
         ArtifactError: the file is no artifact, or belongs to another model.
+        InputError: a value is out of range, or leaves no layer that chooses.
         ModelError: BPC cannot serve the model.
     """
-    artifact = open_artifact(path)
-    for warning in check_model(artifact, describe(config).metadata()):
+    artifact, model = open_artifact(options.artifact), describe(config)
+    for warning in check_model(artifact, model.metadata()):
         _warn_once(warning)
-    return artifact
+    rules(options, artifact)
+    sparse_layers(model, dense(options))
 
 
 @functools.cache
