@@ -1,5 +1,6 @@
 """Which settings fit a model on this machine at a number of tokens, and what to expect of them."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
     }
 
 
-def print_advice(found: dict[str, Any], model: str, bits: int) -> None:
-    """Print the settings and the command lines."""
+def print_advice(found: dict[str, Any], model: str, file: str) -> None:
+    """Print the settings, and the commands for the model as the user named it; `file` will hold its projections."""
     needed = found["weights_bytes"] + found["cache_bytes"] + found["codes_bytes"]
     fits = (
         "which fits" if needed < found["free_bytes"] else "which is too little: --device-map auto spreads the weights"
@@ -75,11 +76,10 @@ def print_advice(found: dict[str, Any], model: str, bits: int) -> None:
     }
     beyond = ", beyond the model's limit" if found["beyond_the_model"] else ""
     print_rows(f"Settings for a context of {tokens:,} tokens here{beyond}: the defaults", rows)
-    name = printable(model)
-    file = f"{Path(name).name}-bpc{bits}.safetensors"
+    name = shlex.quote(printable(model))
     if not Path(file).exists():
         print(f"  bpc calibrate -m {name}")
-    print(f"  bpc generate -m {name} -a {file} --prompt-file FILE")
+    print(f"  bpc generate -m {name} -a {shlex.quote(printable(file))} --prompt-file FILE")
 
 
 def _speed(found: dict[str, Any]) -> str:

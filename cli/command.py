@@ -107,7 +107,9 @@ class Commands(TyperGroup):
             if not hasattr(fault, "format_message"):  # Typer has its errors from Click, as a part of it or the package
                 raise
             text, context = " ".join(fault.format_message().split()), getattr(fault, "ctx", None)
-            if text:  # without, Typer has printed the help
+            if type(fault).__name__ == "NoArgsIsHelpError":  # its message is the help, whose lines stay
+                note(fault.format_message())
+            elif text:
                 place = context.command_path if context is not None else "bpc"
                 note(f"Error: {text.removeprefix('Invalid value: ').rstrip('.')} ({place} --help lists the options)")
             sys.exit(2)

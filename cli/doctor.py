@@ -63,7 +63,7 @@ def doctor(
     if as_json:
         print_json(found)
     else:
-        print_doctor(found)
+        print_doctor(found, model)
 
 
 def _machine(device: str) -> dict[str, Any]:
@@ -243,10 +243,11 @@ WIDENED = "long passes compute in float32, the weights stay as they are"
 CUDA = "install it as https://pytorch.org/get-started/locally/ says"
 
 
-def print_doctor(found: dict[str, Any]) -> None:
-    """Print everything on about one screen."""
-    if "model" in found:
-        print_advice(found["settings"], found["model"]["id"], found["model"]["bits"])
+def print_doctor(found: dict[str, Any], model: str | None) -> None:
+    """Print everything on about one screen; `model` is what the user gave."""
+    if model is not None:
+        file = f"{found['model']['id'].split('/')[-1]}-bpc{found['model']['bits']}.safetensors"
+        print_advice(found["settings"], model, file)
         _print_model(found["model"], found["machine"])
     _print_machine(found)
     if "model" not in found:

@@ -452,6 +452,7 @@ def test_version_and_help(bpc):
         assert ran.code == 0
         assert "Usage" in ran.out
     assert "..." not in bpc("--help").out.replace("[ARGS]...", "")  # no summary is cut off
+    assert bpc() == (2, "", bpc("--help").out)
 
 
 @pytest.mark.parametrize("command", ["demo", "doctor", "calibrate", "inspect", "generate", "chat", "eval", "bench"])

@@ -57,7 +57,8 @@ def test_a_served_model(bpc, tmp_path, monkeypatch, family, kinds):
 
 
 def test_the_screen(bpc, tmp_path):
-    ran = bpc("doctor", "-m", config_folder(tmp_path / "tiny", "gemma3_text"))
+    folder = config_folder(tmp_path / "a folder/tiny", "gemma3_text")
+    ran = bpc("doctor", "-m", folder)
     assert ran.code == 0, ran.err
     assert ran.err == ""
     for part in (
@@ -67,7 +68,8 @@ def test_the_screen(bpc, tmp_path):
         "32,768 *",
         "* beyond the model's context",
         "Settings for a context of 128 tokens here: the defaults",
-        "bpc generate -m",
+        f"  bpc calibrate -m '{folder}'\n",
+        f"  bpc generate -m '{folder}' -a tiny-bpc64.safetensors --prompt-file FILE\n",
         "This machine",
     ):
         assert part in ran.out
@@ -134,7 +136,7 @@ def test_a_calibration_that_does_not_fit_into_memory(bpc, tmp_path):
 def shown(found):
     """The words on the screen."""
     with redirect_stdout(io.StringIO()) as screen:
-        print_doctor(found)
+        print_doctor(found, "tiny" if "model" in found else None)
     return " ".join(screen.getvalue().replace("│", " ").split())
 
 

@@ -96,7 +96,7 @@ def draw_corpus(
     if len(taken) < samples:
         raise CorpusError(
             f"corpus {corpus.name} has text for {len(taken)} of {samples} samples of {sequence_length} tokens: "
-            "use fewer or shorter samples, or add text"
+            "use fewer or shorter samples, or add text (--samples and --sequence-length say how much)"
         )
     return torch.stack(taken)
 
