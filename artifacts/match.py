@@ -29,13 +29,18 @@ def check_model(artifact: "ProjectionArtifact", model: Mapping[str, Any]) -> lis
         "rope": "RoPE",
         "layer_types": "layer types",
     }
+    if made_for["num_layers"] != model["num_layers"]:
+        del names["layer_types"]  # a list of one per layer says no more
     differences = [
         f"{name}: the artifact has {_short(made_for[key])}, the model {_short(model[key])}"
         for key, name in names.items()
         if made_for[key] != model[key]
     ]
     if differences:
-        raise ArtifactError(f"made for {made_for['id']}, does not fit {model['id']}: {'; '.join(differences)}")
+        raise ArtifactError(
+            f"made for {made_for['id']}, does not fit {model['id']}: {'; '.join(differences)} "
+            f"(bpc calibrate makes an artifact for {model['id']})"
+        )
     return [
         f"{name} differs from that of the calibrated model: "
         f"the artifact has {_short(made_for[key])}, the model {_short(model[key])}"

@@ -251,8 +251,11 @@ def print_doctor(found: dict[str, Any], model: str | None) -> None:
         _print_model(found["model"], found["machine"])
     _print_machine(found)
     if "model" not in found:
-        core = [(name, each["installed"], each["needed"]) for name, each in found["installation"]["core"].items()]
-        print_text_table(TextTable("Installed", ("package", "version", "needed"), core))
+        packages = dict(found["installation"]["core"])
+        for extra in found["installation"]["extras"].values():
+            packages |= extra["packages"] if extra["complete"] else {}
+        rows = [(name, each["installed"], each["needed"]) for name, each in packages.items()]
+        print_text_table(TextTable("Installed", ("package", "version", "needed"), rows))
     _print_missing(found["installation"]["extras"], found["machine"])
 
 

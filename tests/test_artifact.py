@@ -604,6 +604,8 @@ def test_an_artifact_fits_only_its_model():
     ):
         with pytest.raises(ArtifactError, match=name):
             check_model(made, model | {key: value, "id": "other"})
+    with pytest.raises(ArtifactError, match=r"has 3, the model 4 \(bpc calibrate makes an artifact for other\)$"):
+        check_model(made, model | {"id": "other", "num_layers": 4, "layer_types": ["full_attention"] * 4})
 
 
 def test_another_version_of_the_model_causes_a_warning():

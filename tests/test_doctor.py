@@ -209,8 +209,11 @@ def test_the_installation(bpc):
             importlib.util.find_spec(module) is not None
         )
     shown = bpc("doctor").out
+    packages = {line.split()[1] for line in shown.partition("Not installed")[0].splitlines() if line.startswith("│")}
     for each in extras.values():
         assert (each["install"] in shown) == (not each["complete"])
+        assert not each["complete"] or packages >= set(each["packages"])
+    assert packages >= set(core)
     assert extras["plots"]["install"].startswith("pip install 'matplotlib>=")
     machine = found["machine"]
     assert machine["hub"]["reachable"] is None  # the tests are offline
