@@ -108,7 +108,8 @@ class Commands(TyperGroup):
                 raise
             text, context = " ".join(fault.format_message().split()), getattr(fault, "ctx", None)
             if type(fault).__name__ == "NoArgsIsHelpError":  # its message is the help, whose lines stay
-                note(fault.format_message())
+                for line in fault.format_message().splitlines():
+                    note(line)
             elif text:
                 place = context.command_path if context is not None else "bpc"
                 note(f"Error: {text.removeprefix('Invalid value: ').rstrip('.')} ({place} --help lists the options)")

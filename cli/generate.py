@@ -13,6 +13,7 @@ from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model,
 from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, preset_name, setting_text
 from bpc_cli.prompt import PromptOptions, has_template, read_prompt, tokenize
 from bpc_cli.ranks import joined_ranks
+from bpc_cli.streaming import LAYOUT
 
 PARTS = {
     "sliding": "sliding-window layers",
@@ -137,7 +138,7 @@ def print_comparison(result: dict[str, Any], online: bool) -> None:
     if (found := result["first_difference"]) is None:
         print(f"first difference: none in {len(result['tokens']):,} tokens")
     else:
-        texts = [printable(json.dumps(found[side], ensure_ascii=False)) for side in ("bpc", "full")]
+        texts = [printable(json.dumps(found[side], ensure_ascii=False), keep=LAYOUT) for side in ("bpc", "full")]
         print(f"first difference: token {found['token']:,}: {' instead of '.join(texts)}")
     print(
         f"BPC: prompt {prompt_line(result, online)}; answer {decoding.answer_line(result | {'kv_bytes_share': None})}"

@@ -6,8 +6,9 @@ from typing import Any
 from bpc_cli.console import printable
 
 KEPT = 4  # tokens before the newest: some tokenizers write a token otherwise at the beginning of a text
-# Beside what shows: new lines, tabs, and marks without which emoji and Persian, Thai and Indic words fall apart.
-LAYOUT = "\n\t\u200b\u200c\u200d"
+# Beside what shows: new lines, tabs, soft hyphens, and marks without which emoji and Persian, Thai and Indic words fall
+# apart.
+LAYOUT = "\n\t\u00ad\u200b\u200c\u200d"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what stands for the first bytes of a character
 
 

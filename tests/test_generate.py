@@ -377,7 +377,7 @@ def test_an_empty_answer_says_why(bpc, tmp_path, expected):
 
 
 def test_a_first_difference_is_one_line():
-    difference = {"token": 3, "bpc": "a\nb", "full": "a\r\tb"}
+    difference = {"token": 3, "bpc": "a\nb", "full": "می\u200cروم\r\tb"}
     run = {"tokens": [1, 2, 3, 4], "ended_by": "limit", "prefill_tokens": 7, "prefill_seconds": 2.0}
     run |= {"prepare_seconds": 14.84, "decode_seconds": 1.0, "tokens_per_second": 3.0}
     run |= {"full_attention": run | {"prepare_seconds": 0.0}, "first_difference": difference}
@@ -386,7 +386,7 @@ def test_a_first_difference_is_one_line():
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_comparison(run | {"kv_bytes_parts": parts}, online=True)
     assert printed.getvalue().splitlines()[1:] == [
-        'first difference: token 3: "a\\nb" instead of "a\\r\\tb"',
+        'first difference: token 3: "a\\nb" instead of "می\u200cروم\\r\\tb"',
         "BPC: prompt 7 tokens in 2.0 s (4 tokens/s), online projections 14.8 s; answer 4 tokens, 3.0 tokens/s",
         "full attention: prompt 7 tokens in 2.0 s (4 tokens/s); answer 4 tokens, 3.0 tokens/s",
         "KV bytes read: 50.0% of full attention's: sliding-window layers 10.0%, dense layers 20.0%, "

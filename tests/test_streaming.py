@@ -19,7 +19,7 @@ TEXTS = {
     "chinese": "長い文章には空白がありません。这也是一样的没有空格",
     "identifier": "aVGhpcyBpcyBiYXNlNjQgd2l0aG91dCBhbnkgc3BhY2U" * 3,
     "emoji": "👩‍👩‍👧 and 🏳️‍🌈!",
-    "spaces": "«\u00a0oui\u00a0» \u3000全角\u3000می\u200cروم",
+    "spaces": "«\u00a0oui\u00a0» \u3000全角\u3000می\u200cروم find\u00ading",
 }
 
 
