@@ -14,6 +14,7 @@ from bpc_cli.opening import find_artifact
 from bpc_cli.options import ONLINE, PROJECTIONS, CacheOptions, Model
 
 OWN = ("--model", "--additional-config")  # of vLLM's options
+NAME = ("--served-model-name", "--served_model_name")
 ATTENTION = ("--attention-backend", "--attention_backend", "--attention-config", "--attention_config", "-ac")
 
 
@@ -53,6 +54,8 @@ def serve(
     # Not vllm's own command: that of its CPU build does not start.
     words = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]
+    if model == "demo" and not any(word.startswith(NAME) for word in context.args):
+        words += ["--served-model-name", model]  # else clients would have to name the folder
     if on_gpu and not any(word.startswith(ATTENTION) for word in context.args):
         words += ["--attention-backend", "FLASH_ATTN"]  # the one that the plugin extends
     os.execv(sys.executable, [*words, *context.args])

@@ -229,7 +229,7 @@ def test_the_command_serves(artifact, tmp_path):
     words = ["serve", "-m", "demo", "-a", artifact, "--min-tokens", 8, "--port", port, "--max-model-len", 512]
     start = [sys.executable, "-c", "from bpc_cli.main import main; main()", *map(str, words), "--dtype", "float32"]
     with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(start, stdout=log, stderr=log)
+        server = subprocess.Popen(start, stdout=log, stderr=log, env=os.environ | {"VLLM_LOGGING_LEVEL": "INFO"})
         try:
             end = time.monotonic() + 600  # it compiles the model: a minute on two cores
             while not healthy(port):
@@ -237,7 +237,7 @@ def test_the_command_serves(artifact, tmp_path):
                 assert server.poll() is None, said
                 assert time.monotonic() < end, said
                 time.sleep(1)
-            body = {"model": str(DEMO_MODEL), "prompt": ids(200), "max_tokens": 5, "ignore_eos": True}
+            body = {"model": "demo", "prompt": ids(200), "max_tokens": 5, "ignore_eos": True}
             request = urllib.request.Request(
                 f"http://127.0.0.1:{port}/v1/completions",
                 json.dumps(body).encode(),
@@ -247,7 +247,11 @@ def test_the_command_serves(artifact, tmp_path):
         finally:
             server.terminate()
             server.wait(300)
+        said = (tmp_path / "log").read_text()
     assert answer["usage"]["completion_tokens"] == 5
+    assert re.search(
+        r"BPC chooses in 4 of 4 layers: .* 2 % of the cached tokens, at least to 8, from [0-9,]+ tokens", said
+    )
 
 
 RANKS = """

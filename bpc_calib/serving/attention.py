@@ -32,7 +32,7 @@ from bpc_calib.backends.switch_over import IN_VLLM, sparse_from
 from bpc_calib.errors import ModelError
 from bpc_calib.method.rules import Rules, spread
 from bpc_calib.method.state import Rows, State
-from bpc_calib.serving.layer import Layer, Split, asked, settings, shares_on, sized
+from bpc_calib.serving.layer import Layer, Split, announce, asked, settings, shares_on, sized
 from bpc_calib.serving.options import Options, read_options
 from bpc_calib.serving.packing import packing
 
@@ -85,6 +85,14 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
     shares: tuple[Options, Tensor | None] | None = None  # of these options (`shares_on`)
     coded: Tensor = torch.zeros(0, dtype=torch.bool)  # [slots]: whether the token there has codes in every layer
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        options = read_options(vllm_config)
+        if options is not None and self.window_size == -1:
+            announce(vllm_config, layer_names, self.rules(options, 1))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -190,6 +198,7 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         if options is None or (slides and not any(getattr(impl, "codebook", None) for impl in own)):
             return
         rules, limit = settings(options), vllm_config.model_config.max_model_len
+        announce(vllm_config, layer_names, rules)
         counts = [rules.count(length) for length in range(limit + 1)]
         self.counts, self.width = torch.tensor(counts, device=device), rules.most(limit)
         # A CUDA graph reads it in place.

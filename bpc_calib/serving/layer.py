@@ -1,6 +1,7 @@
 """An attention layer of vLLM with BPC, whatever kernels it has: checks, codebook, room for codes, and a step."""
 
 import functools
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from bpc_calib.backends import dispatch
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
+from bpc_calib.method.defaults import budget_text
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.state import Rows, State, read_tokens
 from bpc_calib.models.description import describe, first_head
@@ -30,7 +32,9 @@ from bpc_calib.serving.options import (
     shares,
 )
 
-__all__ = ["Layer", "Split", "asked", "check", "is_hybrid", "keys_in", "settings", "sized"]
+__all__ = ["Layer", "Split", "announce", "asked", "check", "is_hybrid", "keys_in", "settings", "sized"]
+
+logger = logging.getLogger("vllm.bpc")  # vLLM shows what loggers below its own say
 
 HASHED_AT_ONCE = 4096  # tokens
 _latest: VllmConfig | None = None  # vLLM asks for the size of pages outside of its current config
@@ -63,6 +67,24 @@ def check(config: VllmConfig, options: Options) -> None:
         raise ModelError("BPC does not serve contexts split over ranks: leave out --decode-context-parallel-size")
     if "linear_attention" in describe(config.model_config.hf_config).layer_types:
         raise ModelError(f"{config.model_config.model}: BPC does not serve layers of linear attention in vLLM")
+
+
+def announce(config: VllmConfig, names: list[str], rules: Rules) -> None:
+    """Say in vLLM's log that BPC chooses tokens, in which of these layers and from which length on.
+
+    Args:
+        config: of vLLM.
+        names: of the layers.
+        rules: of a step with one request.
+    """
+    layers = config.compilation_config.static_forward_context
+    chosen = sum(getattr(getattr(layers.get(name), "impl", None), "codebook", None) is not None for name in names)
+    least = rules.budget if isinstance(rules.budget, int) else 0
+    logger.info(
+        "BPC chooses in %d of %d layers: a step attends to %s of the cached tokens, at least to %s, from %s tokens on",
+        chosen, len(names), budget_text(rules.budget), f"{rules.min_tokens:,}",
+        f"{max(rules.min_context, rules.min_tokens + 1, least + 1):,}",
+    )  # fmt: skip
 
 
 def is_hybrid(config: VllmConfig) -> bool:
