@@ -112,7 +112,8 @@ class Commands(TyperGroup):
                     note(line)
             elif text:
                 place = context.command_path if context is not None else "bpc"
-                note(f"Error: {text.removeprefix('Invalid value: ').rstrip('.')} ({place} --help lists the options)")
+                text = text.replace("Value error, ", "").removeprefix("Invalid value: ").rstrip(".")
+                note(f"Error: {text} ({place} --help lists the options)")
             sys.exit(2)
 
 

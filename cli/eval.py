@@ -14,7 +14,7 @@ from bpc_calib.method.defaults import budget_text
 from bpc_calib.method.numbers import check_seed
 from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import checked, command, usage
-from bpc_cli.console import note, print_json, quiet_libraries
+from bpc_cli.console import note, print_json, printable, quiet_libraries
 from bpc_cli.eval_tables import print_evaluation
 from bpc_cli.eval_work import kept_work, made_with
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
@@ -209,6 +209,9 @@ def eval_(
         print_json(result)
     else:
         print_evaluation(result)
+        for path in (output, plot):
+            if path is not None:
+                print(f"Wrote {printable(path)}")
 
 
 def _without_effect(

@@ -29,8 +29,10 @@ def print_evaluation(result: dict[str, Any]) -> None:
     minimum = f"At least {least:,} tokens are attended" if least > 1 else "No minimum of tokens"
     print(f"{preset}Dense layers: {dense}. {minimum}.")
     if not settings.get("equal_shares", True):  # older results have no shares by head
-        names = " and ".join(method.label for method in METHODS.values() if method.by_need)
-        print(f"{names} share the budget by what each KV head needs; with the others each head attends to the mean.")
+        shown = {row["method"] for row in result["rows"]}
+        if names := [method.label for name, method in METHODS.items() if method.by_need and name in shown]:
+            whose = f"{' and '.join(names)} share{'s' * (len(names) == 1)} the budget by what each KV head needs"
+            print(f"{whose}; with the others each head attends to the mean.")
 
 
 def evaluation_tables(rows: list[dict[str, Any]], model: str) -> list[TextTable]:

@@ -55,7 +55,8 @@ def read_prompt(options: PromptOptions) -> str:
     except UnicodeError:
         fail(f"{file or 'the prompt'} is not UTF-8 text")
     if not prompt.strip():
-        fail(f"{file or 'the prompt'} is empty")
+        more = ": give --prompt or --prompt-file, or pipe one in" if file is None else ""
+        fail(f"{file or 'the prompt'} is empty{more}")
     return prompt
 
 
