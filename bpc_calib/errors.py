@@ -2,7 +2,10 @@
 
 from bpc_artifacts.errors import BPCError
 
-__all__ = ["BPCError", "CorpusError", "InputError", "ModelError", "WorkError", "first_line"]
+__all__ = ["BPCError", "CorpusError", "InputError", "ModelError", "WorkError", "first_line", "is_out_of_memory"]
+
+# Of errors without a type of their own: torch's on a CPU, and the system's.
+NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
 
 
 class InputError(BPCError, ValueError):
@@ -25,3 +28,10 @@ def first_line(fault: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type."""
     lines = str(fault).strip().splitlines() or [type(fault).__name__]
     return lines[0][:300]
+
+
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Return whether an error of Python, torch or the system says that memory is lacking."""
+    if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's
+        return True
+    return isinstance(fault, RuntimeError | OSError) and any(words in str(fault) for words in NO_MEMORY)

@@ -81,6 +81,7 @@ def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
 def _line(fault: Exception) -> str:
     """What went wrong, in one line."""
     from bpc_artifacts.errors import BPCError
+    from bpc_calib.errors import is_out_of_memory
 
     text = " ".join(str(fault).split())
     if isinstance(fault, OSError) and fault.errno == errno.ENOSPC:
@@ -88,8 +89,8 @@ def _line(fault: Exception) -> str:
         return f"the output cannot be written: {fault.strerror}"
     if isinstance(fault, BPCError):
         return text
-    if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's, without importing torch
-        return "out of memory: try shorter texts, smaller batches, or --device cpu (--help lists the options)"
+    if is_out_of_memory(fault):
+        return "out of memory: try shorter texts, smaller batches, or --device cpu in place of a GPU"
     return f"unexpected {type(fault).__name__}: {text[:300]} (BPC_DEBUG=1 shows the traceback; please report it)"
 
 

@@ -18,6 +18,7 @@ import pytest
 import safetensors.numpy
 import test_artifact
 import tiny
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -527,6 +528,20 @@ def test_help_lists_every_name(bpc):
     for name, expected in names.items():
         shown = set(re.findall(r"[\w.-]*\w", re.sub(r"-\n\s+", "-", bpc(name, "--help-all").out)))
         assert set(expected) <= shown
+
+
+@pytest.mark.parametrize("take", [lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 62)])
+def test_memory_that_is_not_there_is_one_line(take):
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    @command
+    def run() -> None:
+        take()
+
+    ran = CliRunner().invoke(app, [])
+    assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
+    assert ran.stderr.startswith("Error: out of memory: try shorter texts")
 
 
 def test_inspect_needs_no_torch(made):

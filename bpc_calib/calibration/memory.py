@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
-from bpc_calib.errors import ModelError
+from bpc_calib.errors import ModelError, is_out_of_memory
 
 __all__ = ["memory_advice"]
 
@@ -15,9 +13,7 @@ def memory_advice(message: str) -> Iterator[None]:
     """Raise `ModelError` with a message in place of each of the ways in which torch says that memory is lacking."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as fault:
-        raise ModelError(message) from fault
-    except RuntimeError as fault:
-        if "can't allocate memory" not in str(fault):  # the CPU has no exception of its own
+    except Exception as fault:
+        if not is_out_of_memory(fault):
             raise
         raise ModelError(message) from fault

@@ -8,7 +8,7 @@ from typing import Any
 
 from bpc_artifacts.file import ARTIFACT
 from bpc_calib.demo import DEMO_MODEL
-from bpc_calib.errors import ModelError, first_line
+from bpc_calib.errors import ModelError, first_line, is_out_of_memory
 from bpc_calib.extras import lacking
 from bpc_calib.hub import explain, fetch, online
 from bpc_calib.models.description import tensor_ranks
@@ -161,12 +161,14 @@ def load_model(
         return loaded
     except ModelError:
         raise
-    except torch.OutOfMemoryError as fault:
+    except Exception as fault:
+        if not is_out_of_memory(fault):
+            raise _fault(fault, "model", model) from fault
         hint = "try --device cpu" if device_map else "try --device-map auto, or --device cpu"
+        if torch.device(device).type == "cpu":
+            hint = "try a smaller or a quantised model, or --device-map auto, which leaves a part on disk"
         hint = "start more processes" if shared else hint
         raise ModelError(f"model {model} does not fit into the memory of {device}: {hint}") from fault
-    except Exception as fault:
-        raise _fault(fault, "model", model) from fault
 
 
 def _folder(model: str) -> Path | None:

@@ -17,7 +17,7 @@ def check_repository(name: str) -> None:
         if "/" not in name:
             raise HFValidationError
     except HFValidationError:
-        raise InputError("expected the repository as ORG/NAME, such as alice/Llama-3.1-8B-Instruct-bpc64") from None
+        raise InputError("expected the repository as ORG/NAME, such as alice/Qwen3-8B-bpc64") from None
 
 
 def check_branch(name: str) -> None:
