@@ -78,7 +78,7 @@ def test_the_command_line_spreads_a_model(bpc, model_folder, text_folder, tmp_pa
     assert bpc(*words, "-o", "spread", "--device-map", "auto").code == 0
     assert (tmp_path / "plain").read_bytes() == (tmp_path / "spread").read_bytes()
     ran = bpc(*words, "--device-map", "auto", "--device", "cpu")
-    assert_one_error(ran, "--device-map chooses the devices: leave out --device cpu")
+    assert_one_error(ran, "--device-map chooses the devices: leave out --device cpu", code=2)
 
 
 def test_without_accelerate_one_line_says_how_to_get_it(bpc, model_folder, fp8_folder, monkeypatch):
