@@ -188,7 +188,7 @@ def test_without_a_network_the_error_says_what_to_do(client, tmp_path, model_fol
     message = "cannot be reached: check the network, or use local files (HF_HUB_OFFLINE=1 skips the attempt)"
     commands = [
         ("calibrate", "-m", MODEL),
-        ("calibrate", "-m", model_folder, "--samples", 3),
+        ("calibrate", "-m", model_folder, "--samples", 3, "-q"),
         ("inspect", "org/artifact"),
     ]
     nowhere = environment("http://127.0.0.1:9", tmp_path / "home")
