@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bpc_cli.console import note
+from bpc_cli.console import fail, note
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 class FinishedParts(dict[str, Any]):
     """Results by the name of their part, each also in a file. Results of other models or settings may lie beside them.
 
-    A file that is damaged counts as absent.
+    A file that is damaged counts as absent. Where none can be written, a note says so, and the evaluation goes on.
     """
 
     def __init__(self, folder: Path, made_with: dict[str, Any]) -> None:
         super().__init__()
-        self.folder, self.made_with = folder, _digest(made_with)
+        self.folder, self.made_with, self.kept = folder, _digest(made_with), True
         for path in folder.glob("*.json") if folder.is_dir() else ():
             with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
                 found = json.loads(path.read_bytes())
@@ -29,13 +29,19 @@ class FinishedParts(dict[str, Any]):
                     super().__setitem__(found["part"], found["result"])
 
     def __setitem__(self, part: str, result: Any) -> None:
-        """Keep a result; raises `WorkError` if it cannot be written."""
+        """Keep a result."""
         from bpc_calib.calibration.durable import make_folder, write_file
+        from bpc_calib.errors import WorkError
 
-        make_folder(self.folder)
-        table = {"part": part, "result": result, "sha256": _digest(result)}
-        write_file(self._path(part), json.dumps(table).encode())
         super().__setitem__(part, result)
+        table = {"part": part, "result": result, "sha256": _digest(result)}
+        try:
+            if self.kept:
+                make_folder(self.folder)
+                write_file(self._path(part), json.dumps(table).encode())
+        except WorkError as fault:
+            self.kept = False
+            note(f"Once stopped, this evaluation would have to begin anew: {fault}")
 
     def remove(self) -> None:
         """Remove the files of these results, and the folder if nothing else is in it."""
@@ -68,13 +74,15 @@ def made_with(model: Any, name: str, artifact: "ProjectionArtifact | None", rule
 @contextmanager
 def kept_work(folder: Path, made_with: dict[str, Any], quiet: bool) -> Iterator[FinishedParts]:
     """Give what earlier runs have finished, to be added to; remove it at the end, and keep it where the block fails."""
+    if folder.exists() and not folder.is_dir():
+        fail(f"{folder}: not a folder: choose another --work-dir")
     parts = FinishedParts(folder, made_with)
     if parts and not quiet:
         note(f"Going on with {folder}: {len(parts):,} parts are finished")
     try:
         yield parts
     except BaseException:
-        if parts:
+        if parts and parts.kept:
             note(f"The finished work is in {folder}: the same command goes on with it")
         raise
     parts.remove()

@@ -285,6 +285,19 @@ def test_a_stopped_command_goes_on(bpc, folder, artifact, tmp_path):
     assert json.loads(whole.out) == json.loads(again.out) == json.loads(output.read_text())
 
 
+def test_an_evaluation_goes_on_where_its_parts_cannot_be_kept(bpc, folder, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    words = ("eval", "-m", folder, "--tasks", "single", *SMALL[:-1], "full,random", "--work-dir")
+    ran = bpc(*words, tmp_path / "file" / "inside")
+    assert ran.code == 0, ran.err
+    assert ran.err.count("Once stopped, this evaluation would have to begin anew: ") == 1
+    refused = bpc(*words, tmp_path / "file")
+    assert (refused.code, refused.err.splitlines()[-1]) == (
+        1,
+        f"Error: {tmp_path / 'file'}: not a folder: choose another --work-dir",
+    )
+
+
 def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
     pytest.importorskip("matplotlib")
     output, plot = tmp_path / "result.json", tmp_path / "pictures"
