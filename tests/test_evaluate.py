@@ -388,10 +388,7 @@ def test_the_command_takes_the_shares_of_the_artifact(bpc, folder, artifact, nee
         (needs[0], (), [], False),
         (
             needs[0],
-            (
-                "--preset",
-                "hard",
-            ),
+            ("--preset", "hard"),
             [],
             False,
         ),
