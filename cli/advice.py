@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS, budget_text
 from bpc_cli.console import print_rows, printable, size_text
 from bpc_cli.opening import OpenedModel, weight_bytes
 
@@ -32,14 +33,12 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
     from bpc_calib.bench.machine import available_memory
     from bpc_calib.bench.timing import bandwidth
     from bpc_calib.method.budget import attended
-    from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
     from bpc_calib.runtime.bytes_forecast import forecast_bytes
 
     model, device = opened.description, torch.device(opened.device)
     tokens = tokens or min(TOKENS, model.context_limit or TOKENS)
     start = sparse_from(2 * model.kv_heads * model.head_dim * weights.dtype.itemsize, 1, model.query_heads, device)
-    rules = {"dense_layers": (), "min_context": start}
-    read = forecast_bytes(opened.config, tokens, weights.dtype, **rules)
+    read = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=start)
     codes = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=0).ranking
     rate = bandwidth(device)["bytes_per_second"]
     step = None if has_experts(opened.config) else weight_bytes_read(weights)
@@ -66,7 +65,8 @@ def print_advice(found: dict[str, Any], model: str, file: str) -> None:
     )
     tokens, start = found["tokens"], found["sparse_from"]
     few = f"all tokens, since choosing pays from {start:,} tokens on"
-    share = f"{found['attended']:,} of them, 2 % but at least 128, and all while there are fewer than {start:,}"
+    rule = f"{budget_text(BUDGET)} but at least {MIN_TOKENS}"
+    share = f"{found['attended']:,} of them, {rule}, and all while there are fewer than {start:,}"
     held = [size_text(found[f"{name}_bytes"]) for name in ("weights", "cache", "codes", "free")]
     rows = {
         "attends to": few if found["attended"] == tokens else share,

@@ -173,6 +173,7 @@ def eval_(
         pictures.check(plot, force)
     opened = open_model(model, load)
     corpora = open_corpora(options.corpus or [DEMO]) if TEXT in tasks else []
+    preset = preset_name(given["rules"])
     given["rules"] = settled(opened.config, projections, given["rules"])
     comparison = Comparison(tasks=tasks, corpora=corpora, **given)
     methods, _ = check(opened.config, projections, comparison)
@@ -185,7 +186,7 @@ def eval_(
     loaded = open_weights(opened, quiet)
     enable(loaded)
     settings: dict[str, Any] = {"prompts": options.prompts, "forced": comparison.forced, "raw": options.raw}
-    settings |= {"preset": preset_name(options.arguments()["rules"]), "seed": options.seed, **comparison.rules}
+    settings |= {"preset": preset, "seed": options.seed, **comparison.rules}
     result: dict[str, Any] = {
         "model": opened.description.id,
         "artifact": None if projections is None else dict(projections.metadata["algorithm"]),

@@ -230,6 +230,17 @@ def test_an_evaluation_goes_on_where_it_was_stopped(artifact, task):
     assert not passes
 
 
+def test_an_answer_without_a_comparison_is_no_part_of_one(artifact):
+    model, finished = tiny.model(**LENGTHS), {}
+    enable(model)
+    alone = Comparison(["text"], [300], [8], ["full"], 2, [open_corpus("demo-prose")], rules=HARD)
+    evaluate(model, tiny.tokenizer(), artifact[1], alone, finished=finished)
+    both = replace(alone, methods=["full", "bpc"])
+    rows = evaluate(model, tiny.tokenizer(), artifact[1], both)
+    assert evaluate(model, tiny.tokenizer(), artifact[1], both, finished=finished) == rows
+    assert all("kl" in row for row in rows)
+
+
 def test_other_prompts_are_other_parts(artifact):
     model, finished = tiny.model(**LENGTHS), {}
     enable(model)

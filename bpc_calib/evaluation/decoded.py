@@ -56,8 +56,7 @@ class Batch:
 
 def steps(batch: Batch, variants: Sequence[Variant], finished: Finished) -> float:
     """How much is left to do for a batch, about as many decoding steps."""
-    asked = [each for each in variants if batch.answers(each) not in finished]
-    probed = [each for each in _choosing(batch, variants) if batch.choices(each) not in finished]
+    asked, probed = _missing(batch, variants, finished)
     if not asked and not probed:
         return 0.0
     each = batch.ids.shape[1] - batch.prefix + batch.new
@@ -75,16 +74,13 @@ def decode(
     attention's prediction, where there is a choice to compare. `choices` have `layers` and `kept`, the `METRICS` by
     layer, prompt and KV head.
     """
-    variants = list(makers)
-    choosing = _choosing(batch, variants)
-    asked = [each for each in variants if batch.answers(each) not in finished]
-    probed = [each for each in choosing if batch.choices(each) not in finished]
+    asked, probed = _missing(batch, list(makers), finished)
     if not asked and not probed:
         return
     ids = batch.ids.to(model.device)
     prefix, tail = prefill(model, ids[:, : batch.prefix]), ids[:, batch.prefix :]
     predicted = list[Tensor]()
-    if choosing:
+    if _choosing(batch, list(makers)):
         caches = {each: makers[each]() for each in probed}
         full = probe(model.config, caches, -(-tail.shape[1] // MEASURED))
         predicted = keep(model, fork(prefix, full), tail)
@@ -102,6 +98,21 @@ def decode(
         read, all_bytes = cache.kv_bytes(batch.ids.shape[1] + batch.new)
         finished[batch.answers(each)] = found | {"read": round(read / all_bytes, 6)}
         done()
+
+
+def _missing(batch: Batch, variants: Sequence[Variant], finished: Finished) -> tuple[list[Variant], list[Variant]]:
+    """The variants whose answers are not finished, and those whose choices are not.
+
+    Where choices are compared, an answer counts that was compared with full attention's predictions.
+    """
+    choosing = _choosing(batch, variants)
+
+    def answered(variant: Variant) -> bool:
+        found = finished.get(batch.answers(variant))
+        return found is not None and not (choosing and found["divergence"] is None)
+
+    asked = [each for each in variants if not answered(each)]
+    return asked, [each for each in choosing if batch.choices(each) not in finished]
 
 
 def _choosing(batch: Batch, variants: Sequence[Variant]) -> list[Variant]:

@@ -67,18 +67,19 @@ def evaluate(
     _, cells = check(model.config, artifact, comparison)
     finished = {} if finished is None else finished
     prompts = _draw_prompts(list(cells), tokenizer, comparison)
-    longest = max((length for length, task in cells if task == TEXT), default=0)
-    texts, corpora = _draw_texts(model, tokenizer, comparison, longest) if longest else (None, [])
+    of_text, texts, corpora = [length for length, task in cells if task == TEXT], torch.empty(0, 0), list[str]()
+    if of_text:
+        texts, corpora = _draw_texts(model, tokenizer, comparison, max(of_text))
     batches: dict[tuple[int, str], list[Batch]] = {}
     for length, task in cells:
         size = comparison.batch or max(1, BATCH_TOKENS // length)
-        if task != TEXT and (length, task) in prompts:
-            batches[length, task] = _batches(task, prompts[length, task], size)
-        elif task == TEXT and texts is not None:
+        if task == TEXT:
             # The same last tokens at every length, so that only the context differs.
             start = len(beginning(tokenizer))
             cut = torch.cat([texts[:, :start], texts[:, start - length :]], dim=1)
             batches[length, task] = [Batch(task, part, length - comparison.forced, 0) for part in cut.split(size)]
+        elif (length, task) in prompts:
+            batches[length, task] = _batches(task, prompts[length, task], size)
 
     def left() -> float:
         return sum(steps(batch, cells[cell], finished) for cell, own in batches.items() for batch in own)
