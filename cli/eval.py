@@ -185,14 +185,7 @@ def eval_(
             prepared = harness.prepare(harness_tasks, tokenizer, comparison.lengths, options.seed)
     loaded = open_weights(opened, quiet)
     enable(loaded)
-    settings: dict[str, Any] = {"prompts": options.prompts, "forced": comparison.forced, "raw": options.raw}
-    settings |= {"preset": preset, "seed": options.seed, **comparison.rules}
-    result: dict[str, Any] = {
-        "model": opened.description.id,
-        "artifact": None if projections is None else dict(projections.metadata["algorithm"]),
-        "payload_sha256": None if projections is None else projections.metadata["payload_sha256"],
-        "settings": settings,
-    }
+    result = {"model": opened.description.id, **_compared(preset, comparison, projections), "rows": []}
     again = {"limit": options.prompts, "raw": options.raw, "seed": options.seed, **comparison.rules}
     folder = work_dir or Path(f"{output or opened.description.id.split('/')[-1] + '-eval'}.work")
     with kept_work(folder, made_with(loaded, result["model"], projections, comparison.rules), quiet) as finished:
@@ -213,6 +206,16 @@ def eval_(
         for path in (output, plot):
             if path is not None:
                 print(f"Wrote {printable(path)}")
+
+
+def _compared(preset: str | None, comparison: Comparison, artifact: "ProjectionArtifact | None") -> dict[str, Any]:
+    """The projections and settings that a result is of."""
+    settings = {each: getattr(comparison, each) for each in ("prompts", "forced", "raw", "seed")}
+    return {
+        "artifact": None if artifact is None else dict(artifact.metadata["algorithm"]),
+        "payload_sha256": None if artifact is None else artifact.metadata["payload_sha256"],
+        "settings": {"preset": preset, **settings, **comparison.rules},
+    }
 
 
 def _without_effect(
