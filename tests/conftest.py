@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell has a job in the background ignore Ctrl-C, and so would the processes that tests start to interrupt them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
         "seldom(**values): with these values, Triton's interpreter runs it in make test-slow alone",

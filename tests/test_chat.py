@@ -278,8 +278,7 @@ class Keyboard:
     def __init__(self, *words):
         self.keyboard, terminal = pty.openpty()
 
-        def own_terminal():  # so that the key Ctrl-C sends a signal; a job in the background would ignore it
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        def own_terminal():  # so that the key Ctrl-C sends a signal
             fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
         self.process = subprocess.Popen(

@@ -87,7 +87,7 @@ def test_an_interrupt_loses_no_text(tmp_path):
         run.send_signal(signal.SIGINT)
         came += run.stdout.read()
         message = run.stderr.read().decode()
-    assert run.returncode == 130
+    assert run.returncode == 130, message
     assert came.decode().endswith("\n")
     assert len(came) > 1
     assert message.splitlines()[-1] == "Interrupted."
