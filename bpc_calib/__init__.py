@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from bpc_calib.models.description import ModelDescription, describe
     from bpc_calib.models.tensor_parallel import tensor_parallel
     from bpc_calib.runtime.cache import BPCCache
+    from bpc_calib.runtime.checked import checked_decoding
     from bpc_calib.runtime.compiled_layers import compile_layers
     from bpc_calib.runtime.enabling import disable, enable
+    from bpc_calib.runtime.exact import exact_decoding
     from bpc_calib.runtime.static_steps import static_generate, static_steps
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "WorkError",
     "attended",
     "calibrate",
+    "checked_decoding",
     "codebook_of",
     "compile_layers",
     "decompose",
@@ -55,6 +58,7 @@ __all__ = [
     "disable",
     "enable",
     "encode",
+    "exact_decoding",
     "find",
     "fit",
     "group_scores",
@@ -90,8 +94,10 @@ _MODULES = {
     "bpc_calib.models.description": ("ModelDescription", "describe"),
     "bpc_calib.models.tensor_parallel": ("tensor_parallel",),
     "bpc_calib.runtime.cache": ("BPCCache",),
+    "bpc_calib.runtime.checked": ("checked_decoding",),
     "bpc_calib.runtime.compiled_layers": ("compile_layers",),
     "bpc_calib.runtime.enabling": ("disable", "enable"),
+    "bpc_calib.runtime.exact": ("exact_decoding",),
     "bpc_calib.runtime.static_steps": ("static_generate", "static_steps"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}

@@ -30,6 +30,7 @@ __all__ = [
     "gguf_tokenizer_is_wrong",
     "load_program",
     "read_gguf",
+    "sampling_loop",
     "set_torch_threads",
     "untested",
     "with_cache",
@@ -78,6 +79,17 @@ def cache_name() -> str:
 
     taken = signature(GenerationMixin.prepare_inputs_for_generation).parameters
     return "cache" if "cache" in taken else "past_key_values"
+
+
+def sampling_loop(model: Any) -> Callable[..., Any]:
+    """Return transformers' loop of greedy decoding and sampling, which takes the model as its first argument.
+
+    Raises:
+        BPCError: this transformers keeps it elsewhere.
+    """
+    with _needed("transformers", "verify drafts inside its decoding loop"):
+        loop: Callable[..., Any] = type(model)._sample
+        return loop
 
 
 def with_cache(cache: Any) -> dict[str, Any]:

@@ -312,6 +312,20 @@ def test_attention_to_everything(layout, padding, pipeline):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize(("new", "heads", "dim"), [(2, 1, 64), (5, 3, 64), (4, 4, 80), (9, 3, 20), (17, 5, 128)])
+def test_attention_of_several_new_tokens(new, heads, dim, padding, pipeline):
+    """Each of them sees itself and the tokens before it."""
+    query, _, state, _, rows, _ = Case("growing", padding=padding, heads=heads * new, dim=dim).made()
+    found = backend_of(pipeline).dense_decode(query, state, rows, 0.3, new=new)
+    for place in range(new):
+        length = rows.longest - new + 1 + place
+        one = replace(rows, lengths=torch.full_like(rows.lengths, length), longest=length, width=1)
+        expected = step.dense_decode(query[:, :, place::new], state, one, 0.3)
+        # Logits of up to 100 are rounded in float32.
+        torch.testing.assert_close(found[:, :, place::new], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_what_does_not_fit_is_refused(pipeline):
     query, codebook, state, _, rows, rules = Case(batch=1).made()
     backend = backend_of(pipeline)

@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 import tiny
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from bpc_calib import BPCCache, BPCError, ModelError, compat, enable
+from bpc_calib import BPCCache, BPCError, ModelError, compat, enable, exact_decoding
 from bpc_calib.compat import with_cache
 
 
@@ -64,6 +64,17 @@ def test_without_the_eager_attention_of_a_model(monkeypatch):
     monkeypatch.setitem(sys.modules, modeling_llama.__name__, ModuleType("without"))
     with pytest.raises(ModelError, match="LlamaAttention has no eager attention"):
         model(torch.arange(9)[None], **with_cache(BPCCache(model.config)))
+
+
+def test_without_the_loop_drafts_are_not_verified(monkeypatch):
+    model = tiny.model()
+    enable(model)
+    monkeypatch.setattr(GenerationMixin, "_sample", Gone(GenerationMixin, "_sample"))
+    ids, plain, exact = torch.arange(9)[None], BPCCache(model.config), BPCCache(model.config)
+    assert model.generate(ids, **with_cache(plain), max_new_tokens=2).shape == (1, 11)
+    with pytest.raises(BPCError) as fault:
+        model.generate(ids, **with_cache(exact), custom_generate=exact_decoding, max_new_tokens=2)
+    assert_one_line(str(fault.value), "transformers")
 
 
 @pytest.mark.parametrize(

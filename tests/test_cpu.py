@@ -16,6 +16,7 @@ from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.cpu import native
 from bpc_calib.compat import with_cache
 from bpc_calib.method import step
+from bpc_calib.method import step as plain_step
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import encode_with
@@ -323,6 +324,7 @@ for bits in (32, 64, 128):
     test_cpu.check_search(bits, 37)
 test_cpu.check_widening()
 test_cpu.test_exponentials()
+test_cpu.test_many_tokens_attended_by_several_threads()
 """
 
 
@@ -361,6 +363,27 @@ def test_the_default_dtype_changes_nothing():
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
+
+
+def test_many_tokens_attended_by_several_threads():
+    """Parts of a row are put together; 16-bit numbers are widened; queries as far apart as they may be."""
+    generator = torch.Generator().manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for dtype, tokens in ((torch.float32, 5_003), (torch.bfloat16, 4_096), (torch.float16, 1_030)):
+            query = 4 * torch.randn(1, 2, 15, 64, generator=generator)
+            keys, values = torch.randn(2, 1, 2, tokens + 9, 64, generator=generator)
+            state = State(keys.to(dtype), values.to(dtype))
+            rows = alike(keys[:, :, :tokens], 1)
+            found = kernels.dense_decode(query.to(dtype), state, rows, new=5)
+            exact = State(state.keys.double(), state.values.double())
+            expected = plain_step.dense_decode(query.to(dtype).double(), exact, rows, new=5)
+            assert found.dtype == dtype
+            unit = torch.finfo(dtype).eps
+            torch.testing.assert_close(found.double(), expected, rtol=2 * unit, atol=max(unit / 2, 1e-5))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_every_number_of_16_bits_widened():

@@ -54,5 +54,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`bpc_calib.method.step.sparse_decode`."""
 
-    def dense_decode(self, query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:
+    def dense_decode(
+        self, query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1
+    ) -> Tensor:
         """`bpc_calib.method.step.dense_decode`."""

@@ -75,29 +75,35 @@ def sparse_decode(
     return attend(query, state, rows, chosen, rules.scaling), chosen
 
 
-def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:
+def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
     """Attend to all real tokens of each sequence.
 
     Args:
-        query: `[B, H_KV, G, D]`, of the newest token of each sequence.
+        query: `[B, H_KV, G * new, D]`, of the `new` newest tokens of each sequence, in order for each query head. Each
+            token attends to itself and to those before it.
         state: what the layer cached; finite in the unused part too.
-        rows: the sequences; their `k` is not read.
+        rows: the sequences; their `k` is not read. With several new tokens all are `longest`, and not in pages.
         scaling: factor on the products q k; None: `D ** -0.5`.
+        new: how many tokens.
 
     Returns:
-        `[B, H_KV, G, D]` in the dtype of the query.
+        `[B, H_KV, G * new, D]` in the dtype of the query.
 
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    check(query, None, state, rows)
+    check(query, None, state, rows, new if new > 1 else 0)
     seen = within(rows)
     if rows.block_table is not None:
         every = torch.arange(rows.longest, device=query.device).where(seen, -1)
         return attend(query, state, rows, every.unsqueeze(1).expand(-1, query.shape[1], -1), scaling)
     keys, values = state.keys[:, :, : rows.longest], state.values[:, :, : rows.longest]
+    seen = seen.unsqueeze(1)
+    if new > 1:
+        seen = seen & torch.ones(new, rows.longest, dtype=torch.bool, device=seen.device).tril(rows.longest - new)
+        seen = seen.repeat(1, query.shape[2] // new, 1)
     return torch.nn.functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=seen[:, None, None], scale=scaling
+        query, keys, values, attn_mask=seen.unsqueeze(1), scale=scaling
     )
 
 

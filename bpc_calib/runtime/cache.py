@@ -1,7 +1,9 @@
 """A transformers cache that stores a code for every key and attends only to the best-ranked tokens."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
 from bpc_calib.method.numbers import check_bits, check_seed
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe, sparse_layers
+from bpc_calib.runtime.agreement import Agreement
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.drift import ADVICE, NEWEST, calibrated_residuals, hardly_fit, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
@@ -115,9 +118,10 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         layer_class = self.layer_class  # not self: a cycle would keep the cache alive
 
+        own_bits = default_bits(model.head_dim) if bits is None else bits
+
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
-            own_bits = default_bits(model.head_dim) if bits is None else bits
             common = Common(model, own_bits, seed, tuple(sorted(sparse)), switches=min_context is None)
             for index in model.full_layers:
                 layers[index] = DenseLayer(rules, common)
@@ -134,6 +138,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         self._calibrated = calibrated_residuals(artifact)
         self._measured = 0  # hashed tokens when residuals were last measured
         self._advised = False  # whether a warning said that the projections hardly fit
+        self.agreement = Agreement()  # of `exact_decoding` and `checked_decoding`
         super().__init__(layers=fresh())
 
     def update(
@@ -218,6 +223,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         """Forget every token, the online projections and the model; keep the settings."""
         self.layers = self._fresh()  # because the reset of transformers 5.17 keeps the length
         self._last, self._verified, self._thread = None, None, None
+        self.agreement = Agreement()
 
     def activate_past_recording(self) -> None:
         """Prepare for removing drafted tokens; transformers calls this when it starts a generation with drafts."""
@@ -284,6 +290,43 @@ class BPCCache(Cache):  # type: ignore[misc]
         for layer in self.layers:
             if isinstance(layer, GrowingLayer):
                 layer.rewind(length)
+
+    @contextmanager
+    def full_attention(self, on: bool = True) -> Iterator[None]:
+        """Attend to everything inside this block, in passes after which `back` leaves no trace."""
+        common = self.layers[self._sparse].common
+        common.full, before = on, common.full
+        try:
+            yield
+        finally:
+            common.full = before
+
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """Keep tokens that sliding windows have left, so that `back` can reach them inside this block."""
+        sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        for layer in sliding:
+            layer.activate_past_recording()
+        try:
+            yield
+        finally:
+            for layer in sliding:
+                layer.record_past = False
+
+    def back(self, length: int) -> None:
+        """Forget the tokens after the first `length`, as if they had never been; also after a pass that failed.
+
+        Sliding-window layers can go back inside `going_back` only.
+        """
+        for layer in self.layers:
+            more = layer.get_seq_length() - length
+            if isinstance(layer, GrowingLayer):
+                if more > 0:
+                    layer.rewind(length)
+            elif more > 0 or layer.get_seq_length() >= getattr(layer, "sliding_window", math.inf):
+                layer.crop(-max(0, more))  # by 0: drop what is kept to go back
+            if isinstance(layer, SparseLayer):
+                layer.skip_attention()
 
     def kv_bytes(self, length: int) -> tuple[int, int]:
         """Return the bytes that a step reads per sequence at `length` cached tokens: here, and with full attention.

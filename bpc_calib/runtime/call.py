@@ -73,13 +73,8 @@ class Seen:
         Raises:
             ModelError, InputError: as `visible_tokens`.
         """
-        (batch, _, length, _), device = keys.shape, keys.device
-        asked = (call.mask, batch, length, device, call.window)
-        if self.asked is None or self.asked[0] is not call.mask or self.asked[1:] != asked[1:]:
-            self.visible = visible_tokens(call.mask, keys, call.window)
-            self.real = (length,) * batch if self.visible is None else tuple(self.visible.sum(-1).tolist())
-            self.asked, self.lengths = asked, torch.full((batch,), length, device=device)
-            self.made, self.before = {}, self.made
+        self._look(call, keys)
+        length, device = keys.shape[2], keys.device
         wanted = tuple(map(counts, self.real))
         if (rows := self.made.get(wanted)) is not None:
             return rows
@@ -89,12 +84,28 @@ class Seen:
         if old is not None and old.k.device == device:  # mostly
             k = old.k
         elif self.visible is None and len(wanted[0]) == 1:  # a number alike for all needs no copy from the host
-            k = torch.full((batch, 1), most, device=device)
+            k = torch.full((len(keys), 1), most, device=device)
         else:
             k = torch.tensor(wanted, device=device)
         assert self.lengths is not None
         rows = self.made[wanted] = Rows(self.lengths, k, length, most, self.visible)
         return rows
+
+    def every(self, call: AttentionCall, keys: Tensor) -> Rows:
+        """Return the sequences of a pass whose tokens attend to all before them; see `rows_of`."""
+        self._look(call, keys)
+        assert self.lengths is not None
+        return Rows(self.lengths, self.lengths.unsqueeze(-1), keys.shape[2], keys.shape[2], self.visible)
+
+    def _look(self, call: AttentionCall, keys: Tensor) -> None:
+        """Find what the mask says, unless it is that of the call before."""
+        (batch, _, length, _), device = keys.shape, keys.device
+        asked = (call.mask, batch, length, device, call.window)
+        if self.asked is None or self.asked[0] is not call.mask or self.asked[1:] != asked[1:]:
+            self.visible = visible_tokens(call.mask, keys, call.window)
+            self.real = (length,) * batch if self.visible is None else tuple(self.visible.sum(-1).tolist())
+            self.asked, self.lengths = asked, torch.full((batch,), length, device=device)
+            self.made, self.before = {}, self.made
 
 
 def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:

@@ -34,6 +34,7 @@ class Common:
     seed: int = 0  # of online projections
     layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
     switches: bool = False  # whether `min_context` is where sparse steps begin to pay
+    full: bool = False  # whether passes attend to everything now, and leave no trace but their tokens
     seen: Seen = field(default_factory=Seen)
 
 
@@ -100,9 +101,29 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        if self.get_seq_length() < self.rules.min_context:  # no sequence is longer than its padded row
+        if (
+            self.common.full or self.get_seq_length() < self.rules.min_context
+        ):  # no sequence is longer than its padded row
             return None
         return self.common.seen.rows_of(call, self.keys, self.counts)
+
+    def attend_to_all(self, call: AttentionCall) -> Tensor | None:
+        """Return full attention `[batch, new, query_heads, head_dim]` of BPC's kernel; None: use the model's own.
+
+        On a CPU the model's own repeats the keys of each KV head for its query heads where several tokens are new.
+
+        Raises:
+            ModelError: BPC cannot read the mask.
+        """
+        new, kv_heads = call.query.shape[2], self.keys.shape[1]
+        if backend(self.keys.device) != "native" or hasattr(call.mask, "mask_mod"):
+            return None
+        query = call.query.unflatten(1, (kv_heads, -1))
+        state = State(self.buffers["keys"], self.buffers["values"])  # codes may have less room
+        rows = self.common.seen.every(call, self.keys)
+        kernels = find(query[:, :, :, -1], state)
+        out = kernels.dense_decode(query.flatten(2, 3), state, rows, call.scaling, new=new)
+        return out.unflatten(2, (-1, new)).flatten(1, 2).transpose(1, 2)
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""
@@ -186,7 +207,7 @@ class SparseLayer(GrowingLayer):
         """Append `[batch, kv_heads, new, head_dim]`; the returned keys carry this layer for BPC's attention."""
         self.served = False
         keys, values = super().update(key_states, value_states)
-        if key_states.shape[2] > 1:
+        if key_states.shape[2] > 1 and not self.common.full:
             self.guarded = keys.shape[2]
         return with_layer(keys, self), values
 
@@ -198,6 +219,8 @@ class SparseLayer(GrowingLayer):
             InputError: transformers feeds the new tokens at wrong positions.
         """
         self.serve(call.module)
+        if self.common.full:
+            return self.attend_to_all(call)
         if call.query.shape[2] > 1:
             check_continued(call.query, self.keys, call.mask, call.positions)
             length = self.get_seq_length()
@@ -292,16 +315,18 @@ class DenseLayer(GrowingLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, kv_heads, new, head_dim]`; keys that BPC's kernel may read carry this layer."""
         keys, values = super().update(key_states, value_states)
-        if key_states.shape[2] == 1 and backend(keys.device) == "native":
+        if (key_states.shape[2] == 1 or self.common.full) and backend(keys.device) == "native":
             keys = with_layer(keys, self)
         return keys, values
 
     def attention(self, call: AttentionCall) -> Tensor | None:
-        """Return the attention output `[batch, 1, query_heads, head_dim]`; None: use the model's own attention.
+        """Return the attention output `[batch, new, query_heads, head_dim]`; None: use the model's own attention.
 
         Raises:
             ModelError: BPC cannot read the mask.
         """
+        if self.common.full:
+            return self.attend_to_all(call)
         rows = self.rows(call)
         if rows is None:
             return None  # no layer chooses: the step has the bits of the model's own

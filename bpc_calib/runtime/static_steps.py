@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.dispatch import backend
-from bpc_calib.compat import cache_name, with_cache
+from bpc_calib.compat import with_cache
 from bpc_calib.errors import BPCError, InputError, ModelError, first_line
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.enabling import is_enabled
+from bpc_calib.runtime.own_loop import calling, check_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["check_static", "static_generate", "static_steps", "warm_up"]
 
 WARM_UP = 3
-READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
 FEW = 20  # new tokens where nobody says how many: transformers' own default
 
 
@@ -307,7 +307,7 @@ def static_generate(
     check_static(model, cache)
     with ExitStack() as stack:
         call = _calls(model, cache, settings, stack)
-        return _calling(model, call).generate(inputs, **with_cache(cache), **arguments)
+        return calling(model, call).generate(inputs, **with_cache(cache), **arguments)
 
 
 def _settings(model: Any, arguments: dict[str, Any]) -> Any:
@@ -317,14 +317,6 @@ def _settings(model: Any, arguments: dict[str, Any]) -> Any:
         if hasattr(settings, name):
             setattr(settings, name, value)
     return settings
-
-
-def _calling(model: Any, call: Callable[..., Any]) -> Any:
-    """Return the same model, with the same weights, as an object whose calls run `call`."""
-    kind = type(model)
-    shadow = copy.copy(model)
-    shadow.__class__ = type(kind.__name__, (kind,), {"__call__": lambda _, **inputs: call(**inputs)})
-    return shadow
 
 
 def _calls(model: Any, cache: Any, settings: Any, stack: ExitStack) -> Callable[..., Any]:
@@ -339,9 +331,7 @@ def _calls(model: Any, cache: Any, settings: Any, stack: ExitStack) -> Callable[
         ids, length = inputs.get("input_ids"), cache.get_seq_length()
         if step is None and (ids is None or ids.shape[1] != 1 or not length):
             return model(**inputs)
-        passed = {name for name, value in inputs.items() if value is not None and value is not False}
-        if unknown := sorted(passed - READ - {cache_name()}):
-            raise InputError(f"static_generate passes the model only tokens, so it cannot serve {', '.join(unknown)}")
+        check_tokens(inputs, "static_generate")
         if not left:
             stack.close()
             left = settings.max_new_tokens or max(FEW, (settings.max_length or 0) - length)

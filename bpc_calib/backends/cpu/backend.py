@@ -12,7 +12,19 @@ import torch
 from torch import Tensor
 
 from bpc_calib.backends.cpu.fitting import fit
-from bpc_calib.backends.cpu.native import ATTEND, ELEMENTS, HASH, PROJECT, SCORE, SELECT, Call, address, library, run
+from bpc_calib.backends.cpu.native import (
+    ATTEND,
+    DENSE,
+    ELEMENTS,
+    HASH,
+    PROJECT,
+    SCORE,
+    SELECT,
+    Call,
+    address,
+    library,
+    run,
+)
 from bpc_calib.backends.limits import tight, unserved
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded, joined
@@ -97,11 +109,21 @@ def sparse_decode(
     return out.to(query.dtype), indices
 
 
-def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:
-    """`bpc_calib.method.step.dense_decode`: attention over a list of every token."""
-    check(query, None, state, rows)
-    every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, query.shape[1], -1)
-    return attend(query, state, rows, every, scaling)
+def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
+    """`bpc_calib.method.step.dense_decode`: of one token, attention over a list of every token."""
+    check(query, None, state, rows, new if new > 1 else 0)
+    if new == 1:
+        every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, query.shape[1], -1)
+        return attend(query, state, rows, every, scaling)
+    call = Call(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling)
+    _place_keys(call, state)
+    query, *kept = _ask(call, query, rows, state)
+    out = torch.empty(query.shape, dtype=torch.float32)
+    call.stages, call.newest, call.out = DENSE, new, out.data_ptr()
+    if query.numel():
+        run(call)
+    del kept
+    return out.to(query.dtype)
 
 
 def rank(

@@ -12,10 +12,10 @@ from torch import Tensor
 from bpc_calib.errors import first_line
 
 __all__ = [
-    "ATTEND", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
+    "ATTEND", "DENSE", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
 ]  # fmt: skip
 
-HASH, PROJECT, SCORE, SELECT, ATTEND = 1, 2, 4, 8, 16  # stages of a call
+HASH, PROJECT, SCORE, SELECT, ATTEND, DENSE = 1, 2, 4, 8, 16, 32  # stages of a call
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST_THREADS = 256
 

@@ -79,10 +79,10 @@ def sparse_decode(
     )  # fmt: skip
 
 
-def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None) -> Tensor:
-    """`bpc_calib.method.step.dense_decode`; plain torch attends where there is padding, or a block table."""
-    if rows.valid is not None or rows.block_table is not None:
-        return step.dense_decode(query, state, rows, scaling)
+def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
+    """`bpc_calib.method.step.dense_decode`; plain torch attends to padding, block tables, and with several tokens."""
+    if new > 1 or rows.valid is not None or rows.block_table is not None:
+        return step.dense_decode(query, state, rows, scaling, new=new)
     step.check(query, None, state, rows)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return ops.dense_decode(query, state.keys, state.values, rows.lengths, rows.longest, scaling)

@@ -17,28 +17,25 @@ struct Part {
     char *unpacked;        // [2, tokens, dim], of packed pages
 };
 
-// e^(x - most) in place, for x of at most that, to 2 units in the last place.
-INLINE void exponentials(float *x, i64 count, float most) {
+// e^x for x of at most 0, to 2 units in the last place.
+INLINE floats exponential(floats given) {
     constexpr float LOG2E = 1.4426950408889634f, LN2_HIGH = 0.693359375f, LN2_LOW = -2.1219444e-4f;
     constexpr float LEAST_LOGIT = -87;  // e^-87 is nearly 0, and still a normal number
     constexpr float ROUND = 12582912;   // adding it to a small number rounds that to an integer
-    for (i64 i = 0; i < count; i += LANES) {
-        // 2^n e^r with r in [-ln 2 / 2, ln 2 / 2], ln 2 in two parts, and the Taylor series of the latter.
-        floats given = load<floats>(x + i) - most;
-        given = given > LEAST_LOGIT ? given : splat(LEAST_LOGIT);
-        floats whole = (given * LOG2E + ROUND) - ROUND;
-        floats r = (given - whole * LN2_HIGH) - whole * LN2_LOW;
-        floats series = splat(1.0f / 5040);
-        series = fma(series, r, splat(1.0f / 720));
-        series = fma(series, r, splat(1.0f / 120));
-        series = fma(series, r, splat(1.0f / 24));
-        series = fma(series, r, splat(1.0f / 6));
-        series = fma(series, r, splat(1.0f / 2));
-        series = fma(series, r, splat(1.0f));
-        series = fma(series, r, splat(1.0f));
-        ints power = (__builtin_convertvector(whole, ints) + 127) << 23;
-        store(x + i, series * (floats)power);
-    }
+    // 2^n e^r with r in [-ln 2 / 2, ln 2 / 2], ln 2 in two parts, and the Taylor series of the latter.
+    given = given > LEAST_LOGIT ? given : splat(LEAST_LOGIT);
+    floats whole = (given * LOG2E + ROUND) - ROUND;
+    floats r = (given - whole * LN2_HIGH) - whole * LN2_LOW;
+    floats series = splat(1.0f / 5040);
+    series = fma(series, r, splat(1.0f / 720));
+    series = fma(series, r, splat(1.0f / 120));
+    series = fma(series, r, splat(1.0f / 24));
+    series = fma(series, r, splat(1.0f / 6));
+    series = fma(series, r, splat(1.0f / 2));
+    series = fma(series, r, splat(1.0f));
+    series = fma(series, r, splat(1.0f));
+    ints power = (__builtin_convertvector(whole, ints) + 127) << 23;
+    return series * (floats)power;
 }
 
 // The sums of four vectors.
@@ -102,7 +99,7 @@ INLINE void weigh(float *logits, i64 count, i64 dim, float *most, float *total, 
         *most = top, *total *= down;
         for (i64 d = 0; d < dim; d++) sums[d] *= down;
     }
-    exponentials(logits, CHUNK, *most);
+    for (i64 i = 0; i < CHUNK; i += LANES) store(logits + i, exponential(load<floats>(logits + i) - *most));
     for (i64 i = count; i < CHUNK; i++) logits[i] = 0;
     for (i64 i = 0; i < CHUNK; i += LANES) weights += load<floats>(logits + i);
     *total += sum(weights);
@@ -214,8 +211,8 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
     return beyond;
 }
 
-// float32 `[heads, dim]` of a row from its parts; 0 where nothing was attended.
-static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, float *out) {
+// float32 `[heads, dim]` of a row from its parts, whose sums lie `stride` apart; 0 where nothing was attended.
+static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, i64 stride, float *out) {
     for (i64 g = 0; g < heads; g++, out += dim) {
         float largest = -INFINITY, total = 0;
         for (i64 i = 0; i < parts; i++) largest = some[i].most[g] > largest ? some[i].most[g] : largest;
@@ -224,7 +221,7 @@ static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, float 
             if (some[i].total[g] == 0) continue;
             float down = __builtin_expf(some[i].most[g] - largest);
             total += down * some[i].total[g];
-            for (i64 d = 0; d < dim; d++) out[d] += down * some[i].sums[g * dim + d];
+            for (i64 d = 0; d < dim; d++) out[d] += down * some[i].sums[g * stride + d];
         }
         if (total != 0)
             for (i64 d = 0; d < dim; d++) out[d] /= total;

@@ -12,6 +12,7 @@
 #include "take.h"
 #include "attend.h"
 #include "step.h"
+#include "dense.h"
 #include "fit.h"
 
 namespace BPC_ISA {
