@@ -23,6 +23,7 @@ from bpc_cli.console import print_json, printable, quiet_libraries
 from bpc_cli.opening import OneDeviceOptions, load_artifact, open_model, open_weights, pick_device
 from bpc_cli.options import (
     BUDGET_HELP,
+    LAYERS_HELP,
     MODEL_HELP,
     PROJECTIONS,
     AsJson,
@@ -83,7 +84,7 @@ class MeasureOptions:
     dense_layers: Annotated[
         str | None,
         typer.Option(
-            help="Layers that attend to all tokens, such as 0,1; or none. Default: as in bpc generate.",
+            help=f"{LAYERS_HELP} Default: as in bpc generate.",
             metavar="LAYERS",
             callback=checked(parse_layers),
         ),

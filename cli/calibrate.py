@@ -163,7 +163,7 @@ def calibrate(
         for message in () if quiet else _idle_options(plan, corpora, text.text_field, numbers):
             note(message)
         if dry_run:
-            print_plan(plan, opened, target, [corpus.name for corpus in corpora], as_json)
+            print_plan(plan, opened, target, corpora, as_json)
             return
         times = StageTimes(started)
         with (

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from bpc_cli.artifact_tables import residual_title
 from bpc_cli.console import duration_text, heads_text, print_json, print_rows, print_table, printable, size_text
-from bpc_cli.opening import OpenedModel, model_without_weights, weight_bytes
+from bpc_cli.opening import OpenedModel, model_without_weights, open_tokenizer, weight_bytes
 from bpc_cli.progress import StageTimes
 
 if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
     from bpc_calib.calibration.forecast import Costs
     from bpc_calib.calibration.plan import Plan
+    from bpc_calib.text.known_corpora import Corpus
 
 STAGES = {
     "load": "Loading",
@@ -83,12 +84,14 @@ def print_report(result: dict[str, Any]) -> None:
     print(f"Wrote {printable(result['output'])}")
 
 
-def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[str], as_json: bool) -> None:
-    """Print the plan as a table or as JSON."""
+def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: "list[Corpus]", as_json: bool) -> None:
+    """Print the plan as a table or as JSON; refuse text that is too short for it."""
     import torch
 
     from bpc_calib.calibration.forecast import costs
+    from bpc_calib.calibration.run_text import try_text
 
+    unread = try_text(corpora, lambda: open_tokenizer(opened), plan)
     weights, device = model_without_weights(opened), torch.device(opened.device)
     model, dtype = plan.model, weights.dtype
     table: dict[str, Any] = {
@@ -101,7 +104,8 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
         "bits": plan.bits,
         "method": plan.method.name,
         "position_shift": plan.position_shift,
-        "corpora": corpora,
+        "corpora": [corpus.name for corpus in corpora],
+        "corpora_not_read": unread,
         "samples": plan.samples,
         "sequence_length": plan.sequence_length,
         "tokens": plan.tokens,
@@ -124,7 +128,7 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: list[st
 
 
 def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
-    model, on_gpu = plan.model, table["gpu_memory_bytes"]
+    model, on_gpu, unread = plan.model, table["gpu_memory_bytes"], ", ".join(table["corpora_not_read"])
     memory = f"{size_text(table['memory_bytes'])} of main memory"
     if on_gpu:
         memory += f", {size_text(on_gpu)} on {table['device']}"
@@ -133,7 +137,8 @@ def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "layers": f"{len(model.full_layers)} of {model.num_layers} (full attention)",
         "heads": heads_text(model.kv_heads, model.query_heads, model.head_dim),
         "method": f"{plan.method.name}, {plan.bits} bits, position shift {('off', 'on')[plan.position_shift]}",
-        "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}",
+        "text": f"{plan.samples} samples of {plan.sequence_length:,} tokens from {', '.join(table['corpora'])}"
+        + (f" (not read yet: {unread})" if unread else ""),
         "tokens": f"{plan.tokens:,}",
         "keys": f"{plan.keys_per_head:,} per KV head",
         "needs": _needs_text(plan),

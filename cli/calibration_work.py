@@ -76,6 +76,7 @@ def open_work(
     from bpc_calib.calibration.work_folder import open_work_folder
 
     folder, real = options.folder(target), Path(os.path.realpath(target))
+    # A killed run leaves this file, unlocked: to lock the folder instead would stop runs of its other files.
     lock = real.with_name(f".{real.name}.lock")
     try:
         with (

@@ -164,7 +164,7 @@ def eval_(
     from bpc_calib import enable
     from bpc_calib.evaluation import harness, pictures
     from bpc_calib.evaluation.comparison import check, settled
-    from bpc_calib.evaluation.evaluate import evaluate
+    from bpc_calib.evaluation.evaluate import draw_texts, evaluate
     from bpc_calib.text.corpora import open_corpora
 
     if harness_tasks:
@@ -176,10 +176,11 @@ def eval_(
     preset = preset_name(given["rules"])
     given["rules"] = settled(opened.config, projections, given["rules"])
     comparison = Comparison(tasks=tasks, corpora=corpora, **given)
-    methods, _ = check(opened.config, projections, comparison)
+    methods, cells = check(opened.config, projections, comparison)
     for message in () if quiet else _without_effect(options, comparison, projections, methods):
         note(message)
     tokenizer, prepared = open_tokenizer(opened), []
+    texts = draw_texts(opened.config, tokenizer, comparison, cells)  # refuses a corpus before anything slow
     if harness_tasks:
         with working("Loading the data of lm_eval's tasks", quiet):
             prepared = harness.prepare(harness_tasks, tokenizer, comparison.lengths, options.seed)
@@ -190,7 +191,9 @@ def eval_(
     folder = work_dir or Path(f"{output or opened.description.id.split('/')[-1] + '-eval'}.work")
     with kept_work(folder, made_with(loaded, result["model"], projections, comparison.rules), quiet) as finished:
         with progress_bar("Evaluating", quiet) as progress:
-            result["rows"] = evaluate(loaded, tokenizer, projections, comparison, finished=finished, progress=progress)
+            result["rows"] = evaluate(
+                loaded, tokenizer, projections, comparison, texts=texts, finished=finished, progress=progress
+            )
         for task in prepared:
             with working(f"Running {HARNESS}{task.name}{f', {task.tokens:,} tokens' if task.tokens else ''}", quiet):
                 result["rows"] += harness.run(

@@ -1,5 +1,6 @@
 """What a user types in a chat on a terminal: messages, keys while an answer is written, and Ctrl-C."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from bpc_cli.console import note
 __all__ = ["stopping_on_interrupt", "typed_messages", "typing_ahead"]
 
 PROMPT = "> "
+# Terminals mark what is pasted, so that readline takes all its lines as one message.
+MARKING, NOT_MARKING = "\x1b[?2004h", "\x1b[?2004l"
 
 
 def typed_messages() -> Iterator[str]:
@@ -49,21 +52,26 @@ def _prompt() -> str:
 def typing_ahead() -> Iterator[None]:
     """In the block, the terminal keeps what is typed for the next message, and does not show it within the answer.
 
-    Ctrl-C then keeps it too. Without readline, or where `input` does not use it, nothing changes.
+    Ctrl-C then keeps it too, and pasted lines stay one message. Without readline, or where `input` does not use it,
+    nothing changes.
     """
     if "readline" not in sys.modules or not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return
+    import readline
     import termios
 
+    marks = "libedit" not in (readline.__doc__ or "") and os.environ.get("TERM", "dumb") != "dumb"  # they know none
     keys = sys.stdin.fileno()
     before = termios.tcgetattr(keys)
     during = termios.tcgetattr(keys)
     during[3] = during[3] & ~(termios.ECHO | termios.ICANON) | termios.NOFLSH  # readline edits what it finds later
     termios.tcsetattr(keys, termios.TCSADRAIN, during)
+    print(MARKING * marks, end="", flush=True)
     try:
         yield
     finally:
+        print(NOT_MARKING * marks, end="", flush=True)
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bpc_calib.text.known_corpora import DEMO
 from bpc_cli.command import checked
 from bpc_cli.console import fail, note
 from bpc_cli.options import TrustRemoteCode
@@ -175,8 +174,10 @@ def find_artifact(name: str, revision: str | None = None, model: str = "") -> tu
 
     A Hub id may end with its revision: `ORG/NAME@COMMIT`. `model` is what was given as model, perhaps in exchange.
     """
+    from bpc_calib.models.loading import is_model
+
     path = Path(os.path.expanduser(name))
-    if _is_model(path):
+    if is_model(name):
         if model.endswith(SUFFIX):
             fail(f"{name} is a model, and {model} an artifact: exchange them")
         fail(f"{name} is a model, not an artifact: -m takes it")
@@ -199,13 +200,6 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
     if at and (not named or revision is not None):
         raise typer.BadParameter(f"{name}: give one revision, as {repository}@REVISION or with --revision")
     return repository, named or revision
-
-
-def _is_model(path: Path) -> bool:
-    """Whether a path is that of a model, or the name of the bundled one."""
-    if os.path.isdir(path):
-        return os.path.exists(path / "config.json")
-    return path.suffix == ".gguf" or (str(path) == DEMO and not os.path.exists(path))
 
 
 def load_artifact(name: str, model: str | None) -> "ProjectionArtifact":

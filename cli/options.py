@@ -76,6 +76,7 @@ def check_top_p(value: float) -> None:
 
 MODEL_HELP = "Folder, GGUF file or Hub id of a causal language model; demo is the bundled model."
 PROJECTIONS = "Projections made by bpc calibrate: a file or a Hub id, ORG/NAME or ORG/NAME@REVISION."
+LAYERS_HELP = "Layers that attend to all tokens, such as 0,1; or none."
 BUDGET_HELP = "Cached tokens that each step attends to: a share (2% or 0.02) or a number (2048)."
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -105,7 +106,7 @@ MinTokens = Annotated[
 DenseLayers = Annotated[
     str | None,
     typer.Option(
-        help="Layers that attend to all tokens, such as 0,1; or none. Default: none, or "
+        help=f"{LAYERS_HELP} Default: none, or "
         f"{','.join(map(str, DENSE_LAYERS))} with projections that do not say what each head needs and another preset "
         "than hard.",
         metavar="LAYERS",

@@ -374,3 +374,20 @@ def test_keys_while_an_answer_is_written(keyboard, tmp_path):
     chat.until(b"> HALX\x08\x1b[KF")
     chat.type(b"\x15\x04")
     assert chat.process.wait(60) == 0
+
+
+@pytest.mark.slow  # another process, which imports everything anew
+def test_lines_pasted_while_an_answer_is_written_are_one_message(keyboard, tmp_path):
+    shutil.copytree(DEMO_MODEL, tmp_path / "chatty")
+    folder = save_template(tmp_path / "chatty", "{% for m in messages %}{{ m.content }}\n{% endfor %}assistant: ")
+    chat = keyboard("-m", folder, "--no-compile", "--max-new-tokens", "200", "--json", "--quiet")
+    chat.until(b"> ")
+    chat.type(b"Tell me of the bridge.\n")
+    chat.until(b"bridge.\r\n")
+    chat.until(b"\x1b[?2004h")  # the answer has begun, and the terminal marks what is pasted
+    chat.type(b"\x1b[200~one\rtwo\x1b[201~\r")
+    chat.until(b'{"message": "Tell me of the bridge.", ')
+    chat.until(b'{"message": "one\\ntwo", ')
+    chat.until(b"> ")
+    chat.type(b"\x04")
+    assert chat.process.wait(60) == 0

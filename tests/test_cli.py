@@ -131,6 +131,20 @@ def test_dry_run_plans_and_writes_nothing(calibrate, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_refuses_text_that_is_too_short_and_says_what_it_did_not_read(calibrate, tmp_path):
+    (tmp_path / "long.txt").write_text(tiny.prose() * 9)
+    (tmp_path / "short.txt").write_text("too short")
+    short = ("--corpus", tmp_path / "short.txt")
+    said = "corpus short.txt has text for 0 of 2 samples of 128 tokens: use fewer or shorter samples"
+    assert_one_error(calibrate(*short, "--dry-run"), said)
+    others = ("--corpus", tmp_path / "long.txt", "--corpus", "pg19", "--corpus", "demo", "--samples", 6, "--dry-run")
+    plan = json.loads(calibrate(*others, "--json").out)
+    assert plan["corpora"] == ["notes", "long.txt", "pg19", "demo-prose", "demo-proofs", "demo-code"]
+    assert plan["corpora_not_read"] == ["notes", "long.txt", "pg19"]
+    assert "(not read yet: notes, long.txt, pg19)" in " ".join(calibrate(*others).out.split())
+    assert_one_error(calibrate(*others, *short, "--samples", 7), "corpus short.txt has text for 0 of 1 samples")
+
+
 def test_an_existing_artifact_is_kept_without_force(calibrate, made, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(made.read_bytes())
     assert_one_error(calibrate("-o", "a.safetensors", "--seed", 1), "a.safetensors: exists; pass --force")
@@ -199,6 +213,7 @@ def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
         (("--device", "cuda:99"), ("device cuda:99 cannot be used",)),
         (("--revision", "main"), ("is a folder, and only models on the Hub have revisions: omit the revision",)),
         (("--dry-run", "--corpus", "nowhere"), ("unknown corpus 'nowhere'",)),
+        (("--dry-run", "--samples", "900"), ("corpus notes has text for", "of 900 samples of 128 tokens")),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(calibrate, tmp_path, words, parts):

@@ -17,13 +17,6 @@ from bpc_calib.models.loading import load_config, load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def model():
-    made = load_model("demo")
-    enable(made)
-    return made
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer("demo")
 
@@ -53,8 +46,10 @@ def test_its_tokenizer_knows_the_words_of_the_made_text(tokenizer):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_bpc_retrieves_and_random_keys_do_not(model, tokenizer):
+def test_bpc_retrieves_and_random_keys_do_not(tokenizer):
     """The comparison of `bpc demo` with fewer questions and more methods."""
+    model = load_model("demo")
+    enable(model)
     artifact = tiny.calibrated(model, tokenizer, corpora=["demo"], samples=24, sequence_length=1024)
     comparison = Comparison(
         tasks=["needle"],

@@ -1,6 +1,7 @@
 """`evaluate` and `bpc eval`: rows, errors, files. tests/test_demo.py tests retrieval, on a model trained for it."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -371,6 +372,17 @@ def test_a_preset_is_that_of_generate(bpc, folder):
     words = ("eval", "-m", folder, "--methods", "bpc-online", "--tasks", "single", "--lengths", "700", "--prompts", "1")
     rows = json.loads(bpc(*words, "--preset", "fast", "--json").out)["rows"]
     assert [row["budget"] for row in rows] == [0.01, 0.1]
+
+
+def test_a_corpus_is_refused_before_the_weights_are_loaded(bpc, folder, tmp_path):
+    (tmp_path / "binary.txt").write_bytes(b"text\0text\xff" * 9)
+    (tmp_path / "short.txt").write_text(tiny.prose(20))
+    shutil.copytree(folder, tmp_path / "hollow")
+    (tmp_path / "hollow" / "model.safetensors").unlink()
+    for name, said in (("binary", "not UTF-8 text"), ("short", "has text for 0 of 20 samples of 700 tokens")):
+        ran = bpc("eval", "-m", tmp_path / "hollow", "--lengths", "700", "--corpus", tmp_path / f"{name}.txt", "-q")
+        (line,) = ran.err.splitlines()
+        assert (ran.code, f"{name}.txt" in line, said in line) == (1, True, True), line
 
 
 @pytest.mark.parametrize("equal", [False, True])

@@ -1,4 +1,4 @@
-"""The text of a run: drawn once, and the same when the run goes on."""
+"""The text of a run: drawn once, the same when the run goes on, and tried beforehand where it may be too short."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,14 +8,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpc_calib.calibration.plan import Plan
 from bpc_calib.calibration.stored import read_intact, read_tensors, read_whole, write_tensors
 from bpc_calib.calibration.work_folder import WorkFolder, check_same
 from bpc_calib.errors import WorkError
 from bpc_calib.text.corpora import pin
 from bpc_calib.text.known_corpora import Corpus
-from bpc_calib.text.samples import check_vocabulary, draw_corpus, samples_by_corpus, source
+from bpc_calib.text.samples import CHARACTERS_PER_TOKEN, check_vocabulary, draw_corpus, samples_by_corpus, source
 
-__all__ = ["read_text", "stored_text"]
+__all__ = ["read_text", "stored_text", "try_text"]
+
+TRIED = 16 << 20  # bytes of the files of a corpus that are read without need, at most
+
+
+def try_text(corpora: Sequence[Corpus], open_tokenizer: Callable[[], Any], plan: Plan) -> list[str]:
+    """Draw the samples of files that may have too few, as `read_text` will; return the names of what was not read.
+
+    These are corpora of the Hub, and files so large that they probably have enough.
+
+    Args:
+        corpora: where the text is read.
+        open_tokenizer: returns the tokenizer of the model; called if some text is read.
+        plan: says how many samples of how many tokens.
+
+    Raises:
+        CorpusError: a text cannot be read, or is too short.
+        ModelError: the tokenizer does not belong to the model.
+    """
+    unread, short = [], []
+    for corpus, wanted in zip(corpora, samples_by_corpus(plan.samples, len(corpora)), strict=True):
+        enough = min(TRIED, wanted * plan.sequence_length * CHARACTERS_PER_TOKEN)
+        if corpus.repo or sum(file.stat().st_size for file in corpus.files) >= enough:
+            unread.append(corpus.name)
+        elif corpus.files:
+            short.append((corpus, wanted))
+    tokenizer = open_tokenizer() if short else None
+    for corpus, wanted in short:
+        length = plan.sequence_length
+        drawn = draw_corpus(corpus, tokenizer, samples=wanted, sequence_length=length, seed=plan.seed)
+        check_vocabulary(drawn, plan.model.vocab_size)
+    return unread
 
 
 def read_text(

@@ -21,12 +21,13 @@ from bpc_calib.evaluation.tasks import TEXT, score
 from bpc_calib.models.description import describe
 from bpc_calib.text.samples import beginning, draw_samples
 
-__all__ = ["evaluate"]
+__all__ = ["Texts", "draw_texts", "evaluate"]
 
 BATCH_TOKENS = 1 << 16
 OTHER_TEXT = 1 << 32  # added to the seed, so that made text differs from that of a calibration with the same seed
 
 Progress = Callable[[float, str], None]
+Texts = tuple[Tensor, list[str]]  # of `TEXT`: int64 `[prompts, longest length]`, and the corpus of each
 logger = logging.getLogger("bpc_calib")
 
 
@@ -36,6 +37,7 @@ def evaluate(
     artifact: ProjectionArtifact | None = None,
     comparison: Comparison = Comparison(),  # noqa: B008  it is frozen
     *,
+    texts: Texts | None = None,
     finished: Finished | None = None,
     progress: Progress = lambda share, what: None,
 ) -> list[dict[str, Any]]:
@@ -52,6 +54,7 @@ def evaluate(
         model: an enabled model (`bpc_calib.enable`).
         artifact: projections of the method `bpc`; None: leave this method out.
         comparison: methods, prompts and settings.
+        texts: what `draw_texts` returns, where that was called before the model was loaded.
         finished: parts that an earlier call with this model, artifact and rules has computed, by names that say of what
             they are; new ones are put in as soon as they are computed. Values are what JSON can hold.
         progress: called with the finished share and a description of the current work.
@@ -63,20 +66,19 @@ def evaluate(
 
     Raises:
         InputError: a task or method is unknown, or nothing can be computed; the message names it.
+        CorpusError: a corpus cannot be read, or has too little text.
     """
     _, cells = check(model.config, artifact, comparison)
     finished = {} if finished is None else finished
     prompts = _draw_prompts(list(cells), tokenizer, comparison)
-    of_text, texts, corpora = [length for length, task in cells if task == TEXT], torch.empty(0, 0), list[str]()
-    if of_text:
-        texts, corpora = _draw_texts(model, tokenizer, comparison, max(of_text))
+    ids, corpora = draw_texts(model.config, tokenizer, comparison, cells) if texts is None else texts
     batches: dict[tuple[int, str], list[Batch]] = {}
     for length, task in cells:
         size = comparison.batch or max(1, BATCH_TOKENS // length)
         if task == TEXT:
             # The same last tokens at every length, so that only the context differs.
             start = len(beginning(tokenizer))
-            cut = torch.cat([texts[:, :start], texts[:, start - length :]], dim=1)
+            cut = torch.cat([ids[:, :start], ids[:, start - length :]], dim=1)
             batches[length, task] = [Batch(task, part, length - comparison.forced, 0) for part in cut.split(size)]
         elif (length, task) in prompts:
             batches[length, task] = _batches(task, prompts[length, task], size)
@@ -103,6 +105,35 @@ def evaluate(
             rows += _task_rows(own, list(makers), finished, prompts[length, task])
     progress(1.0, "done")
     return rows
+
+
+def draw_texts(
+    config: Any, tokenizer: Any, comparison: Comparison, cells: Mapping[tuple[int, str], Sequence[Variant]]
+) -> Texts:
+    """Return the texts of `TEXT`, none where no length of it is compared. They need no weights.
+
+    Args:
+        config: `model.config`.
+        tokenizer: the tokenizer of the model.
+        comparison: the corpora, the number of texts and the seed.
+        cells: what `check` returns for it.
+
+    Raises:
+        CorpusError: a corpus cannot be read, or has too little text.
+        ModelError: the tokenizer does not belong to the model.
+    """
+    lengths = [length for length, task in cells if task == TEXT]
+    if not lengths:
+        return torch.empty(0, 0), []
+    tokens, sources = draw_samples(
+        list(comparison.corpora),
+        tokenizer,
+        samples=comparison.prompts,
+        sequence_length=max(lengths),
+        seed=comparison.seed + OTHER_TEXT,
+        vocab_size=describe(config).vocab_size,
+    )
+    return tokens, [source["name"] for source in sources for _ in range(source["samples"])]
 
 
 def _draw_prompts(
@@ -133,19 +164,6 @@ def _batches(task: str, prompts: Sequence[Prompt], size: int) -> list[Batch]:
         # Cut before the longest question of the batch; with a shorter question, text before it is forced too.
         batches.append(Batch(task, ids, ids.shape[1] - max(prompt.question for prompt in part), new))
     return batches
-
-
-def _draw_texts(model: Any, tokenizer: Any, comparison: Comparison, length: int) -> tuple[Tensor, list[str]]:
-    """Return plain text, int64 `[prompts, length]`, and the corpus of each prompt."""
-    tokens, sources = draw_samples(
-        list(comparison.corpora),
-        tokenizer,
-        samples=comparison.prompts,
-        sequence_length=length,
-        seed=comparison.seed + OTHER_TEXT,
-        vocab_size=describe(model.config).vocab_size,
-    )
-    return tokens, [source["name"] for source in sources for _ in range(source["samples"])]
 
 
 def _task_rows(

@@ -14,7 +14,7 @@ from bpc_calib.hub import explain, fetch, online
 from bpc_calib.models.description import tensor_ranks
 from bpc_calib.models.gguf import find_gguf, gguf_config, is_gguf
 
-__all__ = ["check_packages", "load_config", "load_model", "load_tokenizer", "weights_identity"]
+__all__ = ["check_packages", "is_model", "load_config", "load_model", "load_tokenizer", "weights_identity"]
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 LOOKED_AT = 4096  # bytes per tensor: training or quantising changes nearly all bytes of a tensor
@@ -62,6 +62,12 @@ def load_config(model: str, *, revision: str | None = None, trust_remote_code: b
     except Exception as fault:
         raise _fault(fault, "the config of", model) from fault
     return config, commit
+
+
+def is_model(name: str) -> bool:
+    """Return True for the name of the bundled model, a folder with a config, and the name of a GGUF file."""
+    folder = _folder(name)
+    return is_gguf(name) if folder is None else (folder / "config.json").is_file()
 
 
 def _is_artifact(model: str) -> bool:
