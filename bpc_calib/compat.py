@@ -28,6 +28,7 @@ __all__ = [
     "copied_heads",
     "eager_attention",
     "gguf_tokenizer_is_wrong",
+    "keep_lm_eval_from_git",
     "load_program",
     "read_gguf",
     "sampling_loop",
@@ -240,3 +241,10 @@ def gguf_tokenizer_is_wrong() -> bool:
     import transformers
 
     return Version(transformers.__version__) < Version("5.23")
+
+
+def keep_lm_eval_from_git() -> None:
+    """Keep lm_eval from asking git for a commit: outside a repository git complains on stderr."""
+    from lm_eval import evaluator
+
+    evaluator.get_git_commit_hash = lambda: None

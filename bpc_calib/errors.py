@@ -2,7 +2,16 @@
 
 from bpc_artifacts.errors import BPCError
 
-__all__ = ["BPCError", "CorpusError", "InputError", "ModelError", "WorkError", "first_line", "is_out_of_memory"]
+__all__ = [
+    "BPCError",
+    "CorpusError",
+    "InputError",
+    "ModelError",
+    "WorkError",
+    "first_line",
+    "is_out_of_memory",
+    "not_text",
+]
 
 # Of errors without a type of their own: torch's on a CPU, and the system's.
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
@@ -35,3 +44,12 @@ def is_out_of_memory(fault: BaseException) -> bool:
     if isinstance(fault, MemoryError) or type(fault).__name__ == "OutOfMemoryError":  # torch's
         return True
     return isinstance(fault, RuntimeError | OSError) and any(words in str(fault) for words in NO_MEMORY)
+
+
+def not_text(fault: UnicodeError) -> str:
+    """Return "not UTF-8 text" and where, or what to do with a PDF or a document of an office program."""
+    if not isinstance(fault, UnicodeDecodeError):
+        return "not UTF-8 text"
+    if fault.object.startswith((b"%PDF", b"PK\3\4")):
+        return "not UTF-8 text but a document: save its text to a file first, as pdftotext does with a PDF"
+    return f"not UTF-8 text (byte {fault.start:,})"

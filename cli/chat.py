@@ -8,7 +8,8 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, takewhile
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ from bpc_cli.console import fail, note, quiet_libraries
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System
-from bpc_cli.prompt import Message, has_template, message, opening_messages, template_tokens
+from bpc_cli.prompt import Message, has_template, message, opening_messages, read_text, template_tokens
 
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
 
@@ -37,6 +38,10 @@ def chat(
     model: Model,
     artifact: Artifact = ONLINE,
     system: System = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="File that holds the first message, such as a long text with a question at its end."),
+    ] = None,
     attended: CacheOptions,
     sampling: ChatSamplingOptions,
     load: LoadOptions,
@@ -49,9 +54,10 @@ def chat(
     The KV cache is kept between turns, and each new token attends to its best-ranked tokens only. /reset begins anew,
     /quit or Ctrl-D ends the chat, Ctrl-C stops an answer. From a pipe, each line is one message.
 
-    Example: bpc chat -m Qwen/Qwen3-8B -a qwen.safetensors
+    Example: bpc chat -m Qwen/Qwen3-8B -a qwen.safetensors --prompt-file report.txt
     """
     rules, how = attended.rules(), sampling.arguments()
+    first = [] if prompt_file is None else [read_text(prompt_file)]
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if artifact == ONLINE else load_artifact(artifact, model)
     from bpc_calib import BPCCache, enable
@@ -71,7 +77,7 @@ def chat(
         decoding.compile_decoder(loaded, sampling.max_new_tokens, quiet)
     decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
     conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
-    _talk(conversation, sampling.max_new_tokens, as_json, quiet)
+    _talk(conversation, first, sampling.max_new_tokens, as_json, quiet)
 
 
 @dataclass
@@ -155,12 +161,12 @@ def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> None:
         cache.reset()
 
 
-def _talk(conversation: Conversation, most: int, as_json: bool, quiet: bool) -> None:
-    """Answer messages until they end."""
+def _talk(conversation: Conversation, first: list[str], most: int, as_json: bool, quiet: bool) -> None:
+    """Answer the first messages, then those of stdin until they end."""
     typed = sys.stdin is not None and sys.stdin.isatty()
     if typed and not quiet:
         note(f"Chatting with {conversation.name}: {COMMANDS}")
-    for text in typed_messages() if typed else piped_messages():
+    for text in chain(first, typed_messages() if typed else piped_messages()):
         if text.strip() == "/quit":
             return
         if text.strip() == "/reset":

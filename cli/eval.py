@@ -53,7 +53,7 @@ class ComparisonOptions:
         str,
         typer.Option(
             help=f"Tasks: {', '.join([TEXT, *TASKS])}; ruler for all from {RULER[0]} to {RULER[-1]}; "
-            f"{HARNESS}NAME for a task of lm_eval.",
+            f"{HARNESS}NAME for a task of lm_eval, {HARNESS}NAME.yaml for the file of your own.",
             metavar="TASK,...",
         ),
     ] = "text,needle"
@@ -254,4 +254,7 @@ def expand_tasks(text: str) -> list[str]:
     tasks = list(dict.fromkeys(name for task in split(text) for name in (RULER if task == "ruler" else (task,))))
     if not tasks:
         raise typer.BadParameter("--tasks: give at least one")
+    for task in tasks:
+        if task.endswith((".yaml", ".yml")) and not task.startswith(HARNESS):
+            raise typer.BadParameter(f"--tasks: the file of a task of lm_eval is given as {HARNESS}{task}")
     return tasks

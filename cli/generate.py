@@ -116,7 +116,7 @@ def _new_tokens(prompt: int, wanted: int, opened: OpenedModel, quiet: bool) -> i
     if limit is None or prompt + wanted <= limit:
         return wanted
     if prompt >= limit:
-        fail(f"the prompt has {prompt:,} tokens, and {name} takes {limit:,} in all: shorten it")
+        fail(f"the prompt has {prompt:,} tokens, and {name} takes {limit:,} in all: shorten it, or take another model")
     if not quiet:
         note(f"Stopping after {limit - prompt:,} tokens, at the limit of {name}")
     return limit - prompt

@@ -43,21 +43,29 @@ def read_prompt(options: PromptOptions) -> str:
         raise typer.BadParameter("give --prompt or --prompt-file, or pipe the prompt in")
     if prompt is None and file is None and ranks() > 1:
         raise typer.BadParameter("give --prompt or --prompt-file: the processes of torchrun cannot share a pipe")
+    return read_text(file, prompt)
+
+
+def read_text(file: Path | None, text: str | None = None) -> str:
+    """The text itself, that of a file, or that of stdin, without its last newline and checked."""
+    name = file or "the prompt"
     try:
-        if prompt is None:
+        if text is None:
             raw = sys.stdin.buffer.read() if file is None else Path(os.path.expanduser(file)).read_bytes()
-            prompt = raw.decode().removesuffix("\n")
-        prompt.encode()
+            text = raw.decode().removesuffix("\n")
+        text.encode()
     except OSError as fault:
         from bpc_artifacts.errors import why
 
-        fail(f"{file}: the prompt cannot be read: {why(fault)}")
-    except UnicodeError:
-        fail(f"{file or 'the prompt'} is not UTF-8 text")
-    if not prompt.strip():
+        fail(f"{name}: the prompt cannot be read: {why(fault)}")
+    except UnicodeError as fault:
+        from bpc_calib.errors import not_text
+
+        fail(f"{name} is {not_text(fault)}")
+    if not text.strip():
         more = ": give --prompt or --prompt-file, or pipe one in" if file is None else ""
-        fail(f"{file or 'the prompt'} is empty{more}")
-    return prompt
+        fail(f"{name} is empty{more}")
+    return text
 
 
 def tokenize(tokenizer: Any, text: str, options: PromptOptions, name: str) -> tuple[Any, bool]:

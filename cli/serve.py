@@ -15,6 +15,7 @@ from bpc_cli.options import ONLINE, PROJECTIONS, CacheOptions, Model
 
 OWN = ("--model", "--additional-config")  # of vLLM's options
 NAME = ("--served-model-name", "--served_model_name")
+MEMORY = ("--gpu-memory-utilization", "--gpu_memory_utilization", "--kv-cache-memory-bytes", "--kv_cache_memory_bytes")
 ATTENTION = ("--attention-backend", "--attention_backend", "--attention-config", "--attention_config", "-ac")
 
 
@@ -58,7 +59,18 @@ def serve(
         words += ["--served-model-name", model]  # else clients would have to name the folder
     if on_gpu and not any(word.startswith(ATTENTION) for word in context.args):
         words += ["--attention-backend", "FLASH_ATTN"]  # the one that the plugin extends
+    if not on_gpu and not any(word.startswith(MEMORY) for word in context.args):
+        words += ["--gpu-memory-utilization", f"{_free_share() / 2:.2f}"]  # vLLM would ask for 92 % of the main memory
     os.execv(sys.executable, [*words, *context.args])
+
+
+def _free_share() -> float:
+    """The share of the main memory that is free."""
+    import torch
+
+    from bpc_calib.bench.machine import available_memory
+
+    return available_memory(torch.device("cpu")) / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _find_vllm() -> str:

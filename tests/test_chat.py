@@ -214,6 +214,16 @@ def test_settings_reach_the_answers(bpc, folder, converse):
     assert sampled[0]["tokens"] != sampled[1]["tokens"] == sampled[2]["tokens"]
 
 
+def test_a_conversation_begins_with_a_file(bpc, folder, tmp_path):
+    """Its lines are one message, as they are not in a pipe."""
+    (tmp_path / "long.txt").write_text("one\ntwo\n")
+    words = ("chat", "-m", folder, "--max-new-tokens", "4", "--json", "--prompt-file", tmp_path / "long.txt")
+    assert [turn["message"] for turn in lines(bpc(*words, stdin="three\n"))] == ["one\ntwo", "three"]
+    ran = bpc("chat", "-m", folder, "--prompt-file", tmp_path / "none.txt")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err == f"Error: {tmp_path / 'none.txt'}: the prompt cannot be read: No such file or directory\n"
+
+
 @pytest.mark.parametrize(
     ("words", "stdin", "fault"),
     [
@@ -243,7 +253,7 @@ def test_a_conversation_on_a_terminal(converse, monkeypatch, capsys):
     with os.fdopen(terminal) as stdin, at_step(conversation, 3, lambda: os.kill(os.getpid(), signal.SIGINT)):
         monkeypatch.setattr(sys, "stdin", stdin)
         os.write(keyboard, b"hello\n\n" + b"x" * 90 + b"\nhello\n/reset\nhello\n\x04")
-        _talk(conversation, 5, as_json=True, quiet=False)
+        _talk(conversation, [], 5, as_json=True, quiet=False)
     os.close(keyboard)
     shown = capsys.readouterr()
     turns = [json.loads(line) for line in shown.out.splitlines()]

@@ -778,9 +778,14 @@ def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):
     bpc("serve", "-m", model_folder, "-a", made, "--budget", "5%", "--port", 8080, "--enforce-eager")
     (words,) = started
     assert words[1:5] == ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model_folder)]
-    assert words[7:] == ["--port", "8080", "--enforce-eager"]
+    assert words[7] == "--gpu-memory-utilization"  # of the main memory: half of what is free
+    assert 0 < float(words[8]) <= 0.5
+    assert words[9:] == ["--port", "8080", "--enforce-eager"]
     given = json.loads(words[6])["bpc"]
     assert given == {
         "artifact": str(made), "budget": 0.05, "min_tokens": 128, "min_context": None, "dense_layers": None,
         "equal_shares": False,
     }  # fmt: skip
+    started.clear()
+    bpc("serve", "-m", model_folder, "-a", made, "--gpu_memory_utilization=0.3")
+    assert started[0][7:] == ["--gpu_memory_utilization=0.3"]

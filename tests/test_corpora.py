@@ -96,7 +96,8 @@ def test_names_and_fields(tmp_path):
         ("a.json.gz", b"not gzip", "a.json.gz: cannot be read: Not a gzipped file"),
         ("a.json.gz", gzip.compress(b'{"text": "x"}\n' * 999, mtime=0)[:40], "a.json.gz: cannot be read"),
         ("a.parquet", b"PAR1 but no more", "a.parquet: not a readable parquet file"),
-        ("a.exe", b"MZ\0\x90", "a.exe: not UTF-8 text"),
+        ("a.exe", b"MZ\0\x90", r"a.exe: not UTF-8 text \("),
+        ("a.pdf", b"%PDF-1.7\n%\xe2\xe3", "a.pdf: not UTF-8 text but a document: save its text to a file first"),
     ],
 )
 def test_bad_files_are_one_clear_error(tmp_path, name, content, message):

@@ -448,7 +448,11 @@ def test_streams(model_folder):
         (1, ["--prompt-file", os.devnull], "/dev/null is empty"),
         (1, ["--dense-layers", "99"], "99 is not a layer of tiny-llama, which has layers 0 to 2"),
         (1, ["--dense-layers", "0,1,2"], "leave BPC no layer"),
-        (1, ["--prompt", "x" * 128], "the prompt has 129 tokens, and tiny-llama takes 128 in all"),
+        (
+            1,
+            ["--prompt", "x" * 128],
+            "the prompt has 129 tokens, and tiny-llama takes 128 in all: shorten it, or take another model",
+        ),
         (1, ["--artifact", "nowhere.safetensors"], "nowhere.safetensors"),
     ],
 )
@@ -473,7 +477,10 @@ def test_an_artifact_of_another_model_is_refused(bpc, artifact, tmp_path):
 
 def test_prompts_that_cannot_be_read_are_refused(bpc, model_folder, tmp_path):
     assert "cannot be read" in bpc("generate", "-m", model_folder, "--prompt-file", tmp_path / "none").err
-    assert "the prompt is not UTF-8 text" in bpc("generate", "-m", model_folder, stdin=b"\xff\xfe").err
+    assert "the prompt is not UTF-8 text (byte 0)" in bpc("generate", "-m", model_folder, stdin=b"\xff\xfe").err
+    (tmp_path / "a.docx").write_bytes(b"PK\3\4\x14\0\xff")
+    ran = bpc("generate", "-m", model_folder, "--prompt-file", tmp_path / "a.docx")
+    assert "a.docx is not UTF-8 text but a document: save its text to a file first" in ran.err
     assert bpc("generate", "-m", model_folder, "-p", "a", "--prompt-file", "b").code == 2
 
 

@@ -174,6 +174,7 @@ def test_the_command_runs_tasks_of_lm_eval(quick, bpc, model_folder, tasks):
     ("name", "message"),
     [
         ("no.yaml", "there is no such file"),
+        ("no.yml", "no.yml: lm_eval reads a task only from a file whose name ends in .yaml"),
         # lm_eval reads all of its tasks.
         pytest.param("no_such_task", "lm_eval has no task 'no_such_task'", marks=pytest.mark.slow),
     ],
@@ -184,6 +185,20 @@ def test_unknown_tasks_of_lm_eval_are_refused(bpc, model_folder, name, message):
     assert ran.err.startswith("Error: ")
     assert message in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+def test_a_file_with_another_name_than_its_task_is_refused(tasks):
+    other = tasks[0].rename(tasks[0].with_name("other.yaml"))
+    with pytest.raises(InputError, match=r"other\.yaml does not define a task named 'other': give the file the name"):
+        harness.check([str(other)])
+
+
+def test_git_is_not_asked_outside_a_repository(tasks, tmp_path, monkeypatch, capfd, model):
+    monkeypatch.chdir(tmp_path)  # no repository
+    [task] = prepare([str(tasks[0])], tiny.tokenizer(), [64], seed=0)
+    capfd.readouterr()
+    assert harness.run(model, tiny.tokenizer(), None, task, ["full"], [4], limit=1)[0]["prompts"] == 1
+    assert "git" not in capfd.readouterr().err
 
 
 RULER = Path(pytest.importorskip("lm_eval").__file__).parent / "tasks" / "ruler"

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from bpc_artifacts import ProjectionArtifact
+from bpc_calib.compat import keep_lm_eval_from_git
 from bpc_calib.errors import InputError
 from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.decoded import Finished
@@ -96,11 +97,15 @@ def _finder(metadata: dict[str, Any]) -> Callable[[str], tuple[str, Any]]:
 
     def find(task: str) -> tuple[str, Any]:
         path = Path(task)
+        if path.suffix == ".yml":
+            raise InputError(f"{task}: lm_eval reads a task only from a file whose name ends in .yaml")
         if path.suffix == ".yaml":
             if not path.is_file():
                 raise InputError(f"{task}: there is no such file")
             name, manager = path.stem, make(include_path=str(path.parent), include_defaults=False)
-            fault = f"{task} does not define a task named {name!r}"
+            fault = (
+                f"{task} does not define a task named {name!r}: give the file the name that stands after `task:` in it"
+            )
         else:
             name, manager = task, make()
             fault = f"lm_eval has no task {task!r}: `lm_eval ls tasks` lists its tasks"
@@ -253,6 +258,7 @@ def run(
     """
     from lm_eval import simple_evaluate
 
+    keep_lm_eval_from_git()
     finished, rows = {} if finished is None else finished, []
     for name, budget in variants(methods, budgets):
         part = f"{task.name} {task.tokens} {name} {budget} {limit} {raw} {seed} {version('lm_eval')}"

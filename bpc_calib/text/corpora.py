@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bpc_artifacts.errors import why
-from bpc_calib.errors import CorpusError, InputError, first_line
+from bpc_calib.errors import CorpusError, InputError, first_line, not_text
 from bpc_calib.hub import explain, online
 from bpc_calib.text import made_text
 from bpc_calib.text.known_corpora import DEMO, DEMO_CORPORA, HUB_CORPORA, Corpus, expand
@@ -218,7 +218,7 @@ def _file_rows(file: Path, field: str) -> Iterator[str | CorpusError]:
                 raise CorpusError(_too_long(size))
             yield file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise CorpusError(f"not UTF-8 text (byte {fault.start:,})") from fault
+        raise CorpusError(not_text(fault)) from fault
     except (OSError, EOFError, zlib.error) as fault:
         reason = why(fault) if isinstance(fault, OSError) else fault
         raise CorpusError(f"cannot be read: {reason}") from fault
