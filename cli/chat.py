@@ -19,7 +19,7 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
-from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System
+from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System, VerifyOptions
 from bpc_cli.prompt import Message, has_template, message, opening_messages, read_text, template_tokens
 
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
@@ -44,6 +44,7 @@ def chat(
     ] = None,
     attended: CacheOptions,
     sampling: ChatSamplingOptions,
+    verify: VerifyOptions,
     load: LoadOptions,
     no_compile: NoCompile = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each turn as one line of JSON.")] = False,
@@ -72,7 +73,7 @@ def chat(
     ids = template_tokens(tokenizer, [*opening, message("user", "Hello")], name)
     loaded = open_weights(opened, quiet)
     enable(loaded)
-    decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
+    decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed, verify.arguments())
     if not no_compile:
         decoding.compile_decoder(loaded, sampling.max_new_tokens, quiet)
     decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
@@ -119,6 +120,7 @@ class Conversation:
             turn = decoding.decode(self.decoder, ids, self.cache, room, show, **more)
             count = len(turn["tokens"])
             read = decoding.kv_bytes(self.cache, length, count) | decoding.residual(self.cache)
+            read |= decoding.agreement(self.decoder, self.cache)
         except BaseException:  # Ctrl-C too: a part of the layers may hold the tokens of a pass that did not end
             self.cache.reset()
             self.tokens = []
@@ -203,6 +205,8 @@ def _report(turn: dict[str, Any], text: str, most: int, conversation: Conversati
         return
     if not as_json:
         note(decoding.answer_line(turn), dim=True)
+        if "agreement" in turn:
+            note(decoding.agreement_line(turn), dim=True)
     if turn["ended_by"] == "interrupt":
         note("Stopped: the conversation keeps the message and this part of the answer", dim=True)
     if (why := decoding.why_empty(turn)) is not None:

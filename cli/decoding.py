@@ -25,16 +25,19 @@ class Decoder:
     sampling: dict[str, Any]  # arguments of `model.generate`
     ends: tuple[int, ...]  # tokens that end a text
     static: bool = False  # whether steps are captured and replayed as CUDA graphs
+    verifying: dict[str, Any] = field(default_factory=dict)  # arguments of `model.generate`; none: nothing is verified
 
 
-def make_decoder(model: Any, tokenizer: Any, sampling: dict[str, Any], seed: int) -> Decoder:
+def make_decoder(
+    model: Any, tokenizer: Any, sampling: dict[str, Any], seed: int, verifying: dict[str, Any] | None = None
+) -> Decoder:
     """A decoder whose model streams one text, whatever generation settings came with the model."""
     own = model.generation_config
     own.num_beams, own.num_return_sequences, own.return_dict_in_generate, own.cache_implementation = 1, 1, False, None
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     # Some models for chats name the end of a turn in their tokenizer only.
     known = {token for token in (*ends, tokenizer.eos_token_id) if token is not None}
-    return Decoder(model, tokenizer, seed, sampling, tuple(sorted(known)))
+    return Decoder(model, tokenizer, seed, sampling, tuple(sorted(known)), verifying=verifying or {})
 
 
 def captures(device: Any) -> bool:
@@ -77,7 +80,7 @@ def warm_up(decoder: Decoder, ids: Any, cache: Any, new: int, *, compare: bool, 
 
     began = time.perf_counter()
     model = decoder.model
-    if captures(model.device):
+    if captures(model.device) and not decoder.verifying:
         static = replace(decoder, static=True)
         try:
             _decode_few(static, ids, cache, new, compare)
@@ -97,7 +100,7 @@ def _decode_few(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool)
     """Decode a few tokens with every kind of cache that will be used, and throw them away."""
     from bpc_calib import BPCCache
 
-    new, short = min(FEW, new), ids[:, :SHORT]
+    new, short, decoder = min(FEW, new), ids[:, :SHORT], replace(decoder, verifying={})
     # Kernels for a GPU are compiled for sizes, so compared runs need the prompt's own.
     whole = ids if compare and captures(decoder.model.device) else short
     sparse = BPCCache(decoder.model.config, budget=1, min_tokens=1, dense_layers=(), min_context=0)
@@ -122,6 +125,9 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
         generate = functools.partial(model.generate, **with_cache(cache))
     held = 0 if cache is None else cache.get_seq_length()
     stream = _Stream(decoder, cache, new, TextPrinter(tokenizer) if show else None)
+    verifying = dict(decoder.verifying)
+    if verifying:  # transformers passes no streamer on
+        verifying["custom_generate"] = functools.partial(verifying["custom_generate"], streamer=stream)
     torch.manual_seed(decoder.seed)
     try:
         made = generate(
@@ -132,6 +138,7 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
             streamer=stream,
             max_new_tokens=new,
             **decoder.sampling,
+            **verifying,
             **more,
         )
     except BaseException:  # Ctrl-C too: what came is shown, and the message that follows has a line of its own
@@ -164,6 +171,30 @@ def kv_bytes(cache: Any, prompt: int, new: int) -> dict[str, Any]:
     total = sum(steps[1:], steps[0])
     parts = {part: getattr(total, part) / total.full for part in ("sliding", "dense", "ranking", "chosen", "minimum")}
     return {"kv_bytes_share": total.read / total.full, "kv_bytes_parts": parts}
+
+
+def agreement(decoder: Decoder, cache: Any) -> dict[str, Any]:
+    """How often sparse steps and full attention chose the same token since the cache was made, if that was checked.
+
+    Then the KV bytes are not counted: passes of full attention read more than the steps do.
+    """
+    if not decoder.verifying:
+        return {}
+    found = cache.agreement
+    counts = {"checked": found.checked, "agreed": found.agreed, "kl": found.divergence, "fell_back": found.fell_back}
+    return {"agreement": counts, "kv_bytes_share": None, "kv_bytes_parts": None}
+
+
+def agreement_line(run: dict[str, Any]) -> str:
+    """What `agreement` found."""
+    found = run["agreement"]
+    if not found["checked"]:
+        return "No token was drafted or checked"
+    line = (
+        f"{found['agreed']:,} of {found['checked']:,} checked tokens were full attention's "
+        f"({found['agreed'] / found['checked']:.1%}), KL divergence {found['kl']:.4f}"
+    )
+    return line if found["fell_back"] is None else f"{line}; full attention alone from token {found['fell_back']:,} on"
 
 
 def residual(cache: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`bpc generate`: text from a model whose steps attend to the best-ranked tokens only."""
 
 import json
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Annotated, Any
 
@@ -10,7 +11,17 @@ from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
-from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, preset_name, setting_text
+from bpc_cli.options import (
+    ONLINE,
+    Artifact,
+    CacheOptions,
+    Model,
+    NoCompile,
+    SamplingOptions,
+    VerifyOptions,
+    preset_name,
+    setting_text,
+)
 from bpc_cli.prompt import PromptOptions, has_template, read_prompt, tokenize
 from bpc_cli.ranks import joined_ranks
 from bpc_cli.streaming import LAYOUT
@@ -31,6 +42,7 @@ def generate(
     prompt: PromptOptions,
     attended: CacheOptions,
     sampling: SamplingOptions,
+    verify: VerifyOptions,
     load: LoadOptions,
     no_compile: NoCompile = False,
     compare: Annotated[
@@ -68,7 +80,7 @@ def generate(
         enable(loaded)
         if templated and not quiet:
             note(f"Sending the prompt in the chat template of {name}; --raw continues it as it is")
-        decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed)
+        decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed, verify.arguments())
         if not no_compile:
             decoding.compile_decoder(loaded, new, quiet)
         decoder, seconds = decoding.warm_up(decoder, ids, cache, new, compare=compare, quiet=quiet)
@@ -80,12 +92,13 @@ def generate(
         result = {"model": name, "artifact": artifact, "preset": preset_name(rules), **rules}
         result |= {"device": opened.device, "chat_template": templated}
         result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}
-        result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"])) | {"min_context": cache.min_context}
-        result |= decoding.residual(cache)
+        result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"]))
+        result |= {"min_context": cache.min_context} | decoding.residual(cache) | decoding.agreement(decoder, cache)
         if compare:
             if show:
                 print("--- full attention ---")
-            theirs = decoding.decode(decoder, ids, decoding.full_attention(decoder), new, show)
+            plain = replace(decoder, verifying={})
+            theirs = decoding.decode(plain, ids, decoding.full_attention(plain), new, show)
             difference = first_difference(tokenizer, ours["tokens"], theirs["tokens"])
             result |= {"full_attention": theirs, "first_difference": difference}
         if as_json:
@@ -104,6 +117,8 @@ def _note_result(result: dict[str, Any], model: str, summarise: bool, template: 
     if summarise:
         note(f"Prompt: {prompt_line(result, online)}")
         note(f"Answer: {decoding.answer_line(result)}")
+        if "agreement" in result:
+            note(decoding.agreement_line(result))
     if (why := decoding.why_empty(result)) is not None:
         note(f"{why} {what_to_try(result['chat_template'], template)}")
     if online and (hint := online_hint(result, model)) is not None:
@@ -144,7 +159,7 @@ def print_comparison(result: dict[str, Any], online: bool) -> None:
         f"BPC: prompt {prompt_line(result, online)}; answer {decoding.answer_line(result | {'kv_bytes_share': None})}"
     )
     print(f"full attention: prompt {prompt_line(full, online)}; answer {decoding.answer_line(full)}")
-    print(f"KV bytes read: {bytes_line(result)}")
+    print(decoding.agreement_line(result) if "agreement" in result else f"KV bytes read: {bytes_line(result)}")
 
 
 def bytes_line(result: dict[str, Any]) -> str:

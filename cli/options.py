@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from bpc_calib.method.budget import attended
-from bpc_calib.method.defaults import DENSE_LAYERS, PRESETS, budget_text
+from bpc_calib.method.defaults import DENSE_LAYERS, MOST_DRAFTED, PRESETS, budget_text
 from bpc_calib.method.numbers import check_count, check_seed
 from bpc_cli.command import checked
 
@@ -218,3 +218,60 @@ class SamplingOptions:
         if not self.temperature:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         return {"do_sample": True, "temperature": self.temperature} | ({"top_p": self.top_p} if self.top_p else {})
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Whether full attention verifies what sparse steps choose."""
+
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Write full attention's own text: sparse steps draft it, full attention verifies."
+        ),
+    ] = False
+    draft: Annotated[
+        int | None,
+        typer.Option(
+            help=f"With --exact: tokens drafted at once, at most {MOST_DRAFTED}. Default: as many as are fastest here.",
+            callback=checked(partial(check_count, "the draft", most=MOST_DRAFTED)),
+        ),
+    ] = None
+    check: Annotated[
+        int | None,
+        typer.Option(
+            help="Compare one step in so many with full attention, and say how often both choose the same token.",
+            metavar="STEPS",
+            callback=checked(partial(check_count, "the steps")),
+        ),
+    ] = None
+    fallback: Annotated[
+        float | None,
+        typer.Option(
+            help="With --exact or --check: go on with full attention once less than this share of the last 64 checked "
+            "tokens agrees, such as 0.9.",
+            metavar="SHARE",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse options that exclude or miss each other."""
+        if self.exact and self.check is not None:
+            raise typer.BadParameter("--exact checks every token: leave --check out")
+        if self.draft is not None and not self.exact:
+            raise typer.BadParameter("--draft says how many tokens --exact drafts: give --exact too")
+        if self.fallback is not None and not self.exact and self.check is None:
+            raise typer.BadParameter("--fallback needs tokens that are checked: give --exact or --check too")
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `model.generate`; none: nothing is verified."""
+        from bpc_calib import checked_decoding, exact_decoding
+
+        fallback = self.fallback or 0.0
+        if self.exact:
+            return {"custom_generate": exact_decoding, "draft": self.draft, "fallback": fallback}
+        if self.check is not None:
+            return {"custom_generate": checked_decoding, "every": self.check, "fallback": fallback}
+        return {}

@@ -18,7 +18,7 @@ import pytest
 import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bpc_calib import BPCCache, InputError, enable
+from bpc_calib import BPCCache, InputError, enable, exact_decoding
 from bpc_calib.demo import DEMO_MODEL
 from bpc_cli.chat import Conversation, _talk
 from bpc_cli.console import note
@@ -99,6 +99,18 @@ def test_turns_in_static_steps_are_the_same(converse):
         one, other = (each.ask(text, 20, show=False) for each in conversations)
         for name in ("tokens", "prefill_tokens", "kv_bytes_share"):
             assert one[name] == other[name]
+
+
+def test_exact_turns_equal_those_of_full_attention(converse):
+    exact, full = converse(rules=RULES["few"]), converse(rules=RULES["full"])
+    exact.decoder = replace(exact.decoder, verifying={"custom_generate": exact_decoding, "draft": 3})
+    checked = 0
+    for text in MESSAGES:
+        one, other = (each.ask(text, 20, show=False) for each in (exact, full))
+        for name in ("tokens", "text", "prefill_tokens", "prompt_tokens", "ended_by"):
+            assert one[name] == other[name]
+        assert one["agreement"]["checked"] > checked  # of the conversation
+        checked = one["agreement"]["checked"]
 
 
 def test_a_turn_feeds_only_what_is_new(converse):

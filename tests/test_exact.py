@@ -11,9 +11,10 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 
 from bpc_calib import BPCCache, InputError, checked_decoding, enable, exact_decoding
 from bpc_calib.compat import with_cache
+from bpc_calib.method.defaults import MOST_DRAFTED
 from bpc_calib.runtime import exact
 from bpc_calib.runtime.agreement import Agreement
-from bpc_calib.runtime.draft_length import MOST_DRAFTED, Pace, rounds_tokens
+from bpc_calib.runtime.draft_length import Pace, rounds_tokens
 
 FEW = {"budget": 0.2, "min_tokens": 8, "dense_layers": (), "min_context": 0}
 GREEDY = {"do_sample": False}

@@ -90,6 +90,33 @@ def test_decodes_with_its_options(bpc, model_folder, artifact, expected):
     assert parts["dense"] == parts["sliding"] == parts["minimum"] == 0
 
 
+def test_exact_writes_the_text_of_full_attention(bpc, model_folder, artifact, expected):
+    words = ("-m", model_folder, "-a", artifact, "-p", PROMPT, "--budget", "8", *ALL_SPARSE, "--max-new-tokens", "20")
+    ran = bpc("generate", *words, "--exact", "--draft", "4", "--compare")
+    assert ran.code == 0, ran.err
+    assert "first difference: none in 20 tokens" in ran.out
+    assert re.search(
+        r"^\d+ of \d+ checked tokens were full attention's \(\d+\.\d%\), KL divergence 0\.\d{4}$", ran.out, re.M
+    )
+    assert "KV bytes read" not in ran.out
+    made = as_json(bpc("generate", *words, "--exact", "--draft", "4", "--json"))
+    assert made["tokens"] == expected(20)
+    assert made["kv_bytes_share"] is None
+    assert 0 < made["agreement"]["agreed"] < made["agreement"]["checked"] < 20
+    assert made["agreement"]["fell_back"] is None
+
+
+def test_checks_are_told_and_change_nothing(bpc, model_folder, artifact):
+    words = ("-m", model_folder, "-a", artifact, "-p", PROMPT, "--budget", "8", *ALL_SPARSE, "--max-new-tokens", "80")
+    plain, checked = (as_json(bpc("generate", *words, *more, "--json")) for more in ((), ("--check", "4")))
+    assert checked["tokens"] == plain["tokens"]
+    assert "agreement" not in plain
+    assert checked["agreement"]["checked"] == (len(plain["tokens"]) - 1) // 4
+    ran = bpc("generate", *words, "--check", "1", "--fallback", "1")
+    assert ran.code == 0
+    assert "; full attention alone from token " in ran.err
+
+
 def test_the_bytes_of_many_steps_are_those_of_evenly_spaced_ones(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     enable(model)

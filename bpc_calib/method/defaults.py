@@ -2,11 +2,12 @@
 
 from typing import Any
 
-__all__ = ["BUDGET", "DENSE_LAYERS", "MIN_TOKENS", "PRESETS", "budget_text"]
+__all__ = ["BUDGET", "DENSE_LAYERS", "MIN_TOKENS", "MOST_DRAFTED", "PRESETS", "budget_text"]
 
 BUDGET = 0.02  # share of the tokens
 MIN_TOKENS = 128
 DENSE_LAYERS = (0, 1)  # the first layers attend to everything
+MOST_DRAFTED = 16  # tokens that one pass of full attention verifies
 
 # Settings of `BPCCache` by name. With `hard` every layer must choose, which shows differences between methods best.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,6 @@
 """A transformers cache that stores a code for every key and attends only to the best-ranked tokens."""
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -293,7 +292,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def full_attention(self, on: bool = True) -> Iterator[None]:
-        """Attend to everything inside this block, in passes after which `back` leaves no trace."""
+        """Attend to everything inside this block, in passes that are no prompts."""
         common = self.layers[self._sparse].common
         common.full, before = on, common.full
         try:
@@ -302,29 +301,36 @@ class BPCCache(Cache):  # type: ignore[misc]
             common.full = before
 
     @contextmanager
-    def going_back(self) -> Iterator[None]:
-        """Keep tokens that sliding windows have left, so that `back` can reach them inside this block."""
-        sliding = [layer for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        for layer in sliding:
-            layer.activate_past_recording()
+    def without_trace(self) -> Iterator[None]:
+        """Forget what passes inside this block cached, as if it had never been; also after one that failed."""
+        length = self.get_seq_length()
+        before = [(layer, dict(vars(layer))) for layer in self.layers if isinstance(layer, DynamicSlidingWindowLayer)]
         try:
             yield
         finally:
-            for layer in sliding:
-                layer.record_past = False
+            for layer, kept in before:  # a pass replaces their tensors
+                vars(layer).update(kept)
+            self.back(length)
+
+    def record(self) -> None:
+        """Have sliding windows keep what the next pass pushes out, so that `back` can undo a part of that pass."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.activate_past_recording()
 
     def back(self, length: int) -> None:
-        """Forget the tokens after the first `length`, as if they had never been; also after a pass that failed.
+        """Forget the tokens after the first `length`, as if they had never been; also of a pass that failed.
 
-        Sliding-window layers can go back inside `going_back` only.
+        With sliding windows these must be of one pass, after `record`.
         """
         for layer in self.layers:
-            more = layer.get_seq_length() - length
+            more = max(0, layer.get_seq_length() - length)
             if isinstance(layer, GrowingLayer):
-                if more > 0:
+                if more:
                     layer.rewind(length)
-            elif more > 0 or layer.get_seq_length() >= getattr(layer, "sliding_window", math.inf):
-                layer.crop(-max(0, more))  # by 0: drop what is kept to go back
+            elif isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past:
+                layer.crop(-more)
+                layer.record_past = False
             if isinstance(layer, SparseLayer):
                 layer.skip_attention()
 

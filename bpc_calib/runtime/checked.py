@@ -57,13 +57,8 @@ def checked_decoding(
 
     def check(inputs: dict[str, Any]) -> Tensor:
         """Return the logits `[B, vocab]` of full attention for the next token, and leave the cache as it was."""
-        length = cache.get_seq_length()
-        with cache.going_back():
-            try:
-                with cache.full_attention():
-                    logits: Tensor = model(**inputs).logits[:, -1]
-            finally:
-                cache.back(length)
+        with cache.without_trace(), cache.full_attention():
+            logits: Tensor = model(**inputs).logits[:, -1]
         return logits
 
     def call(**inputs: Any) -> Any:

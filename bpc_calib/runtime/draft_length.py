@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-__all__ = ["MOST_DRAFTED", "Pace", "rounds_tokens"]
+from bpc_calib.method.defaults import MOST_DRAFTED
 
-MOST_DRAFTED = 16
+__all__ = ["Pace", "rounds_tokens"]
+
 FIRST = 4  # tokens of a draft before anything is known
 PROBE = 64  # plain steps after which a draft is tried again
 NEW = 0.2  # weight of a new measurement

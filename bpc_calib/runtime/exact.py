@@ -16,9 +16,10 @@ from torch import Tensor
 
 from bpc_calib.compat import cache_name, with_cache
 from bpc_calib.errors import InputError
+from bpc_calib.method.defaults import MOST_DRAFTED
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.agreement import Agreement
-from bpc_calib.runtime.draft_length import MOST_DRAFTED, Pace
+from bpc_calib.runtime.draft_length import Pace
 from bpc_calib.runtime.own_loop import Chosen, check_tokens, run_loop, verified_cache
 
 if TYPE_CHECKING:
@@ -74,14 +75,12 @@ def exact_decoding(
         draft = FIXED
     chosen = Chosen(input_ids, logits_processor, generation_config, model.device)
     run = _Exact(model, cache, chosen, draft, fallback, on_check)
-    with cache.going_back():
-        try:
-            return run_loop(
-                model, run, chosen, input_ids, logits_processor, stopping_criteria, generation_config, streamer,
-                arguments,
-            )  # fmt: skip
-        finally:
-            run.end()
+    try:
+        return run_loop(
+            model, run, chosen, input_ids, logits_processor, stopping_criteria, generation_config, streamer, arguments
+        )
+    finally:  # forget what the loop did not feed; after an error too, where layers may hold more tokens than others
+        cache.back(run.length)
 
 
 class _Exact:
@@ -147,10 +146,10 @@ class _Exact:
         self.logits = None
         self.cache.back(self.length)
         began = self._now()
-        count = self._count()
-        self._draft(ids, count, mask, positions)
+        with self.cache.without_trace():
+            self._draft(ids, self._count(), mask, positions)
         count, drafted = self.drafted.shape[1], self._now()
-        self.cache.back(self.length)
+        self.cache.record()
         with self.cache.full_attention():
             self.logits = self._forward(torch.cat([ids, self.drafted], 1) if count else ids, 0, mask, positions)
         if self.draft is None:
@@ -195,7 +194,3 @@ class _Exact:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         return time.perf_counter()
-
-    def end(self) -> None:
-        """Forget what the loop did not feed; after an error too, where layers may hold more tokens than others."""
-        self.cache.back(self.length)
