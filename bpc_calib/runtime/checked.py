@@ -85,6 +85,4 @@ def checked_decoding(
             on_check(agreement)
         return out
 
-    return run_loop(
-        model, call, chosen, input_ids, logits_processor, stopping_criteria, generation_config, streamer, arguments
-    )
+    return run_loop(model, call, chosen, stopping_criteria, streamer, arguments)

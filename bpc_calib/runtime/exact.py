@@ -46,8 +46,8 @@ def exact_decoding(
 
     The `BPCCache` decides how tokens are drafted; `cache.agreement` says how often drafts were right. Afterwards the
     cache holds what full attention would have cached. In float32 the tokens are full attention's; in 16 bits they can
-    differ where two tokens have nearly equal logits, since a pass over several tokens rounds otherwise than a pass over
-    one. A batch accepts as many tokens as the sequence that accepts least.
+    differ where two tokens have nearly equal logits, since a pass over several tokens rounds differently from a pass
+    over one. A batch accepts as many tokens as the sequence that accepts least.
 
     `generate` passes no streamer on: give `custom_generate=functools.partial(exact_decoding, streamer=streamer)`.
 
@@ -76,9 +76,7 @@ def exact_decoding(
     chosen = Chosen(input_ids, logits_processor, generation_config, model.device)
     run = _Exact(model, cache, chosen, draft, fallback, on_check)
     try:
-        return run_loop(
-            model, run, chosen, input_ids, logits_processor, stopping_criteria, generation_config, streamer, arguments
-        )
+        return run_loop(model, run, chosen, stopping_criteria, streamer, arguments)
     finally:  # forget what the loop did not feed; after an error too, where layers may hold more tokens than others
         cache.back(run.length)
 
@@ -159,7 +157,7 @@ class _Exact:
 
     def _count(self) -> int:
         """Return how many tokens to draft: none where steps attend to everything anyway."""
-        left = self.chosen.most - self.chosen.text.shape[1] - 1
+        left = self.chosen.left - 1  # the round gives one token more
         if self.plain or left < 1 or self.length + 1 < self.cache.min_context:
             return 0
         return self.pace.choose(left) if self.draft is None else min(self.draft, left)

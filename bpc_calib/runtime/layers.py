@@ -101,9 +101,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        if (
-            self.common.full or self.get_seq_length() < self.rules.min_context
-        ):  # no sequence is longer than its padded row
+        if self.get_seq_length() < self.rules.min_context:  # no sequence is longer than its padded row
             return None
         return self.common.seen.rows_of(call, self.keys, self.counts)
 

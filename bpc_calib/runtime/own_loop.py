@@ -11,7 +11,7 @@ from bpc_calib.compat import cache_name, sampling_loop
 from bpc_calib.errors import InputError
 from bpc_calib.runtime.enabling import is_enabled
 
-__all__ = ["Chosen", "calling", "check_tokens", "run_loop", "verified_cache"]
+__all__ = ["Chosen", "calling", "check_loop", "check_tokens", "run_loop", "verified_cache"]
 
 READ = {"input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
 
@@ -31,17 +31,37 @@ def check_tokens(inputs: dict[str, Any], caller: str) -> None:
         raise InputError(f"{caller} passes the model only tokens, so it cannot serve {', '.join(unknown)}")
 
 
+def check_loop(settings: Any, assistant: Any, serves: str, returns: str) -> None:
+    """Raise `InputError` unless these settings ask for greedy decoding or sampling, and for tokens alone.
+
+    Args:
+        settings: the generation config.
+        assistant: the assistant model, or None.
+        serves, returns: how the two messages begin.
+    """
+    mode = str(settings.get_generation_mode(assistant).value)
+    if mode not in ("greedy_search", "sample"):
+        raise InputError(f"{serves} greedy decoding and sampling, not {mode.replace('_', ' ')}")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(settings, name, False):
+            raise InputError(f"{returns} no {name.removeprefix('output_').replace('_', ' ')}")
+
+
 class Chosen:
-    """What a loop has chosen so far, and how it chooses."""
+    """What a loop has chosen so far, and how it chooses: by its processors and its generation config."""
 
     def __init__(self, prompt: Tensor, processors: Any, settings: Any, device: torch.device) -> None:
-        # A processor may keep a state: guesses change that of a copy.
-        self.processors, self.samples = copy.deepcopy(processors), bool(settings.do_sample)
+        self.processors, self.settings = processors, settings
+        self.guessing = copy.deepcopy(processors)  # one may keep a state, which guesses may not change
         self.devices = [device] if device.type == "cuda" else []
         self.text = prompt  # int64 [B, tokens], and what was chosen
         self.begun = False  # whether a token was chosen
         self.ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)  # sequences that have ended
-        self.most: int = settings.max_length  # tokens of the prompt and the text
+
+    @property
+    def left(self) -> int:
+        """Tokens that the loop may still choose."""
+        return int(self.settings.max_length) - self.text.shape[1]
 
     def guess(self, text: Tensor, logits: Tensor) -> Tensor:
         """Return the tokens `[B, 1]` that the loop would choose next, with its next random numbers.
@@ -50,8 +70,8 @@ class Chosen:
             text: int64 `[B, tokens]` before them.
             logits: `[B, vocab]`.
         """
-        scores = self.processors(text, logits.to(text.device, torch.float32, copy=True))
-        if not self.samples:
+        scores = self.guessing(text, logits.to(text.device, torch.float32, copy=True))
+        if not self.settings.do_sample:
             return scores.argmax(-1, keepdim=True)
         return torch.multinomial(scores.softmax(-1), 1)
 
@@ -78,27 +98,14 @@ def verified_cache(model: Any, cache: Any, fallback: float) -> Any:
 
 
 def run_loop(
-    model: Any,
-    call: Callable[..., Any],
-    chosen: Chosen,
-    input_ids: Tensor,
-    processors: Any,
-    criteria: Any,
-    settings: Any,
-    streamer: Any,
-    arguments: dict[str, Any],
+    model: Any, call: Callable[..., Any], chosen: Chosen, criteria: Any, streamer: Any, arguments: dict[str, Any]
 ) -> Any:
-    """Run the loop of greedy decoding and sampling; `chosen` follows it. The other arguments are those of the loop.
+    """Run the loop of greedy decoding and sampling, which calls `call` as the model; `chosen` follows it.
 
     Raises:
         InputError: the settings ask for another loop, or for what a pass over several tokens does not return.
     """
-    mode = str(settings.get_generation_mode().value)
-    if mode not in ("greedy_search", "sample"):
-        raise InputError(f"exact and checked decoding serve greedy decoding and sampling, not {mode.replace('_', ' ')}")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(settings, name, False):
-            raise InputError(f"exact and checked decoding return no {name.removeprefix('output_').replace('_', ' ')}")
+    check_loop(chosen.settings, None, "exact and checked decoding serve", "exact and checked decoding return")
 
     class Followed(type(criteria)):  # type: ignore[misc]
         def __call__(self, text: Tensor, scores: Any, **more: Any) -> Any:
@@ -108,10 +115,10 @@ def run_loop(
 
     return sampling_loop(model)(
         calling(model, call),
-        input_ids,
-        logits_processor=processors,
+        chosen.text,
+        logits_processor=chosen.processors,
         stopping_criteria=Followed(criteria),
-        generation_config=settings,
+        generation_config=chosen.settings,
         streamer=streamer,
         **arguments,
     )

@@ -13,7 +13,7 @@ from bpc_calib.compat import with_cache
 from bpc_calib.errors import BPCError, InputError, ModelError, first_line
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.enabling import is_enabled
-from bpc_calib.runtime.own_loop import calling, check_tokens
+from bpc_calib.runtime.own_loop import calling, check_loop, check_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -293,12 +293,7 @@ def static_generate(
             requests attentions or hidden states, or passes the model arguments other than the tokens.
     """
     settings = _settings(model, arguments)
-    mode = str(settings.get_generation_mode(arguments.get("assistant_model")).value)
-    if mode not in ("greedy_search", "sample"):
-        raise InputError(f"static_generate serves greedy decoding and sampling, not {mode.replace('_', ' ')}")
-    for name in ("output_attentions", "output_hidden_states"):
-        if getattr(settings, name, False):
-            raise InputError(f"static_generate returns no {name.removeprefix('output_').replace('_', ' ')}")
+    check_loop(settings, arguments.get("assistant_model"), "static_generate serves", "static_generate returns")
     if settings.use_cache is False:
         raise InputError("static_generate needs use_cache=True")
     for name in ("synced_gpus", "custom_generate"):
