@@ -27,7 +27,7 @@ from bpc_calib.models.loading import load_model, load_tokenizer
 
 RULES = Rules(scaling=0.1)
 SAMPLE = 1024  # scores that a threshold is guessed from, as in native/score.h
-ISAS = ["base", "avx2", "avx512"]
+ISAS = ["base", "avx2", "avx512", "avx512_bf16"]
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ test_cpu.test_many_tokens_attended_by_several_threads()
 """
 
 
-@pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_instruction_set(isa):
     """The scores are the same integers, however many heads and keys look them up at once."""
     if ISAS.index(native.isa()) < ISAS.index(isa):
@@ -371,11 +371,14 @@ def test_many_tokens_attended_by_several_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for dtype, tokens in ((torch.float32, 5_003), (torch.bfloat16, 4_096), (torch.float16, 1_030)):
-            query = 4 * torch.randn(1, 2, 15, 64, generator=generator)
-            keys, values = torch.randn(2, 1, 2, tokens + 9, 64, generator=generator)
+        for dtype, tokens, heads, dim in (
+            (torch.float32, 5_003, 3, 64), (torch.bfloat16, 4_096, 3, 64), (torch.bfloat16, 5_003, 7, 90),
+            (torch.float16, 1_030, 3, 64),
+        ):  # fmt: skip
+            query = 4 * torch.randn(1, 2, heads * 5, dim, generator=generator)
+            keys, values = torch.randn(2, 1, 2, tokens + 9, dim, generator=generator)
             state = State(keys.to(dtype), values.to(dtype))
-            rows = alike(keys[:, :, :tokens], 1)
+            rows = replace(alike(keys[:, :, :tokens], 1), valid=torch.rand(1, tokens + 9, generator=generator) > 0.3)
             found = kernels.dense_decode(query.to(dtype), state, rows, new=5)
             exact = State(state.keys.double(), state.values.double())
             expected = plain_step.dense_decode(query.to(dtype).double(), exact, rows, new=5)

@@ -62,7 +62,7 @@ def run(call: Call) -> bool:
 
 
 def isa() -> str:
-    """The instruction set that serves on this machine: "avx512", "avx2" or "base"."""
+    """The instruction set that serves on this machine: "avx512_bf16", "avx512", "avx2" or "base"."""
     return str(library().bpc_isa().decode())
 
 

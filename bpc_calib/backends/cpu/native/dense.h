@@ -8,10 +8,10 @@ constexpr i64 LEAST_DENSE = 1024;  // tokens that are worth a thread
 
 struct Dense {
     i64 wide, stride;        // heads and numbers of a row, both whole vectors
-    float *queries;          // [wide / LANES, dim, LANES]
+    float *queries;          // [wide / LANES, dim, LANES]; of pairs, [wide / LANES, dim / 2, LANES, 2] of bfloat16
     i32 *limits;             // [wide], tokens that each query sees
-    float *keys, *values;    // [TILE, stride]
-    float *weights;          // [TILE, wide]
+    float *keys, *values;    // [TILE, stride]; of pairs, bfloat16 [TILE, dim] and [TILE / 2, stride, 2]
+    float *weights;          // [TILE, wide]; once they are pairs, bfloat16 [TILE / 2, wide, 2]
     float *most, *total;     // [wide]
     float *sums;             // [wide, stride]
 };
@@ -30,8 +30,8 @@ static Dense dense_from(Bytes &bytes, const bpc::Call &call) {
     return part;
 }
 
-template <Element E>
-static void begin_dense(const bpc::Call &call, i64 row, Dense &part) {
+template <Element E, bool PAIRS>
+INLINE void begin_dense(const bpc::Call &call, i64 row, Dense &part) {
     i64 b = row / call.kv_heads, h = row % call.kv_heads, dim = call.dim, seen = call.tokens - call.newest;
     std::memset(part.queries, 0, 4 * part.wide * dim);
     for (i64 g = 0; g < part.wide; g++) {
@@ -39,8 +39,13 @@ static void begin_dense(const bpc::Call &call, i64 row, Dense &part) {
         part.most[g] = -1e30f, part.total[g] = 0;
         if (g >= call.heads) continue;
         const char *query = (const char *)call.query + size_of(E) * (b * call.query_b + h * call.query_h + g * call.query_g);
-        float *to = part.queries + g / LANES * LANES * dim + g % LANES;
-        for (i64 d = 0; d < dim; d++) to[d * LANES] = number<E>(query + size_of(E) * d) * (float)call.scaling;
+        if constexpr (PAIRS) {
+            float *to = part.queries + g / LANES * LANES * (dim / 2) + g % LANES;
+            for (i64 d = 0; d < dim; d += 2) to[d / 2 * LANES] = load<float>(query + 2 * d);
+        } else {
+            float *to = part.queries + g / LANES * LANES * dim + g % LANES;
+            for (i64 d = 0; d < dim; d++) to[d * LANES] = number<E>(query + size_of(E) * d) * (float)call.scaling;
+        }
     }
     std::memset(part.keys, 0, 4 * TILE * part.stride);
     std::memset(part.values, 0, 4 * TILE * part.stride);
@@ -63,7 +68,14 @@ INLINE void logits_of_tile(const Dense &part, i64 dim, i64 vector) {
     }
 }
 
+// To the nearest bfloat16.
+INLINE floats rounded(floats x) {
+    words bits = (words)x;
+    return (floats)((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000u);
+}
+
 // Turn the logits of one vector of queries into weights, and scale the earlier sums to match.
+template <bool PAIRS>
 INLINE void weigh_tile(Dense &part, i64 vector, i64 token, bool all, const u8 *valid, i64 heads) {
     float *logits = part.weights + vector * LANES, *most = part.most + vector * LANES, *total = part.total + vector * LANES;
     floats before = load<floats>(most), top = before, none = splat(-INFINITY);
@@ -81,6 +93,7 @@ INLINE void weigh_tile(Dense &part, i64 vector, i64 token, bool all, const u8 *v
     for (i64 i = 0; i < TILE; i++) {
         floats logit = load<floats>(logits + i * part.wide);
         floats weight = exponential(logit - top);
+        if (PAIRS) weight = rounded(weight);
         if (!all) weight = logit > none ? weight : floats{};
         store(logits + i * part.wide, weight);
         sum += weight;
@@ -123,7 +136,7 @@ static void attend_all(const bpc::Call &call, i64 row, i64 begin, i64 end, Dense
     const char *keys = (const char *)call.keys + size * (b * call.keys_b + h * call.keys_h);
     const char *values = (const char *)call.values + size * (b * call.values_b + h * call.values_h);
     const u8 *valid = call.valid ? (const u8 *)call.valid + b * call.valid_b : nullptr;
-    begin_dense<E>(call, row, part);
+    begin_dense<E, false>(call, row, part);
     for (i64 token = begin; token < end; token += TILE) {
         for (i64 i = 0; i < TILE && token + i < end; i++) {
             i64 soon = least_of(token + i + TILE, call.tokens - 1);
@@ -135,7 +148,7 @@ static void attend_all(const bpc::Call &call, i64 row, i64 begin, i64 end, Dense
         bool all = !valid && token + TILE <= seen;
         for (i64 vector = 0; vector < part.wide / LANES; vector++) {
             logits_of_tile(part, dim, vector);
-            weigh_tile(part, vector, token, all, valid, call.heads);
+            weigh_tile<false>(part, vector, token, all, valid, call.heads);
         }
         for (i64 g = 0; g < call.heads; g += 4) {
             i64 d = 0;
@@ -144,6 +157,10 @@ static void attend_all(const bpc::Call &call, i64 row, i64 begin, i64 end, Dense
         }
     }
 }
+
+#if defined(BPC_PAIRS)
+static void attend_pairs(const bpc::Call &call, i64 row, i64 begin, i64 end, Dense &part);  // pairs.h
+#endif
 
 template <Element E>
 static void dense_of(const bpc::Call &call, char *(*memory)(i64)) {
@@ -162,7 +179,12 @@ static void dense_of(const bpc::Call &call, char *(*memory)(i64)) {
     bpc::parallel(call.threads, rows * shares, [&](i64 task) {
         i64 begin = task % shares * each;
         Dense part = part_of(task);
-        attend_all<E>(call, task / shares, begin, least_of(call.tokens, begin + each), part);
+        i64 end = least_of(call.tokens, begin + each);
+#if defined(BPC_PAIRS)
+        if (E == BFLOAT16 && bpc::has_pairs && call.dim % 2 == 0)
+            return attend_pairs(call, task / shares, begin, end, part);
+#endif
+        attend_all<E>(call, task / shares, begin, end, part);
     });
     bpc::parallel(call.threads, rows, [&](i64 row) {
         auto *some = new Part[shares];

@@ -13,6 +13,7 @@
 #include "attend.h"
 #include "step.h"
 #include "dense.h"
+#include "pairs.h"
 #include "fit.h"
 
 namespace BPC_ISA {
