@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from itertools import product
 from multiprocessing import get_context
@@ -149,6 +149,35 @@ def generate(subject: Subject, settings: Settings) -> list[Row]:
     return rows
 
 
+def exact(subject: Subject, settings: Settings) -> list[Row]:
+    """Drafts of sparse steps that full attention verifies: how many are right, and tokens per second."""
+    from exact_texts import compared_text
+
+    rows = []
+    for corpus, length, ids in continued(subject, [each - settings["new"] for each in subject.lengths[:2]]):
+        say(f"  {corpus}, {length:,} tokens")
+        model, artifact = opened(subject)[0], artifact_of(subject)
+        found = compared_text(model, artifact, ids, settings["new"], settings["budgets"])
+        rows += [{"corpus": corpus} | row for row in found]
+    return rows
+
+
+def continued(subject: Subject, lengths: Sequence[int]) -> Iterator[tuple[str, int, Any]]:
+    """The first held-out text of each corpus, int64 `[1, tokens]`, cut to each length, with the names of both."""
+    import torch
+
+    for spec in subject.corpora("held-out"):
+        for ids in prompts(opened(subject)[1], spec, list(lengths)):
+            yield spec.partition("=")[0], len(ids), torch.tensor([ids])
+
+
+def artifact_of(subject: Subject) -> Any:
+    """The projections that are the default."""
+    from bpc_artifacts import load
+
+    return load(subject.artifact("bpc"))
+
+
 def compared(words: Sequence[object], prompt: str) -> Row:
     """What `bpc generate --compare` reports, without the texts and paths."""
     found = bpc("generate", *words, prompt=prompt)
@@ -238,6 +267,7 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "answers": (answers, {"tasks": ["needle", "single"], "budgets": [0.02, 0.005, 0.0025], "prompts": 150}),
     "tasks": (tasks, {"tasks": None, "budgets": [0.02], "tried": 6, "least": 0.5, "prompts": 20}),
     "generate": (generate, {"lengths": [1056, 1568, 2592, 4640, 8192], "new": 240}),
+    "exact": (exact, {"budgets": [0.02, 0.01, 0.005], "new": 160}),
 }  # fmt: skip
 TINY: dict[str, Any] = {  # in place of the settings of these names
     "samples": 4, "sequence_length": 256, "keys_per_head": 256, "budgets": [0.04], "forced": 8, "texts": 2,

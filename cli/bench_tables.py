@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from bpc_calib.bench.settings import DRAFT, RIGHT
 from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import print_table, printable
 
@@ -80,17 +81,19 @@ def _print_decoding(found: dict[str, Any], settings: dict[str, Any]) -> None:
     dense = ",".join(map(str, settings["dense_layers"])) or "none"
     for batch in dict.fromkeys(row["batch"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["batch"] == batch]
-        table = _table("tokens", "attended", "stock", "full", "BPC", "BPC/full", "limit", "floor")
+        table = _table("tokens", "attended", "stock", "full", "BPC", "exact", "BPC/full", "limit", "floor")
         for row in rows:
             sides = [row.get("transformers", {"milliseconds": None}), row["full"], row["bpc"]]
             speeds = [f"{side['tokens_per_second']:.4g}" if side["milliseconds"] else "-" for side in sides]
+            exact = row.get("exact", {}).get("tokens_per_second")  # older results have none
+            speeds.append(f"{exact:.4g}" if exact else "-")
             share = row["bpc"].get("floor_share")
             ratios = (_ratio(row["times_full"]), _ratio(row["limit_times_full"]), f"{share:.0%}" if share else "-")
             table.add_row(f"{row['tokens']:,}", f"{row['attended']:,}", *speeds, *ratios)
         print_table(f"Tokens per second of {_model(found)}, dense layers {dense}, batch {batch}", table)
         for row in rows:
             kept = f"{row['tokens']:,} tokens, {row['attended']:,} attended"
-            beside = {name: row[name] for name in ("transformers", "bpc") if name in row}
+            beside = {name: row[name] for name in ("transformers", "bpc", "verify") if name in row}
             for name, side in (row["dense_forms"] | beside).items():
                 if not side["milliseconds"]:
                     print(f"{kept}, {name}: {printable(side['note'])}")
@@ -101,6 +104,7 @@ def _explain_decoding(found: dict[str, Any], dense: str) -> None:
     """What the columns mean, and what to keep in mind."""
     forms = ", ".join(dict.fromkeys(row["full"]["form"] for row in found["rows"]))
     print(f"stock: transformers as it is; full: full attention in its fastest form ({forms})")
+    print(f"exact: full attention's own text (--exact), if {RIGHT:.0%} of {DRAFT} tokens drafted at once are right")
     print("limit: what BPC/full would be if only the bytes counted that each must read")
     print("floor: the share of BPC's time that its bytes take at the measured bandwidth")
     if any(row["compiled"] for row in found["rows"]):

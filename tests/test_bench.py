@@ -428,6 +428,12 @@ def test_decoding_rows_are_consistent(result):
             (limit, row["times_full"] / limit), abs=2e-3
         )
         assert row["compiled"] is False
+        verify, batch = row["verify"], row["batch"]
+        assert verify["tokens_per_second"] == pytest.approx(5e3 * batch / verify["milliseconds"], rel=0.01)
+        right = 0.9**batch  # in every sequence
+        kept = batch * sum(right**place for place in range(5))
+        seconds = (4 * row["bpc"]["milliseconds"] + verify["milliseconds"]) / 1e3
+        assert row["exact"]["tokens_per_second"] == pytest.approx(kept / seconds, rel=0.01)
 
 
 def test_prefill_share_is_that_of_hashing(result):

@@ -56,14 +56,19 @@ def test_predictions_are_compared_with_those_of_full_attention(model):
         own = torch.stack([force(model, cache, each) for cache in [fork(prefix, newest(model))]
                            for each in ids[:, :-1].split(1, dim=1)], dim=1).log_softmax(-1)  # fmt: skip
     kept = keep(model, fork(prefix, BPCCache(model.config, budget=1.0)), ids)
-    likely, apart = compare(model, fork(prefix, newest(model)), ids, kept)
+    likely, apart, agree = compare(model, fork(prefix, newest(model)), ids, kept)
     wanted = torch.nn.functional.kl_div(own, full, log_target=True, reduction="none").sum(-1).double().mean(-1)
     torch.testing.assert_close(apart, wanted, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(likely, own.gather(-1, ids[:, 1:, None]).double().mean((1, 2)), rtol=1e-4, atol=1e-5)
     assert apart.min() > 1e-3
-    _, same = compare(model, fork(prefix, BPCCache(model.config, budget=1.0)), ids, kept)
-    assert same.abs().max() < 1e-5
-    assert compare(model, fork(prefix, newest(model)), ids, ())[1].isnan().all()
+    assert torch.equal(agree, (own.argmax(-1) == full.argmax(-1)).double().mean(-1))
+    assert agree.max() < 1
+    same = compare(model, fork(prefix, BPCCache(model.config, budget=1.0)), ids, kept)
+    assert same.divergence.abs().max() < 1e-5
+    assert torch.equal(same.agreement, torch.ones(len(ids), dtype=torch.float64))
+    alone = compare(model, fork(prefix, newest(model)), ids, ())
+    assert alone.divergence.isnan().all()
+    assert alone.agreement.isnan().all()
 
 
 def test_every_forced_token_is_decoded(model):

@@ -48,7 +48,7 @@ def test_the_sensitivity_of_a_layer_is_what_forced_decoding_loses(model, artifac
         for layer in layers:
             others = [each for each in layers if each != layer]
             cache = BPCCache(model.config, artifact, budget=REFERENCE, min_tokens=1, dense_layers=others)
-            _, apart = compare(model, fork(prefix, cache), rest, kept)
+            apart = compare(model, fork(prefix, cache), rest, kept).divergence
             # The first of the tokens counts in one and not in the other, and predictions are kept in 16 bits.
             assert needs[layer][:, GRID.index(REFERENCE)].sum() == pytest.approx(apart.item(), rel=0.1)
     finally:

@@ -7,8 +7,8 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from bpc_artifacts import ProjectionArtifact
 from bpc_calib.bench import dense
 from bpc_calib.bench.inputs import least_microseconds, repeated, room
 from bpc_calib.bench.machine import available_memory
-from bpc_calib.bench.settings import Settings
+from bpc_calib.bench.settings import DRAFT, RIGHT, Settings
 from bpc_calib.bench.timing import captured, clock, reason, summary, synchronize, timed
 from bpc_calib.compat import attention_name, with_cache
 from bpc_calib.errors import BPCError, InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.compiled_layers import compile_layers
+from bpc_calib.runtime.draft_length import rounds_tokens
 from bpc_calib.runtime.enabling import disable, enable
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 
@@ -44,9 +45,11 @@ class Variant:
 
     model: Any
     cache: Any
-    rewind: Callable[[], None]  # forgets the token of a step
+    rewind: Callable[[], None]  # forgets the tokens of a step
     use: Callable[[], None] = lambda: None  # switches the model and the cache to this variant
     rest: str = "rest"  # the variant without the model's layers
+    new: int = 1  # tokens of a step
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext  # what a step runs in
 
 
 @torch.inference_mode()
@@ -55,7 +58,8 @@ def decode_rows(
 ) -> list[dict[str, Any]]:
     """Return one row per budget: a decoding step after random keys and values.
 
-    All variants are timed in turn. Every correct form of `bench.dense` is a variant with full attention. On a CPU these
+    All variants are timed in turn, and so is the pass of full attention over several tokens that verifies a draft
+    (`exact_decoding`). Every correct form of `bench.dense` is a variant with full attention. On a CPU these
     and BPC run compiled layers, and another variant is transformers as it is: plain layers, its own attention and
     cache. Layers that are dense beside sparse ones use the form that is fastest for a single layer; on a CPU BPC's
     kernel.
@@ -78,6 +82,8 @@ def decode_rows(
         `floor_share` and `peak_bytes`, or a `note` that says why it was not timed. `dense_forms` has the same for every
         dense form, and `times_bpc`. `times_full` is the speedup over `full`, `limit_times_full` the speedup that the
         bytes allow, and `limit_reached` the share of it that BPC reaches. `compiled`: whether layers were compiled.
+        `verify` is the pass behind a draft of `DRAFT` tokens; `exact` has the `tokens_per_second` to expect of exact
+        decoding if each sequence finds a share `RIGHT` of its drafted tokens right, or None.
 
     Raises:
         BPCError: no dense form is correct, or none could be timed in the model.
@@ -105,6 +111,8 @@ def decode_rows(
 
         variants = {f"dense/{name}": variant(1.0, name) for name in forms}
         variants |= {str(budget): variant(budget) for budget in settings.budgets}
+        several = replace(variant(1.0), new=DRAFT + 1, inside=cache.full_attention)
+        variants["verify"] = replace(several, rest="rest of verify")
         if on_cpu:
             own = DynamicCache(config=model.config)
             fill(own, model.config, batch, tokens, dtype, device)
@@ -115,7 +123,7 @@ def decode_rows(
             for each in list(variants.values()):
                 if each.rest not in variants:
                     emptied = _copy(each.model, without_layers=True)
-                    variants[each.rest] = Variant(emptied, each.cache, lambda: None, rest=each.rest)
+                    variants[each.rest] = Variant(emptied, each.cache, lambda: None, rest=each.rest, new=each.new)
         ids = torch.ones(batch, 1, dtype=torch.long, device=device)
         taken, peaks = _timed_variants(ids, variants, settings.repeats)
     factor, experts = layers / present, has_experts(model.config)
@@ -134,7 +142,7 @@ def decode_rows(
         return {
             "milliseconds": median,
             "spread": spread,
-            "tokens_per_second": round(1e3 * batch / median, 2),
+            "tokens_per_second": round(1e3 * batch * variants[name].new / median, 2),
             "floor": None if floor is None else round(floor, 3),
             "floor_share": None if floor is None else round(floor / median, 4),
         } | peak
@@ -147,7 +155,7 @@ def decode_rows(
         raise BPCError(f"no dense attention could be timed in the model ({reasons})")
     name = min(timed_forms, key=lambda name: timed_forms[name]["milliseconds"])
     full = {"form": name} | timed_forms[name]
-    rows = []
+    verify, rows = {"tokens": DRAFT + 1} | figures("verify", whole), []
     for budget in settings.budgets:
         cache.set_budget(budget)
         ours = figures(str(budget), cache.kv_bytes(length)[0])
@@ -166,23 +174,33 @@ def decode_rows(
                 "times_full": times,
                 "limit_times_full": limit,
                 "limit_reached": None if times is None or limit is None else round(times / limit, 3),
+                "verify": verify,
+                "exact": {"tokens_per_second": exact_speed(batch, ours["milliseconds"], verify["milliseconds"])},
             }
             | ({"transformers": figures("transformers", whole)} if on_cpu else {})
         )
     return rows
 
 
+def exact_speed(batch: int, step: float | None, verify: float | None) -> float | None:
+    """Return the tokens per second of exact decoding, from milliseconds; a batch keeps what all sequences have right."""
+    if step is None or verify is None:
+        return None
+    return round(1e3 * batch * rounds_tokens(RIGHT**batch, DRAFT) / (DRAFT * step + verify), 2)
+
+
 def _timed_variants(
     ids: Tensor, variants: Mapping[str, Variant], repeats: int
 ) -> tuple[dict[str, list[float] | str], dict[str, int]]:
-    """Return each variant's milliseconds per step of `ids [B, 1]`, or why it was not timed, and its peak memory."""
+    """Return each variant's milliseconds per step, or why it was not timed, and its peak memory; `ids` are `[B, 1]`."""
     device = ids.device
     runs: dict[str, Callable[[], Any]] = {}
     notes: dict[str, str] = {}
     peaks: dict[str, int] = {}
 
     def again(variant: Variant) -> None:
-        step(variant.model, ids, variant.cache)
+        with variant.inside():
+            step(variant.model, ids.expand(-1, variant.new), variant.cache)
         variant.rewind()
 
     for name, variant in variants.items():
@@ -247,7 +265,7 @@ def _share(own: Any, cache: BPCCache) -> None:
 
 
 def step(model: Any, ids: Tensor, cache: Any) -> Tensor:
-    """Run a decoding step of `ids [B, 1]`, which adds a token to the cache; return its logits `[B, 1, vocabulary]`."""
+    """Run a step of `ids [B, new]`, which adds these tokens to the cache; return its logits `[B, new, vocabulary]`."""
     return model(ids, **with_cache(cache), use_cache=True).logits
 
 

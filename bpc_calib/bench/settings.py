@@ -14,8 +14,8 @@ from bpc_calib.method.defaults import BUDGET
 from bpc_calib.method.numbers import check_count
 
 __all__ = [
-    "DECODE_LENGTHS", "FEWEST", "LENGTHS", "PARTS", "PREFILL_TOKENS", "SHAPES", "SHORTEST", "Settings",
-    "check_settings", "shape_settings",
+    "DECODE_LENGTHS", "DRAFT", "FEWEST", "LENGTHS", "PARTS", "PREFILL_TOKENS", "RIGHT", "SHAPES", "SHORTEST",
+    "Settings", "check_settings", "shape_settings",
 ]  # fmt: skip
 
 PARTS = ("layer", "decode", "prefill")
@@ -56,6 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }  # fmt: skip
+DRAFT, RIGHT = 4, 0.9  # of exact decoding: tokens drafted at once, and the share of them that is right
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,8 @@ def decode(
     """Compute the parts of a batch that are not in `finished`, and put them there; `done` is called after each.
 
     `answers` have `read`, the share of the KV bytes that a step reads. With a question: `texts` of the answers. Of
-    plain text: of each prompt `likelihood`, the mean log-likelihood of a forced token, and `divergence` from full
-    attention's prediction, where there is a choice to compare. `choices` have `layers` and `kept`, the `METRICS` by
-    layer, prompt and KV head.
+    plain text: the figures of `compare` for each prompt, None where there is nothing to compare with. `choices` have
+    `layers` and `kept`, the `METRICS` by layer, prompt and KV head.
     """
     asked, probed = _missing(batch, list(makers), finished)
     if not asked and not probed:
@@ -93,8 +92,9 @@ def decode(
             tokens = complete(model, cache, tail, batch.new)
             found: dict[str, Any] = {"texts": tokenizer.batch_decode(tokens, skip_special_tokens=True)}
         else:
-            likelihood, divergence = compare(model, cache, tail, predicted)
-            found = {"likelihood": likelihood.tolist(), "divergence": divergence.tolist() if predicted else None}
+            made = compare(model, cache, tail, predicted)
+            found = {"likelihood": made.likelihood.tolist()}
+            found |= {name: getattr(made, name).tolist() if predicted else None for name in ("divergence", "agreement")}
         read, all_bytes = cache.kv_bytes(batch.ids.shape[1] + batch.new)
         finished[batch.answers(each)] = found | {"read": round(read / all_bytes, 6)}
         done()
@@ -109,7 +109,7 @@ def _missing(batch: Batch, variants: Sequence[Variant], finished: Finished) -> t
 
     def answered(variant: Variant) -> bool:
         found = finished.get(batch.answers(variant))
-        return found is not None and not (choosing and found["divergence"] is None)
+        return found is not None and not (choosing and found.get("agreement") is None)
 
     asked = [each for each in variants if not answered(each)]
     return asked, [each for each in choosing if batch.choices(each) not in finished]

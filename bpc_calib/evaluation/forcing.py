@@ -7,7 +7,7 @@ every cache under comparison.
 import copy
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,8 +139,18 @@ def keep(model: Any, cache: BPCCache, ids: Tensor) -> list[Tensor]:
     return [predicted.to("cpu", torch.float16) for predicted, _ in predictions(model, cache, ids)]
 
 
+class Compared(NamedTuple):
+    """Forced tokens beside full attention, float64 `[batch]` on the CPU; NaN without predictions to compare with."""
+
+    likelihood: Tensor  # mean log-likelihood of the tokens except the first
+    divergence: (
+        Tensor  # mean Kullback-Leibler divergence of full attention's prediction of these from this one, in nats
+    )
+    agreement: Tensor  # share of these whose most likely token is full attention's
+
+
 @torch.inference_mode()
-def compare(model: Any, cache: BPCCache, ids: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def compare(model: Any, cache: BPCCache, ids: Tensor, kept: Sequence[Tensor]) -> Compared:
     """Force `ids` `[batch, tokens]` through a cache, and compare it with the predictions of full attention.
 
     Args:
@@ -148,18 +158,18 @@ def compare(model: Any, cache: BPCCache, ids: Tensor, kept: Sequence[Tensor]) ->
         cache: holds the tokens before `ids`.
         ids: int64 `[batch, tokens]`.
         kept: of the same ids, by `keep`; none: nothing to compare with.
-
-    Returns:
-        float64 `[batch]` on the CPU: the mean log-likelihood of the tokens except the first, and the mean
-        Kullback-Leibler divergence of full attention's prediction of these tokens from this one, in nats; NaN without
-        predictions to compare with.
     """
-    likely, apart = [], []
+    likely, apart, same = [], [], []
     for place, (predicted, wanted) in enumerate(predictions(model, cache, ids)):
         likely.append(predicted.gather(-1, wanted).squeeze(-1))
         if kept:
             rounded = kept[place].to(predicted).log_softmax(-1)  # probabilities that add up to 1 again
             full, own = (each.clamp(min=IMPOSSIBLE) for each in (rounded, predicted))
             apart.append((full.exp() * (full - own)).sum(-1))
-    likelihood = torch.stack(likely).double().mean(0).cpu()
-    return likelihood, torch.stack(apart).double().mean(0).cpu() if kept else torch.full_like(likelihood, torch.nan)
+            # Rounded predictions may have several best tokens: each counts as full attention's.
+            same.append(
+                (rounded.gather(-1, own.argmax(-1, keepdim=True)) == rounded.amax(-1, keepdim=True)).squeeze(-1)
+            )
+    likelihood, *others = (torch.stack(each).double().mean(0).cpu() for each in (likely, apart, same) if each)
+    unknown = torch.full_like(likelihood, torch.nan)
+    return Compared(likelihood, *(others or (unknown, unknown)))

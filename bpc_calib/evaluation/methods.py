@@ -40,8 +40,8 @@ METHODS = {
 
 # What is compared with full attention on plain text, and its short names in tables.
 FIGURES = {
-    "loss_difference": "loss", "kl": "KL", "recall": "recall", "mass": "mass", "best_kept": "best kept",
-    "cosine": "cosine",
+    "loss_difference": "loss", "kl": "KL", "agreement": "same token", "recall": "recall", "mass": "mass",
+    "best_kept": "best kept", "cosine": "cosine",
 }  # fmt: skip
 
 
