@@ -85,6 +85,26 @@ def test_sequences_of_different_lengths(family):
     assert cache.get_seq_length() == found.shape[1] - 1
 
 
+@functools.cache
+def long_texts(family):
+    """Return four sequences of different lengths with 2,500 tokens of full attention each, and the arguments."""
+    several, how = prompt(60, 47, 33, 9), GREEDY | {"new": 2500, "min_new_tokens": 2500, "repetition_penalty": 1.2}
+    return several, how, generate(enabled(family), several, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [*(pytest.param(length, marks=pytest.mark.rare) for length in (2, 4, 8)), None])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_ten_thousand_tokens(family, draft):
+    """Behind padding, and with a sliding window."""
+    several, how, expected = long_texts(family)
+    cache = BPCCache(enabled(family).config, **FEW)
+    found = generate(enabled(family), several, cache, exact_decoding, draft=draft, **how)
+    assert torch.equal(found, expected)
+    assert found.shape == (4, 60 + 2500)
+    assert 0.1 < cache.agreement.rate < 1  # some drafts are wrong
+
+
 def test_a_cache_that_keeps_rejected_tokens_is_found(monkeypatch):
     """What the tests above compare would differ."""
     model, inputs = enabled(), prompt(40)

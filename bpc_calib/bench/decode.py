@@ -183,7 +183,7 @@ def decode_rows(
 
 
 def exact_speed(batch: int, step: float | None, verify: float | None) -> float | None:
-    """Return the tokens per second of exact decoding, from milliseconds; a batch keeps what all sequences have right."""
+    """Return the tokens per second of exact decoding, from milliseconds; a batch keeps what all have right."""
     if step is None or verify is None:
         return None
     return round(1e3 * batch * rounds_tokens(RIGHT**batch, DRAFT) / (DRAFT * step + verify), 2)
