@@ -14,6 +14,7 @@ from bpc_calib.backends.triton.language import ROUNDED_TWICE, dot
 __all__ = [
     "NO_SCALES",
     "AttendShape",
+    "Parts",
     "Scales",
     "Source",
     "attend_kernel",
@@ -28,6 +29,14 @@ class Scales(NamedTuple):
 
     of_keys: Any  # not `values`: in kernels every tuple has an attribute of that name
     of_values: Any
+
+
+class Parts(NamedTuple):
+    """Attention over the splits of each row, pointers."""
+
+    sums: Any  # [rows, splits, queries, D], values weighted by `exp(logit - largest)`
+    weight: Any  # [rows, splits, queries], the sum of these weights
+    largest: Any  # [rows, splits, queries], the largest logit
 
 
 class AttendShape(NamedTuple):
@@ -61,9 +70,7 @@ def attend_kernel(
     values: Strided,
     indices,
     lengths,
-    part,
-    weight,
-    largest,
+    parts: Parts,
     scaling,
     count,
     new,
@@ -72,9 +79,8 @@ def attend_kernel(
 ):
     """Attention over one chunk of `indices [rows, count]`; without indices, over the first `lengths [B]` tokens.
 
-    Grid (splits, rows). Leaves sums of values `part [rows, splits, G, D]` weighted by `exp(logit - largest)`, the
-    sum of these weights and the largest logit, `[rows, splits, G]` each. With `new`, as many queries of each head
-    follow one another, of the newest tokens, and each reads no token after its own.
+    Grid (splits, rows). With `new`, as many queries of each head follow one another, of the newest tokens, and each
+    reads no token after its own.
     """
     G: tl.constexpr = shape.G
     G_UP: tl.constexpr = shape.G_UP
@@ -131,9 +137,9 @@ def attend_kernel(
     if scales.of_values is not None:
         sums = sums * (tl.load(scales.of_values) * 256)
     at = (row.to(tl.int64) * tl.num_programs(0) + split) * heads + g
-    tl.store(part + at[:, None] * D + d[None, :], sums, mask=(g[:, None] < heads) & (d[None, :] < D))
-    tl.store(weight + at, total, mask=g < heads)
-    tl.store(largest + at, top, mask=g < heads)
+    tl.store(parts.sums + at[:, None] * D + d[None, :], sums, mask=(g[:, None] < heads) & (d[None, :] < D))
+    tl.store(parts.weight + at, total, mask=g < heads)
+    tl.store(parts.largest + at, top, mask=g < heads)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -241,7 +247,7 @@ def attention(
     largest = torch.empty_like(weight)
     out = torch.empty(batch, kv_heads, heads, dim, dtype=query.dtype, device=query.device)
     attend_kernel[(splits, rows)](
-        strided(query), source.keys, source.values, indices, lengths, part, weight, largest,
+        strided(query), source.keys, source.values, indices, lengths, Parts(part, weight, largest),
         dim**-0.5 if scaling is None else scaling, count, None if new == 1 else new, source.scales,
         AttendShape(
             H_KV=kv_heads, G=heads // new, G_UP=heads_up, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block,
