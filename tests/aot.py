@@ -53,6 +53,7 @@ class Case:
     batch: int = 1
     tokens: int = 131072
     k: int = 2621
+    new: int = 1  # newest tokens that attend to everything
     page: int = 16  # tokens of a page
     eight_bits: bool = False  # keys and values in pages are float8_e4m3fn
 
@@ -61,6 +62,7 @@ class Case:
 SOME = {
     "usual": Case("choose sparse encode append"),
     "dense": Case("dense", dim=256),
+    "drafts": Case("dense", new=17),
     "largest": Case(dim=256, heads=16, bits=128),
     "float32": Case("choose sparse encode", dtype="float32", heads=5, group="max", gain=False, bits=32, centred=False),
     "padding": Case("choose", heads=7, valid=True, forced=True, safeguard=True, strided=True),
@@ -94,6 +96,16 @@ MORE = {
     "many tokens": Case("choose sparse", tokens=524288, k=10485),
     "most tokens": Case("choose", tokens=4 << 20, k=20000),
     "dense, short": Case("dense", tokens=4096),
+    **{
+        f"drafts, {heads} heads, {new} tokens, {dtype}, head_dim {dim}": Case(
+            "dense", heads=heads, new=new, dtype=dtype, dim=dim
+        )
+        for heads, new, dtype, dim in (
+            (4, 2, "bfloat16", 128), (4, 5, "bfloat16", 128), (7, 8, "bfloat16", 128), (4, 17, "float16", 64),
+            (4, 8, "bfloat16", 256), (7, 8, "float16", 96), (4, 8, "float32", 128), (4, 8, "float32", 64),
+            (4, 4, "float32", 256), (4, 4, "float64", 128),
+        )
+    },
     **{f"pages, head_dim {dim}": Case("pages", dim=dim, page=64) for dim in (64, 256)},
     "nibbles": Case("choose encode append", nibbles=True),
     "nibbles, largest": Case("choose encode append", nibbles=True, dim=256, heads=16, bits=128),
@@ -165,7 +177,9 @@ def launched(case: Case) -> Iterator[tuple[str, Callable[[], object]]]:
     calls = {
         "choose": choose,
         "sparse": lambda: pipeline.attend(query, State(keys, values), sequences, listed),
-        "dense": lambda: pipeline.attend(query, State(keys, values), sequences, None),
+        "dense": lambda: pipeline.dense_decode(
+            query.repeat(1, 1, case.new, 1), State(keys, values), sequences, new=case.new
+        ),
         "encode": lambda: (pipeline.encode_with(codebook, keys[:, :, :1]), pipeline.encode_with(codebook, keys)),
         "append": append,
         "gram": gram,

@@ -105,6 +105,28 @@ def test_ten_thousand_tokens(family, draft):
     assert 0.1 < cache.agreement.rate < 1  # some drafts are wrong
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here, not interpreted")
+def test_triton_verifies_drafts(monkeypatch):
+    """In Triton's interpreter, with a dense layer beside those that choose: all attend to several tokens at once."""
+    from bpc_calib.backends.triton import pipeline
+
+    model, inputs, passes = enabled(num_hidden_layers=2), prompt(40), []
+    full = DynamicCache(config=model.config)
+    expected = generate(model, inputs, full, new=6, **GREEDY)
+    plain = pipeline.dense_decode
+
+    def counted(query, state, rows, scaling, new):
+        passes.append(new)
+        return plain(query, state, rows, scaling, new)
+
+    monkeypatch.setattr(pipeline, "dense_decode", counted)
+    monkeypatch.setenv("BPC_BACKEND", "triton")
+    cache = BPCCache(model.config, tiny.artifact(model.config), **FEW | {"dense_layers": (0,)})
+    assert torch.equal(generate(model, inputs, cache, exact_decoding, new=6, draft=3, **GREEDY), expected)
+    assert_cached(cache, full)
+    assert passes[:2] == [4, 4]
+
+
 def test_a_cache_that_keeps_rejected_tokens_is_found(monkeypatch):
     """What the tests above compare would differ."""
     model, inputs = enabled(), prompt(40)

@@ -8,6 +8,7 @@ from drawn import DEVICE, EXACT, FLOAT64, cache, draw, integers
 
 from bpc_calib import hash_scores, quantize_query, select
 from bpc_calib.backends import plain
+from bpc_calib.backends.triton import attend as attending
 from bpc_calib.backends.triton import backend, hashing, ops, pipeline
 from bpc_calib.backends.triton.plan import PLAN_LOW, PLAN_SHIFT
 from bpc_calib.method.codebook import make_codebook
@@ -18,7 +19,7 @@ from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import LARGEST_SCORE, LEAST, STRIPES
 from bpc_calib.method.selection import worst_first
 from bpc_calib.method.state import Rows, State, alike
-from bpc_calib.method.step import attend
+from bpc_calib.method.step import attend, dense_decode
 from bpc_calib.method.step import rank as plain_rank
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -224,6 +225,31 @@ def test_attention_over_everything():
     torch.testing.assert_close(found, expected, rtol=EXACT[torch.float32], atol=EXACT[torch.float32])
 
 
+VERIFIED = [  # new tokens, query heads of a KV head, head_dim, dtype: 16 to 128 queries at once, and more than that
+    (2, 1, 64, torch.float16), (5, 4, 128, torch.bfloat16), (2, 7, 80, torch.float32), (8, 7, 128, torch.bfloat16),
+    (8, 7, 64, torch.float16), (5, 4, 64, torch.float32), (8, 4, 128, torch.float32), (17, 4, 128, torch.bfloat16),
+    (5, 7, 256, torch.bfloat16), *((5, 4, 64, each) for each in FLOAT64),
+]  # fmt: skip
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize(("new", "heads", "dim", "dtype"), VERIFIED)
+def test_attention_of_new_tokens_to_those_up_to_each(new, heads, dim, dtype, monkeypatch):
+    """In two parts of several blocks, of which the second ends early, and of a buffer with more room."""
+    monkeypatch.setattr(attending, "SPLITS", 4)
+    tokens = 270
+    query = draw(2, 1, heads * new, dim, dtype=dtype)
+    keys, values = (draw(2, 1, tokens + 30, dim, seed=seed, dtype=dtype) for seed in (1, 2))
+    rows = alike(keys[:, :, :tokens], tokens)
+    found = backend.dense_decode(query, State(keys, values), rows, 0.3, new=new)
+    exact = State(keys.double(), values.double())
+    expected = dense_decode(query.double(), exact, rows, 0.3, new=new)
+    torch.testing.assert_close(found, expected.to(dtype), rtol=EXACT[dtype], atol=EXACT[dtype])
+    for behind in (keys, values):
+        behind[:, :, tokens:] = 1e4
+    assert torch.equal(backend.dense_decode(query, State(keys, values), rows, 0.3, new=new), found)
+
+
 @pytest.mark.emulated(mean=[150])
 @pytest.mark.parametrize("mean", [None, 20, 150, 1000])
 def test_attention_over_lists_of_different_lengths(mean):
@@ -288,6 +314,7 @@ def test_operators_tell_their_shapes():
         (ops.sparse_decode, query, codebook.projection, False, *pages, None,
          None, None, lengths - 8, k.clamp(max=1), 32, 7, None, table, *rules, 0.0),
         (ops.dense_decode, query, keys, keys, lengths, 40, 0.1),
+        (ops.dense_decode, query, keys, keys, lengths, 40, 0.1, 2),
         (ops.append, *matrices, *new, *slots, state.codes, state.gain, None),
         (ops.encode, *matrices, keys),
         (ops.encode, of_nibbles.matrix, of_nibbles.gram, None, None, True, keys[:, :, :2]),

@@ -108,13 +108,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def attend_to_all(self, call: AttentionCall) -> Tensor | None:
         """Return full attention `[batch, new, query_heads, head_dim]` of BPC's kernel; None: use the model's own.
 
-        On a CPU the model's own repeats the keys of each KV head for its query heads where several tokens are new.
+        The model's own repeats the keys of each KV head for its query heads where several tokens are new.
 
         Raises:
             ModelError: BPC cannot read the mask.
         """
         new, kv_heads = call.query.shape[2], self.keys.shape[1]
-        if backend(self.keys.device) != "native" or hasattr(call.mask, "mask_mod"):
+        if backend(self.keys.device) == "torch" or hasattr(call.mask, "mask_mod"):
             return None
         query = call.query.unflatten(1, (kv_heads, -1))
         state = State(self.buffers["keys"], self.buffers["values"])  # codes may have less room
@@ -305,15 +305,16 @@ class RankingLayer(SparseLayer):
 class DenseLayer(GrowingLayer):
     """A layer whose steps attend to everything.
 
-    The model's own attention computes them, with one exception. Where one-token steps run on a CPU, and other layers
+    The model's own attention computes them, with two exceptions. Where one-token steps run on a CPU, and other layers
     choose, BPC's kernel does: torch's SDPA can take several times as long there, and then these few layers take a large
-    part of a step.
+    part of a step. And it computes passes that attend to everything in all layers (`attend_to_all`).
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[batch, kv_heads, new, head_dim]`; keys that BPC's kernel may read carry this layer."""
         keys, values = super().update(key_states, value_states)
-        if (key_states.shape[2] == 1 or self.common.full) and backend(keys.device) == "native":
+        served = backend(keys.device)
+        if (served == "native" and key_states.shape[2] == 1) or (served != "torch" and self.common.full):
             keys = with_layer(keys, self)
         return keys, values
 

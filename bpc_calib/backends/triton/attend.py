@@ -14,10 +14,12 @@ from bpc_calib.backends.triton.language import ROUNDED_TWICE, dot
 __all__ = [
     "NO_SCALES",
     "AttendShape",
+    "Parts",
     "Scales",
     "Source",
     "attend_kernel",
     "attention",
+    "queries_at_once",
     "reduce_kernel",
 ]
 
@@ -29,11 +31,20 @@ class Scales(NamedTuple):
     of_values: Any
 
 
+class Parts(NamedTuple):
+    """Attention over the splits of each row, pointers."""
+
+    sums: Any  # [rows, splits, queries, D], values weighted by `exp(logit - largest)`
+    weight: Any  # [rows, splits, queries], the sum of these weights
+    largest: Any  # [rows, splits, queries], the largest logit
+
+
 class AttendShape(NamedTuple):
     """Constants of a compiled kernel; `_UP` is rounded up to a power of two."""
 
     H_KV: int
     G: int
+    G_UP: int  # rows of a product of matrices: all queries of a KV head
     D: int
     D_UP: int
     CHUNK: int
@@ -52,27 +63,27 @@ def widened(x, dtype: tl.constexpr):
         return x
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "new"])
 def attend_kernel(
     query: Strided,
     keys: Strided,
     values: Strided,
     indices,
     lengths,
-    part,
-    weight,
-    largest,
+    parts: Parts,
     scaling,
     count,
+    new,
     scales: Scales,
     shape: tl.constexpr,
 ):
     """Attention over one chunk of `indices [rows, count]`; without indices, over the first `lengths [B]` tokens.
 
-    Grid (splits, rows). Leaves sums of values `part [rows, splits, G, D]` weighted by `exp(logit - largest)`, the
-    sum of these weights and the largest logit, `[rows, splits, G]` each.
+    Grid (splits, rows). With `new`, as many queries of each head follow one another, of the newest tokens, and each
+    reads no token after its own.
     """
     G: tl.constexpr = shape.G
+    G_UP: tl.constexpr = shape.G_UP
     D: tl.constexpr = shape.D
     D_UP: tl.constexpr = shape.D_UP
     CHUNK: tl.constexpr = shape.CHUNK
@@ -81,11 +92,12 @@ def attend_kernel(
     row = tl.program_id(1)
     b = (row // shape.H_KV).to(tl.int64)
     h = (row % shape.H_KV).to(tl.int64)
-    g = tl.arange(0, 16)  # the least height of a matrix product
+    g = tl.arange(0, G_UP)
     d = tl.arange(0, D_UP)
+    heads = G if new is None else G * new
     q = tl.load(
         query.at + b * query.b + h * query.h + g[:, None] * query.n + d[None, :],
-        mask=(g[:, None] < G) & (d[None, :] < D),
+        mask=(g[:, None] < heads) & (d[None, :] < D),
         other=0,
     )
     own_keys = head_of(keys, b, h)
@@ -93,9 +105,9 @@ def attend_kernel(
     if scales.of_keys is not None:
         scaling = scaling * (tl.load(scales.of_keys) * 256)
     wide = tl.float64 if query.at.dtype.element_ty == tl.float64 else tl.float32
-    top = tl.full([16], float("-inf"), wide)
-    total = tl.zeros([16], wide)
-    sums = tl.zeros([16, D_UP], wide)
+    top = tl.full([G_UP], float("-inf"), wide)
+    total = tl.zeros([G_UP], wide)
+    sums = tl.zeros([G_UP, D_UP], wide)
     end = count if indices is not None else tl.minimum(tl.load(lengths + b).to(tl.int32), count)
     some = True
     if indices is not None:  # a list that ends before this chunk leaves nothing to do
@@ -113,7 +125,8 @@ def attend_kernel(
             of_value = token_at(values, b, token, listed, shape.PAGE) if shape.PAGE == 0 else of_key
             k = widened(tl.load(own_keys + of_key[:, None] + d[None, :], mask=mask, other=0), q.dtype)
             v = widened(tl.load(own_values + of_value[:, None] + d[None, :], mask=mask, other=0), q.dtype)
-            logits = tl.where(listed[None, :], dot(q, tl.trans(k)) * scaling, float("-inf"))
+            seen = listed[None, :] if new is None else at[None, :] <= (end - new + g % new)[:, None]
+            logits = tl.where(seen, dot(q, tl.trans(k)) * scaling, float("-inf"))
             next_top = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(next_top == float("-inf"), 0.0, next_top)  # no token so far
             weights = tl.exp(logits - base[:, None])
@@ -123,10 +136,10 @@ def attend_kernel(
             top = next_top
     if scales.of_values is not None:
         sums = sums * (tl.load(scales.of_values) * 256)
-    at = (row.to(tl.int64) * tl.num_programs(0) + split) * G + g
-    tl.store(part + at[:, None] * D + d[None, :], sums, mask=(g[:, None] < G) & (d[None, :] < D))
-    tl.store(weight + at, total, mask=g < G)
-    tl.store(largest + at, top, mask=g < G)
+    at = (row.to(tl.int64) * tl.num_programs(0) + split) * heads + g
+    tl.store(parts.sums + at[:, None] * D + d[None, :], sums, mask=(g[:, None] < heads) & (d[None, :] < D))
+    tl.store(parts.weight + at, total, mask=g < heads)
+    tl.store(parts.largest + at, top, mask=g < heads)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -188,6 +201,17 @@ class Source:
     scales: Scales = NO_SCALES
 
 
+def tokens_at_once(query: Tensor) -> int:
+    """Tokens that a program attends to at once: as many bytes for wider dtypes and larger heads."""
+    dim_up = triton.next_power_of_2(query.shape[-1])
+    return int(max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up))))  # the least GPUs have 99 KB
+
+
+def queries_at_once(query: Tensor) -> int:
+    """The most queries of a KV head that a program attends with, as registers and shared memory hold them."""
+    return tokens_at_once(query) * (2 if query.element_size() == 2 and query.shape[-1] <= 128 else 1)
+
+
 def attention(
     query: Tensor,
     source: Source,
@@ -197,18 +221,20 @@ def attention(
     indices: Tensor | None = None,
     lengths: Tensor | None = None,
     mean: int | None = None,
+    new: int = 1,
 ) -> Tensor:
     """Steps 6 and 7: over `indices [B, H_KV, count]`, or over the first `lengths [B]` of `count` tokens.
 
-    `mean` is about how many tokens a list has, and decides how it is split; None: `count`.
+    `mean` is about how many tokens a list has, and decides how it is split; None: `count`. The queries
+    `[B, H_KV, G * new, D]` are at most `queries_at_once`.
     """
     batch, kv_heads, heads, dim = query.shape
     rows = batch * kv_heads
     if query.dtype == torch.float64:  # kernels get numbers as float32
         query, scaling = query * (dim**-0.5 if scaling is None else scaling), 1.0
-    dim_up = max(16, triton.next_power_of_2(dim))  # the least depth of a matrix product
-    # As many bytes for wider dtypes and larger heads: the least of today's GPUs have 99 KB for a block.
-    block = max(16, 2 * LISTED * 128 // (query.element_size() * max(128, dim_up)))
+    # The least height and depth of a matrix product.
+    heads_up, dim_up = max(16, triton.next_power_of_2(heads)), max(16, triton.next_power_of_2(dim))
+    block = tokens_at_once(query)
     # Keys and values of 8 bits take registers twice: as they are read, and as they are multiplied.
     wider = dim_up if source.keys.at.element_size() == 1 else 0
     # A power of two, so that few kernels are compiled while a list grows.
@@ -221,10 +247,13 @@ def attention(
     largest = torch.empty_like(weight)
     out = torch.empty(batch, kv_heads, heads, dim, dtype=query.dtype, device=query.device)
     attend_kernel[(splits, rows)](
-        strided(query), source.keys, source.values, indices, lengths, part, weight, largest,
-        dim**-0.5 if scaling is None else scaling, count, source.scales,
-        AttendShape(H_KV=kv_heads, G=heads, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block, PAGE=source.page),
-        num_warps=4 if query.element_size() * dim_up + wider <= 512 else 8,
+        strided(query), source.keys, source.values, indices, lengths, Parts(part, weight, largest),
+        dim**-0.5 if scaling is None else scaling, count, None if new == 1 else new, source.scales,
+        AttendShape(
+            H_KV=kv_heads, G=heads // new, G_UP=heads_up, D=dim, D_UP=dim_up, CHUNK=chunk, BLOCK=block,
+            PAGE=source.page,
+        ),
+        num_warps=4 if heads_up * (query.element_size() * dim_up + wider) <= 8192 else 8,
         num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](

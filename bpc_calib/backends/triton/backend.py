@@ -80,9 +80,9 @@ def sparse_decode(
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
-    """`bpc_calib.method.step.dense_decode`; plain torch attends to padding, block tables, and with several tokens."""
-    if new > 1 or rows.valid is not None or rows.block_table is not None:
+    """`bpc_calib.method.step.dense_decode`; plain torch attends to padding and block tables."""
+    if rows.valid is not None or rows.block_table is not None:
         return step.dense_decode(query, state, rows, scaling, new=new)
-    step.check(query, None, state, rows)
+    step.check(query, None, state, rows, new if new > 1 else 0)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ops.dense_decode(query, state.keys, state.values, rows.lengths, rows.longest, scaling)
+    return ops.dense_decode(query, state.keys, state.values, rows.lengths, rows.longest, scaling, new)

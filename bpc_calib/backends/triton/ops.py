@@ -58,15 +58,17 @@ def _(
 
 
 @torch.library.custom_op("bpc::dense_decode", mutates_args=())
-def dense_decode(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scaling: float) -> Tensor:
+def dense_decode(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, longest: int, scaling: float, new: int = 1
+) -> Tensor:
     """`bpc_calib.method.step.dense_decode`, of sequences without padding."""
     with torch.cuda.device_of(query):
         rows = Rows(lengths, lengths.unsqueeze(-1), longest, longest)
-        return pipeline.attend(query, State(keys, values), rows, None, scaling)
+        return pipeline.dense_decode(query, State(keys, values), rows, scaling, new)
 
 
 @dense_decode.register_fake
-def _(query, keys, values, lengths, longest, scaling):
+def _(query, keys, values, lengths, longest, scaling, new=1):
     return query.new_empty(query.shape)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from bpc_calib.backends.limits import tight
 from bpc_calib.backends.triton import language
 from bpc_calib.backends.triton.arguments import Strided, in_pages, strided
-from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention
+from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention, queries_at_once
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_nibbles, encode_with, hash_into
 from bpc_calib.backends.triton.language import ROUNDED_TWICE
@@ -28,8 +28,8 @@ from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, within
 
 __all__ = [
-    "Ranking", "append", "attend", "choose", "encode_gram", "encode_nibbles", "encode_with", "hash_into", "quantized",
-    "rank", "score", "sparse_decode", "take", "workspace",
+    "Ranking", "append", "attend", "choose", "dense_decode", "encode_gram", "encode_nibbles", "encode_with",
+    "hash_into", "quantized", "rank", "score", "sparse_decode", "take", "workspace",
 ]  # fmt: skip
 
 # Sizes to tune on a GPU; none changes a result. Programs of a kernel, at most, and keys that one takes at once.
@@ -246,18 +246,36 @@ def attend(
     indices: Tensor | None,
     scaling: float | None = None,
     mean: int | None = None,
+    new: int = 1,
 ) -> Tensor:
     """Steps 6 and 7: attention over listed tokens, int64 `[B, H_KV, k]`, or over all within the lengths.
 
-    `mean`: see `attention`.
+    `mean`, `new`: see `attention`.
     """
     scales, keys, values = NO_SCALES, state.keys, state.values
     if state.scales is not None:
         scales, (keys, values) = Scales(*state.scales), (each.view(torch.uint8) for each in (keys, values))
     source = Source(placed(keys, rows), placed(values, rows), _page(state, rows), scales)
     if indices is None:
-        return attention(query, source, rows.longest, scaling, lengths=rows.lengths.contiguous())
+        return attention(query, source, rows.longest, scaling, lengths=rows.lengths.contiguous(), new=new)
     return attention(query, source, indices.shape[-1], scaling, indices=indices.contiguous(), mean=mean)
+
+
+def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, new: int = 1) -> Tensor:
+    """`bpc_calib.method.step.dense_decode` for checked arguments, without padding.
+
+    Keys and values are read once for as many of the new tokens as a program has room for: mostly for all.
+    """
+    most = max(1, queries_at_once(query) * new // query.shape[2])
+    if new <= most:
+        return attend(query, state, rows, None, scaling, new=new)
+    parts, newest = query.unflatten(2, (-1, new)).split(most, 3), rows.lengths - new
+    done = []
+    for part in parts:
+        newest = newest + part.shape[3]
+        out = attend(part.flatten(2, 3), state, replace(rows, lengths=newest), None, scaling, new=part.shape[3])
+        done.append(out.view(part.shape))
+    return torch.cat(done, 3).flatten(2, 3)
 
 
 SMALLEST = 16  # tokens of a page are a multiple of so many: a program takes that many codes side by side
