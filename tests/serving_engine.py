@@ -42,6 +42,7 @@ type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls
 SETTINGS = {"budget": 0.02, "min_tokens": 8, "min_context": 0}
 DENSE = {"min_context": 10**9}
 PAGE = 128  # tokens
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
 def made_artifact(model_folder, target, samples=4, needs=False):
@@ -90,6 +91,11 @@ class Engine:
         asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         made = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in made], [each.num_cached_tokens for each in made]
+
+    def drafts(self):
+        """How many drafts were verified so far, of how many tokens, and how many of these were accepted."""
+        found = {each.name: each.value for each in self.llm.get_metrics() if hasattr(each, "value")}
+        return [found[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
 
     @contextlib.contextmanager
     def checked(self, monkeypatch):

@@ -48,9 +48,10 @@ def asked() -> Options | None:
     """
     global _latest
     config = get_current_vllm_config()
-    drafts = config.speculative_config
-    if drafts is not None and config.model_config is drafts.draft_model_config:
-        return None  # a model that drafts for the served one
+    drafts, model = config.speculative_config, config.model_config
+    # Where no model drafts, as with n-grams, vLLM names the served one.
+    if drafts is not None and model is drafts.draft_model_config and model is not drafts.target_model_config:
+        return None
     _latest = config
     options = read_options(config)
     if options is not None:
