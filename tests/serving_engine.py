@@ -102,7 +102,7 @@ class Engine:
         """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
         counted = SimpleNamespace(rows=0, steps=0, together=0)
         layers = self.config.compilation_config.static_forward_context
-        kind = type(next(layer.impl for layer in self.attention() if layer.impl.codebook))
+        kind = type(next(layer.impl for layer in self.attention() if getattr(layer.impl, "codebook", None)))
         attend, config = kind.attend, AutoConfig.from_pretrained(self.model)
         fresh = BPCCache(config, bpc_artifacts.load(self.artifact), **SETTINGS, dense_layers=()).layers
         names = {id(layer.impl): extract_layer_index(name) for name, layer in layers.items() if hasattr(layer, "impl")}
