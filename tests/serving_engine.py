@@ -42,6 +42,7 @@ type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls
 SETTINGS = {"budget": 0.02, "min_tokens": 8, "min_context": 0}
 DENSE = {"min_context": 10**9}
 PAGE = 128  # tokens
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 
 
 def made_artifact(model_folder, target, samples=4, needs=False):
@@ -91,12 +92,17 @@ class Engine:
         made = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
         return [list(each.outputs[0].token_ids) for each in made], [each.num_cached_tokens for each in made]
 
+    def drafts(self):
+        """How many drafts were verified so far, of how many tokens, and how many of these were accepted."""
+        found = {each.name: each.value for each in self.llm.get_metrics() if hasattr(each, "value")}
+        return [found[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
+
     @contextlib.contextmanager
     def checked(self, monkeypatch):
         """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
         counted = SimpleNamespace(rows=0, steps=0, together=0)
         layers = self.config.compilation_config.static_forward_context
-        kind = type(next(layer.impl for layer in self.attention() if layer.impl.codebook))
+        kind = type(next(layer.impl for layer in self.attention() if getattr(layer.impl, "codebook", None)))
         attend, config = kind.attend, AutoConfig.from_pretrained(self.model)
         fresh = BPCCache(config, bpc_artifacts.load(self.artifact), **SETTINGS, dense_layers=()).layers
         names = {id(layer.impl): extract_layer_index(name) for name, layer in layers.items() if hasattr(layer, "impl")}

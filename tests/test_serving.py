@@ -25,7 +25,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from serving_engine import DENSE, PAGE, SETTINGS, Engine, ids, made_artifact
+from serving_engine import DENSE, N_GRAMS, PAGE, SETTINGS, Engine, ids, made_artifact
 from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
@@ -50,10 +50,16 @@ def engine(artifact):
     return Engine(DEMO_MODEL, artifact, num_gpu_blocks_override=40)
 
 
+@pytest.fixture(scope="module")
+def drafting(artifact):
+    options = {"speculative_config": N_GRAMS, "disable_log_stats": False}
+    return Engine(DEMO_MODEL, artifact, num_gpu_blocks_override=40, **options)
+
+
 @pytest.fixture(autouse=True)
 def fresh(request):
-    if "engine" in request.fixturenames:
-        request.getfixturevalue("engine").use()
+    for name in {"engine", "drafting"}.intersection(request.fixturenames):
+        request.getfixturevalue(name).use()
 
 
 def test_without_options_vllm_is_stock(engine):
@@ -176,6 +182,50 @@ def test_requests_join_and_leave(engine, monkeypatch):
                     finished[each.request_id] = list(each.outputs[0].token_ids)
     assert [len(answer) for answer in finished.values() if len(answer) == 20] == [20, 20]
     assert counted.together == 3
+
+
+def test_full_attention_verifies_drafts(engine, drafting):
+    """In this text every step verifies drafts, so a budget of 2 % changes nothing."""
+    prompt, new = ids(900), 40
+    (sparse,), _ = engine.generate(prompt, new=new)
+    engine.use(**DENSE)
+    (dense,), _ = engine.generate(prompt, new=new)
+    assert sparse != dense
+    for options in ({}, DENSE):
+        drafting.use(**options)
+        before = drafting.drafts()
+        assert drafting.generate(prompt, new=new)[0] == [dense]
+        drafts, offered, accepted = (now - then for now, then in zip(drafting.drafts(), before, strict=True))
+        assert 0 < accepted < offered
+        assert drafts + accepted >= new - 1  # the first token comes from the prefill
+
+
+def test_between_drafts_steps_choose_what_the_layer_chooses(drafting, monkeypatch):
+    """Tokens of drafts that were rejected leave their slots to others, whose codes must be their own."""
+    before = drafting.drafts()
+    with drafting.checked(monkeypatch) as counted:
+        drafting.generate(*(ids(length, seed=length) for length in (900, 140, 300)), new=20)
+    drafts, offered, accepted = (now - then for now, then in zip(drafting.drafts(), before, strict=True))
+    assert 0 < accepted < offered
+    assert counted.together > 1
+    least = 4 * (3 * 19 - drafts - accepted)  # all but what verification wrote; the end of an answer may cut 3 tokens
+    assert 0 < least <= counted.rows <= least + 4 * 3 * 3
+
+
+def test_a_model_that_drafts_leaves_no_step_that_chooses(engine, artifact, monkeypatch):
+    said, prompt = [], ids(400)
+    for level in ("info", "warning"):
+        monkeypatch.setattr(layer.logger, level, lambda text, *values: said.append(text % values))
+    drafts = {"method": "draft_model", "model": str(DEMO_MODEL), "num_speculative_tokens": 3}
+    drafting = Engine(DEMO_MODEL, artifact, num_gpu_blocks_override=40, speculative_config=drafts)
+    assert len(said) == 2  # nothing of the drafting model's layers
+    assert said[0].startswith("BPC chooses in 4 of 4 layers")
+    assert said[1].startswith("BPC chooses in no step that verifies drafts")
+    with drafting.checked(monkeypatch) as counted:
+        answer, _ = drafting.generate(prompt)
+    assert not counted.rows
+    engine.use(**DENSE)
+    assert engine.generate(prompt)[0] == answer
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import serving_engine  # noqa: F401 (the first that imports from vLLM)
 from flash_on_cpu import Backend, attend, cache
-from serving_engine import PAGE, Engine, ids, made_artifact
+from serving_engine import N_GRAMS, PAGE, Engine, ids, made_artifact
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
@@ -69,6 +69,19 @@ def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch
         engine.generate(*prompts)
     assert counted.together == 5
     assert counted.rows == 5 * 11 * 4  # the first token comes from the prefill
+
+
+def test_tokens_behind_rejected_drafts_get_their_own_codes(artifact, monkeypatch):
+    """A pass that verifies drafts hashes them; those that are rejected leave their slots to other tokens."""
+    options = {"speculative_config": N_GRAMS, "disable_log_stats": False}
+    engine = Engine(DEMO_MODEL, artifact, backend=BACKEND, num_gpu_blocks_override=40, **options)
+    with engine.checked(monkeypatch) as counted:
+        engine.generate(*(ids(length, seed=length) for length in (900, 140, 300)), new=20)
+    drafts, offered, accepted = engine.drafts()
+    assert 0 < accepted < offered
+    assert counted.together > 1
+    least = 4 * (3 * 19 - drafts - accepted)  # all but what verification wrote; the end of an answer may cut 3 tokens
+    assert 0 < least <= counted.rows <= least + 4 * 3 * 3
 
 
 def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
@@ -128,12 +141,15 @@ def test_weights_loaded_again_leave_the_tensors_where_they_are(engine):
     assert all(map(torch.equal, tensors, before))
 
 
-def test_a_model_that_drafts_is_stock(engine):
-    drafts = SimpleNamespace(draft_model_config=engine.config.model_config)
+@pytest.mark.parametrize("a_model_drafts", [True, False])
+def test_a_model_that_drafts_is_stock(engine, a_model_drafts):
+    served = engine.config.model_config
     config = copy.copy(engine.config)
-    config.speculative_config = drafts
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=served, target_model_config=None if a_model_drafts else served
+    )
     with set_current_vllm_config(config):
-        assert GPUBackend.get_impl_cls() is FlashAttentionImpl
+        assert GPUBackend.get_impl_cls() is (FlashAttentionImpl if a_model_drafts else GPUAttention)
 
 
 def test_keys_of_8_bits_are_hashed_as_they_come(engine):

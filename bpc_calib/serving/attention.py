@@ -32,7 +32,7 @@ from bpc_calib.backends.switch_over import IN_VLLM, sparse_from
 from bpc_calib.errors import ModelError
 from bpc_calib.method.rules import Rules, spread
 from bpc_calib.method.state import Rows, State
-from bpc_calib.serving.layer import Layer, Split, announce, asked, settings, shares_on, sized
+from bpc_calib.serving.layer import Layer, Split, announce, asked, choosing_layers, settings, shares_on, sized
 from bpc_calib.serving.options import Options, read_options
 from bpc_calib.serving.packing import packing
 
@@ -91,8 +91,9 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         options = read_options(vllm_config)
-        if options is not None and self.window_size == -1:
-            announce(vllm_config, layer_names, self.rules(options, 1))
+        self.chooses = choosing_layers(vllm_config, layer_names) > 0  # not for a model that drafts
+        if options is not None and self.chooses:
+            announce(vllm_config, self.rules(options, 1))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -101,7 +102,7 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common = common_attn_metadata
         whole = super().build(common_prefix_len, common, fast_build)
         options = read_options(self.vllm_config)
-        if options is None or self.window_size != -1:
+        if options is None or not self.chooses:
             return whole
         self.overwrite(common.slot_mapping)
         requests, starts = common.num_reqs, common.query_start_loc_cpu
@@ -198,7 +199,8 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         if options is None or (slides and not any(getattr(impl, "codebook", None) for impl in own)):
             return
         rules, limit = settings(options), vllm_config.model_config.max_model_len
-        announce(vllm_config, layer_names, rules)
+        if choosing_layers(vllm_config, layer_names):
+            announce(vllm_config, rules)
         counts = [rules.count(length) for length in range(limit + 1)]
         self.counts, self.width = torch.tensor(counts, device=device), rules.most(limit)
         # A CUDA graph reads it in place.

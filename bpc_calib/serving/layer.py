@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,9 @@ from bpc_calib.serving.options import (
     shares,
 )
 
-__all__ = ["Layer", "Split", "announce", "asked", "check", "is_hybrid", "keys_in", "settings", "sized"]
+__all__ = [
+    "Layer", "Split", "announce", "asked", "check", "choosing_layers", "is_hybrid", "keys_in", "settings", "sized",
+]  # fmt: skip
 
 logger = logging.getLogger("vllm.bpc")  # vLLM shows what loggers below its own say
 
@@ -48,9 +51,10 @@ def asked() -> Options | None:
     """
     global _latest
     config = get_current_vllm_config()
-    drafts = config.speculative_config
-    if drafts is not None and config.model_config is drafts.draft_model_config:
-        return None  # a model that drafts for the served one
+    drafts, model = config.speculative_config, config.model_config
+    # Where no model drafts, as with n-grams, vLLM names the served one.
+    if drafts is not None and model is drafts.draft_model_config and model is not drafts.target_model_config:
+        return None
     _latest = config
     options = read_options(config)
     if options is not None:
@@ -69,22 +73,31 @@ def check(config: VllmConfig, options: Options) -> None:
         raise ModelError(f"{config.model_config.model}: BPC does not serve layers of linear attention in vLLM")
 
 
-def announce(config: VllmConfig, names: list[str], rules: Rules) -> None:
-    """Say in vLLM's log that BPC chooses tokens, in which of these layers and from which length on.
+def choosing_layers(config: VllmConfig, names: Iterable[str]) -> int:
+    """Return how many of these layers of vLLM's choose tokens; those of a model that drafts never do."""
+    layers = config.compilation_config.static_forward_context
+    impls = (getattr(layers.get(name), "impl", None) for name in names)
+    return sum(getattr(impl, "codebook", None) is not None for impl in impls)
+
+
+def announce(config: VllmConfig, rules: Rules) -> None:
+    """Say in vLLM's log that BPC chooses tokens, in how many layers of the model and from which length on.
 
     Args:
         config: of vLLM.
-        names: of the layers.
         rules: of a step with one request.
     """
-    layers = config.compilation_config.static_forward_context
-    chosen = sum(getattr(getattr(layers.get(name), "impl", None), "codebook", None) is not None for name in names)
     least = rules.budget if isinstance(rules.budget, int) else 0
     logger.info(
         "BPC chooses in %d of %d layers: a step attends to %s of the cached tokens, at least to %s, from %s tokens on",
-        chosen, len(names), budget_text(rules.budget), f"{rules.min_tokens:,}",
-        f"{max(rules.min_context, rules.min_tokens + 1, least + 1):,}",
+        choosing_layers(config, config.compilation_config.static_forward_context),
+        describe(config.model_config.hf_config).num_layers, budget_text(rules.budget),
+        f"{rules.min_tokens:,}", f"{max(rules.min_context, rules.min_tokens + 1, least + 1):,}",
     )  # fmt: skip
+    if config.speculative_config is not None:
+        logger.warning(
+            "BPC chooses in no step that verifies drafts (speculative_config): with most methods no other step is left"
+        )
 
 
 def is_hybrid(config: VllmConfig) -> bool:
