@@ -9,7 +9,7 @@ __all__ = ["PARTS", "TABLES"]
 
 PARTS = (
     "calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "shares", "nibbles",
-    "answers", "tasks", "generate",
+    "answers", "tasks", "generate", "exact",
 )  # fmt: skip
 LENGTH = 8192  # tokens per prompt of the first table
 HEADLINE = ("full", "oracle", "bpc", "bpc-online", "paper", "random")
@@ -186,6 +186,22 @@ def generate(results: Results) -> Lines:
             model = ""
 
 
+def exact(results: Results) -> Lines:
+    """How many drafted tokens full attention chooses too, and tokens per second with and without drafts."""
+    yield (
+        "model", "text", "tokens", "budget", "drafted tokens that are right", "KL", "full attention, tokens/s", "BPC",
+        "exact, 4 drafted", "exact, adaptive",
+    )  # fmt: skip
+    for model, found in models(results, "exact").items():
+        for row in found["rows"]:
+            right = f"{percent(row['right'] / row['checked'])} % of {row['checked']}"
+            taken = row["tokens_per_second"]
+            speeds = (f"{taken[name]:.1f}" if name in taken else "" for name in ("full", "bpc", "exact", "adaptive"))
+            about = model, row["corpus"], row["tokens"] + row["new"], budget_text(row["budget"])
+            yield *about, right, f"{row['kl']:.3f}", *speeds
+            model = ""
+
+
 def decode(results: Results) -> Lines:
     """What a step takes after 8,000 tokens, and the same model without attention, on two machines."""
     heads = [f"{machine}, ms: {products}" for machine in ("AMX", "no AMX") for products in ("oneDNN", "torch's own")]
@@ -219,7 +235,7 @@ def files(results: Results) -> Lines:
 
 
 TABLES = made_by(
-    short, headline, lengths, methods, defaults, shares, answers, tasks, generate, decode, engines, files,
+    short, headline, lengths, methods, defaults, shares, answers, tasks, generate, exact, decode, engines, files,
     prefix="real-",
 )  # fmt: skip
 

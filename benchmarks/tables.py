@@ -286,10 +286,35 @@ def switch_over(results: Results) -> Lines:
         yield *about, f"{size:.1f}", f"{dense:.2f}", f"{sparse:.2f}", f"{(dense - sparse) / 4 * 1e3:.0f}"
 
 
+def exact_layers(results: Results) -> Lines:
+    """What exact decoding gives a large model on a CPU, from the times of its steps."""
+    yield (
+        "sequences", "tokens", "full attention, tokens/s", "BPC, tokens/s", "a pass over 5 tokens / a step of one",
+        "exact, tokens/s", "exact / full",
+    )  # fmt: skip
+    for batch in BATCHES:
+        for row in results.get(f"bench_cpu_exact_{batch}", {"decode": {"rows": []}})["decode"]["rows"]:
+            full, ours, exact = (row[side]["tokens_per_second"] for side in ("full", "bpc", "exact"))
+            slower = row["verify"]["milliseconds"] / row["full"]["milliseconds"]
+            gain = f"{exact / full:.2f}"
+            yield batch, row["tokens"], f"{full:.2f}", f"{ours:.2f}", f"{slower:.2f}", f"{exact:.2f}", gain
+
+
+def exact_texts(results: Results) -> Lines:
+    """Texts with drafts beside full attention's."""
+    yield "drafted at once", "texts", "tokens", "the same", "drafted tokens that were right"
+    groups: dict[Any, list[Row]] = {}
+    for row in results.get("exact_texts", {"rows": []})["rows"]:
+        groups.setdefault(row["draft"], []).append(row)
+    for draft, rows in groups.items():
+        tokens, alike, right, checked = (sum(row[name] for row in rows) for name in ("new", "same", "right", "checked"))
+        yield draft or "adaptive", len(rows), tokens, alike, f"{percent(right / checked)} % of {checked:,}"
+
+
 TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_models, gpu_serving,
     model_bytes, serving, headline, headline_both, aggregation, key_counts, keys_per_head, calibration_plan,
-    fitting_time,
+    fitting_time, exact_layers, exact_texts,
 )  # fmt: skip
 
 
