@@ -195,7 +195,7 @@ def exact(results: Results) -> Lines:
     for model, found in models(results, "exact").items():
         for row in found["rows"]:
             right = f"{percent(row['right'] / row['checked'])} % of {row['checked']}"
-            taken = row["tokens_per_second"]
+            taken = {} if "disturbed" in row else row["tokens_per_second"]
             speeds = (f"{taken[name]:.1f}" if name in taken else "" for name in ("full", "bpc", "exact", "adaptive"))
             about = model, row["corpus"], row["tokens"] + row["new"], budget_text(row["budget"])
             yield *about, right, f"{row['kl']:.3f}", *speeds
