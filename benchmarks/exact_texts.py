@@ -115,7 +115,7 @@ def compared_text(
             return decoded(model, ids, cache, new, **exact)
 
     made(budgets[0], draft=DRAFT)  # what runs for the first time is slower
-    full, rows = made(budgets[0], full=True), []
+    full, rows = made(budgets[0], full=True), list[report.Row]()
     for budget in budgets:
         fixed = made(budget, draft=DRAFT)
         found, speeds = fixed.cache.agreement, {"exact": fixed.speed}
@@ -147,7 +147,7 @@ def same_as_full(
         with torch.inference_mode():
             return fork(prefix, BPCCache(model.config, artifact, budget=BUDGET, min_tokens=1, min_context=least))
 
-    full, rows = decoded(model, ids, forked(EVERYTHING), new), []
+    full, rows = decoded(model, ids, forked(EVERYTHING), new), list[report.Row]()
     for draft in drafts:
         made = decoded(model, ids, forked(0), new, draft=draft)
         found = made.cache.agreement
