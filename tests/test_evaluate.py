@@ -261,7 +261,7 @@ def test_the_command_prints_a_table(bpc, folder, artifact):
     assert "tiny-llama, 8 of 700 tokens: right answers in %, and 95 % interval" in ran.out
     assert "tiny-llama, 8 of 700 tokens: text compared with full attention, and 95 % interval" in ran.out
     assert ran.out.endswith("Preset hard. Dense layers: none. No minimum of tokens.\n")
-    for word in ("full attention", "BPC", "random keys", "KV read", "single", "recall", "cosine"):
+    for word in ("full attention", "BPC", "random keys", "KV read", "single", "same", "cosine"):
         assert word in ran.out
     lines = [line for line in ran.err.splitlines() if not line.startswith("Warning: the projections hardly fit")]
     assert len(ran.err.splitlines()) <= len(lines) + 1  # said once for all caches
