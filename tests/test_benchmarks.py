@@ -16,6 +16,7 @@ import tiny
 import torch
 import transformers
 
+import bpc_artifacts
 from bpc_calib import BPCCache, enable
 from bpc_calib.evaluation.comparison import HARD, make_cache
 from bpc_calib.evaluation.forcing import compare, fork, keep, prefill
@@ -312,6 +313,17 @@ def test_the_soak_notices_other_answers_left_files_and_growth(tmp_path, monkeypa
     assert curve([50, *[100, 101] * 50]) == []  # the warm-up may grow
     assert curve(range(100, 200)) == ["memory grew by 56.4%"]
     assert curve([100] * 40, files=(5, 6)) == ["open files: 5 to 6"]
+
+
+def test_exact_texts_are_those_of_full_attention(tmp_path):
+    from bpc_calib.models.loading import load_model
+
+    bpc_artifacts.save(tiny.artifact(load_model("demo").config), tmp_path / "artifact.safetensors")
+    words = [sys.executable, BENCHMARKS / "exact_texts.py", "--tiny", "--drafts", "2,adaptive"]
+    words += ["-a", tmp_path / "artifact.safetensors", "-o", tmp_path / "result.json"]
+    subprocess.run([str(word) for word in words], check=True)
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert [(row["draft"], row["new"], row["same"]) for row in rows] == [(2, 8, 8), (None, 8, 8)]
 
 
 def test_no_script_is_left_out():
