@@ -316,9 +316,13 @@ def test_the_soak_notices_other_answers_left_files_and_growth(tmp_path, monkeypa
 
 
 def test_exact_texts_are_those_of_full_attention(tmp_path):
-    from bpc_calib.models.loading import load_model
+    from bpc_calib import calibrate, describe, make_plan
+    from bpc_calib.models.loading import load_model, load_tokenizer
 
-    bpc_artifacts.save(tiny.artifact(load_model("demo").config), tmp_path / "artifact.safetensors")
+    model = load_model("demo")
+    plan = make_plan(describe(model.config), samples=2, sequence_length=256, bits=32)
+    made = calibrate(model, load_tokenizer("demo"), ["demo-prose"], plan)
+    bpc_artifacts.save(made, tmp_path / "artifact.safetensors")
     words = [sys.executable, BENCHMARKS / "exact_texts.py", "--tiny", "--drafts", "2,adaptive"]
     words += ["-a", tmp_path / "artifact.safetensors", "-o", tmp_path / "result.json"]
     subprocess.run([str(word) for word in words], check=True)
