@@ -212,22 +212,6 @@ def test_between_drafts_steps_choose_what_the_layer_chooses(drafting, monkeypatc
     assert 0 < least <= counted.rows <= least + 4 * 3 * 3
 
 
-def test_a_model_that_drafts_leaves_no_step_that_chooses(engine, artifact, monkeypatch):
-    said, prompt = [], ids(400)
-    for level in ("info", "warning"):
-        monkeypatch.setattr(layer.logger, level, lambda text, *values: said.append(text % values))
-    drafts = {"method": "draft_model", "model": str(DEMO_MODEL), "num_speculative_tokens": 3}
-    drafting = Engine(DEMO_MODEL, artifact, num_gpu_blocks_override=40, speculative_config=drafts)
-    assert len(said) == 2  # nothing of the drafting model's layers
-    assert said[0].startswith("BPC chooses in 4 of 4 layers")
-    assert said[1].startswith("BPC chooses in no step that verifies drafts")
-    with drafting.checked(monkeypatch) as counted:
-        answer, _ = drafting.generate(prompt)
-    assert not counted.rows
-    engine.use(**DENSE)
-    assert engine.generate(prompt)[0] == answer
-
-
 @pytest.mark.slow
 def test_200_requests_come_and_go(engine, monkeypatch):
     """Of random lengths, a fifth of them cancelled, in a cache too small for all; memory grows as vLLM's own."""
@@ -350,6 +334,23 @@ def test_the_benchmark_runs(artifact, tmp_path):
     rows = json.loads(target.read_text())["rows"]
     assert [row["server"] for row in rows] == ["stock", "plugin installed", "BPC"]
     assert rows[1]["same_answers"] == 2
+
+
+def test_a_model_that_drafts_leaves_no_step_that_chooses(engine, artifact, monkeypatch):
+    said, prompt = [], ids(400)
+    engine.use(**DENSE)
+    dense, _ = engine.generate(prompt)
+    for level in ("info", "warning"):
+        monkeypatch.setattr(layer.logger, level, lambda text, *values: said.append(text % values))
+    drafts = {"method": "draft_model", "model": str(DEMO_MODEL), "num_speculative_tokens": 3}
+    drafting = Engine(DEMO_MODEL, artifact, num_gpu_blocks_override=40, speculative_config=drafts)
+    assert len(said) == 2  # nothing of the drafting model's layers
+    assert said[0].startswith("BPC chooses in 4 of 4 layers")
+    assert said[1].startswith("BPC chooses in no step that verifies drafts")
+    with drafting.checked(monkeypatch) as counted:
+        answer, _ = drafting.generate(prompt)
+    assert not counted.rows
+    assert answer == dense
 
 
 @pytest.mark.parametrize("options", [{}, {"disable_hybrid_kv_cache_manager": True}], ids=["managed", "unified"])

@@ -50,6 +50,12 @@ def engine(artifact):
     return made
 
 
+@pytest.fixture(scope="module")
+def drafting(artifact):
+    options = {"speculative_config": N_GRAMS, "disable_log_stats": False}
+    return Engine(DEMO_MODEL, artifact, backend=BACKEND, num_gpu_blocks_override=40, **options)
+
+
 def test_without_options_vllm_is_stock(engine):
     without = dataclasses.replace(engine.config, additional_config={})
     with set_current_vllm_config(without):
@@ -71,13 +77,11 @@ def test_five_requests_at_once_choose_what_the_layer_chooses(engine, monkeypatch
     assert counted.rows == 5 * 11 * 4  # the first token comes from the prefill
 
 
-def test_tokens_behind_rejected_drafts_get_their_own_codes(artifact, monkeypatch):
+def test_tokens_behind_rejected_drafts_get_their_own_codes(drafting, monkeypatch):
     """A pass that verifies drafts hashes them; those that are rejected leave their slots to other tokens."""
-    options = {"speculative_config": N_GRAMS, "disable_log_stats": False}
-    engine = Engine(DEMO_MODEL, artifact, backend=BACKEND, num_gpu_blocks_override=40, **options)
-    with engine.checked(monkeypatch) as counted:
-        engine.generate(*(ids(length, seed=length) for length in (900, 140, 300)), new=20)
-    drafts, offered, accepted = engine.drafts()
+    with drafting.checked(monkeypatch) as counted:
+        drafting.generate(*(ids(length, seed=length) for length in (900, 140, 300)), new=20)
+    drafts, offered, accepted = drafting.drafts()
     assert 0 < accepted < offered
     assert counted.together > 1
     least = 4 * (3 * 19 - drafts - accepted)  # all but what verification wrote; the end of an answer may cut 3 tokens
