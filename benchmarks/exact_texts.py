@@ -109,8 +109,7 @@ def compared_text(
     prefix = prefill(model, ids[:, :-1])
 
     def made(budget: float, *, full: bool = False, **exact: Any) -> Made:
-        with torch.inference_mode():
-            cache = fork(prefix, BPCCache(model.config, artifact, budget=budget, min_tokens=1, min_context=0))
+        cache = copied(prefix, BPCCache(model.config, artifact, budget=budget, min_tokens=1, min_context=0))
         with cache.full_attention(full):
             return decoded(model, ids, cache, new, **exact)
 
@@ -143,27 +142,32 @@ def same_as_full(
     """
     prefix = prefill(model, ids[:, :-1])
 
-    def forked(least: int) -> BPCCache:
-        with torch.inference_mode():
-            return fork(prefix, BPCCache(model.config, artifact, budget=BUDGET, min_tokens=1, min_context=least))
+    def cached(least: int) -> BPCCache:
+        return copied(prefix, BPCCache(model.config, artifact, budget=BUDGET, min_tokens=1, min_context=least))
 
-    full, rows = decoded(model, ids, forked(EVERYTHING), new), list[report.Row]()
+    full, rows = decoded(model, ids, cached(EVERYTHING), new), list[report.Row]()
     for draft in drafts:
-        made = decoded(model, ids, forked(0), new, draft=draft)
+        made = decoded(model, ids, cached(0), new, draft=draft)
         found = made.cache.agreement
         alike = same(made, full)
         row: report.Row = {"draft": draft, "new": new, "same": alike, "checked": found.checked, "right": found.agreed}
         if alike < new:
-            gaps = gaps_of(model, torch.cat([ids[:, -1:], made.tokens.unsqueeze(0)], 1), forked(EVERYTHING))
+            gaps = gaps_of(model, torch.cat([ids[:, -1:], made.tokens.unsqueeze(0)], 1), cached(EVERYTHING))
             row |= {"not_best": sum(gap > 0 for gap in gaps), "largest_gap": max(gaps)}
         rows.append(row)
     return rows
 
 
+@torch.inference_mode()
+def copied(prefix: Any, cache: BPCCache) -> BPCCache:
+    """Return the empty cache with the tokens of a prefix."""
+    return fork(prefix, cache)
+
+
+@torch.inference_mode()
 def gaps_of(model: Any, text: Tensor, cache: BPCCache) -> list[float]:
     """Return by how much the logarithm of each token's probability is below that of the most likely one."""
-    with torch.inference_mode():
-        return [float(each.max() - each.gather(-1, wanted)) for each, wanted in predictions(model, cache, text)]
+    return [float(each.max() - each.gather(-1, wanted)) for each, wanted in predictions(model, cache, text)]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial
 from itertools import product
 from multiprocessing import get_context
@@ -151,31 +151,19 @@ def generate(subject: Subject, settings: Settings) -> list[Row]:
 
 def exact(subject: Subject, settings: Settings) -> list[Row]:
     """Drafts of sparse steps that full attention verifies: how many are right, and tokens per second."""
+    import torch
     from exact_texts import compared_text
 
-    rows = []
-    for corpus, length, ids in continued(subject, [each - settings["new"] for each in subject.lengths[:2]]):
-        say(f"  {corpus}, {length:,} tokens")
-        model, artifact = opened(subject)[0], artifact_of(subject)
-        found = compared_text(model, artifact, ids, settings["new"], settings["budgets"])
-        rows += [{"corpus": corpus} | row for row in found]
-    return rows
-
-
-def continued(subject: Subject, lengths: Sequence[int]) -> Iterator[tuple[str, int, Any]]:
-    """The first held-out text of each corpus, int64 `[1, tokens]`, cut to each length, with the names of both."""
-    import torch
-
-    for spec in subject.corpora("held-out"):
-        for ids in prompts(opened(subject)[1], spec, list(lengths)):
-            yield spec.partition("=")[0], len(ids), torch.tensor([ids])
-
-
-def artifact_of(subject: Subject) -> Any:
-    """The projections that are the default."""
     from bpc_artifacts import load
 
-    return load(subject.artifact("bpc"))
+    (model, tokenizer), artifact, new, rows = opened(subject), load(subject.artifact("bpc")), settings["new"], []
+    for spec in subject.corpora("held-out"):
+        corpus = spec.partition("=")[0]
+        for ids in prompts(tokenizer, spec, [length - new for length in subject.lengths[:2]]):
+            say(f"  {corpus}, {len(ids):,} tokens")
+            found = compared_text(model, artifact, torch.tensor([ids]), new, settings["budgets"])
+            rows += [{"corpus": corpus} | row for row in found]
+    return rows
 
 
 def compared(words: Sequence[object], prompt: str) -> Row:

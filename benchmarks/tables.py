@@ -288,13 +288,8 @@ def switch_over(results: Results) -> Lines:
 
 def exact_layers(results: Results) -> Lines:
     """What exact decoding gives a large model on a CPU, from the times of its steps."""
-    yield (
-        "tokens",
-        "full attention, tokens/s",
-        "BPC, tokens/s",
-        "a pass over 5 tokens / a step of one",
-        "exact, tokens/s",
-    )
+    heads = "full attention, tokens/s", "BPC, tokens/s", "a pass over 5 tokens / a step of one", "exact, tokens/s"
+    yield "tokens", *heads
     for row in results["bench_cpu_exact_1"]["decode"]["rows"]:
         full, ours, exact = (row[side]["tokens_per_second"] for side in ("full", "bpc", "exact"))
         slower = row["verify"]["milliseconds"] / row["full"]["milliseconds"]

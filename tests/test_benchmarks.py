@@ -315,6 +315,7 @@ def test_the_soak_notices_other_answers_left_files_and_growth(tmp_path, monkeypa
     assert curve([100] * 40, files=(5, 6)) == ["open files: 5 to 6"]
 
 
+@pytest.mark.slow
 def test_exact_texts_are_those_of_full_attention(tmp_path):
     from bpc_calib import calibrate, describe, make_plan
     from bpc_calib.models.loading import load_model, load_tokenizer

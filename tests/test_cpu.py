@@ -371,14 +371,16 @@ def test_many_tokens_attended_by_several_threads():
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for dtype, tokens, heads, dim in (
-            (torch.float32, 5_003, 3, 64), (torch.bfloat16, 4_096, 3, 64), (torch.bfloat16, 5_003, 7, 90),
-            (torch.float16, 1_030, 3, 64),
+        for dtype, tokens, heads, dim, padded in (
+            (torch.float32, 5_003, 3, 64, False), (torch.bfloat16, 4_096, 3, 64, False),
+            (torch.float16, 1_030, 3, 64, False), (torch.bfloat16, 5_003, 7, 90, False),
+            (torch.bfloat16, 5_003, 7, 90, True), (torch.float32, 1_030, 7, 90, True),
         ):  # fmt: skip
             query = 4 * torch.randn(1, 2, heads * 5, dim, generator=generator)
             keys, values = torch.randn(2, 1, 2, tokens + 9, dim, generator=generator)
             state = State(keys.to(dtype), values.to(dtype))
-            rows = replace(alike(keys[:, :, :tokens], 1), valid=torch.rand(1, tokens + 9, generator=generator) > 0.3)
+            valid = torch.rand(1, tokens + 9, generator=generator) > 0.3 if padded else None
+            rows = replace(alike(keys[:, :, :tokens], 1), valid=valid)
             found = kernels.dense_decode(query.to(dtype), state, rows, new=5)
             exact = State(state.keys.double(), state.values.double())
             expected = plain_step.dense_decode(query.to(dtype).double(), exact, rows, new=5)

@@ -203,7 +203,7 @@ def _text_rows(
         if ("full", None) in variants:
             # Both losses are of the same texts, so the interval is that of their differences.
             values["loss_difference"] = answered(("full", None), "likelihood") - likelihood
-        if finished[batches[0].answers(variant)]["divergence"] is not None:
+        if finished[batches[0].answers(variant)].get("agreement") is not None:
             values |= {"kl": answered(variant, "divergence"), "agreement": answered(variant, "agreement")}
         row = _row(batches[0], variant, len(likelihood)) | {"read": finished[batches[-1].answers(variant)]["read"]}
         row["log_likelihoods"] = [round(value, 6) for value in likelihood.tolist()]  # to compare runs text by text

@@ -191,15 +191,14 @@ class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        options, layers = read_options(vllm_config), vllm_config.compilation_config.static_forward_context
-        own = [getattr(layers[name], "impl", None) for name in layer_names if name in layers]
+        options, choosing = read_options(vllm_config), choosing_layers(vllm_config, layer_names)
         # Layers of both kinds share a window where vLLM's manager of hybrid caches is off. And what is built for layers
         # without a window may go to others of their kind, by `update_block_table`.
         slides = getattr(kv_cache_spec, "sliding_window", None) is not None
-        if options is None or (slides and not any(getattr(impl, "codebook", None) for impl in own)):
+        if options is None or (slides and not choosing):
             return
         rules, limit = settings(options), vllm_config.model_config.max_model_len
-        if choosing_layers(vllm_config, layer_names):
+        if choosing:
             announce(vllm_config, rules)
         counts = [rules.count(length) for length in range(limit + 1)]
         self.counts, self.width = torch.tensor(counts, device=device), rules.most(limit)

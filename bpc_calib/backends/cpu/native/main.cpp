@@ -83,7 +83,8 @@ const bpc::Kernels &chosen() {
                     all(features, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) &&
                     all(more, bit_AVX2 | bit_BMI | bit_BMI2) && all(extended, bit_LZCNT) && saved(0x06);
     bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) && saved(0xE6);
-    bool has_bf16 = has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && all(a, 1 << 5);
+    constexpr unsigned bit_bf16 = 1 << 5;  // old compilers have no name for it
+    bool has_bf16 = has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && all(a, bit_bf16);
     std::string_view wanted = most && *most ? most : "avx512_bf16";
     if (has_bf16 && wanted == "avx512_bf16") return name = "avx512_bf16", avx512::kernels;
     if (has_avx512 && wanted.substr(0, 6) == "avx512") return name = "avx512", avx512::kernels;
