@@ -45,9 +45,9 @@ def exact_decoding(
     """Decode full attention's text, faster: `model.generate(ids, cache=cache, custom_generate=exact_decoding)`.
 
     The `BPCCache` decides how tokens are drafted; `cache.agreement` says how often drafts were right. Afterwards the
-    cache holds what full attention would have cached. In float32 the tokens are full attention's; in 16 bits they can
-    differ where two tokens have nearly equal logits, since a pass over several tokens rounds differently from a pass
-    over one. A batch accepts as many tokens as the sequence that accepts least.
+    cache holds what full attention would have cached. The tokens are full attention's, but where two
+    have nearly equal logits: a pass over several tokens rounds differently from a pass over one, which shows now and
+    then in 16 bits, and hardly ever in float32. A batch accepts as many tokens as the sequence that accepts least.
 
     `generate` passes no streamer on: give `custom_generate=functools.partial(exact_decoding, streamer=streamer)`.
 
