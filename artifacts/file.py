@@ -1,14 +1,11 @@
 """Load and save the artifact: one safetensors file, completely checked before use and written atomically."""
 
 import hashlib
-import json
-import math
 import os
 import re
 import struct
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -17,6 +14,7 @@ import safetensors.numpy
 from bpc_artifacts.errors import ArtifactError, why
 from bpc_artifacts.replacing import Kind, replacing, try_replacing
 from bpc_artifacts.schema import LayerProjection, ProjectionArtifact, check, check_version, format_version
+from bpc_artifacts.sealed import SEAL, canonical, metadata_sha256, one_line, strict_json
 
 __all__ = ["check_writable", "load", "save"]
 
@@ -58,17 +56,17 @@ def save(artifact: ProjectionArtifact, path: str | os.PathLike[str], *, overwrit
         "key_space": "post_rope",
         "layers": list(artifact.layers),
         "payload_sha256": "",
-        "metadata_sha256": "",
+        SEAL: "",
     }
     check(ProjectionArtifact(artifact.layers, metadata))
     tensors = {name: np.ascontiguousarray(array) for name, array in artifact.tensors().items()}
     payload = _payload(safetensors.numpy.save(tensors))
     metadata["payload_sha256"] = hashlib.sha256(payload).hexdigest()
     try:
-        metadata["metadata_sha256"] = _metadata_sha256(metadata)
+        metadata[SEAL] = metadata_sha256(metadata)
     except (TypeError, ValueError) as fault:
-        raise ArtifactError(f"metadata: not JSON: {_one_line(fault)}") from fault
-    blob = safetensors.numpy.save(tensors, {"bpc": _canonical(metadata)})
+        raise ArtifactError(f"metadata: not JSON: {one_line(fault)}") from fault
+    blob = safetensors.numpy.save(tensors, {"bpc": canonical(metadata)})
     if len(blob) - len(payload) - 8 > MAX_HEADER:
         raise ArtifactError("the metadata is larger than 1 MiB")
     with replacing(Path(path), overwrite, ARTIFACT) as temporary:
@@ -117,11 +115,11 @@ def _read(path: Path) -> bytes:
 
 def _parse(blob: bytes) -> ProjectionArtifact:
     length = struct.unpack("<Q", blob[:8])[0]
-    header = _json("the safetensors header", blob[8 : 8 + length])
+    header = strict_json("the safetensors header", blob[8 : 8 + length])
     strings = header.pop("__metadata__", None)
     if not isinstance(strings, dict) or not isinstance(strings.get("bpc"), str):
         raise ArtifactError("not a BPC artifact: the metadata key 'bpc' is missing")
-    metadata = _json("metadata", strings["bpc"].encode("utf-8", "surrogatepass"))
+    metadata = strict_json("metadata", strings["bpc"].encode("utf-8", "surrogatepass"))
     check_version(metadata)
     for name, entry in header.items():
         if not _TENSOR.fullmatch(name):
@@ -132,7 +130,7 @@ def _parse(blob: bytes) -> ProjectionArtifact:
     try:
         tensors = safetensors.numpy.load(blob)
     except (safetensors.SafetensorError, ValueError, KeyError) as fault:
-        raise ArtifactError(f"damaged or truncated: {_one_line(fault)}") from fault
+        raise ArtifactError(f"damaged or truncated: {one_line(fault)}") from fault
 
     layers: dict[int, dict[str, Any]] = {}
     for name, array in tensors.items():
@@ -148,7 +146,7 @@ def _parse(blob: bytes) -> ProjectionArtifact:
     check(artifact)
     for what, key, found in (
         ("tensors", "payload_sha256", hashlib.sha256(_payload(blob)).hexdigest()),
-        ("metadata", "metadata_sha256", _metadata_sha256(metadata)),
+        ("metadata", SEAL, metadata_sha256(metadata)),
     ):
         if found != metadata[key]:
             raise ArtifactError(
@@ -160,42 +158,3 @@ def _parse(blob: bytes) -> ProjectionArtifact:
 
 def _payload(blob: bytes) -> memoryview:
     return memoryview(blob)[8 + struct.unpack("<Q", blob[:8])[0] :]
-
-
-def _canonical(metadata: Mapping[str, Any]) -> str:
-    return json.dumps(metadata, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _metadata_sha256(metadata: Mapping[str, Any]) -> str:
-    """Return the hash of all metadata except this hash, which detects a flipped byte in the header too."""
-    rest = {key: value for key, value in metadata.items() if key != "metadata_sha256"}
-    return hashlib.sha256(_canonical(rest).encode()).hexdigest()
-
-
-def _json(what: str, text: bytes) -> dict[str, Any]:
-    """Parse strict JSON: one object without duplicate keys or NaN."""
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            raise ValueError("a key occurs twice")
-        return table
-
-    def no_constant(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not a JSON number")
-
-    def finite(digits: str) -> float:
-        number = float(digits)
-        return number if math.isfinite(number) else no_constant(digits[:20])
-
-    try:
-        value = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant, parse_float=finite)
-    except (ValueError, RecursionError) as fault:
-        raise ArtifactError(f"{what}: not valid JSON: {_one_line(fault)}") from None
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{what}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _one_line(fault: Exception) -> str:
-    return " ".join(str(fault).split())[:200]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from bpc_calib.backends.dispatch import find
     from bpc_calib.calibration.calibrate import calibrate
     from bpc_calib.calibration.plan import Plan, make_plan
-    from bpc_calib.errors import BPCError, CorpusError, InputError, ModelError, WorkError
+    from bpc_calib.errors import BPCError, CacheFileError, CorpusError, InputError, ModelError, WorkError
     from bpc_calib.method.budget import attended
     from bpc_calib.method.codebook import Codebook, codebook_of, make_codebook
     from bpc_calib.method.decomposition import Decomposition, decompose
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BPCCache",
     "BPCError",
+    "CacheFileError",
     "Codebook",
     "CorpusError",
     "Decomposition",
@@ -79,7 +80,7 @@ _MODULES = {
     "bpc_calib.backends.dispatch": ("find",),
     "bpc_calib.calibration.calibrate": ("calibrate",),
     "bpc_calib.calibration.plan": ("Plan", "make_plan"),
-    "bpc_calib.errors": ("BPCError", "CorpusError", "InputError", "ModelError", "WorkError"),
+    "bpc_calib.errors": ("BPCError", "CacheFileError", "CorpusError", "InputError", "ModelError", "WorkError"),
     "bpc_calib.method.budget": ("attended",),
     "bpc_calib.method.codebook": ("Codebook", "codebook_of", "make_codebook"),
     "bpc_calib.method.decomposition": ("Decomposition", "decompose"),

@@ -4,6 +4,7 @@ from bpc_artifacts.errors import BPCError
 
 __all__ = [
     "BPCError",
+    "CacheFileError",
     "CorpusError",
     "InputError",
     "ModelError",
@@ -27,6 +28,10 @@ class ModelError(BPCError):
 
 class CorpusError(BPCError):
     """A text cannot be found, read or used."""
+
+
+class CacheFileError(BPCError):
+    """A saved cache cannot be written or read, is damaged, or belongs to another model."""
 
 
 class WorkError(BPCError):

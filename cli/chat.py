@@ -6,9 +6,10 @@ The KV cache is kept: each turn feeds the model only what is new.
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
+from bpc_cli.kept_cache import check_cache_file, keep_common, open_cache, save_cache
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System, VerifyOptions
@@ -42,6 +44,13 @@ def chat(
         Path | None,
         typer.Option(help="File that holds the first message, such as a long text with a question at its end."),
     ] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the conversation and its cache in this file: if it exists, go on where it ended; write it at "
+            "the end.",
+        ),
+    ] = None,
     attended: CacheOptions,
     sampling: ChatSamplingOptions,
     verify: VerifyOptions,
@@ -60,6 +69,9 @@ def chat(
     rules, how = attended.rules(), sampling.arguments()
     first = [] if prompt_file is None else [read_text(prompt_file)]
     quiet_libraries(quiet=quiet, warnings=not quiet)
+    kept = check_cache_file(session)
+    if kept is not None and system is not None:
+        fail(f"--system: the conversation in {session} has begun; leave it out, or give another --session")
     projections = None if artifact == ONLINE else load_artifact(artifact, model)
     from bpc_calib import BPCCache, enable
 
@@ -78,7 +90,8 @@ def chat(
         decoding.compile_decoder(loaded, sampling.max_new_tokens, quiet)
     decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
     conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
-    _talk(conversation, first, sampling.max_new_tokens, as_json, quiet)
+    with keeping(conversation, session, kept, quiet):
+        _talk(conversation, first, sampling.max_new_tokens, as_json, quiet)
 
 
 @dataclass
@@ -101,6 +114,21 @@ class Conversation:
         """Begin anew: forget every message except the system message."""
         self.messages, self.tokens = list(self.opening), []
         self.cache.reset()
+
+    def resume(self, path: Path, messages: Any) -> None:
+        """Go on with the conversation in a file."""
+        if not messages or not all(isinstance(each, dict) and set(each) == {"role", "content"} for each in messages):
+            fail(f"{path}: holds a saved cache, but no conversation: give another --session")
+        self.cache, self.tokens = open_cache(path, self.cache, self.decoder.model)
+        self.messages = messages
+        self.opening = [each for each in messages[:1] if each["role"] == "system"]
+
+    def save(self, path: Path, quiet: bool) -> None:
+        """Write the conversation to a file, unless it is empty."""
+        if self.cache.get_seq_length():
+            save_cache(path, self.cache, self.decoder.model, self.tokens, {"messages": self.messages}, quiet)
+        elif self.messages != self.opening:
+            note(f"Not saved: the last message failed and took the cache with it; {path} is as before")
 
     def ask(self, text: str, most: int, show: bool, **more: Any) -> dict[str, Any]:
         """Answer a message with at most `most` tokens; return what `decode` measures, the bytes and the residual.
@@ -144,23 +172,25 @@ class Conversation:
         return min(most, self.limit - length)
 
 
-def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> None:
-    """Crop the cache, which holds the first of these tokens, to those that the wanted tokens begin with.
+@contextmanager
+def keeping(
+    conversation: Conversation, path: Path | None, kept: Mapping[str, Any] | None, quiet: bool
+) -> Iterator[None]:
+    """Go on with the conversation of a file, and write it there at the end, whatever ends it; None: there is no file.
 
-    At least one wanted token is left to feed. A template may write an earlier answer in other tokens, or leave its
-    reasoning out.
+    `kept` is what was noted in the file; None: it does not exist yet.
     """
-    from bpc_calib import InputError
-
-    held = cache.get_seq_length()
-    pairs = zip(tokens[:held], wanted[:-1], strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    if common == held:
+    if path is None:
+        yield
         return
+    if kept is not None:
+        conversation.resume(path, kept.get("messages"))
+        if not quiet:
+            note(f"Going on with the conversation in {path}: {len(conversation.tokens):,} tokens")
     try:
-        cache.crop(common - held)
-    except InputError:  # a sliding window no longer has the tokens before
-        cache.reset()
+        yield
+    finally:
+        conversation.save(path, quiet)
 
 
 def _talk(conversation: Conversation, first: list[str], most: int, as_json: bool, quiet: bool) -> None:

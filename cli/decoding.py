@@ -3,6 +3,7 @@
 import copy
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,10 +109,19 @@ def _decode_few(decoder: Decoder, ids: Any, cache: Any, new: int, compare: bool)
         decode(decoder, inputs, past, new, show=False, min_new_tokens=new)
 
 
-def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more: Any) -> dict[str, Any]:
+def decode(
+    decoder: Decoder,
+    ids: Any,
+    cache: Any,
+    new: int,
+    show: bool,
+    keep: Callable[[], None] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
     """Generate at most `new` tokens with a cache, print the text as it comes if `show`, and measure.
 
-    `ids` are `[1, N]`, of which the cache may hold the first. `more` are further arguments of `model.generate`.
+    `ids` are `[1, N]`, of which the cache may hold the first. `keep` is called when the cache holds all of them. `more`
+    are further arguments of `model.generate`.
     """
     import torch
 
@@ -124,7 +134,7 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
     else:
         generate = functools.partial(model.generate, **with_cache(cache))
     held = 0 if cache is None else cache.get_seq_length()
-    stream = _Stream(decoder, cache, new, TextPrinter(tokenizer) if show else None)
+    stream = _Stream(decoder, cache, new, TextPrinter(tokenizer) if show else None, keep)
     verifying = dict(decoder.verifying)
     if verifying:  # transformers passes no streamer on
         verifying["custom_generate"] = functools.partial(verifying["custom_generate"], streamer=stream)
@@ -146,7 +156,7 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
         raise
     tokens = made[0, ids.shape[1] :].tolist()
     began, first, last = stream.arrived[0], stream.arrived[1], stream.arrived[-1]
-    seconds = max(0.0, last - first - stream.preparing)
+    seconds = max(0.0, last - first - stream.preparing - stream.keeping)
     return {
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": tokens,
@@ -216,8 +226,10 @@ class _Stream:
     cache: Any  # a BPCCache, or None
     new: int  # most tokens
     shown: TextPrinter | None  # None: nothing is printed
+    keep: Callable[[], None] | None = None  # is called once, after the prompt
     arrived: list[float] = field(default_factory=list)  # when the prompt came, and each token
     preparing: float = 0.0  # seconds
+    keeping: float = 0.0  # seconds
 
     def put(self, value: Any) -> None:
         """Take the next tokens."""
@@ -233,6 +245,10 @@ class _Stream:
             if self.decoder.model.device.type == "cuda":
                 torch.cuda.synchronize(self.decoder.model.device)
             self.preparing += time.perf_counter() - began
+        if self.keep is not None and len(self.arrived) == 2:
+            began = time.perf_counter()
+            self.keep()
+            self.keeping += time.perf_counter() - began
 
     def end(self) -> None:
         """Print what is left of the text."""

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
+from bpc_cli.kept_cache import check_prompt_cache, open_prompt_cache
 from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
     ONLINE,
@@ -40,6 +42,13 @@ def generate(
     model: Model,
     artifact: Artifact = ONLINE,
     prompt: PromptOptions,
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the cache of the prompt in this file: a later prompt that begins with the same text need not "
+            "be read again there.",
+        ),
+    ] = None,
     attended: CacheOptions,
     sampling: SamplingOptions,
     verify: VerifyOptions,
@@ -66,6 +75,7 @@ def generate(
     with joined_ranks():
         rules, how = attended.rules(), sampling.arguments()
         text = read_prompt(prompt)
+        check_prompt_cache(prompt_cache)
         quiet_libraries(quiet=quiet, warnings=not quiet)
         projections = None if artifact == ONLINE else load_artifact(artifact, model)
         from bpc_calib import BPCCache, enable
@@ -88,7 +98,8 @@ def generate(
         show = not as_json
         if compare and show:
             print(f"--- BPC ({ONLINE if online else 'calibrated'}, {setting_text(rules)}) ---")
-        ours = decoding.decode(decoder, ids, cache, new, show)
+        cache, keep = open_prompt_cache(prompt_cache, cache, loaded, ids[0].tolist(), quiet)
+        ours = decoding.decode(decoder, ids, cache, new, show, keep)
         result = {"model": name, "artifact": artifact, "preset": preset_name(rules), **rules}
         result |= {"device": opened.device, "chat_template": templated}
         result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}

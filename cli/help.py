@@ -8,9 +8,10 @@ from typer.core import TyperCommand
 # Of the commands that have more options than a screen shows.
 COMMON = {
     "calibrate": "model corpus samples sequence-length output force device device-map dry-run json quiet",
-    "generate": "model artifact prompt prompt-file preset budget exact max-new-tokens temperature device compare json "
+    "generate": "model artifact prompt prompt-file prompt-cache preset budget exact max-new-tokens temperature device "
+    "compare json quiet",
+    "chat": "model artifact system prompt-file session preset budget exact max-new-tokens temperature device json "
     "quiet",
-    "chat": "model artifact system prompt-file preset budget exact max-new-tokens temperature device json quiet",
     "eval": "model artifact tasks lengths preset budgets methods prompts corpus output plot json quiet",
     "bench": "parts lengths budgets batch-sizes shape model output json quiet",
 }

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bpc_artifacts import ArtifactError, check_model, load, save, verdict
-from bpc_artifacts.file import _metadata_sha256
+from bpc_artifacts.sealed import SEAL, metadata_sha256
 from bpc_calib import CorpusError
 from bpc_calib.text.corpora import documents, open_corpus
 
@@ -58,8 +58,8 @@ def bounded():
 
 def seal(metadata):
     """Make the hash of the metadata right, so that the checks behind it are reached."""
-    if "metadata_sha256" in metadata:
-        metadata["metadata_sha256"] = _metadata_sha256(metadata)
+    if SEAL in metadata:
+        metadata[SEAL] = metadata_sha256(metadata)
 
 
 @pytest.fixture(scope="module")

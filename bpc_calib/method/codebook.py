@@ -1,7 +1,7 @@
 """What codes stand for: the rows that a code adds up, and the matrices that hash keys with them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -40,6 +40,17 @@ class Codebook:
     def words(self) -> int:
         """The 64-bit words of a code."""
         return -(-self.bits // 64)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as they lie in memory: the matrix is transposed."""
+        found = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return found | {"matrix": self.matrix.mT}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Codebook":
+        """Return the codebook of signs whose `tensors` these are; others may be among them."""
+        found = {field.name: tensors.get(field.name) for field in fields(cls) if field.name != "nibbles"}
+        return cls(**found | {"matrix": tensors["matrix"].mT})  # type: ignore[arg-type]
 
     def check(self, keys: Tensor) -> None:
         """Raise `InputError` unless this codebook can hash the keys `[..., N, D]`."""

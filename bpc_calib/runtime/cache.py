@@ -4,11 +4,13 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from threading import get_ident
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.compat import attention_name
@@ -18,18 +20,20 @@ from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
 from bpc_calib.method.numbers import check_bits, check_seed
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe, sparse_layers
+from bpc_calib.runtime import saved_cache
 from bpc_calib.runtime.agreement import Agreement
 from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.drift import ADVICE, NEWEST, calibrated_residuals, hardly_fit, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
+from bpc_calib.runtime.served_layers import check_layers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
     from typing_extensions import Unpack
 
-__all__ = ["BPCCache", "check_layers"]
+__all__ = ["BPCCache"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +109,7 @@ class BPCCache(Cache):  # type: ignore[misc]
             budget=budget, min_tokens=min_tokens, min_context=min_context or 0, **(ranking_defaults(artifact) | given)
         )
         check_seed(seed)
+        given_layers = None if dense_layers is None else list(dense_layers)
         if dense_layers is None:
             dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
@@ -118,6 +123,11 @@ class BPCCache(Cache):  # type: ignore[misc]
         layer_class = self.layer_class  # not self: a cycle would keep the cache alive
 
         own_bits = default_bits(model.head_dim) if bits is None else bits
+        self.artifact = artifact
+        self.settings: dict[str, Any] = {  # what `save` writes and `open` takes
+            "budget": budget, "min_tokens": min_tokens, "dense_layers": given_layers, "equal_shares": equal_shares,
+            "min_context": min_context, "bits": bits, "seed": seed, **given,
+        }  # fmt: skip
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
@@ -269,6 +279,59 @@ class BPCCache(Cache):  # type: ignore[misc]
             logger.warning(ADVICE)
         return found
 
+    def save(
+        self,
+        path: "str | PathLike[str]",
+        model: "PreTrainedModel",
+        tokens: Tensor,
+        *,
+        about: Mapping[str, Any] = MappingProxyType({}),
+        overwrite: bool = False,
+    ) -> int:
+        """Write the cache to a file, for `BPCCache.open`; return its size in bytes.
+
+        The file has the keys and values, their codes, online projections, the settings and the tokens, but not the
+        artifact. It appears in one step, and a failure leaves an earlier file as it was.
+
+        Args:
+            path: of the file, in safetensors format.
+            model: whose cache this is; its config and a sample of its weights are noted.
+            tokens: integers `[batch, T]`, of the text so far: those of the cache, and maybe newer ones.
+            about: what else the file shall keep, as JSON.
+            overwrite: whether an existing saved cache is replaced; another kind of file never is.
+
+        Raises:
+            CacheFileError: the file exists or cannot be written; nothing changed.
+            InputError: the cache is empty, or the tokens are not of it.
+            ModelError: the model keeps something else than keys and values, or several processes share it.
+        """
+        return saved_cache.write(path, self, model, tokens, about, overwrite)
+
+    @classmethod
+    def open(
+        cls,
+        path: "str | PathLike[str]",
+        model: "PreTrainedModel",
+        artifact: ProjectionArtifact | None = None,
+        **settings: Any,
+    ) -> tuple["BPCCache", Tensor]:
+        """Return the cache that `save` wrote, and the tokens: `model.generate(tokens, cache=cache)` goes on.
+
+        Args:
+            path: of the file.
+            model: the model that the cache was saved with, in the same dtype.
+            artifact: the projections; with others than it was saved with, the first step hashes all keys again.
+            settings: arguments of `BPCCache` to change; the others are as they were.
+
+        Raises:
+            CacheFileError: the file cannot be read, is damaged, or belongs to another model.
+            InputError, ModelError, ArtifactError: as `BPCCache(...)`.
+        """
+        with saved_cache.opened(path, model) as saved:
+            cache = cls(model.config, artifact, **(saved.settings() | settings))
+            saved.fill(cache, model.device)
+        return cache, saved.tokens.to(model.device)
+
     @property
     def min_context(self) -> int:
         """A sequence with fewer real tokens attends to all of them; known after the first tokens, where not given."""
@@ -276,6 +339,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     def set_budget(self, budget: float | int) -> None:
         """Change the budget (share or number of tokens) from the next step on."""
+        self.settings["budget"] = budget
         for layer in self.layers:
             if isinstance(layer, SparseLayer | DenseLayer):
                 layer.rules = replace(layer.rules, budget=budget)
@@ -360,25 +424,6 @@ class BPCCache(Cache):  # type: ignore[misc]
             InputError: the mask does not fit the cache.
         """
         prepare([layer for layer in self.layers if isinstance(layer, BPCLayer)], attention_mask)
-
-
-def check_layers(config: Any, model: ModelDescription) -> list[Any]:
-    """Return transformers' cache layers for this model, after a check that BPC can replace the full-attention ones.
-
-    Raises:
-        ModelError: layers share their keys, or a layer keeps its keys in a class that BPC does not know.
-    """
-    layers = list(DynamicCache(config=config).layers)
-    name = f"{model.id} ({model.model_type})"
-    if len(layers) != model.num_layers:
-        raise ModelError(f"{name}: some layers share their keys and values, which BPC does not serve")
-    for index in model.full_layers:
-        # A sliding window as large as the context is full attention.
-        if type(layers[index]) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ModelError(
-                f"{name}: layer {index} keeps its keys in a {type(layers[index]).__name__}, which BPC does not serve"
-            )
-    return layers
 
 
 def _unserved(layer: SparseLayer) -> ModelError:

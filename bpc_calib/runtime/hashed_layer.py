@@ -1,6 +1,6 @@
 """BPC's cache layer: it stores a code, a gain and an error for every key."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -71,6 +71,11 @@ class BPCLayer(SparseLayer):
         self.hashed = length
         return found
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.common.bits if self.calibrated is None else self.calibrated.bits
+
     def kept(self) -> tuple[str, ...]:
         """Return what is kept of the keys beside their codes."""
         return ("error",) * bool(self.rules.safeguard) + ("gain",) * self.rules.gain
@@ -82,10 +87,32 @@ class BPCLayer(SparseLayer):
 
     def ranking_bytes(self, length: int) -> int:
         """Return the bytes of a sequence's codes and gains, and of the part of the safeguard's list that is read."""
-        bits = self.common.bits if self.calibrated is None else self.calibrated.bits
         k = self.counts(length)
         listed = sum(4 * int(self.rules.safeguard * each) for each in k) // len(k)
-        return self.keys.shape[1] * (length * (8 * -(-bits // 64) + self.rules.gain) + listed)
+        return self.keys.shape[1] * (length * (8 * -(-self.bits // 64) + self.rules.gain) + listed)
+
+    def contents(self) -> dict[str, Tensor]:
+        """Return what the layer holds, by name; calibrated projections are left out."""
+        found = super().contents()
+        if self.hashed:
+            found |= {name: self.buffers[name][:, :, : self.hashed] for name in ("codes", *self.kept())}
+        if self.asked is not None:
+            found |= {"asked.queries": self.asked.queries, "asked.places": self.asked.places}
+        if self.calibrated is None and self.codebook is not None:
+            found |= self.codebook.tensors()
+        return found
+
+    def take(self, contents: Mapping[str, Tensor]) -> None:
+        """Begin with what the `contents` of another layer were; the layer is empty."""
+        super().take(contents)
+        if "asked.queries" in contents:
+            self.asked = Asked(contents["asked.queries"].clone(), contents["asked.places"].clone())
+        if "projection" in contents:
+            self.codebook = Codebook.of({name: tensor.clone() for name, tensor in contents.items()})
+        if all(name in contents for name in ("codes", *self.kept())):
+            for name in ("codes", *self.kept()):
+                self.append(name, 0, contents[name])
+            self.hashed = contents["codes"].shape[2]
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length`; keep the projection and the safeguard's list."""

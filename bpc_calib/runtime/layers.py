@@ -2,7 +2,7 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +66,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.append("values", length, value_states)
         self.show(length + key_states.shape[2])
         return self.keys, self.values
+
+    def contents(self) -> dict[str, Tensor]:
+        """Return what the layer holds, by name: `take` gives it to another layer."""
+        return {"keys": self.keys, "values": self.values}
+
+    def take(self, contents: Mapping[str, Tensor]) -> None:
+        """Begin with what the `contents` of another layer were; the layer is empty."""
+        self.update(contents["keys"], contents["values"])
 
     def switch_over(self, keys: Tensor) -> int:
         """Return from how many tokens choosing pays, for keys `[batch, kv_heads, new, head_dim]`."""
@@ -259,6 +267,16 @@ class SparseLayer(GrowingLayer):
     def skip_attention(self) -> None:
         """Accept the last update without attention, because its tokens were cached without a pass of the model."""
         self.served = True
+
+    def contents(self) -> dict[str, Tensor]:
+        """Return what the layer holds, by name."""
+        return super().contents() | {"guarded": torch.tensor([self.guarded])}
+
+    def take(self, contents: Mapping[str, Tensor]) -> None:
+        """Begin with what the `contents` of another layer were; the layer is empty."""
+        super().take(contents)
+        self.guarded = int(contents.get("guarded", self.guarded))
+        self.skip_attention()
 
     def borrow(self, other: "SparseLayer") -> None:
         """Use another layer's keys and values."""

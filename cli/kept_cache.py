@@ -1,0 +1,107 @@
+"""The files of --prompt-cache and --session: the cache of a text, so that no later run has to read the text again."""
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from bpc_cli.console import fail, note, size_text
+from bpc_cli.ranks import ranks
+
+MISSING = 0.1  # a prompt's cache is written again if it lacks more than this share of the prompt
+
+
+def check_cache_file(path: Path | None) -> dict[str, Any] | None:
+    """Check before any work that a cache can be written to a file; return what an earlier run noted in it.
+
+    None: there is no file, or it is empty.
+    """
+    if path is None:
+        return None
+    from bpc_artifacts.replacing import try_replacing
+    from bpc_calib.runtime.saved_cache import KIND, opened
+
+    try_replacing(path, 0, True, KIND)
+    if not path.exists() or not path.stat().st_size:
+        return None
+    with opened(path) as saved:
+        return dict(saved.metadata["about"])
+
+
+def open_cache(path: Path, cache: Any, model: Any) -> tuple[Any, list[int]]:
+    """The cache in a file, with the settings and projections of `cache`, and the tokens of its text."""
+    found, tokens = type(cache).open(path, model, cache.artifact, **cache.settings)
+    if len(tokens) > 1:
+        fail(f"{path}: holds {len(tokens)} texts at once, and the commands keep one: open it in Python")
+    return found, tokens[0].tolist()
+
+
+def save_cache(path: Path, cache: Any, model: Any, tokens: list[int], about: Mapping[str, Any], quiet: bool) -> None:
+    """Write a cache, in place of one that the file holds, and say so."""
+    import torch
+
+    began = time.perf_counter()
+    size = cache.save(path, model, torch.tensor([tokens]), about=about, overwrite=True)
+    if not quiet:
+        note(f"Saved the cache of {cache.get_seq_length():,} tokens: {path}, {size_text(size)}, "
+             f"{time.perf_counter() - began:.1f} s")  # fmt: skip
+
+
+def check_prompt_cache(path: Path | None) -> None:
+    """Refuse a file of --prompt-cache, before any work, that cannot be one."""
+    if path is not None and ranks() > 1:
+        raise typer.BadParameter("--prompt-cache: each process of torchrun holds a part of the cache: leave it out")
+    if (kept := check_cache_file(path)) is not None and kept:
+        fail(f"{path}: holds a conversation of bpc chat --session: give another --prompt-cache")
+
+
+def open_prompt_cache(
+    path: Path | None, cache: Any, model: Any, wanted: list[int], quiet: bool
+) -> tuple[Any, Callable[[], None] | None]:
+    """The cache for a prompt, with as much of it as the file holds, and what to call when the whole prompt is read.
+
+    The second is None where there is nothing to write.
+    """
+    if path is None:
+        return cache, None
+    if path.exists() and path.stat().st_size:
+        cache, tokens = open_cache(path, cache, model)
+        keep_common(cache, tokens, wanted)
+        if not quiet:
+            note(f"{cache.get_seq_length():,} of the {len(wanted):,} tokens of the prompt are in {path}")
+    if cache.get_seq_length() >= (1 - MISSING) * len(wanted):
+        return cache, None
+    return cache, lambda: _try_save(path, cache, model, wanted, quiet)
+
+
+def _try_save(path: Path, cache: Any, model: Any, tokens: list[int], quiet: bool) -> None:
+    """Write a prompt's cache; if that fails, say so, and let the answer come."""
+    from bpc_calib import CacheFileError
+
+    try:
+        save_cache(path, cache, model, tokens, {}, quiet)
+    except CacheFileError as fault:
+        note(f"Not saved: {fault}")
+
+
+def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> None:
+    """Crop the cache, which holds the first of these tokens, to those that the wanted tokens begin with.
+
+    At least two wanted tokens are left to feed: a pass over one alone would choose, where a prompt's attends to all. A
+    template may write an earlier answer in other tokens, or leave its
+    reasoning out.
+    """
+    from bpc_calib import InputError
+
+    held = cache.get_seq_length()
+    pairs = zip(tokens[:held], wanted[:-2], strict=False)
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if common == held:
+        return
+    try:
+        cache.crop(common - held)
+    except InputError:  # a sliding window no longer has the tokens before
+        cache.reset()
