@@ -108,7 +108,7 @@ def choice(tokens: int, group: str, gain: bool, bits: int, heads: int, more: str
     state = State(query, query, codes, gains, worst=worst)
     rows, rules = Rows(lengths, k, tokens, int(k.max()), valid), Rules(group=group, gain=gain, **forced)
     rounded = pipeline.quantized(pipeline.score(query, codebook, state, rows, rules), batch)
-    expected = step.choose(rounded, state, rows, rules, DIM)
+    expected = step.best(rounded, state, rows, rules, DIM)
     twice = (pipeline.choose(query, codebook, state, rows, rules) for _ in range(2))  # no order of atomics shows
     return _compared(max(int((found != expected).sum()) for found in twice), expected.numel())
 

@@ -130,19 +130,25 @@ def copied(state):
 def check(pipeline, case, decode: Callable | None = None):
     """A step of a backend, or another one, is that of the oracle."""
     query, codebook, state, expected, rows, rules = case.made()
-    decode = decode or backend_of(pipeline).sparse_decode
-    out, chosen = decode(query, codebook, state, rows, rules, fresh=case.fresh)
+    out, chosen = (decode or backend_of(pipeline).sparse_decode)(query, codebook, state, rows, rules, fresh=case.fresh)
     if case.fresh:
         write_newest(encode_with(codebook, step.newest(expected, rows, case.fresh)), rows, expected)
     for name in ("codes", "gain", "error"):
         one, other = getattr(state, name), getattr(expected, name)
         assert one is other is None or torch.equal(one, other), name
     query8 = rounded(pipeline, query, codebook, expected, rows, rules)
-    wanted = step.choose(query8, expected, rows, rules, case.dim)
+    wanted = step.best(query8, expected, rows, rules, case.dim)
     assert torch.equal(chosen, wanted)
     assert chosen.shape[-1] == rows.width
     within = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(case.dtype, 2e-5)
-    torch.testing.assert_close(out, step.attend(query, expected, rows, wanted, 0.1), rtol=within, atol=within)
+    attended = step.attend(query, expected, rows, wanted, 0.1)
+    torch.testing.assert_close(out, attended, rtol=within, atol=within)
+    if decode is None:  # the two halves of a step, of which the first reads neither keys nor values
+        backend, nowhere = backend_of(pipeline), state.keys.to("meta")
+        codes_alone = replace(state, keys=nowhere, values=nowhere)
+        assert torch.equal(backend.choose(query, codebook, codes_alone, rows, rules), wanted)
+        out = backend.attend(query, state, rows, wanted, rules.scaling)
+        torch.testing.assert_close(out, attended, rtol=within, atol=within)
 
 
 def signatures(module, names):
@@ -151,7 +157,7 @@ def signatures(module, names):
 
 def test_backends_have_the_signatures_of_the_protocol():
     names = [name for name in vars(Backend) if not name.startswith("_")]
-    assert len(names) == 6
+    assert len(names) == 8
     expected = {}
     for name, signature in signatures(Backend, names).items():
         _, *parameters = signature.parameters.values()  # a module's functions have no self

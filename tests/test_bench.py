@@ -146,7 +146,7 @@ def test_stages_end_in_what_a_cache_chooses(name, monkeypatch):
     monkeypatch.setenv("BPC_BACKEND", name)
     given = make(SMALL, ONE, CPU)
     (state,), rows, rules = given.states, given.rows(30), Rules(scaling=0.5)
-    expected = oracle.choose(quantize_query(given.query, given.codebook.projection), state, rows, rules, 16)
+    expected = oracle.best(quantize_query(given.query, given.codebook.projection), state, rows, rules, 16)
     stages, attend = stages_of(given.query, given.codebook, rows, rules)
     assert list(stages) == ["project", "score", "select"]
     stages["project"](state), stages["score"](state)

@@ -63,7 +63,7 @@ def both(query, projection, encoded, k, *, valid=None, lengths=None, nibbles=Fal
     rows = replace(rows, valid=valid, lengths=rows.lengths if lengths is None else lengths)
     rules = replace(RULES, **rules)
     found, asked = kernels.rank(query, codebook, state, rows, rules)
-    return found, step.choose(asked, state, rows, rules, query.shape[-1])
+    return found, step.best(asked, state, rows, rules, query.shape[-1])
 
 
 def rounded(query, projection, nibbles=False):

@@ -1,6 +1,6 @@
 """Where a step is computed: by Triton on a GPU, C++ on a CPU, or plain torch. `BPC_BACKEND` names one for all.
 
-`find` picks a module with six functions (`Backend`); callers call those.
+`find` picks a module with eight functions (`Backend`); callers call those.
 """
 
 import functools

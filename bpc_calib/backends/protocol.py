@@ -1,4 +1,4 @@
-"""What a backend offers: six functions, the same as those of `bpc_calib.method`, and the oracle is there."""
+"""What a backend offers: eight functions, the same as those of `bpc_calib.method`, and the oracle is there."""
 
 from typing import Protocol
 
@@ -53,6 +53,14 @@ class Backend(Protocol):
         self, query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
     ) -> tuple[Tensor, Tensor]:
         """`bpc_calib.method.step.sparse_decode`."""
+
+    def choose(self, query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
+        """`bpc_calib.method.step.choose`."""
+
+    def attend(
+        self, query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None
+    ) -> Tensor:
+        """`bpc_calib.method.step.attend`."""
 
     def dense_decode(
         self, query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1

@@ -72,5 +72,5 @@ def _in_torch(query: Tensor, codebook: Codebook, rows: Rows, rules: Rules) -> tu
     return {
         "project": project,
         "score": score,
-        "select": lambda state: step.choose(project(state), state, rows, rules, query.shape[-1]),
+        "select": lambda state: step.best(project(state), state, rows, rules, query.shape[-1]),
     }, lambda state, chosen: step.attend(query, state, rows, chosen, rules.scaling)

@@ -22,7 +22,7 @@ from bpc_calib.method.selection import select
 from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write_codes, write_newest, write_tokens
 
 __all__ = [
-    "append", "attend", "check", "check_append", "check_rows", "check_state", "choose", "dense_decode", "newest",
+    "append", "attend", "best", "check", "check_append", "check_rows", "check_state", "choose", "dense_decode", "newest",
     "rank", "sparse_decode",
 ]  # fmt: skip
 
@@ -70,9 +70,19 @@ def sparse_decode(
     check(query, codebook, state, rows, fresh)
     if fresh:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
-    rounded = quantize_query(query, codebook.projection, nibbles=codebook.nibbles)
-    chosen = choose(rounded, state, rows, rules, query.shape[-1])
+    chosen = choose(query, codebook, state, rows, rules)
     return attend(query, state, rows, chosen, rules.scaling), chosen
+
+
+def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
+    """Choose the tokens that `sparse_decode` attends to, all of them hashed; keys and values may be on another device.
+
+    Raises:
+        InputError: the shapes or dtypes do not fit.
+    """
+    check(query, codebook, state, rows)
+    rounded = quantize_query(query, codebook.projection, nibbles=codebook.nibbles)
+    return best(rounded, state, rows, rules, query.shape[-1])
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
@@ -112,7 +122,7 @@ def newest(state: State, rows: Rows, count: int) -> Tensor:
     return state.keys[:, :, rows.longest - count : rows.longest]
 
 
-def choose(query: QuantizedQuery, state: State, rows: Rows, rules: Rules, head_dim: int) -> Tensor:
+def best(query: QuantizedQuery, state: State, rows: Rows, rules: Rules, head_dim: int) -> Tensor:
     """Choose the `k` tokens of each KV head by their codes: int64 `[B, H_KV, width]`, ascending, -1 behind the last.
 
     Args:

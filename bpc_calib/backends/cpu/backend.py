@@ -36,7 +36,7 @@ from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, within, write_codes, write_newest, write_tokens
 from bpc_calib.method.step import check, check_append, check_rows, check_state, newest
 
-__all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
+__all__ = ["append", "attend", "choose", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
 GROUPS = {"relative": 0, "max": 1}
 FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
@@ -143,6 +143,12 @@ def rank(
         run(call)
     del kept
     return indices, QuantizedQuery(tables, scale)
+
+
+def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
+    """`bpc_calib.method.step.choose`."""
+    check(query, codebook, state, rows)
+    return rank(query, codebook, state, rows, rules)[0]
 
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from bpc_calib.method.fitting import fit
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.state import Rows, State, write_codes, write_newest, write_tokens
 
-__all__ = ["append", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
+__all__ = ["append", "attend", "choose", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
 NO_FLOAT64 = (10, 0)  # from this capability on Triton's compiler fails at products of float64
 
@@ -77,6 +77,23 @@ def sparse_decode(
         rows.longest, rows.width, rows.valid, rows.block_table, rules.scale(query.shape[-1]), rules.group, rules.recent,
         rules.sink, rules.safeguard,
     )  # fmt: skip
+
+
+def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
+    """`bpc_calib.method.step.choose`."""
+    step.check(query, codebook, state, rows)
+    if rows.block_table is not None and state.room % pipeline.SMALLEST:
+        return step.choose(query, codebook, state, rows, rules)
+    with torch.cuda.device_of(query):
+        return pipeline.choose(query, codebook, state, rows, rules)
+
+
+def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
+    """`bpc_calib.method.step.attend`; plain torch attends to packed pages."""
+    if state.packing is not None:
+        return step.attend(query, state, rows, indices, scaling)
+    with torch.cuda.device_of(query):
+        return pipeline.attend(query, state, rows, indices, scaling)
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:

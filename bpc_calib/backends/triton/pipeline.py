@@ -231,9 +231,17 @@ def take(ranking: Ranking, width: int) -> Tensor:
 
 
 def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
-    """Steps 1 to 5: int64 `[B, H_KV, width]`, -1 behind the last token of each row."""
+    """Steps 1 to 5: int64 `[B, H_KV, width]`, -1 behind the last token of each row.
+
+    Sequences come in groups of `at_once`.
+    """
+    batch, kv_heads, heads, _ = query.shape
     if not rows.width:
-        return rows.k.new_empty(*query.shape[:2], 0)
+        return rows.k.new_empty(batch, kv_heads, 0)
+    step = at_once(sequence_bytes((kv_heads, heads, rows.longest), rules))
+    if batch > step:
+        groups = (slice(first, first + step) for first in range(0, batch, step))
+        return torch.cat([choose(query[some], *_some(some, codebook, state, rows), rules) for some in groups])
     ranking = score(query, codebook, state, rows, rules)
     rank(ranking, state, rows, rules)
     return take(ranking, rows.width).unflatten(0, query.shape[:2])
@@ -305,20 +313,11 @@ def at_once(each: int) -> int:
 def sparse_decode(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode` for checked arguments, when all keys are hashed.
 
-    Nothing depends on a length on the host, so a CUDA graph may capture it. Sequences come in groups of `at_once`.
+    Nothing depends on a length on the host, so a CUDA graph may capture it.
     """
-    batch, kv_heads, heads, _ = query.shape
-    step = at_once(sequence_bytes((kv_heads, heads, rows.longest), rules))
-    if batch <= step:
-        chosen = choose(query, codebook, state, rows, rules)
-        each = rules.by_head(rules.count(rows.longest), rows.longest)
-        return attend(query, state, rows, chosen, rules.scaling, -(-sum(each) // len(each))), chosen
-    parts = [
-        sparse_decode(query[some], *_some(some, codebook, state, rows), rules)
-        for some in (slice(first, first + step) for first in range(0, batch, step))
-    ]
-    out, chosen = (torch.cat(each) for each in zip(*parts, strict=True))
-    return out, chosen
+    chosen = choose(query, codebook, state, rows, rules)
+    each = rules.by_head(rules.count(rows.longest), rows.longest)
+    return attend(query, state, rows, chosen, rules.scaling, -(-sum(each) // len(each))), chosen
 
 
 def _some(some: slice, codebook: Codebook, state: State, rows: Rows) -> tuple[Codebook, State, Rows]:
