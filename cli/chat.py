@@ -18,10 +18,20 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
-from bpc_cli.kept_cache import check_cache_file, keep_common, open_cache, save_cache
+from bpc_cli.kept_cache import check_cache_file, fill_cache, keep_common, save_cache
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
-from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
-from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System, VerifyOptions
+from bpc_cli.opening import LoadOptions, load_artifact, on_cpu, open_model, open_tokenizer, open_weights
+from bpc_cli.options import (
+    ONLINE,
+    Artifact,
+    CacheOptions,
+    KVDevice,
+    Model,
+    NoCompile,
+    SamplingOptions,
+    System,
+    VerifyOptions,
+)
 from bpc_cli.prompt import Message, has_template, message, opening_messages, read_text, template_tokens
 
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
@@ -55,6 +65,7 @@ def chat(
     sampling: ChatSamplingOptions,
     verify: VerifyOptions,
     load: LoadOptions,
+    kv_device: KVDevice = None,
     no_compile: NoCompile = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each turn as one line of JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages except errors.")] = False,
@@ -77,7 +88,7 @@ def chat(
 
     opened = open_model(model, load)
     name = opened.description.id
-    cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
+    cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=on_cpu(kv_device, opened), **rules)
     tokenizer = open_tokenizer(opened)
     if not has_template(tokenizer):
         fail(f"{name} has no chat template, so it cannot chat: bpc generate continues a text")
@@ -119,7 +130,7 @@ class Conversation:
         """Go on with the conversation in a file."""
         if not messages or not all(isinstance(each, dict) and set(each) == {"role", "content"} for each in messages):
             fail(f"{path}: holds a saved cache, but no conversation: give another --session")
-        self.cache, self.tokens = open_cache(path, self.cache, self.decoder.model)
+        self.tokens = fill_cache(path, self.cache, self.decoder.model)
         self.messages = messages
         self.opening = [each for each in messages[:1] if each["role"] == "system"]
 

@@ -31,12 +31,15 @@ def check_cache_file(path: Path | None) -> dict[str, Any] | None:
         return dict(saved.metadata["about"])
 
 
-def open_cache(path: Path, cache: Any, model: Any) -> tuple[Any, list[int]]:
-    """The cache in a file, with the settings and projections of `cache`, and the tokens of its text."""
-    found, tokens = type(cache).open(path, model, cache.artifact, **cache.settings)
-    if len(tokens) > 1:
-        fail(f"{path}: holds {len(tokens)} texts at once, and the commands keep one: open it in Python")
-    return found, tokens[0].tolist()
+def fill_cache(path: Path, cache: Any, model: Any) -> list[int]:
+    """Give an empty cache what a file holds; return the tokens of its text."""
+    from bpc_calib.runtime.saved_cache import opened
+
+    with opened(path, model) as saved:
+        if len(saved.tokens) > 1:
+            fail(f"{path}: holds {len(saved.tokens)} texts at once, and the commands keep one: open it in Python")
+        saved.fill(cache, model.device)
+        return list(saved.tokens[0].tolist())
 
 
 def save_cache(path: Path, cache: Any, model: Any, tokens: list[int], about: Mapping[str, Any], quiet: bool) -> None:
@@ -58,23 +61,22 @@ def check_prompt_cache(path: Path | None) -> None:
         fail(f"{path}: holds a conversation of bpc chat --session: give another --prompt-cache")
 
 
-def open_prompt_cache(
+def fill_from_prompt_cache(
     path: Path | None, cache: Any, model: Any, wanted: list[int], quiet: bool
-) -> tuple[Any, Callable[[], None] | None]:
-    """The cache for a prompt, with as much of it as the file holds, and what to call when the whole prompt is read.
+) -> Callable[[], None] | None:
+    """Give an empty cache as much of a prompt as the file holds; return what to call when the whole prompt is read.
 
-    The second is None where there is nothing to write.
+    None: there is nothing to write.
     """
     if path is None:
-        return cache, None
+        return None
     if path.exists() and path.stat().st_size:
-        cache, tokens = open_cache(path, cache, model)
-        keep_common(cache, tokens, wanted)
+        keep_common(cache, fill_cache(path, cache, model), wanted)
         if not quiet:
             note(f"{cache.get_seq_length():,} of the {len(wanted):,} tokens of the prompt are in {path}")
     if cache.get_seq_length() >= (1 - MISSING) * len(wanted):
-        return cache, None
-    return cache, lambda: _try_save(path, cache, model, wanted, quiet)
+        return None
+    return lambda: _try_save(path, cache, model, wanted, quiet)
 
 
 def _try_save(path: Path, cache: Any, model: Any, tokens: list[int], quiet: bool) -> None:

@@ -52,6 +52,7 @@ CHEAP = {
     "bpc_calib.method.budget",
     "bpc_calib.method.defaults",
     "bpc_calib.method.numbers",
+    "bpc_calib.runtime.kv_device",
     "bpc_calib.sharing.names",
     "bpc_calib.text.known_corpora",
 }
@@ -131,7 +132,11 @@ def test_large_libraries_are_imported_at_the_top_only_where_needed():
                     module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                     forbidden = {"transformers", "datasets", "huggingface_hub", "matplotlib", "rich", "lm_eval"}
                     forbidden |= {"torch", "bpc_calib", "bpc_artifacts"} if folder == "cli" else set()
-                    if file.name in ("cache.py", "layers.py", "saved_cache.py"):  # imported only at the first use of BPCCache
+                    if file.name in (
+                        "cache.py",
+                        "layers.py",
+                        "saved_cache.py",
+                    ):  # imported only at the first use of BPCCache
                         forbidden -= {"transformers"}
                     assert module in CHEAP or (module or "").split(".")[0] not in forbidden, f"{file}: {module}"
 

@@ -57,9 +57,7 @@ class Backend(Protocol):
     def choose(self, query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
         """`bpc_calib.method.step.choose`."""
 
-    def attend(
-        self, query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
         """`bpc_calib.method.step.attend`."""
 
     def dense_decode(

@@ -26,7 +26,9 @@ from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.drift import ADVICE, NEWEST, calibrated_residuals, hardly_fit, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
+from bpc_calib.runtime.kv_device import kv_folder
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
+from bpc_calib.runtime.mapped import check_folder
 from bpc_calib.runtime.served_layers import check_layers
 
 if TYPE_CHECKING:
@@ -77,9 +79,11 @@ class BPCCache(Cache):  # type: ignore[misc]
         seed: random seed of online projections.
         min_context: a sequence with fewer real tokens in the cache attends to all of them; None: up to the length
             where that is faster (`sparse_from`).
+        kv_device: "disk:FOLDER" keeps the keys and values of layers with full attention in memory-mapped files there,
+            for a model on a CPU; None: they stay in memory.
 
     Raises:
-        InputError: an argument is out of range.
+        InputError: an argument is out of range, or the folder cannot hold files.
         ModelError: BPC cannot serve the model.
         ArtifactError: the artifact belongs to another model; the message names the difference.
     """
@@ -99,6 +103,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         min_context: int | None = None,
         bits: int | None = None,
         seed: int = 0,
+        kv_device: str | None = None,
         **ranking: "Unpack[Ranking]",
     ) -> None:
         given = {name: value for name, value in ranking.items() if value is not None}
@@ -110,6 +115,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         )
         check_seed(seed)
         given_layers = None if dense_layers is None else list(dense_layers)
+        if (folder := kv_folder(kv_device)) is not None:
+            check_folder(folder)
         if dense_layers is None:
             dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
@@ -131,7 +138,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
-            common = Common(model, own_bits, seed, tuple(sorted(sparse)), switches=min_context is None)
+            common = Common(model, own_bits, seed, tuple(sorted(sparse)), min_context is None, folder)
             for index in model.full_layers:
                 layers[index] = DenseLayer(rules, common)
                 if index in sparse:
@@ -163,9 +170,14 @@ class BPCCache(Cache):  # type: ignore[misc]
         Raises:
             ModelError: the model is not enabled, an earlier pass failed, or the model bypasses transformers' attention
                 interface.
-            InputError: another thread uses the cache, or the keys have another dtype, device or batch size than it has.
+            InputError: another thread uses the cache, the keys have another dtype, device or batch size than it has, or
+                the disk is full.
         """
         layer, last = self.layers[layer_idx], self._last
+        if layer_idx == (0 if self.layers[self._first].get_seq_length() else self._first):
+            for each in self.layers:  # before the first one changes
+                if isinstance(each, GrowingLayer):
+                    each.take_room(key_states)
         if layer_idx == self._first:
             self._begin(layer, key_states)
         elif last is not None and not last.served:
