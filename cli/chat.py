@@ -20,7 +20,7 @@ from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
 from bpc_cli.kept_cache import check_cache_file, fill_cache, keep_common, save_cache
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
-from bpc_cli.opening import LoadOptions, load_artifact, on_cpu, open_model, open_tokenizer, open_weights
+from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
     ONLINE,
     Artifact,
@@ -88,7 +88,7 @@ def chat(
 
     opened = open_model(model, load)
     name = opened.description.id
-    cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=on_cpu(kv_device, opened), **rules)
+    cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=kv_device, **rules)
     tokenizer = open_tokenizer(opened)
     if not has_template(tokenizer):
         fail(f"{name} has no chat template, so it cannot chat: bpc generate continues a text")

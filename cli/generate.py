@@ -12,7 +12,7 @@ from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
 from bpc_cli.kept_cache import check_prompt_cache, fill_from_prompt_cache
-from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, on_cpu, open_model, open_tokenizer, open_weights
+from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
     ONLINE,
     Artifact,
@@ -84,7 +84,7 @@ def generate(
 
         opened, online = open_model(model, load, shared=True), projections is None
         name = opened.description.id
-        cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=on_cpu(kv_device, opened), **rules)
+        cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=kv_device, **rules)
         tokenizer = open_tokenizer(opened)
         ids, templated = tokenize(tokenizer, text, prompt, name)
         new = _new_tokens(ids.shape[1], sampling.max_new_tokens, opened, quiet)

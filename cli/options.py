@@ -13,7 +13,7 @@ import typer
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import DENSE_LAYERS, MOST_DRAFTED, PRESETS, budget_text
 from bpc_calib.method.numbers import check_count, check_seed
-from bpc_calib.runtime.kv_device import kv_folder
+from bpc_calib.runtime.kv_device import kv_place
 from bpc_cli.command import checked
 
 MOST_DIGITS = 20  # of a number in a list: Python refuses to read thousands
@@ -130,9 +130,10 @@ NoCompile = Annotated[
 KVDevice = Annotated[
     str | None,
     typer.Option(
-        help="disk:FOLDER keeps keys and values in files there, for contexts larger than main memory. Default: memory.",
-        metavar="disk:FOLDER",
-        callback=checked(kv_folder),
+        help="Where keys and values are kept: cpu, in main memory, for contexts larger than a GPU's; disk:FOLDER, in "
+        "files there, for contexts larger than main memory. Default: where the model is.",
+        metavar="cpu|disk:FOLDER",
+        callback=checked(kv_place),
     ),
 ]
 System = Annotated[

@@ -22,8 +22,8 @@ from bpc_calib.method.selection import select
 from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write_codes, write_newest, write_tokens
 
 __all__ = [
-    "append", "attend", "best", "check", "check_append", "check_rows", "check_state", "choose", "dense_decode", "newest",
-    "rank", "sparse_decode",
+    "append", "attend", "best", "check", "check_append", "check_rows", "check_state", "choose", "dense_decode",
+    "newest", "rank", "sparse_decode",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.drift import ADVICE, NEWEST, calibrated_residuals, hardly_fit, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
-from bpc_calib.runtime.kv_device import kv_folder
+from bpc_calib.runtime.kv_device import kv_place
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
 from bpc_calib.runtime.mapped import check_folder
 from bpc_calib.runtime.served_layers import check_layers
@@ -79,8 +79,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         seed: random seed of online projections.
         min_context: a sequence with fewer real tokens in the cache attends to all of them; None: up to the length
             where that is faster (`sparse_from`).
-        kv_device: "disk:FOLDER" keeps the keys and values of layers with full attention in memory-mapped files there,
-            for a model on a CPU; None: they stay in memory.
+        kv_device: where the keys and values of layers with full attention are kept: "cpu", in main memory, or
+            "disk:FOLDER", in memory-mapped files there. The CPU attends to them, wherever the model and the codes are.
+            None: where the model is.
 
     Raises:
         InputError: an argument is out of range, or the folder cannot hold files.
@@ -115,8 +116,9 @@ class BPCCache(Cache):  # type: ignore[misc]
         )
         check_seed(seed)
         given_layers = None if dense_layers is None else list(dense_layers)
-        if (folder := kv_folder(kv_device)) is not None:
-            check_folder(folder)
+        place = kv_place(kv_device)
+        if place is not None and place.folder is not None:
+            check_folder(place.folder)
         if dense_layers is None:
             dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
@@ -138,7 +140,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
-            common = Common(model, own_bits, seed, tuple(sorted(sparse)), min_context is None, folder)
+            common = Common(model, own_bits, seed, tuple(sorted(sparse)), min_context is None, place)
             for index in model.full_layers:
                 layers[index] = DenseLayer(rules, common)
                 if index in sparse:
@@ -208,7 +210,7 @@ class BPCCache(Cache):  # type: ignore[misc]
                 f"an earlier pass with this cache failed, whose first layer holds {most} tokens and the last {least}: "
                 f"{AGAIN}"
             )
-        held = first.keys if isinstance(first, GrowingLayer) and first.is_initialized else keys
+        held = first if isinstance(first, GrowingLayer) and first.is_initialized else keys
         if (held.dtype, held.device) != (keys.dtype, keys.device):
             raise InputError(
                 f"the cache holds {held.dtype} on {held.device}, but the new keys are {keys.dtype} on {keys.device}: "

@@ -1,7 +1,7 @@
 """One call of a model's attention: the cache layer that its keys carry, and the sequences that its mask describes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,12 +61,13 @@ class Seen:
     # By the tokens that each KV head of each sequence attends to: in this step, and in the step before.
     made: dict[tuple[tuple[int, ...], ...], Rows] = field(default_factory=dict)
     before: dict[tuple[tuple[int, ...], ...], Rows] = field(default_factory=dict)
+    host: Rows | None = None  # of the step, every token, on the CPU
 
     def rows_of(self, call: AttentionCall, keys: Tensor, counts: Callable[[int], tuple[int, ...]]) -> Rows | None:
         """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
 
         Args:
-            call: of the step.
+            call: of the step; the result is on the device of its queries.
             keys: `[batch, kv_heads, N, head_dim]`, with the new token.
             counts: returns the numbers of attended tokens, one or one per KV head, for a number of real tokens.
 
@@ -74,7 +75,7 @@ class Seen:
             ModelError, InputError: as `visible_tokens`.
         """
         self._look(call, keys)
-        length, device = keys.shape[2], keys.device
+        length, device = keys.shape[2], call.query.device
         wanted = tuple(map(counts, self.real))
         if (rows := self.made.get(wanted)) is not None:
             return rows
@@ -97,37 +98,48 @@ class Seen:
         assert self.lengths is not None
         return Rows(self.lengths, self.lengths.unsqueeze(-1), keys.shape[2], keys.shape[2], self.visible)
 
+    def in_memory(self, call: AttentionCall, keys: Tensor) -> Rows:
+        """Return `every` on the CPU; of padding a mask of all tokens comes there, once per pass."""
+        rows = self.every(call, keys)
+        if self.host is None:
+            lengths = torch.full((len(keys),), rows.longest)
+            valid = None if rows.valid is None else rows.valid.cpu()
+            self.host = replace(rows, lengths=lengths, k=lengths.unsqueeze(-1), valid=valid)
+        return self.host
+
     def _look(self, call: AttentionCall, keys: Tensor) -> None:
         """Find what the mask says, unless it is that of the call before."""
-        (batch, _, length, _), device = keys.shape, keys.device
+        (batch, _, length, _), device = keys.shape, call.query.device
         asked = (call.mask, batch, length, device, call.window)
         if self.asked is None or self.asked[0] is not call.mask or self.asked[1:] != asked[1:]:
-            self.visible = visible_tokens(call.mask, keys, call.window)
+            self.visible = visible_tokens(call.mask, (batch, length), device, call.window)
             self.real = (length,) * batch if self.visible is None else tuple(self.visible.sum(-1).tolist())
             self.asked, self.lengths = asked, torch.full((batch,), length, device=device)
-            self.made, self.before = {}, self.made
+            self.made, self.before, self.host = {}, self.made, None
 
 
-def visible_tokens(mask: Any, key: Tensor, window: int | None) -> Tensor | None:
+def visible_tokens(mask: Any, size: tuple[int, int], device: torch.device, window: int | None) -> Tensor | None:
     """Return the cached tokens that the newest may attend to, bool `[batch, N]`; None: all of them.
 
     Args:
         mask: None, bool or additive `[batch, 1, 1, N]`, `[batch, N]`, or the block mask of flex attention.
+        size: batch and N.
+        device: of the mask and of the result.
         window: length of the sliding window; None: no window.
 
     Raises:
         ModelError: the mask differs between heads, or weighs tokens.
         InputError: the mask is shorter than the cache.
     """
-    batch, length = key.shape[0], key.shape[2]
+    batch, length = size
     if mask is None and (window is None or window >= length):
         return None
-    place = torch.arange(length, device=key.device)
+    place = torch.arange(length, device=device)
     if mask is None:
-        visible = torch.ones(batch, length, dtype=torch.bool, device=key.device)
+        visible = torch.ones(batch, length, dtype=torch.bool, device=device)
     elif hasattr(mask, "mask_mod"):
-        rows = torch.arange(batch, device=key.device).unsqueeze(-1)
-        zero = torch.zeros((), dtype=torch.long, device=key.device)
+        rows = torch.arange(batch, device=device).unsqueeze(-1)
+        zero = torch.zeros((), dtype=torch.long, device=device)
         visible = mask.mask_mod(rows, zero, zero, place).expand(batch, length)
     else:
         if mask.dim() == 4:
@@ -170,7 +182,7 @@ def check_continued(query: Tensor, key: Tensor, mask: Any, positions: Tensor | N
     past = key.shape[2] - query.shape[2]
     if not past or positions is None or not continued_cache_restarts():
         return
-    visible = visible_tokens(mask, key, None)
+    visible = visible_tokens(mask, (key.shape[0], key.shape[2]), query.device, None)
     began = torch.ones(1, dtype=torch.bool) if visible is None else visible[:, :past].any(-1).cpu()
     if began.any() and (positions[:, 0].cpu() == 0)[began.expand(len(positions))].all():
         raise InputError(

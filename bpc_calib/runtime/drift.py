@@ -52,7 +52,7 @@ def newest_residuals(layers: Sequence[BPCLayer], calibrated: Mapping[int, Sequen
     for layer in layers:
         if layer.codebook is None or not layer.hashed or layer.index not in calibrated:
             continue
-        keys = layer.keys[:, :, max(0, layer.hashed - NEWEST) : layer.hashed : MEASURED].contiguous()
+        keys = layer.keys[:, :, max(0, layer.hashed - NEWEST) : layer.hashed : MEASURED].to(layer.device).contiguous()
         seen = calibrated[layer.index]
         own = seen[layer.heads(len(seen), keys.shape[1])]
         found[layer.index] = residual(layer.codebook, keys).mean().item(), sum(own) / len(own)

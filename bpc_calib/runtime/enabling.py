@@ -118,6 +118,7 @@ def _attention(
         call = AttentionCall(module, query, attention_mask, arguments.get("scaling"), window, positions)
         if (out := layer.attention(call)) is not None:
             return out, None
+        key, value = layer.whole(key, value)
     return _own_attention(base, module)(_named(base, module), query, key, value, attention_mask, **arguments)
 
 

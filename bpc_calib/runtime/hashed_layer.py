@@ -15,7 +15,7 @@ from bpc_calib.method.codebook import Codebook, codebook_of, make_codebook
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.state import Rows
+from bpc_calib.method.state import Rows, State, alike
 from bpc_calib.models.description import held_heads, rank_among
 from bpc_calib.runtime.growing import grown
 from bpc_calib.runtime.layers import Common, SparseLayer
@@ -58,7 +58,7 @@ class BPCLayer(SparseLayer):
         """Attend to the tokens whose codes score best, and those that are always attended."""
         length, kept = self.get_seq_length(), ("codes", *self.kept())
         fresh = max(0, length - self.hashed)
-        if self.codebook is None or fresh > 1 or "codes" not in self.buffers:
+        if self.codebook is None or fresh > 1 or self.apart or "codes" not in self.buffers:
             self.hash(rows.valid)
             fresh = 0
         elif fresh:  # the step itself hashes the new token
@@ -67,9 +67,19 @@ class BPCLayer(SparseLayer):
         assert self.codebook is not None
         self.worst()
         state = self.state()
+        if self.apart:
+            chosen = find(query, state).choose(query, self.codebook, state, rows, self.rules)
+            return self.attend_apart(query, chosen), chosen
         found = find(query, state).sparse_decode(query, self.codebook, state, rows, self.rules, fresh=fresh)
         self.hashed = length
         return found
+
+    def attend_apart(self, query: Tensor, chosen: Tensor) -> Tensor:
+        """Attend to these tokens on the CPU; only the queries, the tokens and the result move."""
+        asked, state = query.cpu(), State(self.buffers["keys"], self.buffers["values"])
+        rows = alike(self.keys, chosen.shape[2])
+        out = find(asked, state).attend(asked, state, rows, chosen.cpu(), self.rules.scaling)
+        return out.to(query.device)
 
     @property
     def bits(self) -> int:
@@ -163,7 +173,7 @@ class BPCLayer(SparseLayer):
             raise InputError(
                 f"attention_mask must be [{self.keys.shape[0]}, {length}] like the cache, not {list(mask.shape)}"
             )
-        return None if mask.all() else mask.to(self.keys.device).bool()
+        return None if mask.all() else mask.to(self.device).bool()
 
     def will_choose(self, visible: Tensor | None) -> bool:
         """Return whether the next one-token step chooses among the cached tokens; `visible` is bool `[batch, N]`."""
@@ -190,14 +200,16 @@ class BPCLayer(SparseLayer):
             ModelError: the artifact's projections do not fit the KV heads of this process.
         """
         if self.unfitted():
-            self.take_fit(fit_online(self.keys, self.asked, visible, self.common.bits, self.common.seed))
+            self.take_fit(
+                fit_online(self.keys.to(self.device), self.asked, visible, self.common.bits, self.common.seed)
+            )
         elif self.codebook is None:
             self._take_calibrated()
         assert self.codebook is not None
         length = self.get_seq_length()
         while self.hashed < length:
             end = min(length, self.hashed + HASHED_AT_ONCE)
-            keys = self.keys[:, :, self.hashed : end]
+            keys = self.keys[:, :, self.hashed : end].to(self.device)
             encoded = find(keys).encode_with(self.codebook, keys)
             for name in ("codes", *self.kept()):
                 self.append(name, self.hashed, getattr(encoded, name))
@@ -207,7 +219,7 @@ class BPCLayer(SparseLayer):
         """Hash with the artifact's projections of the KV heads of this process from now on."""
         assert self.calibrated is not None
         heads = self.heads(len(self.calibrated.projection), self.keys.shape[1])
-        self.codebook = codebook_of(self.calibrated, heads, self.keys.dtype, self.keys.device)
+        self.codebook = codebook_of(self.calibrated, heads, self.keys.dtype, self.device)
 
     def heads(self, total: int, held: int) -> slice:
         """Return which of the artifact's KV heads this process holds.
@@ -249,7 +261,7 @@ def _alike(layers: Sequence[BPCLayer]) -> Iterator[list[BPCLayer]]:
 
     def shapes(layer: BPCLayer) -> tuple[Any, ...]:
         asked = layer.asked
-        return layer.keys.shape, layer.keys.dtype, layer.keys.device, None if asked is None else asked.queries.shape
+        return layer.keys.shape, layer.keys.dtype, layer.device, None if asked is None else asked.queries.shape
 
     for _, found in groupby(layers, shapes):
         group = list(found)
@@ -267,7 +279,7 @@ def _fit(layers: Sequence[BPCLayer]) -> list[Fit]:
     if first.asked is not None:
         queries = [layer.asked.queries for layer in layers if layer.asked is not None]
         asked = Asked(torch.cat(queries), first.asked.places)
-    keys = torch.cat([layer.keys[:, :, places] for layer in layers])
+    keys = torch.cat([layer.keys[:, :, places].to(layer.device) for layer in layers])
     fitted = fit_online(keys, asked, None, common.bits, common.seed)
 
     def part(tensor: Tensor | None) -> Sequence[Any]:

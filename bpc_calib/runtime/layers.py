@@ -5,7 +5,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,12 @@ from bpc_calib.method.step import attend
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.runtime.call import AttentionCall, Seen, as_output, check_continued, with_layer
 from bpc_calib.runtime.growing import append
+from bpc_calib.runtime.kv_device import KVPlace
 from bpc_calib.runtime.mapped import TokenFile, with_room
 
 __all__ = ["Common", "DenseLayer", "GrowingLayer", "RankingLayer", "SparseLayer"]
+
+FEW = 16  # queries of a pass that the CPU takes where keys and values are with it and the model is not
 
 
 @dataclass
@@ -37,7 +39,7 @@ class Common:
     seed: int = 0  # of online projections
     layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
     switches: bool = False  # whether `min_context` is where sparse steps begin to pay
-    folder: Path | None = None  # of the files of keys and values; None: they are in memory
+    place: KVPlace | None = None  # of keys and values; None: where the model is
     full: bool = False  # whether passes attend to everything now, and leave no trace but their tokens
     seen: Seen = field(default_factory=Seen)
 
@@ -67,11 +69,25 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             raise InputError(
                 f"the cache holds {self.keys.shape[0]} sequences, but the new tokens are of {key_states.shape[0]}"
             )
+        new = key_states, value_states
+        if self.apart:
+            key_states, value_states = key_states.cpu(), value_states.cpu()
         self.take_room(key_states)
         self.append("keys", length, key_states)
         self.append("values", length, value_states)
         self.show(length + key_states.shape[2])
-        return self.keys, self.values
+        return new if self.apart else (self.keys, self.values)
+
+    @property
+    def apart(self) -> bool:
+        """Whether keys and values are with the CPU and the model is elsewhere; then `update` returns the new alone."""
+        return self.common.place is not None and self.device.type != "cpu"
+
+    def whole(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all keys and values for the model's own attention; it has those that `update` returned."""
+        if self.apart and keys.shape[2] < self.get_seq_length():
+            return self.keys.to(self.device), self.values.to(self.device)
+        return keys, values
 
     def contents(self) -> dict[str, Tensor]:
         """Return what the layer holds, by name: `take` gives it to another layer."""
@@ -87,10 +103,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             InputError: the disk is full; the layer holds what it held.
         """
-        if self.common.folder is None:
+        folder = None if self.common.place is None else self.common.place.folder
+        if folder is None:
             return
         length, limit = self.get_seq_length(), self.common.model.context_limit or 0
-        file = with_room(self.file, self.common.folder, keys, length, limit)
+        file = with_room(self.file, folder, keys, length, limit)
         if file is not self.file:
             self.file = file
             self.replace("keys", file.keys)
@@ -144,15 +161,22 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        new, kv_heads = call.query.shape[2], self.keys.shape[1]
-        if backend(self.keys.device) == "torch" or hasattr(call.mask, "mask_mod"):
+        new, kv_heads, seen = call.query.shape[2], self.keys.shape[1], self.common.seen
+        if not self.apart and (backend(self.keys.device) == "torch" or hasattr(call.mask, "mask_mod")):
             return None
-        query = call.query.unflatten(1, (kv_heads, -1))
+        query = call.query.unflatten(1, (kv_heads, -1)).to(self.keys.device)
         state = State(self.buffers["keys"], self.buffers["values"])  # codes may have less room
-        rows = self.common.seen.every(call, self.keys)
+        rows = seen.in_memory(call, self.keys) if self.apart else seen.every(call, self.keys)
         kernels = find(query[:, :, :, -1], state)
         out = kernels.dense_decode(query.flatten(2, 3), state, rows, call.scaling, new=new)
-        return out.unflatten(2, (-1, new)).flatten(1, 2).transpose(1, 2)
+        return out.unflatten(2, (-1, new)).flatten(1, 2).transpose(1, 2).to(call.query.device)
+
+    def attends_to_all(self, call: AttentionCall) -> bool:
+        """Whether `attend_to_all` serves a call, also where the model's own attention could.
+
+        That would need all keys and values on the model's device, which takes longer than a few queries on the CPU.
+        """
+        return self.common.full or (self.apart and call.query.shape[2] <= FEW)
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""
@@ -187,7 +211,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences with these indices: integers or bool, `[sequences]`."""
-        self._rebatch(lambda tensor: tensor[indices, ...])
+        self._rebatch(lambda tensor: tensor[indices.to(tensor.device), ...])
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         if length := self.get_seq_length():
@@ -256,7 +280,7 @@ class SparseLayer(GrowingLayer):
         self.served = False
         keys, values = super().update(key_states, value_states)
         if key_states.shape[2] > 1 and not self.common.full:
-            self.guarded = keys.shape[2]
+            self.guarded = self.keys.shape[2]
         return with_layer(keys, self), values
 
     def attention(self, call: AttentionCall) -> Tensor | None:
@@ -273,11 +297,11 @@ class SparseLayer(GrowingLayer):
             check_continued(call.query, self.keys, call.mask, call.positions)
             length = self.get_seq_length()
             self.observe(call.query, call.scaling, torch.arange(length - call.query.shape[2], length))
-            return None
+            return self.attend_to_all(call) if self.attends_to_all(call) else None
         self.scale(call.scaling)
         rows = self.rows(call)
         if rows is None:
-            return None
+            return self.attend_to_all(call) if self.apart else None
         out, _ = self.decode(call.grouped(self.keys.shape[1]), rows)
         return as_output(out)
 
@@ -374,7 +398,7 @@ class DenseLayer(GrowingLayer):
         """Append `[batch, kv_heads, new, head_dim]`; keys that BPC's kernel may read carry this layer."""
         keys, values = super().update(key_states, value_states)
         served = backend(keys.device)
-        if (served == "native" and key_states.shape[2] == 1) or (served != "torch" and self.common.full):
+        if (served == "native" and key_states.shape[2] == 1) or (served != "torch" and self.common.full) or self.apart:
             keys = with_layer(keys, self)
         return keys, values
 
@@ -384,9 +408,9 @@ class DenseLayer(GrowingLayer):
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        if self.common.full:
+        if self.attends_to_all(call):
             return self.attend_to_all(call)
-        rows = self.rows(call)
+        rows = self.rows(call) if call.query.shape[2] == 1 else None
         if rows is None:
             return None  # no layer chooses: the step has the bits of the model's own
         query, state = call.grouped(self.keys.shape[1]), self.state()

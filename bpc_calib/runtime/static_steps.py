@@ -90,8 +90,10 @@ def check_static(model: Any, cache: Any) -> None:
             raise InputError("the cache is already in a `static_steps` block")
         if not isinstance(layer, GrowingLayer):
             raise ModelError(f"{name}: layer {index} has a sliding window, which static steps do not serve")
-        if layer.common.folder is not None:
-            raise InputError("static steps keep keys and values in memory: leave kv_device out, or use model.generate")
+        if layer.apart or layer.file is not None:
+            raise InputError(
+                "static steps keep keys and values where the model is: leave kv_device out, or use model.generate"
+            )
     if len({parameter.device for parameter in model.parameters()}) > 1:
         raise ModelError(f"{name} is on several devices, which static steps do not serve")
     if model.device.type == "cuda" and backend(model.device) != "triton":
