@@ -1,6 +1,7 @@
 """Keys and values in memory-mapped files: what is kept, what is given back, and what a full disk does."""
 
 import copy
+import mmap
 import os
 import resource
 import subprocess
@@ -13,8 +14,9 @@ import torch
 from test_chat import save
 from test_runtime import SMALL, enabled, generate, ids
 
-from bpc_calib import BPCCache, InputError, checked_decoding, exact_decoding, static_generate
+from bpc_calib import BPCCache, InputError, State, checked_decoding, exact_decoding, find, static_generate
 from bpc_calib.compat import with_cache
+from bpc_calib.method.state import alike
 from bpc_calib.runtime.kv_device import kv_folder
 from bpc_calib.runtime.mapped import TAKEN_AT_ONCE, TokenFile, with_room
 
@@ -72,6 +74,22 @@ def test_a_file_has_blocks_for_its_tokens_alone(tmp_path):
     held = os.fstat(file.file.fileno())
     assert held.st_size == 2 * (1 << 20) * file.token
     assert held.st_blocks * 512 < 2 * TAKEN_AT_ONCE * file.token * 1.1
+
+
+def test_rows_that_are_not_in_memory_are_fetched(tmp_path):
+    """Scattered ones, more than the kernel looks up at once, in pages that the system has dropped."""
+    file = TokenFile(tmp_path, (1, 2, 80_000, 64), torch.float32)
+    file.take(80_000)
+    keys, values = torch.randn(2, 1, 2, 80_000, 64)
+    file.keys[:, :, :80_000], file.values[:, :, :80_000] = keys, values
+    chosen = torch.randperm(80_000)[:600].sort().values.expand(1, 2, -1)
+    query, rows = torch.randn(1, 2, 4, 64), alike(keys, 600)
+    kernels = find(query, State(keys, values))
+    expected = kernels.attend(query, State(keys, values), rows, chosen)
+    file.mapping.flush()
+    file.mapping.madvise(mmap.MADV_DONTNEED)
+    os.posix_fadvise(file.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert torch.equal(kernels.attend(query, State(file.keys, file.values, mapped=True), rows, chosen), expected)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -148,7 +148,7 @@ class BPCCache(Cache):  # type: ignore[misc]
                     layers[index] = layer_class(index, own, common, projections.get(index))
             return layers
 
-        self._fresh = fresh
+        self._fresh, self.kv_device = fresh, kv_device
         self._first, self._end, self._sparse = model.full_layers[0], model.full_layers[-1], sparse[0]
         self._last: SparseLayer | None = None  # updated last; its attention must run before the next layer's update
         self._thread: int | None = None  # began the last pass

@@ -76,7 +76,8 @@ class BPCLayer(SparseLayer):
 
     def attend_apart(self, query: Tensor, chosen: Tensor) -> Tensor:
         """Attend to these tokens on the CPU; only the queries, the tokens and the result move."""
-        asked, state = query.cpu(), State(self.buffers["keys"], self.buffers["values"])
+        asked, mapped = query.cpu(), self.file is not None
+        state = State(self.buffers["keys"], self.buffers["values"], mapped=mapped)
         rows = alike(self.keys, chosen.shape[2])
         out = find(asked, state).attend(asked, state, rows, chosen.cpu(), self.rules.scaling)
         return out.to(query.device)
@@ -200,9 +201,8 @@ class BPCLayer(SparseLayer):
             ModelError: the artifact's projections do not fit the KV heads of this process.
         """
         if self.unfitted():
-            self.take_fit(
-                fit_online(self.keys.to(self.device), self.asked, visible, self.common.bits, self.common.seed)
-            )
+            keys, common = self.keys.to(self.device), self.common
+            self.take_fit(fit_online(keys, self.asked, visible, common.bits, common.seed))
         elif self.codebook is None:
             self._take_calibrated()
         assert self.codebook is not None

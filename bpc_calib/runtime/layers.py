@@ -140,7 +140,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         if held["keys"] is None:  # borrowed
             held |= {"keys": self.keys, "values": self.values}
         if self._state is None or any(getattr(self._state, name) is not each for name, each in held.items()):
-            self._state = State(**held)  # type: ignore[arg-type]
+            self._state = State(**held, mapped=self.file is not None)  # type: ignore[arg-type]
         return self._state
 
     def rows(self, call: AttentionCall) -> Rows | None:
@@ -165,7 +165,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         if not self.apart and (backend(self.keys.device) == "torch" or hasattr(call.mask, "mask_mod")):
             return None
         query = call.query.unflatten(1, (kv_heads, -1)).to(self.keys.device)
-        state = State(self.buffers["keys"], self.buffers["values"])  # codes may have less room
+        # Without codes, which may have less room.
+        state = State(self.buffers["keys"], self.buffers["values"], mapped=self.file is not None)
         rows = seen.in_memory(call, self.keys) if self.apart else seen.every(call, self.keys)
         kernels = find(query[:, :, :, -1], state)
         out = kernels.dense_decode(query.flatten(2, 3), state, rows, call.scaling, new=new)

@@ -91,9 +91,7 @@ def check_static(model: Any, cache: Any) -> None:
         if not isinstance(layer, GrowingLayer):
             raise ModelError(f"{name}: layer {index} has a sliding window, which static steps do not serve")
         if layer.apart or layer.file is not None:
-            raise InputError(
-                "static steps keep keys and values where the model is: leave kv_device out, or use model.generate"
-            )
+            raise InputError("static steps read keys and values where the model is: leave kv_device out")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         raise ModelError(f"{name} is on several devices, which static steps do not serve")
     if model.device.type == "cuda" and backend(model.device) != "triton":
