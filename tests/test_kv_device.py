@@ -17,7 +17,7 @@ from test_runtime import SMALL, enabled, generate, ids
 from bpc_calib import BPCCache, InputError, State, checked_decoding, exact_decoding, find, static_generate
 from bpc_calib.compat import with_cache
 from bpc_calib.method.state import alike
-from bpc_calib.runtime.kv_device import kv_folder
+from bpc_calib.runtime.kv_device import kv_place
 from bpc_calib.runtime.mapped import TAKEN_AT_ONCE, TokenFile, with_room
 
 TESTS = Path(__file__).parent
@@ -27,14 +27,14 @@ def on_disk(model, folder, **rules):
     return BPCCache(model.config, **SMALL | rules, kv_device=f"disk:{folder}")
 
 
-@pytest.mark.parametrize("kv_device", ["", "disk", "disk:", "gpu", "cpu", Path("/tmp")])
+@pytest.mark.parametrize("kv_device", ["", "disk", "disk:", "gpu", "CPU", Path("/tmp")])
 def test_what_names_no_folder_is_refused(kv_device):
-    with pytest.raises(InputError, match=r"kv_device must be disk:FOLDER.*, not"):
+    with pytest.raises(InputError, match=r"kv_device must be cpu, .* or disk:FOLDER, .*, not"):
         BPCCache(tiny.model().config, kv_device=kv_device)
 
 
 def test_a_home_folder_may_be_named():
-    assert kv_folder("disk:~") == Path.home()
+    assert kv_place("disk:~").folder == Path.home()
 
 
 @pytest.mark.parametrize("folder", ["missing", "file", "/proc"])

@@ -210,10 +210,11 @@ class BPCCache(Cache):  # type: ignore[misc]
                 f"an earlier pass with this cache failed, whose first layer holds {most} tokens and the last {least}: "
                 f"{AGAIN}"
             )
-        held = first if isinstance(first, GrowingLayer) and first.is_initialized else keys
-        if (held.dtype, held.device) != (keys.dtype, keys.device):
+        begun = isinstance(first, GrowingLayer) and first.is_initialized
+        dtype, device = (first.keys.dtype, first.device) if begun else (keys.dtype, keys.device)
+        if (dtype, device) != (keys.dtype, keys.device):
             raise InputError(
-                f"the cache holds {held.dtype} on {held.device}, but the new keys are {keys.dtype} on {keys.device}: "
+                f"the cache holds {dtype} on {device}, but the new keys are {keys.dtype} on {keys.device}: "
                 f"{AGAIN}"
             )
         self._thread = thread
