@@ -19,6 +19,7 @@ from bpc_calib.compat import with_cache
 from bpc_calib.method.state import alike
 from bpc_calib.runtime.kv_device import kv_folder
 from bpc_calib.runtime.mapped import TAKEN_AT_ONCE, TokenFile, with_room
+from bpc_cli import decoding
 
 TESTS = Path(__file__).parent
 
@@ -228,7 +229,8 @@ def test_a_file_beyond_the_limit_of_the_process_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_commands_take_the_folder(command, bpc, tmp_path):
+def test_commands_take_the_folder(command, bpc, tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding, "CHUNK", 16)
     message = "the old stone bridge"
     words = [command, "-m", save(tmp_path / "chatty"), "--max-new-tokens", 5, "--min-context", 0]
     words += ["-p", message] if command == "generate" else []
