@@ -28,7 +28,7 @@ from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
 from bpc_calib.runtime.kv_device import kv_place
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
-from bpc_calib.runtime.mapped import check_folder
+from bpc_calib.runtime.mapped import check_folder, check_room
 from bpc_calib.runtime.served_layers import check_layers
 
 if TYPE_CHECKING:
@@ -177,9 +177,10 @@ class BPCCache(Cache):  # type: ignore[misc]
         """
         layer, last = self.layers[layer_idx], self._last
         if layer_idx == (0 if self.layers[self._first].get_seq_length() else self._first):
-            for each in self.layers:  # before the first one changes
-                if isinstance(each, GrowingLayer):
-                    each.take_room(key_states)
+            growing = [each for each in self.layers if isinstance(each, GrowingLayer)]
+            check_room([each.file for each in growing if each.file], growing[0].get_seq_length() + key_states.shape[2])
+            for each in growing:  # before the first one changes
+                each.take_room(key_states)
         if layer_idx == self._first:
             self._begin(layer, key_states)
         elif last is not None and not last.served:

@@ -5,6 +5,7 @@ tokens as the model takes, and disk blocks for those that came; so it grows with
 are written: where the disk is full, writing to a mapped page without a block would kill the process.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["TokenFile", "check_folder", "with_room"]
+__all__ = ["TokenFile", "check_folder", "check_room", "with_room"]
 
 TAKEN_AT_ONCE = 1024  # tokens
 
@@ -38,7 +39,7 @@ class TokenFile:
         self.token = 2 * dim * dtype.itemsize  # bytes
         shape = (batch, heads, self.room, 2, dim)
         size = math.prod(shape) * dtype.itemsize
-        with _in_words(folder, tokens, 0):
+        with _in_words(folder, tokens, size):
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             weakref.finalize(self, self.file.close)  # it lives as long as this object
             self.file.truncate(size)
@@ -53,14 +54,19 @@ class TokenFile:
         Raises:
             InputError: the disk is full; what the file holds is as before.
         """
-        if tokens <= self.taken:
+        if not (needed := self.lacks(tokens)):
             return
-        upto = -(-tokens // TAKEN_AT_ONCE) * TAKEN_AT_ONCE
-        rows, count = self.pairs.shape[:2].numel(), (upto - self.taken) * self.token
-        with _in_words(self.folder, tokens, rows * count):
+        rows = self.pairs.shape[:2].numel()
+        with _in_words(self.folder, tokens, needed):
             for row in range(rows):
-                os.posix_fallocate(self.file.fileno(), (row * self.room + self.taken) * self.token, count)
-        self.taken = upto
+                first = (row * self.room + self.taken) * self.token
+                os.posix_fallocate(self.file.fileno(), first, needed // rows)
+        self.taken += needed // rows // self.token
+
+    def lacks(self, tokens: int) -> int:
+        """Return the bytes of the disk blocks to take for the first tokens."""
+        upto = -(-tokens // TAKEN_AT_ONCE) * TAKEN_AT_ONCE
+        return self.pairs.shape[:2].numel() * max(0, upto - self.taken) * self.token
 
     def copied(self, sequences: Sequence[int], length: int) -> "TokenFile":
         """Return a file with the first tokens of these sequences.
@@ -101,6 +107,14 @@ def with_room(file: TokenFile | None, folder: Path, keys: Tensor, length: int, l
     return larger
 
 
+def check_room(files: Sequence[TokenFile], tokens: int) -> None:
+    """Raise `InputError` unless the disk has room for the first tokens of all files, before one takes its part."""
+    if needed := sum(file.lacks(tokens) for file in files):
+        with _in_words(files[0].folder, tokens, needed):
+            if needed > shutil.disk_usage(files[0].folder).free:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def check_folder(folder: Path) -> None:
     """Raise `InputError` unless files can be kept in the folder, without a name and with their disk blocks taken."""
     if not hasattr(os, "posix_fallocate"):
@@ -119,6 +133,6 @@ def _in_words(folder: Path, tokens: int, needed: int) -> Iterator[None]:
     except OSError as fault:
         free = shutil.disk_usage(folder).free
         raise InputError(
-            f"{folder} has no room for keys and values of {tokens:,} tokens ({fault.strerror}): each layer needs "
+            f"{folder} has no room for keys and values of {tokens:,} tokens ({fault.strerror}): they need at least "
             f"{needed / 1e6:,.1f} MB more, and {free / 1e6:,.1f} MB are free; free some, or take another folder"
         ) from fault

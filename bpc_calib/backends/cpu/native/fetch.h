@@ -7,15 +7,15 @@
 
 namespace BPC_ISA {
 
-constexpr i64 WINDOW = 4096;  // pages that are looked up at once
-
 // Ask for the pages of `rows`, ascending, of `bytes` each.
 static void fetch_pages(const char *const *rows, i64 count, i64 bytes) {
 #if defined(__linux__)
+    constexpr i64 WINDOW = 4096;  // pages that are looked up at once
     static const i64 page = sysconf(_SC_PAGESIZE);
     unsigned char held[WINDOW];  // bit 0: whether a page is in memory
     auto page_of = [](const char *at) { return (i64)at / page; };
-    i64 first = 0, after = 0, wanted = 0, end = 0;  // pages: those looked up, and those to ask for together
+    // Pages: from `first` to `after` those looked up, from `wanted` to `end` those to ask for together.
+    i64 first = 0, after = 0, wanted = 0, end = 0;
     auto ask = [&] {
         if (wanted < end) madvise((void *)(wanted * page), (size_t)((end - wanted) * page), MADV_WILLNEED);
     };
