@@ -331,10 +331,22 @@ def exact_texts(results: Results) -> Lines:
             model = ""
 
 
+def larger_than_memory(results: Results) -> Lines:
+    """Steps with keys and values in memory, and in a file with and without room for them."""
+    yield "keys and values", "limit of memory", "method", "chosen in the step before, too", "tokens/s", "read per step"
+    for run in results["larger_than_memory"]["runs"]:
+        where = ["on disk" if run["kv_device"] else "in memory", run["limit"] or "none"]
+        for row in run["rows"]:
+            same = "" if row["again"] is None else f"{percent(row['again'], 0)} %"
+            read = f"{row['read_bytes'] / 1e6:,.0f} MB"
+            yield *where, row["method"], same, f"{1 / row['seconds']:.2f}", read
+            where = ["", ""]
+
+
 TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_models, gpu_serving,
     model_bytes, offload_plan, serving, headline, headline_both, aggregation, key_counts, keys_per_head,
-    calibration_plan, fitting_time, exact_layers, exact_texts,
+    calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory,
 )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
 
     Returns:
         `tokens`, `attended` (per step, the mean over the KV heads), `sparse_from`, `weights_bytes`, `cache_bytes`,
-        `codes_bytes`, `free_bytes`, `bytes_per_second` (measured), and the most tokens per second that those bytes
+        `codes_bytes`, `bytes_beside_disk` (what stays in memory where keys and values are on disk; None on a GPU),
+        `free_bytes`, `bytes_per_second` (measured), and the most tokens per second that those bytes
         allow, `tokens_per_second` and `full_tokens_per_second`; None for a mixture of experts, of which a step reads a
         part of the weights.
     """
@@ -39,7 +40,8 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
     tokens = tokens or min(TOKENS, model.context_limit or TOKENS)
     start = sparse_from(2 * model.kv_heads * model.head_dim * weights.dtype.itemsize, 1, model.query_heads, device)
     read = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=start)
-    codes = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=0).ranking
+    always = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=0)
+    held = weight_bytes(weights)
     rate = bandwidth(device)["bytes_per_second"]
     step = None if has_experts(opened.config) else weight_bytes_read(weights)
     return {
@@ -47,9 +49,10 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
         "beyond_the_model": model.context_limit is not None and tokens > model.context_limit,
         "attended": attended(tokens, BUDGET, MIN_TOKENS) if tokens >= start else tokens,
         "sparse_from": start,
-        "weights_bytes": weight_bytes(weights),
+        "weights_bytes": held,
         "cache_bytes": read.full,
-        "codes_bytes": codes,
+        "codes_bytes": always.ranking,
+        "bytes_beside_disk": None if device.type != "cpu" else held + always.ranking + always.sliding,
         "free_bytes": available_memory(device),
         "bytes_per_second": rate,
         "tokens_per_second": None if step is None else rate / (step + read.read),
@@ -68,9 +71,11 @@ def print_advice(found: dict[str, Any], model: str, file: str) -> None:
     rule = f"{budget_text(BUDGET)} but at least {MIN_TOKENS}"
     share = f"{found['attended']:,} of them, {rule}, and all while there are fewer than {start:,}"
     held = [size_text(found[f"{name}_bytes"]) for name in ("weights", "cache", "codes", "free")]
+    left = found["bytes_beside_disk"]
+    disk = "" if left is None else f"; --kv-device disk:FOLDER leaves {size_text(left)} in memory"
     rows = {
         "attends to": few if found["attended"] == tokens else share,
-        "memory": "weights {}, keys and values {}, codes {}; {} are free, {}".format(*held, fits),
+        "memory": "weights {}, keys and values {}, codes {}; {} are free, {}".format(*held, fits) + disk,
         "speed": _speed(found),
         "projections": "calibrated once per model, as below; or -a online: found in each prompt, which takes longer",
     }

@@ -18,8 +18,18 @@ from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
-from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
-from bpc_cli.options import ONLINE, Artifact, CacheOptions, Model, NoCompile, SamplingOptions, System, VerifyOptions
+from bpc_cli.opening import LoadOptions, load_artifact, on_cpu, open_model, open_tokenizer, open_weights
+from bpc_cli.options import (
+    ONLINE,
+    Artifact,
+    CacheOptions,
+    KVDevice,
+    Model,
+    NoCompile,
+    SamplingOptions,
+    System,
+    VerifyOptions,
+)
 from bpc_cli.prompt import Message, has_template, message, opening_messages, read_text, template_tokens
 
 COMMANDS = "/reset begins anew, /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
@@ -46,6 +56,7 @@ def chat(
     sampling: ChatSamplingOptions,
     verify: VerifyOptions,
     load: LoadOptions,
+    kv_device: KVDevice = None,
     no_compile: NoCompile = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print each turn as one line of JSON.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no messages except errors.")] = False,
@@ -65,7 +76,7 @@ def chat(
 
     opened = open_model(model, load)
     name = opened.description.id
-    cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
+    cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=on_cpu(kv_device, opened), **rules)
     tokenizer = open_tokenizer(opened)
     if not has_template(tokenizer):
         fail(f"{name} has no chat template, so it cannot chat: bpc generate continues a text")

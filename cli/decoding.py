@@ -11,6 +11,7 @@ from bpc_cli.streaming import TextPrinter
 
 FEW = 4  # tokens of a warm-up
 COUNTED = 64  # steps whose bytes are counted
+CHUNK = 2048  # tokens of a prompt that are fed at once where memory is scarce: keys and values are on disk
 SHORT = 64  # tokens of its prompt where no speeds are compared
 COMPILED_FROM = 4096  # steps of one layer: a compilation takes as long as some ten thousand, but only once
 
@@ -124,6 +125,8 @@ def decode(decoder: Decoder, ids: Any, cache: Any, new: int, show: bool, **more:
     else:
         generate = functools.partial(model.generate, **with_cache(cache))
     held = 0 if cache is None else cache.get_seq_length()
+    if not held and getattr(cache, "kv_device", None):
+        more["prefill_chunk_size"] = CHUNK
     stream = _Stream(decoder, cache, new, TextPrinter(tokenizer) if show else None)
     verifying = dict(decoder.verifying)
     if verifying:  # transformers passes no streamer on

@@ -10,11 +10,12 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
-from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
+from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, on_cpu, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
     ONLINE,
     Artifact,
     CacheOptions,
+    KVDevice,
     Model,
     NoCompile,
     SamplingOptions,
@@ -44,6 +45,7 @@ def generate(
     sampling: SamplingOptions,
     verify: VerifyOptions,
     load: LoadOptions,
+    kv_device: KVDevice = None,
     no_compile: NoCompile = False,
     compare: Annotated[
         bool,
@@ -72,7 +74,7 @@ def generate(
 
         opened, online = open_model(model, load, shared=True), projections is None
         name = opened.description.id
-        cache = BPCCache(opened.config, projections, seed=sampling.seed, **rules)
+        cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=on_cpu(kv_device, opened), **rules)
         tokenizer = open_tokenizer(opened)
         ids, templated = tokenize(tokenizer, text, prompt, name)
         new = _new_tokens(ids.shape[1], sampling.max_new_tokens, opened, quiet)
@@ -90,7 +92,7 @@ def generate(
             print(f"--- BPC ({ONLINE if online else 'calibrated'}, {setting_text(rules)}) ---")
         ours = decoding.decode(decoder, ids, cache, new, show)
         result = {"model": name, "artifact": artifact, "preset": preset_name(rules), **rules}
-        result |= {"device": opened.device, "chat_template": templated}
+        result |= {"device": opened.device, "kv_device": kv_device, "chat_template": templated}
         result |= {"prompt_tokens": ids.shape[1], "compile_seconds": round(seconds, 4), **ours}
         result |= decoding.kv_bytes(cache, ids.shape[1], len(ours["tokens"]))
         result |= {"min_context": cache.min_context} | decoding.residual(cache) | decoding.agreement(decoder, cache)

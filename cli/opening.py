@@ -100,6 +100,13 @@ def open_model(name: str, options: OneDeviceOptions, *, shared: bool = False) ->
     return OpenedModel(name, config, describe(config, revision=commit), device, options, device_map)
 
 
+def on_cpu(kv_device: str | None, opened: OpenedModel) -> str | None:
+    """Where keys and values are to be kept, if a model on this device allows it."""
+    if kv_device is not None and opened.device != "cpu":
+        fail(f"--kv-device {kv_device} serves models on a CPU, and this one will be on {opened.device}: --device cpu")
+    return kv_device
+
+
 def open_tokenizer(opened: OpenedModel) -> Any:
     """The tokenizer, of the same commit as the config."""
     from bpc_calib.models.loading import load_tokenizer

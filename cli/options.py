@@ -13,6 +13,7 @@ import typer
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import DENSE_LAYERS, MOST_DRAFTED, PRESETS, budget_text
 from bpc_calib.method.numbers import check_count, check_seed
+from bpc_calib.runtime.kv_device import kv_folder
 from bpc_cli.command import checked
 
 MOST_DIGITS = 20  # of a number in a list: Python refuses to read thousands
@@ -125,6 +126,14 @@ TrustRemoteCode = Annotated[
 NoCompile = Annotated[
     bool,
     typer.Option("--no-compile", help="On a CPU, decode with the model's layers as they are, not compiled ones."),
+]
+KVDevice = Annotated[
+    str | None,
+    typer.Option(
+        help="disk:FOLDER keeps keys and values in files there, for contexts larger than main memory. Default: memory.",
+        metavar="disk:FOLDER",
+        callback=checked(kv_folder),
+    ),
 ]
 System = Annotated[
     str | None, typer.Option("--system", help="System message: what the model is told before the first message.")

@@ -331,6 +331,22 @@ def test_exact_texts_are_those_of_full_attention(tmp_path):
     assert [(row["draft"], row["new"], row["same"]) for row in rows] == [(2, 8, 8), (None, 8, 8)]
 
 
+def test_steps_from_disk_choose_what_steps_from_memory_choose(run, tmp_path):
+    import tables
+
+    result = tmp_path / "result.json"
+    run("benchmarks/larger_than_memory.py", "--tiny", "-o", result)
+    run(
+        "benchmarks/larger_than_memory.py", "--tiny", "-o", result, "--kv-device", f"disk:{tmp_path}", "--limit", "1 GB"
+    )
+    runs = json.loads(result.read_text())["runs"]
+    assert [each["kv_device"] for each in runs] == [None, "disk"]
+    one, other = ([row["again"] for row in each["rows"]] for each in runs)
+    assert one == other
+    assert 0 < one[0] < one[1] < one[2] < 1
+    assert len(list(tables.larger_than_memory({"larger_than_memory": {"runs": runs}}))) == 9
+
+
 def test_no_script_is_left_out():
     """A test names every file that does something when it is run."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))

@@ -89,6 +89,7 @@ def test_the_settings_follow_from_the_shape(bpc, tmp_path):
         assert 1000 < found["sparse_from"] < 32_768  # its keys and values are small
         assert found["cache_bytes"] == 3 * token * count
         assert found["codes_bytes"] == 3 * 2 * 9 * count
+        assert found["bytes_beside_disk"] == found["weights_bytes"] + found["codes_bytes"]
         assert found["weights_bytes"] == sum(2 * each.numel() for each in model.parameters())
         step = {"full": found["cache_bytes"], "ours": 3 * token * attended + (attended < count) * found["codes_bytes"]}
         weights = found["weights_bytes"] - 2 * model.get_input_embeddings().weight.numel()

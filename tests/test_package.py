@@ -52,6 +52,7 @@ CHEAP = {
     "bpc_calib.method.budget",
     "bpc_calib.method.defaults",
     "bpc_calib.method.numbers",
+    "bpc_calib.runtime.kv_device",
     "bpc_calib.sharing.names",
     "bpc_calib.text.known_corpora",
 }

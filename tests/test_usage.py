@@ -40,6 +40,7 @@ BAD_TEXT = {  # by parameter; what none of these refuses is a name, a path or a 
     "file": [],
     "files": [],
     "html": [],
+    "kv_device": ["", "disk", "disk:", "gpu", "cpu", "/tmp"],
     "lengths": ["", "x", "0", "-5", "1.5"],
     "method": ["", "best"],
     "methods": ["", "best", "bpc"],

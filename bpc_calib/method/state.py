@@ -62,6 +62,7 @@ class State:
     packing: Packing | None = None
     # Of float8_e4m3fn: keys and values are what is cached times these, float32 with one number each.
     scales: tuple[Tensor, Tensor] | None = None
+    mapped: bool = False  # whether keys and values lie in a mapped file, the value of a token behind its key
 
     @property
     def room(self) -> int:

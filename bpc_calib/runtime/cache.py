@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.compat import attention_name
@@ -23,13 +23,16 @@ from bpc_calib.runtime.bytes_read import KVBytes, count_bytes
 from bpc_calib.runtime.drift import ADVICE, NEWEST, calibrated_residuals, hardly_fit, newest_residuals
 from bpc_calib.runtime.enabling import PREFIX
 from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
+from bpc_calib.runtime.kv_device import kv_folder
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
+from bpc_calib.runtime.mapped import check_folder
+from bpc_calib.runtime.served_layers import check_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
     from typing_extensions import Unpack
 
-__all__ = ["BPCCache", "check_layers"]
+__all__ = ["BPCCache"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +76,11 @@ class BPCCache(Cache):  # type: ignore[misc]
         seed: random seed of online projections.
         min_context: a sequence with fewer real tokens in the cache attends to all of them; None: up to the length
             where that is faster (`sparse_from`).
+        kv_device: "disk:FOLDER" keeps the keys and values of layers with full attention in memory-mapped files there,
+            for a model on a CPU; None: they stay in memory.
 
     Raises:
-        InputError: an argument is out of range.
+        InputError: an argument is out of range, or the folder cannot hold files.
         ModelError: BPC cannot serve the model.
         ArtifactError: the artifact belongs to another model; the message names the difference.
     """
@@ -95,6 +100,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         min_context: int | None = None,
         bits: int | None = None,
         seed: int = 0,
+        kv_device: str | None = None,
         **ranking: "Unpack[Ranking]",
     ) -> None:
         given = {name: value for name, value in ranking.items() if value is not None}
@@ -105,6 +111,8 @@ class BPCCache(Cache):  # type: ignore[misc]
             budget=budget, min_tokens=min_tokens, min_context=min_context or 0, **(ranking_defaults(artifact) | given)
         )
         check_seed(seed)
+        if (folder := kv_folder(kv_device)) is not None:
+            check_folder(folder)
         if dense_layers is None:
             dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
@@ -121,7 +129,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
-            common = Common(model, own_bits, seed, tuple(sorted(sparse)), switches=min_context is None)
+            common = Common(model, own_bits, seed, tuple(sorted(sparse)), min_context is None, folder)
             for index in model.full_layers:
                 layers[index] = DenseLayer(rules, common)
                 if index in sparse:
@@ -129,7 +137,7 @@ class BPCCache(Cache):  # type: ignore[misc]
                     layers[index] = layer_class(index, own, common, projections.get(index))
             return layers
 
-        self._fresh = fresh
+        self._fresh, self.kv_device = fresh, kv_device
         self._first, self._end, self._sparse = model.full_layers[0], model.full_layers[-1], sparse[0]
         self._last: SparseLayer | None = None  # updated last; its attention must run before the next layer's update
         self._thread: int | None = None  # began the last pass
@@ -153,9 +161,14 @@ class BPCCache(Cache):  # type: ignore[misc]
         Raises:
             ModelError: the model is not enabled, an earlier pass failed, or the model bypasses transformers' attention
                 interface.
-            InputError: another thread uses the cache, or the keys have another dtype, device or batch size than it has.
+            InputError: another thread uses the cache, the keys have another dtype, device or batch size than it has, or
+                the disk is full.
         """
         layer, last = self.layers[layer_idx], self._last
+        if layer_idx == (0 if self.layers[self._first].get_seq_length() else self._first):
+            for each in self.layers:  # before the first one changes
+                if isinstance(each, GrowingLayer):
+                    each.take_room(key_states)
         if layer_idx == self._first:
             self._begin(layer, key_states)
         elif last is not None and not last.served:
@@ -360,25 +373,6 @@ class BPCCache(Cache):  # type: ignore[misc]
             InputError: the mask does not fit the cache.
         """
         prepare([layer for layer in self.layers if isinstance(layer, BPCLayer)], attention_mask)
-
-
-def check_layers(config: Any, model: ModelDescription) -> list[Any]:
-    """Return transformers' cache layers for this model, after a check that BPC can replace the full-attention ones.
-
-    Raises:
-        ModelError: layers share their keys, or a layer keeps its keys in a class that BPC does not know.
-    """
-    layers = list(DynamicCache(config=config).layers)
-    name = f"{model.id} ({model.model_type})"
-    if len(layers) != model.num_layers:
-        raise ModelError(f"{name}: some layers share their keys and values, which BPC does not serve")
-    for index in model.full_layers:
-        # A sliding window as large as the context is full attention.
-        if type(layers[index]) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ModelError(
-                f"{name}: layer {index} keeps its keys in a {type(layers[index]).__name__}, which BPC does not serve"
-            )
-    return layers
 
 
 def _unserved(layer: SparseLayer) -> ModelError:

@@ -44,7 +44,7 @@ def enable(model: "PreTrainedModel") -> None:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from bpc_calib.runtime.cache import check_layers
+    from bpc_calib.runtime.served_layers import check_layers
 
     part, base = _implementation(model)
     if _base(base) is not None:

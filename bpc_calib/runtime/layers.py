@@ -1,9 +1,11 @@
 """Base classes of cache layers: growing buffers, and decoding steps that attend to only part of the tokens."""
 
+import copy
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from bpc_calib.method.step import attend
 from bpc_calib.models.description import ModelDescription
 from bpc_calib.runtime.call import AttentionCall, Seen, as_output, check_continued, with_layer
 from bpc_calib.runtime.growing import append
+from bpc_calib.runtime.mapped import TokenFile, with_room
 
 __all__ = ["Common", "DenseLayer", "GrowingLayer", "RankingLayer", "SparseLayer"]
 
@@ -34,6 +37,7 @@ class Common:
     seed: int = 0  # of online projections
     layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
     switches: bool = False  # whether `min_context` is where sparse steps begin to pay
+    folder: Path | None = None  # of the files of keys and values; None: they are in memory
     full: bool = False  # whether passes attend to everything now, and leave no trace but their tokens
     seen: Seen = field(default_factory=Seen)
 
@@ -45,13 +49,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.rules, self.common = rules, common
         self.buffers: dict[str, Tensor] = {}  # [batch, kv_heads, room, ...]
+        self.file: TokenFile | None = None  # of the keys and values; None: they are in memory
         self._state: State | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `[batch, kv_heads, new, head_dim]`; return all keys and values.
 
         Raises:
-            InputError: the batch size differs from that of the cache.
+            InputError: the batch size differs from that of the cache, or the disk is full.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -62,10 +67,28 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             raise InputError(
                 f"the cache holds {self.keys.shape[0]} sequences, but the new tokens are of {key_states.shape[0]}"
             )
+        self.take_room(key_states)
         self.append("keys", length, key_states)
         self.append("values", length, value_states)
         self.show(length + key_states.shape[2])
         return self.keys, self.values
+
+    def take_room(self, keys: Tensor) -> None:
+        """Take disk space for new keys `[batch, kv_heads, new, head_dim]` and their values, if they are kept there.
+
+        Raises:
+            InputError: the disk is full; the layer holds what it held.
+        """
+        if self.common.folder is None:
+            return
+        length, limit = self.get_seq_length(), self.common.model.context_limit or 0
+        file = with_room(self.file, self.common.folder, keys, length, limit)
+        if file is not self.file:
+            self.file = file
+            self.replace("keys", file.keys)
+            self.replace("values", file.values)
+            if length:
+                self.show(length)  # otherwise its views keep the old file
 
     def switch_over(self, keys: Tensor) -> int:
         """Return from how many tokens choosing pays, for keys `[batch, kv_heads, new, head_dim]`."""
@@ -92,7 +115,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         if held["keys"] is None:  # borrowed
             held |= {"keys": self.keys, "values": self.values}
         if self._state is None or any(getattr(self._state, name) is not each for name, each in held.items()):
-            self._state = State(**held)  # type: ignore[arg-type]
+            self._state = State(**held, mapped=self.file is not None)  # type: ignore[arg-type]
         return self._state
 
     def rows(self, call: AttentionCall) -> Rows | None:
@@ -117,7 +140,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         if backend(self.keys.device) == "torch" or hasattr(call.mask, "mask_mod"):
             return None
         query = call.query.unflatten(1, (kv_heads, -1))
-        state = State(self.buffers["keys"], self.buffers["values"])  # codes may have less room
+        # Without codes, which may have less room.
+        state = State(self.buffers["keys"], self.buffers["values"], mapped=self.file is not None)
         rows = self.common.seen.every(call, self.keys)
         kernels = find(query[:, :, :, -1], state)
         out = kernels.dense_decode(query.flatten(2, 3), state, rows, call.scaling, new=new)
@@ -142,7 +166,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Remove `-tokens_to_remove` of the newest tokens."""
         super().crop(tokens_to_remove)
         if not self.get_seq_length():  # the next tokens may have another batch size
-            self.buffers, self._state = {}, None
+            self.buffers, self.file, self._state = {}, None, None
+            self.keys, self.values = self.keys.clone(), self.values.clone()  # which hold no buffer
             self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -159,9 +184,27 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         if length := self.get_seq_length():
-            self._state = None
-            self.buffers = {name: change(buffer) for name, buffer in self.buffers.items()}
+            self._state, held = None, dict(self.buffers)
+            if self.file is not None:
+                self.file = self.file.copied(change(torch.arange(len(self.keys))).tolist(), length)
+                del held["keys"], held["values"]
+            self.buffers = {name: change(buffer) for name, buffer in held.items()}
+            if self.file is not None:
+                self.buffers |= {"keys": self.file.keys, "values": self.file.values}
             self.show(length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GrowingLayer":
+        """Return an independent copy, with a file of its own where keys and values are on disk."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        if self.file is not None:
+            length = self.get_seq_length()
+            other = self.file.copied(range(len(self.keys)), length)
+            old = (self.file, self.buffers["keys"], self.buffers["values"], self.keys, self.values)
+            new = (other, other.keys, other.values, other.keys[:, :, :length], other.values[:, :, :length])
+            memo |= {id(one): another for one, another in zip(old, new, strict=True)}
+        made.__dict__.update(copy.deepcopy(vars(self), memo))
+        return made
 
 
 class SparseLayer(GrowingLayer):

@@ -68,7 +68,8 @@ def check_static(model: Any, cache: Any) -> None:
     Raises:
         ModelError: the model has sliding-window layers, RoPE that changes with the length or several devices; or it is
             on a GPU without the Triton kernels, or on several GPUs by tensor parallelism.
-        InputError: the cache is not a `BPCCache` or is already in static steps, or the model is not enabled.
+        InputError: the cache is not a `BPCCache`, is already in static steps or has its keys and values on disk, or the
+            model is not enabled.
     """
     from bpc_calib.runtime.cache import BPCCache
     from bpc_calib.runtime.layers import GrowingLayer
@@ -89,6 +90,8 @@ def check_static(model: Any, cache: Any) -> None:
             raise InputError("the cache is already in a `static_steps` block")
         if not isinstance(layer, GrowingLayer):
             raise ModelError(f"{name}: layer {index} has a sliding window, which static steps do not serve")
+        if layer.common.folder is not None:
+            raise InputError("static steps keep keys and values in memory: leave kv_device out, or use model.generate")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         raise ModelError(f"{name} is on several devices, which static steps do not serve")
     if model.device.type == "cuda" and backend(model.device) != "triton":

@@ -209,6 +209,28 @@ def check_in_float32(operation, make, make_cache=BPCCache, **settings):
         check(make(2), operation, make_cache, **rules)
 
 
+# Of keys and values on disk only where they lie differs, so every family takes what takes tokens back.
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        param
+        for (name, operation), param in FAMILIES_AND_OPERATIONS.items()
+        if operation is not suite.static_batch and (name == "llama" or operation is suite.prompt_lookup)
+    ],
+)
+def test_on_disk(name, operation, tmp_path):
+    """The same bits as in memory."""
+    family, changes = FAMILIES[name]
+    made = tiny.model(family, **changes)
+    enable(made)
+    rules = suite.DEFAULTS | {"safeguard": 0.1}
+    expected, found = (
+        operation(made, BPCCache(made.config, **rules, kv_device=device)) for device in (None, f"disk:{tmp_path}")
+    )
+    assert all(map(torch.equal, found.tokens + found.logits, expected.tokens + expected.logits))
+    assert not list(tmp_path.iterdir())
+
+
 # The kernels do not know the family: what else its operations do, `test_families` shows.
 @pytest.mark.parametrize(
     ("name", "operation"),

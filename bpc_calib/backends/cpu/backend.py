@@ -302,6 +302,7 @@ def _fresh(call: Call, keys: Tensor) -> None:
 def _place_keys(call: Call, state: State) -> None:
     _put(call, "keys", state.keys, "bhn" if state.packing is None else "bh")
     _put(call, "values", state.values, "bhn" if state.packing is None else "bh")
+    call.mapped = state.mapped
     if state.packing is not None:
         call.keys_at, call.values_at = state.packing.keys.data_ptr(), state.packing.values.data_ptr()
 

@@ -188,6 +188,7 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
         }
         found++;
     }
+    if (call.mapped) fetch_pages(part.keys, found, size * call.keys_n);
     float scaling = (float)call.scaling;
     for (i64 g = 0; g < fours; g++) {
         float *query = part.queries + g * dim;

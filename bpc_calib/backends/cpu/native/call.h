@@ -17,6 +17,7 @@
     F(projection) F(projection_b) F(projection_h) F(projection_n) \
     F(keys) F(keys_b) F(keys_h) F(keys_n) \
     F(values) F(values_b) F(values_h) F(values_n) \
+    F(mapped)  /* whether both lie in a mapped file, the value of a token behind its key */ \
     F(codes) F(codes_b) F(codes_h)  /* int64 [.., tokens, words], contiguous from the tokens on */ \
     F(gain) F(gain_b) F(gain_h)     /* uint8 */ \
     F(error) F(error_b) F(error_h)  /* float32, written when keys are hashed */ \

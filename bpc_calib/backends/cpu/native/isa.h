@@ -10,6 +10,7 @@
 #include "lookup.h"
 #include "score.h"
 #include "take.h"
+#include "fetch.h"
 #include "attend.h"
 #include "step.h"
 #include "dense.h"
