@@ -156,6 +156,27 @@ def model_bytes(results: Results) -> Lines:
         )
 
 
+def offload_plan(results: Results) -> Lines:
+    """Keys and values in main memory: what is held and moved, and computed tokens per second."""
+    yield (
+        "card, model", "tokens", "weights, GB", "codes", "keys and values", "per step: card, GB", "PCIe, MB",
+        "main memory, GB", "BPC, all on the card, tokens/s", "BPC, attending in main memory", "the same, eager",
+        "at most: BPC, chosen rows over PCIe", "at most: full attention over PCIe",
+        "at most: full attention by the CPU",
+    )  # fmt: skip
+    for row in results["offload_plan"]["rows"]:
+        if row["fits"]:
+            held, moved, seconds = row["held"].values(), row["moved"], row["seconds"]
+            steps = (moved["card"] / 1e9, moved["pcie"] / 1e6, moved["main"] / 1e9)
+            yield (
+                f"{row['card']}, {row['model']}, {row['bits']:g} bits", row["tokens"],
+                *(f"{each / 1e9:.1f}" for each in held), *(f"{each:.1f}" for each in steps),
+                f"{1 / seconds['on_card']:.0f}" if "on_card" in seconds else "",
+                *(f"{1 / slow:.1f} to {1 / fast:.1f}" for slow, fast in (seconds["cpu"], seconds["cpu_eager"])),
+                *(f"{1 / seconds[f'least_{each}']:.1f}" for each in ("rows_up", "dense_over_pcie", "dense_on_cpu")),
+            )  # fmt: skip
+
+
 def serving(results: Results) -> Lines:
     """vLLM's server, stock and with BPC."""
     found = by(results["serving"]["rows"], "prompt", "requests", "server")
@@ -324,8 +345,8 @@ def larger_than_memory(results: Results) -> Lines:
 
 TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_models, gpu_serving,
-    model_bytes, serving, headline, headline_both, aggregation, key_counts, keys_per_head, calibration_plan,
-    fitting_time, exact_layers, exact_texts, larger_than_memory,
+    model_bytes, offload_plan, serving, headline, headline_both, aggregation, key_counts, keys_per_head,
+    calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory,
 )  # fmt: skip
 
 

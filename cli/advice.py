@@ -1,6 +1,7 @@
 """Which settings fit a model on this machine at a number of tokens, and what to expect of them."""
 
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
 
     Returns:
         `tokens`, `attended` (per step, the mean over the KV heads), `sparse_from`, `weights_bytes`, `cache_bytes`,
-        `codes_bytes`, `bytes_beside_disk` (what stays in memory where keys and values are on disk; None on a GPU),
-        `free_bytes`, `bytes_per_second` (measured), and the most tokens per second that those bytes
-        allow, `tokens_per_second` and `full_tokens_per_second`; None for a mixture of experts, of which a step reads a
-        part of the weights.
+        `codes_bytes`, `free_bytes`, the `most_tokens` that fit there, `kv_device` (see `_apart`), `bytes_per_second`
+        (measured), and the most tokens per second that those bytes allow, `tokens_per_second` and
+        `full_tokens_per_second`; None for a mixture of experts, of which a step reads a part of the weights.
     """
     import torch
 
+    from bpc_calib.backends.sizes import MOST_TOKENS
     from bpc_calib.backends.switch_over import sparse_from
     from bpc_calib.bench.decode import has_experts, weight_bytes_read
     from bpc_calib.bench.machine import available_memory
@@ -40,8 +41,11 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
     tokens = tokens or min(TOKENS, model.context_limit or TOKENS)
     start = sparse_from(2 * model.kv_heads * model.head_dim * weights.dtype.itemsize, 1, model.query_heads, device)
     read = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=start)
-    always = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=0)
-    held = weight_bytes(weights)
+    always, many = (
+        forecast_bytes(opened.config, each, weights.dtype, dense_layers=(), min_context=0)
+        for each in (tokens, MOST_TOKENS)
+    )
+    held, free = weight_bytes(weights), available_memory(device)
     rate = bandwidth(device)["bytes_per_second"]
     step = None if has_experts(opened.config) else weight_bytes_read(weights)
     return {
@@ -52,30 +56,70 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
         "weights_bytes": held,
         "cache_bytes": read.full,
         "codes_bytes": always.ranking,
-        "bytes_beside_disk": None if device.type != "cpu" else held + always.ranking + always.sliding,
-        "free_bytes": available_memory(device),
+        "free_bytes": free,
+        "most_tokens": _most(free - held - many.sliding, many.full - many.sliding + many.ranking),
+        "kv_device": _apart(device, held, free, always, many),
         "bytes_per_second": rate,
         "tokens_per_second": None if step is None else rate / (step + read.read),
         "full_tokens_per_second": None if step is None else rate / (step + read.full),
     }
 
 
+def _apart(device: Any, held: int, free: int, here: Any, many: Any) -> dict[str, Any]:
+    """What lies where with `--kv-device`: on a GPU keys and values go to main memory, on a CPU to disk.
+
+    Args:
+        device: of the model.
+        held: bytes of the weights.
+        free: bytes of the device.
+        here: what a step reads at the tokens of the context.
+        many: the same at `MOST_TOKENS`.
+
+    Returns:
+        `name` as the option takes it, `stays_bytes` (weights, codes and windows), `moves_bytes` (keys and values),
+        `free_bytes` where they go, `fits`, and the `most_tokens` that fit.
+    """
+    import torch
+
+    from bpc_calib.bench.machine import available_memory
+
+    on_gpu = device.type == "cuda"
+    below = available_memory(torch.device("cpu")) if on_gpu else shutil.disk_usage(".").free
+    stays, moves = held + here.ranking + here.sliding, here.full - here.sliding
+    return {
+        "name": "cpu" if on_gpu else "disk:FOLDER",
+        "stays_bytes": stays,
+        "moves_bytes": moves,
+        "free_bytes": below,
+        "fits": stays < free and moves < below,
+        "most_tokens": min(_most(free - held - many.sliding, many.ranking), _most(below, many.full - many.sliding)),
+    }
+
+
+def _most(room: int, needed: int) -> int:
+    """How many tokens fit in so many bytes, if `MOST_TOKENS`, the most that kernels serve, need `needed`."""
+    from bpc_calib.backends.sizes import MOST_TOKENS
+
+    return max(0, min(MOST_TOKENS, room * MOST_TOKENS // max(1, needed)))
+
+
 def print_advice(found: dict[str, Any], model: str, file: str) -> None:
     """Print the settings, and the commands for the model as the user named it; `file` will hold its projections."""
-    needed = found["weights_bytes"] + found["cache_bytes"] + found["codes_bytes"]
-    fits = (
-        "which fits" if needed < found["free_bytes"] else "which is too little: --device-map auto spreads the weights"
-    )
+    needed, apart = found["weights_bytes"] + found["cache_bytes"] + found["codes_bytes"], found["kv_device"]
+    here, there = ("this GPU", "main memory") if apart["name"] == "cpu" else ("memory", "disk in this folder")
+    option = f"--kv-device {apart['name']}"
+    little = f"{option} fits" if apart["fits"] else "--device-map auto spreads the weights"
+    fits = "which fits" if needed < found["free_bytes"] else f"which is too little: {little}"
     tokens, start = found["tokens"], found["sparse_from"]
     few = f"all tokens, since choosing pays from {start:,} tokens on"
     rule = f"{budget_text(BUDGET)} but at least {MIN_TOKENS}"
     share = f"{found['attended']:,} of them, {rule}, and all while there are fewer than {start:,}"
     held = [size_text(found[f"{name}_bytes"]) for name in ("weights", "cache", "codes", "free")]
-    left = found["bytes_beside_disk"]
-    disk = "" if left is None else f"; --kv-device disk:FOLDER leaves {size_text(left)} in memory"
     rows = {
         "attends to": few if found["attended"] == tokens else share,
-        "memory": "weights {}, keys and values {}, codes {}; {} are free, {}".format(*held, fits) + disk,
+        "memory": "weights {}, keys and values {}, codes {}; {} are free, {}".format(*held, fits),
+        "room": f"for {found['most_tokens']:,} tokens in {here}, for {apart['most_tokens']:,} with {option}",
+        **({} if needed < found["free_bytes"] else {option: _placed(apart, here, there)}),
         "speed": _speed(found),
         "projections": "calibrated once per model, as below; or -a online: found in each prompt, which takes longer",
     }
@@ -85,6 +129,12 @@ def print_advice(found: dict[str, Any], model: str, file: str) -> None:
     if not Path(file).exists():
         print(f"  bpc calibrate -m {name}")
     print(f"  bpc generate -m {name} -a {shlex.quote(printable(file))} --prompt-file FILE")
+
+
+def _placed(apart: dict[str, Any], here: str, there: str) -> str:
+    """What lies where, in words."""
+    stays, moves, free = (size_text(apart[f"{name}_bytes"]) for name in ("stays", "moves", "free"))
+    return f"weights and codes, {stays}, in {here}; keys and values, {moves}, in {there}, where {free} are free"
 
 
 def _speed(found: dict[str, Any]) -> str:

@@ -89,7 +89,10 @@ def test_the_settings_follow_from_the_shape(bpc, tmp_path):
         assert 1000 < found["sparse_from"] < 32_768  # its keys and values are small
         assert found["cache_bytes"] == 3 * token * count
         assert found["codes_bytes"] == 3 * 2 * 9 * count
-        assert found["bytes_beside_disk"] == found["weights_bytes"] + found["codes_bytes"]
+        apart = found["kv_device"]
+        assert apart["name"] == ("cpu" if torch.cuda.is_available() else "disk:FOLDER")
+        assert apart["stays_bytes"] == found["weights_bytes"] + found["codes_bytes"]
+        assert apart["moves_bytes"] == found["cache_bytes"]
         assert found["weights_bytes"] == sum(2 * each.numel() for each in model.parameters())
         step = {"full": found["cache_bytes"], "ours": 3 * token * attended + (attended < count) * found["codes_bytes"]}
         weights = found["weights_bytes"] - 2 * model.get_input_embeddings().weight.numel()
@@ -104,6 +107,31 @@ def test_the_settings_follow_from_the_shape(bpc, tmp_path):
     assert "give --model" in refused.err
     beyond = bpc("doctor", "-m", folder, "--tokens", "200000").out
     assert "Settings for a context of 200,000 tokens here, beyond the model's limit: the defaults" in beyond
+
+
+def test_what_fits_where(bpc, tmp_path, monkeypatch):
+    """In memory alone, and with keys and values on disk: of each token 9 bytes per KV head and layer stay."""
+    folder = config_folder(tmp_path / "tiny", dtype="bfloat16", max_position_embeddings=1 << 17)
+    words = ("doctor", "-m", folder, "--tokens", "100000", "--device", "cpu")
+    weights = json.loads(bpc(*words, "--json").out)["settings"]["weights_bytes"]
+    token = 4 * bpc_calib.describe(tiny.model().config).head_dim
+    for memory, disk, most, apart, fits in (
+        (2000 * 6 * (token + 9), 10**12, 2000, 2000 * (token + 9) // 9, False),
+        (90000 * 6 * (token + 9), 10**12, 90000, 90000 * (token + 9) // 9, True),
+        (90000 * 6 * (token + 9), 6 * token * 95000, 90000, 95000, False),
+        (-1, 10**12, 0, 0, False),
+    ):
+        usage = shutil.disk_usage(".")._replace(free=disk)
+        monkeypatch.setattr("bpc_calib.bench.machine.available_memory", lambda device, free=memory: weights + free)
+        monkeypatch.setattr("shutil.disk_usage", lambda path, usage=usage: usage)
+        screen = json.loads(bpc(*words, "--json").out)
+        said, found = shown(screen), screen["settings"]
+        assert (found["most_tokens"], found["kv_device"]["most_tokens"]) == (most, min(apart, 1 << 22))
+        assert found["kv_device"]["fits"] is fits
+        assert f"for {most:,} tokens in memory, for {apart:,} with --kv-device disk:FOLDER" in said
+        assert ("--kv-device disk:FOLDER fits" in said) is fits
+        assert ("which is too little: --device-map auto spreads the weights" in said) is not fits
+        assert "weights and codes, " in said
 
 
 def test_no_speed_is_promised_for_a_mixture_of_experts(bpc, tmp_path):

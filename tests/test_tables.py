@@ -9,6 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+import offload_plan
 import tables
 from report import percent, table
 
@@ -94,3 +95,27 @@ def test_a_missing_row_is_an_error(results):
 def test_cells():
     assert table(["a", "b"], [["x", 1], ["y", ""]]) == "| a | b |\n|---|---|\n| x | 1 |\n| y |  |"
     assert [percent(0.625, 0), percent(0.976667), percent(1.0), percent(0.0)] == ["63", "97.7", "100.0", "0.0"]
+
+
+def test_keys_and_values_in_main_memory(results):
+    """Llama 3.1 8B on 24 GB after 1M tokens by hand: 2 % are 20,971 tokens, and 2 bytes a number."""
+    assert results["offload_plan"] == offload_plan.plans(results), "run `python benchmarks/offload_plan.py`"
+    known = {"card_share": 0.9, "chosen_shares": [0.2, 0.5], "seconds_beyond": {"graphs": 1e-4, "eager": 1e-3}}
+    row = offload_plan.plan("RTX 4090, 24 GB", "llama-3.1-8b", 16, 1 << 20, known)
+    layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    weights, head = 2 * 32 * layer, 2 * 128256 * 4096
+    assert row["held"] == {"weights": weights + 2 * head, "codes": 32 * 8 * 9 << 20, "keys_and_values": 1 << 37}
+    assert (row["fits"], row["all_fits"]) == (True, False)
+    pcie = 32 * (2 * 32 * 128 * 2 + 2 * 8 * 128 * 2 + 8 * 20971 * 8)
+    chosen = 32 * 2 * 8 * 128 * 2 * 20971
+    assert (row["moved"]["pcie"], row["moved"]["main"]) == (pcie, chosen)
+    card = (weights + head + (32 * 8 * 9 << 20)) / (0.9 * 1008e9)
+    back = 32 * 30e-6 + pcie / 25e9
+    cpu = [back + chosen / (share * 100e9) for share in (0.2, 0.5)]
+    assert row["seconds"]["cpu"] == pytest.approx([card + 32e-4 + each for each in cpu])
+    assert row["seconds"]["cpu_eager"] == pytest.approx([card + 32e-3 + each for each in cpu])
+    bounds = [row["seconds"][f"least_{each}"] for each in ("rows_up", "dense_over_pcie", "dense_on_cpu")]
+    on_cpu = (weights + head) / (0.9 * 1008e9) + (1 << 37) / 100e9
+    assert bounds == pytest.approx([card + 32e-4 + chosen / 25e9, (1 << 37) / 25e9, on_cpu])
+    assert not offload_plan.plan("RTX 4090, 24 GB", "llama-3.1-70b", 4.5, 1 << 17, known)["fits"]
+    assert offload_plan.plan("H100, 80 GB", "llama-3.1-8b", 16, 1 << 18, known)["all_fits"]
