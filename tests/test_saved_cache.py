@@ -70,12 +70,20 @@ def written(path, family="llama", lengths=(40,), artifact=None, new=8, **setting
     return model, text, mask, cache
 
 
-@pytest.mark.parametrize("lengths", [(40,), (40, 23, 31)], ids=["one", "padded"])
-@pytest.mark.parametrize("made", ["online", "calibrated", "needs"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3"])
-def test_an_opened_cache_has_the_same_bits(tmp_path, family, made, lengths):
-    """The layers that choose, those that do not, and sliding windows; with codes, and without yet."""
-    path, model = tmp_path / "a.cache", enabled(family)
+LENGTHS = {"one": (40,), "padded": (40, 23, 31)}
+
+
+def cases():
+    """Every family, length and kind of projections; a push runs each once."""
+    often = {("llama", "padded", "online"), ("gemma3_text", "one", "calibrated"), ("qwen3", "padded", "needs")}
+    for case in itertools.product(("llama", "gemma3_text", "qwen3"), LENGTHS, ("online", "calibrated", "needs")):
+        yield pytest.param(*case, marks=() if case in often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "length", "made"), list(cases()))
+def test_an_opened_cache_has_the_same_bits(tmp_path, family, length, made):
+    """The layers that choose, those that do not, and sliding windows."""
+    lengths, path, model = LENGTHS[length], tmp_path / "a.cache", enabled(family)
     artifact = None if made == "online" else tiny.artifact(model.config, metric=True, needs=made == "needs")
     _, text, mask, cache = written(path, family, lengths, artifact, safeguard=0.3, recent=1)
     opened, tokens = BPCCache.open(path, model, artifact)
