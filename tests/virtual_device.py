@@ -65,7 +65,9 @@ class _Operations(TorchDispatchMode):
             self.moved["up" if ends_there else "down"] += tensors[-1].nbytes
         if name == "_local_scalar_dense" and there:
             self.moved["numbers"] += 1
-        inner_args, inner_kwargs = tree_map(lambda each: each.inner if isinstance(each, There) else each, (args, kwargs))
+        inner_args, inner_kwargs = tree_map(
+            lambda each: each.inner if isinstance(each, There) else each, (args, kwargs)
+        )
         out = func(*inner_args, **inner_kwargs)
         if name == "copy_":
             return tensors[0]

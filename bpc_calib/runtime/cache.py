@@ -215,8 +215,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         dtype, device = (first.keys.dtype, first.device) if begun else (keys.dtype, keys.device)
         if (dtype, device) != (keys.dtype, keys.device):
             raise InputError(
-                f"the cache holds {dtype} on {device}, but the new keys are {keys.dtype} on {keys.device}: "
-                f"{AGAIN}"
+                f"the cache holds {dtype} on {device}, but the new keys are {keys.dtype} on {keys.device}: {AGAIN}"
             )
         self._thread = thread
         self._count_drafts(keys.shape[2])

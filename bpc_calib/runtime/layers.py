@@ -81,7 +81,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     @property
     def apart(self) -> bool:
         """Whether keys and values are with the CPU and the model is elsewhere; then `update` returns the new alone."""
-        return self.common.place is not None and self.device.type != "cpu"
+        return self.common.place is not None and self.is_initialized and self.device.type != "cpu"
 
     def whole(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return all keys and values for the model's own attention; it has those that `update` returned."""

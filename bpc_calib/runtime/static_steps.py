@@ -90,7 +90,8 @@ def check_static(model: Any, cache: Any) -> None:
             raise InputError("the cache is already in a `static_steps` block")
         if not isinstance(layer, GrowingLayer):
             raise ModelError(f"{name}: layer {index} has a sliding window, which static steps do not serve")
-        if layer.apart or layer.file is not None:
+        place = layer.common.place
+        if place is not None and (place.folder is not None or model.device.type != "cpu"):
             raise InputError("static steps read keys and values where the model is: leave kv_device out")
     if len({parameter.device for parameter in model.parameters()}) > 1:
         raise ModelError(f"{name} is on several devices, which static steps do not serve")
