@@ -11,7 +11,7 @@ import typer
 from bpc_cli.console import fail, note, size_text
 from bpc_cli.ranks import ranks
 
-MISSING = 0.1  # a prompt's cache is written again if it lacks more than this share of the prompt
+MOST = 0.9  # share of a prompt that its file must hold not to be written again, and of a file that a prompt begins with
 
 
 def check_cache_file(path: Path | None) -> dict[str, Any] | None:
@@ -71,10 +71,14 @@ def fill_from_prompt_cache(
     if path is None:
         return None
     if path.exists() and path.stat().st_size:
-        keep_common(cache, fill_cache(path, cache, model), wanted)
+        tokens = fill_cache(path, cache, model)[: cache.get_seq_length()]
+        keep_common(cache, tokens, wanted)
         if not quiet:
             note(f"{cache.get_seq_length():,} of the {len(wanted):,} tokens of the prompt are in {path}")
-    if cache.get_seq_length() >= (1 - MISSING) * len(wanted):
+        if common(tokens, wanted) < MOST * len(tokens):
+            note(f"{path} holds another text of {len(tokens):,} tokens and stays as it is")
+            return None
+    if cache.get_seq_length() >= MOST * len(wanted):
         return None
     return lambda: _try_save(path, cache, model, wanted, quiet)
 
@@ -89,21 +93,24 @@ def _try_save(path: Path, cache: Any, model: Any, tokens: list[int], quiet: bool
         note(f"Not saved: {fault}")
 
 
+def common(tokens: list[int], wanted: list[int]) -> int:
+    """How many first tokens two texts share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False)))
+
+
 def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> None:
     """Crop the cache, which holds the first of these tokens, to those that the wanted tokens begin with.
 
     At least two wanted tokens are left to feed: a pass over one alone would choose, where a prompt's attends to all. A
-    template may write an earlier answer in other tokens, or leave its
-    reasoning out.
+    template may write an earlier answer in other tokens, or leave its reasoning out.
     """
     from bpc_calib import InputError
 
     held = cache.get_seq_length()
-    pairs = zip(tokens[:held], wanted[:-2], strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    if common == held:
+    shared = common(tokens[:held], wanted[:-2])
+    if shared == held:
         return
     try:
-        cache.crop(common - held)
+        cache.crop(shared - held)
     except InputError:  # a sliding window no longer has the tokens before
         cache.reset()

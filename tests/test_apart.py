@@ -28,14 +28,6 @@ def models(family="llama"):
     return pair
 
 
-def prompt(*lengths):
-    """Return random sequences, padded on the left to the longest, and their mask."""
-    width = max(lengths)
-    ids = torch.randint(250, (len(lengths), width), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
-    return ids.masked_fill(~mask, 256), mask.long()
-
-
 def generate(model, ids, mask, cache, new=NEW, **more):
     made = model.generate(
         ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=new, min_new_tokens=new,
@@ -47,7 +39,7 @@ def generate(model, ids, mask, cache, new=NEW, **more):
 def same(family, lengths=(60,), artifact=None, rules=FEW, moved=None, **more):
     """Assert that both devices make the same tokens, and cache the same; return the cache of the virtual one."""
     here, there = models(family)
-    ids, mask = prompt(*lengths)
+    ids, mask = tiny.prompt(*lengths)
     near = BPCCache(here.config, artifact, **rules)
     expected = generate(here, ids, mask, near, **more)
     with virtual_device() as counted:
@@ -106,7 +98,7 @@ def test_beams():
 
 def test_crop_other_text_and_a_copy():
     here, there = models()
-    ids, mask = prompt(60)
+    ids, mask = tiny.prompt(60)
     more = torch.arange(20).unsqueeze(0) + 30
     results = []
     for model, kv_device in ((here, None), (there, "cpu")):
@@ -127,7 +119,7 @@ def test_crop_other_text_and_a_copy():
 def test_the_bytes_of_a_step_are_those_of_queries_indices_and_outputs(length):
     """With a fixed number of tokens nothing grows with the context."""
     _, there = models()
-    ids, mask = prompt(length)
+    ids, mask = tiny.prompt(length)
     with virtual_device() as moved:
         cache = BPCCache(there.config, budget=8, min_tokens=1, min_context=0, kv_device="cpu")
         generate(there, ids, mask, cache)
@@ -149,7 +141,7 @@ def test_the_bytes_of_a_step_are_those_of_queries_indices_and_outputs(length):
 
 def test_what_static_steps_need_is_refused():
     _, there = models()
-    ids, mask = prompt(60)
+    ids, mask = tiny.prompt(60)
     with virtual_device():
         cache = BPCCache(there.config, **FEW, kv_device="cpu")
         generate(there, ids, mask, cache)
@@ -160,7 +152,7 @@ def test_what_static_steps_need_is_refused():
 def test_a_model_on_the_cpu_needs_no_other_place():
     """The device is the same, so nothing is apart: the same bits as without."""
     here, _ = models()
-    ids, mask = prompt(60)
+    ids, mask = tiny.prompt(60)
     caches = [BPCCache(here.config, **FEW, kv_device=kv_device) for kv_device in (None, "cpu")]
     texts = [generate(here, ids, mask, cache) for cache in caches]
     assert torch.equal(*texts)

@@ -32,10 +32,7 @@ def enabled(family="llama", **changes):
 
 def prompt(*lengths, seed=1):
     """Return random sequences, padded on the left to the longest."""
-    width = max(lengths)
-    ids = torch.randint(250, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
-    mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
-    return {"input_ids": ids.masked_fill(~mask, 256), "attention_mask": mask.long()}
+    return dict(zip(("input_ids", "attention_mask"), tiny.prompt(*lengths, seed=seed), strict=True))
 
 
 def generate(model, inputs, cache=None, way=None, *, new=40, **arguments):

@@ -34,14 +34,6 @@ def enabled(family="llama", **changes):
     return model
 
 
-def prompt(*lengths):
-    """Return random sequences, padded on the left to the longest."""
-    width = max(lengths)
-    ids = torch.randint(250, (len(lengths), width), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
-    return ids.masked_fill(~mask, 256), mask.long()
-
-
 def generate(model, ids, mask, cache, new=8, **more):
     return model.generate(
         ids, attention_mask=torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1),
@@ -63,7 +55,7 @@ def logits(model, ids, mask, cache, steps=4):
 
 def written(path, family="llama", lengths=(40,), artifact=None, new=8, **settings):
     """Return a model, the text, its mask and the cache, and what `open` returned of it."""
-    model, (ids, mask) = enabled(family), prompt(*lengths)
+    model, (ids, mask) = enabled(family), tiny.prompt(*lengths)
     cache = BPCCache(model.config, artifact, **(FEW | settings))
     text = generate(model, ids, mask, cache, new)
     cache.save(path, model, text)
@@ -100,7 +92,7 @@ def test_an_opened_cache_has_the_same_bits(tmp_path, family, length, made):
 
 def test_a_prompt_alone_is_saved_too(tmp_path):
     """Its queries wait for online projections, which the first step fits."""
-    model, (ids, mask) = enabled(), prompt(40)
+    model, (ids, mask) = enabled(), tiny.prompt(40)
     cache = BPCCache(model.config, **FEW)
     model.model(ids[:, :-1], use_cache=True, **with_cache(cache))
     cache.save(tmp_path / "a.cache", model, ids)
@@ -163,7 +155,7 @@ def test_the_file_is_safetensors_and_the_same_for_the_same_cache(tmp_path):
 def test_sixteen_bits(tmp_path):
     model = tiny.model().bfloat16()
     enable(model)
-    ids, mask = prompt(40)
+    ids, mask = tiny.prompt(40)
     cache = BPCCache(model.config, **FEW)
     text = generate(model, ids, mask, cache)
     cache.save(tmp_path / "a.cache", model, text)
@@ -294,7 +286,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path):
     before = path.read_bytes()
     code = (
         "import resource, signal, sys, test_saved_cache as t\n"
-        "model, (ids, mask) = t.enabled(), t.prompt(64)\n"
+        "model, (ids, mask) = t.enabled(), t.tiny.prompt(64)\n"
         "cache = t.BPCCache(model.config, **t.FEW)\n"
         "text = t.generate(model, ids, mask, cache)\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -341,6 +333,10 @@ def test_generate_reads_a_prompt_once(bpc, model_folder, tmp_path):
     assert longer["prefill_tokens"] == longer["prompt_tokens"] - count
     assert "Saved the cache" in said
     assert answer(bpc, model_folder, 2 * PROMPT, "--budget", "100%")[0]["tokens"] == longer["tokens"]
+    whole = path.read_bytes()
+    _, said = answer(bpc, model_folder, PROMPT[::-1], "--prompt-cache", path)
+    assert "holds another text of" in said
+    assert path.read_bytes() == whole
 
 
 def test_generate_refuses_what_is_no_prompts_cache(bpc, model_folder, tmp_path):

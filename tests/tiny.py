@@ -147,6 +147,14 @@ def save(folder: Path, family: str = "llama", **changes: Any) -> Path:
     return folder
 
 
+def prompt(*lengths: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random sequences, padded on the left to the longest, and their attention mask."""
+    width = max(lengths)
+    ids = torch.randint(250, (len(lengths), width), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(width) >= width - torch.tensor(lengths).unsqueeze(-1)
+    return ids.masked_fill(~mask, 256), mask.long()
+
+
 def prose(words: int = 3000, seed: int = 0) -> str:
     """Return random text with varied lines."""
     names = "the a small old bright river stone lantern garden and over under carried opened saw 12 345 x y".split()
