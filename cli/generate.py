@@ -46,8 +46,8 @@ def generate(
     prompt_cache: Annotated[
         Path | None,
         typer.Option(
-            help="Keep what was read of the prompt in this file; a later prompt that begins with the same text takes it "
-            "from there.",
+            help="Keep what was read of the prompt in this file; a later prompt that begins with the same text takes "
+            "it from there.",
         ),
     ] = None,
     attended: CacheOptions,
