@@ -153,3 +153,21 @@ def test_captured_steps_do_not_wait_for_the_device(monkeypatch):
     assert len(warmed) == 1
     assert cache.get_seq_length() == 67
     assert 0 <= int(token) < tiny.VOCAB
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_keys_and_values_in_main_memory_give_the_same_tokens(family):
+    """What test_apart.py does with a device that is not there."""
+    model = tiny.model(family).cuda()
+    enable(model)
+    ids, mask = tiny.prompt(60, 33)
+    texts = []
+    for kv_device in (None, "cpu"):
+        cache = BPCCache(model.config, **SMALL, min_context=0, kv_device=kv_device)
+        made = model.generate(
+            ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=12, do_sample=False, **with_cache(cache)
+        )
+        texts.append(made.tolist())
+    assert texts[0] == texts[1]
+    held = {name: buffer.device.type for name, buffer in cache.layers[-1].buffers.items()}
+    assert (held["keys"], held["values"], held["codes"]) == ("cpu", "cpu", "cuda")
