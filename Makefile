@@ -18,7 +18,8 @@ emulate test test-all test-floor test-slow test-vllm: export OMP_NUM_THREADS = 1
 FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py test_calibration.py test_chat.py \
   test_cli.py test_compat.py test_compiled_layers.py test_corpora.py test_decomposition.py test_dispatch.py \
   test_encoding.py test_exact.py test_families.py test_generate.py test_harness.py test_hub.py test_package.py \
-  test_placement.py test_runtime.py test_selection.py test_static_steps.py)
+  test_placement.py test_runtime.py test_selection.py test_static_steps.py test_apart.py test_kv_device.py \
+  test_saved_cache.py)
 
 EMULATED_TESTS := tests/test_kernels.py tests/test_paged_kernels.py tests/test_backends.py
 # The kernels as compiled for GPUs, run from their PTX without one: $(call emulated,ENVIRONMENT,ARCHITECTURES,OPTIONS).
