@@ -44,23 +44,30 @@ class ChatSamplingOptions(SamplingOptions):
     max_new_tokens: Annotated[int, typer.Option(help="Stop an answer after this many tokens.", min=1)] = 1024
 
 
-@command
-def chat(
-    *,
-    model: Model,
-    artifact: Artifact = ONLINE,
-    system: System = None,
+@dataclass(frozen=True)
+class BeginningOptions:
+    """How the conversation begins."""
+
+    system: System = None
     prompt_file: Annotated[
         Path | None,
         typer.Option(help="File that holds the first message, such as a long text with a question at its end."),
-    ] = None,
+    ] = None
     session: Annotated[
         Path | None,
         typer.Option(
             help="Keep the conversation and its cache in this file: if it exists, go on where it ended; write it at "
             "the end.",
         ),
-    ] = None,
+    ] = None
+
+
+@command
+def chat(
+    *,
+    model: Model,
+    artifact: Artifact = ONLINE,
+    beginning: BeginningOptions,
     attended: CacheOptions,
     sampling: ChatSamplingOptions,
     verify: VerifyOptions,
@@ -78,7 +85,8 @@ def chat(
     Example: bpc chat -m Qwen/Qwen3-8B -a qwen.safetensors --prompt-file report.txt
     """
     rules, how = attended.rules(), sampling.arguments()
-    first = [] if prompt_file is None else [read_text(prompt_file)]
+    system, session = beginning.system, beginning.session
+    first = [] if beginning.prompt_file is None else [read_text(beginning.prompt_file)]
     quiet_libraries(quiet=quiet, warnings=not quiet)
     kept = check_cache_file(session)
     if kept is not None and system is not None:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -43,13 +42,6 @@ def generate(
     model: Model,
     artifact: Artifact = ONLINE,
     prompt: PromptOptions,
-    prompt_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Keep what was read of the prompt in this file; a later prompt that begins with the same text takes "
-            "it from there.",
-        ),
-    ] = None,
     attended: CacheOptions,
     sampling: SamplingOptions,
     verify: VerifyOptions,
@@ -77,7 +69,7 @@ def generate(
     with joined_ranks():
         rules, how = attended.rules(), sampling.arguments()
         text = read_prompt(prompt)
-        check_prompt_cache(prompt_cache)
+        check_prompt_cache(prompt.prompt_cache)
         quiet_libraries(quiet=quiet, warnings=not quiet)
         projections = None if artifact == ONLINE else load_artifact(artifact, model)
         from bpc_calib import BPCCache, enable
@@ -100,7 +92,7 @@ def generate(
         show = not as_json
         if compare and show:
             print(f"--- BPC ({ONLINE if online else 'calibrated'}, {setting_text(rules)}) ---")
-        keep = fill_from_prompt_cache(prompt_cache, cache, loaded, ids[0].tolist(), quiet)
+        keep = fill_from_prompt_cache(prompt.prompt_cache, cache, loaded, ids[0].tolist(), quiet)
         ours = decoding.decode(decoder, ids, cache, new, show, keep)
         result = {"model": name, "artifact": artifact, "preset": preset_name(rules), **rules}
         result |= {"device": opened.device, "kv_device": kv_device, "chat_template": templated}

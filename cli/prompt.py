@@ -24,6 +24,13 @@ class PromptOptions:
         Path | None,
         typer.Option(help="File that holds the prompt. Without --prompt and --prompt-file, stdin is read."),
     ] = None
+    prompt_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep what was read of the prompt in this file; a later prompt that begins with the same text takes "
+            "it from there."
+        ),
+    ] = None
     system: System = None
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the model's chat template.")

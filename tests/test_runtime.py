@@ -621,7 +621,7 @@ def test_each_sequence_of_a_batch_has_its_own_min_context():
     layer = cache.layers[0]
     layer.update(*torch.randn(2, 3, 2, 24, 8).unbind())
     visible = torch.arange(24) >= torch.tensor([[5], [4], [0]])  # 19, 20 and 24 real tokens
-    rows = layer.rows(AttentionCall(None, None, visible, None, None, None))
+    rows = layer.rows(AttentionCall(None, visible, visible, None, None, None))
     assert rows.k.tolist() == [[19], [5], [5]]
     _, chosen = layer.decode(torch.randn(3, 2, 2, 8), rows)
     assert chosen[0].tolist() == [list(range(5, 24))] * 2

@@ -115,15 +115,13 @@ class BPCCache(Cache):  # type: ignore[misc]
             budget=budget, min_tokens=min_tokens, min_context=min_context or 0, **(ranking_defaults(artifact) | given)
         )
         check_seed(seed)
-        given_layers = None if dense_layers is None else list(dense_layers)
         place = kv_place(kv_device)
         if place is not None and place.folder is not None:
             check_folder(place.folder)
-        if dense_layers is None:
-            dense_layers = default_dense_layers(artifact, model.num_layers)
         if bits is not None:
             check_bits(bits)
-        sparse = sparse_layers(model, dense_layers)
+        default = default_dense_layers(artifact, model.num_layers)
+        sparse = sparse_layers(model, default if dense_layers is None else dense_layers)
         projections: Mapping[int, LayerProjection] = {}
         if artifact is not None:
             projections = _projections(artifact, model, bits)
@@ -134,9 +132,15 @@ class BPCCache(Cache):  # type: ignore[misc]
         own_bits = default_bits(model.head_dim) if bits is None else bits
         self.artifact = artifact
         self.settings: dict[str, Any] = {  # what `save` writes and `open` takes
-            "budget": budget, "min_tokens": min_tokens, "dense_layers": given_layers, "equal_shares": equal_shares,
-            "min_context": min_context, "bits": bits, "seed": seed, **given,
-        }  # fmt: skip
+            "budget": budget,
+            "min_tokens": min_tokens,
+            "dense_layers": None if dense_layers is None else list(dense_layers),
+            "equal_shares": equal_shares,
+            "min_context": min_context,
+            "bits": bits,
+            "seed": seed,
+            **given,
+        }
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
