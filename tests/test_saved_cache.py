@@ -149,6 +149,7 @@ def test_the_file_is_safetensors_and_the_same_for_the_same_cache(tmp_path):
     tensors = load_file(tmp_path / "a.cache")
     assert torch.equal(tensors["tokens"], text)
     assert torch.equal(tensors["layers.2.keys"], cache.layers[2].keys)
+    assert (tmp_path / "a.cache").stat().st_mode & 0o077 == 0  # nobody else reads what the text says
     assert tensors["layers.2.codes"].shape == (1, 2, cache.layers[2].hashed, 1)
 
 

@@ -66,7 +66,7 @@ def write(
     size = len(empty) + sum(tensor.nbytes for tensor in tensors.values())
     try:
         try_replacing(path, size, overwrite, kind)
-        with replacing(path, overwrite, kind) as temporary, open(temporary, "wb") as file:
+        with replacing(path, overwrite, kind) as temporary, open(temporary, "wb", opener=_private) as file:
             file.write(empty)
             hashes = {name: _write_pieces(file, tensor) for name, tensor in tensors.items()}
             file.seek(0)
@@ -76,6 +76,11 @@ def write(
     except ArtifactError as fault:
         raise CacheFileError(str(fault)) from fault
     return size
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that others may not read: a cache tells what its text says."""
+    return os.open(path, flags, 0o600)
 
 
 def _header(key: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], hashes: Mapping[str, str]) -> bytes:
