@@ -347,7 +347,7 @@ class SparseLayer(GrowingLayer):
 
     def borrow(self, other: "SparseLayer") -> None:
         """Use another layer's keys and values."""
-        self.is_initialized, self.guarded = True, other.guarded
+        self.is_initialized, self.guarded, self.device = True, other.guarded, other.device
         self.scale(other.rules.scaling)
         self.keys, self.values = other.keys, other.values
 
