@@ -47,6 +47,8 @@ class Common:
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """A layer with its keys and values in buffers that grow by blocks; every step attends to everything."""
 
+    device: torch.device  # of the model; known after the first tokens
+
     def __init__(self, rules: Rules, common: Common) -> None:
         super().__init__()
         self.rules, self.common = rules, common

@@ -16,7 +16,7 @@ import bpc_calib.runtime.sealed_tensors as files
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import CacheFileError, InputError, ModelError
 from bpc_calib.models.description import ModelDescription, describe
-from bpc_calib.models.weights import weights_sha256
+from bpc_calib.models.loading import weights_identity
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer
 
@@ -56,7 +56,7 @@ def write(
         "format_version": VERSION,
         "model": description.id,
         "config_sha256": description.config_sha256,
-        "weights_sha256": weights_sha256(model),
+        "weights_sha256": weights_identity(model)["sha256"],
         "dtype": str(model.dtype),
         "projections_sha256": _projections_sha256(cache.artifact),
         "length": length,
@@ -217,7 +217,7 @@ def _same_model(metadata: Mapping[str, Any], model: Any) -> ModelDescription:
     if metadata["dtype"] != str(model.dtype):
         raise CacheFileError(f"was made in {metadata['dtype']}, and this model computes in {model.dtype}")
     for what in ("config", "weights"):
-        own = description.config_sha256 if what == "config" else weights_sha256(model)
+        own = description.config_sha256 if what == "config" else weights_identity(model)["sha256"]
         if metadata[f"{what}_sha256"] != own:
             raise CacheFileError(
                 f"belongs to another model, {metadata['model']} (its {what} is not that of {description.id}): open it "
