@@ -67,8 +67,8 @@ def sparse_decode(
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    check(query, codebook, state, rows, fresh)
     if fresh:
+        check(query, codebook, state, rows, fresh)
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
     chosen = choose(query, codebook, state, rows, rules)
     return attend(query, state, rows, chosen, rules.scaling), chosen

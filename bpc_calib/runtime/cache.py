@@ -180,17 +180,22 @@ class BPCCache(Cache):  # type: ignore[misc]
                 the disk is full.
         """
         layer, last = self.layers[layer_idx], self._last
-        if layer_idx == (0 if self.layers[self._first].get_seq_length() else self._first):
-            growing = [each for each in self.layers if isinstance(each, GrowingLayer)]
-            check_room([each.file for each in growing if each.file], growing[0].get_seq_length() + key_states.shape[2])
-            for each in growing:  # before the first one changes
-                each.take_room(key_states)
+        if self.kv_device is not None:
+            self._take_room(layer_idx, key_states)
         if layer_idx == self._first:
             self._begin(layer, key_states)
         elif last is not None and not last.served:
             raise _unserved(last)
         self._last = layer if isinstance(layer, SparseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _take_room(self, layer_idx: int, keys: Tensor) -> None:
+        """Take disk space for a pass in all layers, before the first of them changes."""
+        if layer_idx == (0 if self.layers[self._first].get_seq_length() else self._first):
+            growing = [each for each in self.layers if isinstance(each, GrowingLayer)]
+            check_room([each.file for each in growing if each.file], growing[0].get_seq_length() + keys.shape[2])
+            for each in growing:
+                each.take_room(keys)
 
     def _begin(self, first: Any, keys: Tensor) -> None:
         """Begin a pass with these keys of the first layer, or raise before they change anything."""

@@ -15,7 +15,7 @@ from bpc_calib.method.codebook import Codebook, codebook_of, make_codebook
 from bpc_calib.method.fitting import Fit
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import worst_first
-from bpc_calib.method.state import Rows, State, alike
+from bpc_calib.method.state import Rows, alike
 from bpc_calib.models.description import held_heads, rank_among
 from bpc_calib.runtime.growing import grown
 from bpc_calib.runtime.layers import Common, SparseLayer
@@ -69,15 +69,14 @@ class BPCLayer(SparseLayer):
         state = self.state()
         if self.apart:
             chosen = find(query, state).choose(query, self.codebook, state, rows, self.rules)
-            return self.attend_apart(query, chosen), chosen
+            return self.attend_chosen(query, chosen), chosen
         found = find(query, state).sparse_decode(query, self.codebook, state, rows, self.rules, fresh=fresh)
         self.hashed = length
         return found
 
-    def attend_apart(self, query: Tensor, chosen: Tensor) -> Tensor:
+    def attend_chosen(self, query: Tensor, chosen: Tensor) -> Tensor:
         """Attend to these tokens on the CPU; only the queries, the tokens and the result move."""
-        asked, mapped = query.cpu(), self.file is not None
-        state = State(self.buffers["keys"], self.buffers["values"], mapped=mapped)
+        asked, state = query.cpu(), self.pairs()
         rows = alike(self.keys, chosen.shape[2])
         out = find(asked, state).attend(asked, state, rows, chosen.cpu(), self.rules.scaling)
         return out.to(query.device)

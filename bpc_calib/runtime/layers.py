@@ -111,9 +111,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         length, limit = self.get_seq_length(), self.common.model.context_limit or 0
         file = with_room(self.file, folder, keys, length, limit)
         if file is not self.file:
-            self.file = file
-            self.replace("keys", file.keys)
-            self.replace("values", file.values)
+            self._use(file)
             if length:
                 self.show(length)  # otherwise its views keep the old file
 
@@ -145,6 +143,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             self._state = State(**held, mapped=self.file is not None)  # type: ignore[arg-type]
         return self._state
 
+    def pairs(self) -> State:
+        """Return the keys and values alone: codes may have less room, or be on another device."""
+        return State(self.buffers["keys"], self.buffers["values"], mapped=self.file is not None)
+
     def rows(self, call: AttentionCall) -> Rows | None:
         """Return the sequences of a step with one new token each; None: each attends to all of its tokens.
 
@@ -167,19 +169,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         if not self.apart and (backend(self.keys.device) == "torch" or hasattr(call.mask, "mask_mod")):
             return None
         query = call.query.unflatten(1, (kv_heads, -1)).to(self.keys.device)
-        # Without codes, which may have less room.
-        state = State(self.buffers["keys"], self.buffers["values"], mapped=self.file is not None)
+        state = self.pairs()
         rows = seen.in_memory(call, self.keys) if self.apart else seen.every(call, self.keys)
         kernels = find(query[:, :, :, -1], state)
         out = kernels.dense_decode(query.flatten(2, 3), state, rows, call.scaling, new=new)
         return out.unflatten(2, (-1, new)).flatten(1, 2).transpose(1, 2).to(call.query.device)
 
-    def attends_to_all(self, call: AttentionCall) -> bool:
-        """Whether `attend_to_all` serves a call, also where the model's own attention could.
+    def attend_apart(self, call: AttentionCall) -> Tensor | None:
+        """Return `attend_to_all` for few queries whose keys are apart; None: use the model's own attention.
 
         That would need all keys and values on the model's device, which takes longer than a few queries on the CPU.
         """
-        return self.common.full or (self.apart and call.query.shape[2] <= FEW)
+        return self.attend_to_all(call) if self.apart and call.query.shape[2] <= FEW else None
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""
@@ -218,14 +219,18 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def _rebatch(self, change: Callable[[Tensor], Tensor]) -> None:
         if length := self.get_seq_length():
-            self._state, held = None, dict(self.buffers)
+            in_file = () if self.file is None else ("keys", "values")
+            changed = {name: change(buffer) for name, buffer in self.buffers.items() if name not in in_file}
             if self.file is not None:
-                self.file = self.file.copied(change(torch.arange(len(self.keys))).tolist(), length)
-                del held["keys"], held["values"]
-            self.buffers = {name: change(buffer) for name, buffer in held.items()}
-            if self.file is not None:
-                self.buffers |= {"keys": self.file.keys, "values": self.file.values}
+                self._use(self.file.copied(change(torch.arange(len(self.keys))).tolist(), length))
+            self.buffers, self._state = self.buffers | changed, None
             self.show(length)
+
+    def _use(self, file: TokenFile) -> None:
+        """Keep keys and values in this file."""
+        self.file = file
+        self.replace("keys", file.keys)
+        self.replace("values", file.values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GrowingLayer":
         """Return an independent copy, with a file of its own where keys and values are on disk."""
@@ -300,11 +305,11 @@ class SparseLayer(GrowingLayer):
             check_continued(call.query, self.keys, call.mask, call.positions)
             length = self.get_seq_length()
             self.observe(call.query, call.scaling, torch.arange(length - call.query.shape[2], length))
-            return self.attend_to_all(call) if self.attends_to_all(call) else None
+            return self.attend_apart(call)
         self.scale(call.scaling)
         rows = self.rows(call)
         if rows is None:
-            return self.attend_to_all(call) if self.apart else None
+            return self.attend_apart(call)
         out, _ = self.decode(call.grouped(self.keys.shape[1]), rows)
         return as_output(out)
 
@@ -411,9 +416,11 @@ class DenseLayer(GrowingLayer):
         Raises:
             ModelError: BPC cannot read the mask.
         """
-        if self.attends_to_all(call):
+        if self.common.full:
             return self.attend_to_all(call)
-        rows = self.rows(call) if call.query.shape[2] == 1 else None
+        if self.apart:
+            return self.attend_apart(call)
+        rows = self.rows(call)
         if rows is None:
             return None  # no layer chooses: the step has the bits of the model's own
         query, state = call.grouped(self.keys.shape[1]), self.state()

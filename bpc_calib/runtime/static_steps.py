@@ -68,8 +68,8 @@ def check_static(model: Any, cache: Any) -> None:
     Raises:
         ModelError: the model has sliding-window layers, RoPE that changes with the length or several devices; or it is
             on a GPU without the Triton kernels, or on several GPUs by tensor parallelism.
-        InputError: the cache is not a `BPCCache`, is already in static steps or has its keys and values on disk, or the
-            model is not enabled.
+        InputError: the cache is not a `BPCCache`, is already in static steps or keeps its keys and values apart from
+            the model, or the model is not enabled.
     """
     from bpc_calib.runtime.cache import BPCCache
     from bpc_calib.runtime.layers import GrowingLayer
