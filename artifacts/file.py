@@ -14,7 +14,7 @@ import safetensors.numpy
 from bpc_artifacts.errors import ArtifactError, why
 from bpc_artifacts.replacing import Kind, replacing, try_replacing
 from bpc_artifacts.schema import LayerProjection, ProjectionArtifact, check, check_version, format_version
-from bpc_artifacts.sealed import SEAL, canonical, metadata_sha256, one_line, strict_json
+from bpc_artifacts.sealed import SEAL, canonical, header_matches, metadata_sha256, one_line, strict_json
 
 __all__ = ["check_writable", "load", "save"]
 
@@ -82,10 +82,7 @@ def check_writable(path: str | os.PathLike[str], size: int, *, overwrite: bool =
 
 def _is_artifact(path: Path) -> bool:
     """Whether the header of a file says that it is an artifact; the rest may be damaged."""
-    with open(path, "rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        return 2 <= length <= MAX_HEADER and _OURS.search(file.read(length)) is not None
+    return header_matches(path, _OURS, MAX_HEADER)
 
 
 ARTIFACT = Kind("a BPC artifact", _is_artifact)

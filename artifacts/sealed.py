@@ -3,12 +3,15 @@
 import hashlib
 import json
 import math
+import re
+import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from bpc_artifacts.errors import ArtifactError
 
-__all__ = ["SEAL", "canonical", "metadata_sha256", "one_line", "strict_json"]
+__all__ = ["SEAL", "canonical", "header_matches", "metadata_sha256", "one_line", "strict_json"]
 
 SEAL = "metadata_sha256"  # the key of the hash
 
@@ -22,6 +25,14 @@ def metadata_sha256(metadata: Mapping[str, Any]) -> str:
     """Return the hash of all metadata except this hash, which detects a flipped byte in the header too."""
     rest = {key: value for key, value in metadata.items() if key != SEAL}
     return hashlib.sha256(canonical(rest).encode()).hexdigest()
+
+
+def header_matches(path: Path, pattern: re.Pattern[bytes], most: int) -> bool:
+    """Return whether a safetensors header of at most so many bytes matches; the rest of the file may be damaged."""
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        return 2 <= length <= most and pattern.search(file.read(length)) is not None
 
 
 def strict_json(what: str, text: bytes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from bpc_cli.streaming import TextPrinter
 
 FEW = 4  # tokens of a warm-up
 COUNTED = 64  # steps whose bytes are counted
-CHUNK = 2048  # tokens of a prompt that are fed at once where memory is scarce: keys and values are on disk
+CHUNK = 2048  # tokens of a prompt that are fed at once where memory is scarce: keys and values lie elsewhere
 SHORT = 64  # tokens of its prompt where no speeds are compared
 COMPILED_FROM = 4096  # steps of one layer: a compilation takes as long as some ten thousand, but only once
 

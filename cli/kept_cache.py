@@ -72,11 +72,12 @@ def fill_from_prompt_cache(
         return None
     if path.exists() and path.stat().st_size:
         tokens = fill_cache(path, cache, model)[: cache.get_seq_length()]
-        keep_common(cache, tokens, wanted)
+        another = keep_common(cache, tokens, wanted) < MOST * len(tokens)
         if not quiet:
             note(f"{cache.get_seq_length():,} of the {len(wanted):,} tokens of the prompt are in {path}")
-        if common(tokens, wanted) < MOST * len(tokens):
-            note(f"{path} holds another text of {len(tokens):,} tokens and stays as it is")
+            if another:
+                note(f"{path} holds another text of {len(tokens):,} tokens and stays as it is")
+        if another:
             return None
     if cache.get_seq_length() >= MOST * len(wanted):
         return None
@@ -93,24 +94,23 @@ def _try_save(path: Path, cache: Any, model: Any, tokens: list[int], quiet: bool
         note(f"Not saved: {fault}")
 
 
-def common(tokens: list[int], wanted: list[int]) -> int:
-    """How many first tokens two texts share."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted, strict=False)))
-
-
-def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> None:
+def keep_common(cache: Any, tokens: list[int], wanted: list[int]) -> int:
     """Crop the cache, which holds the first of these tokens, to those that the wanted tokens begin with.
 
     At least two wanted tokens are left to feed: a pass over one alone would choose, where a prompt's attends to all. A
     template may write an earlier answer in other tokens, or leave its reasoning out.
+
+    Returns how many first tokens both texts share.
     """
     from bpc_calib import InputError
 
     held = cache.get_seq_length()
-    shared = common(tokens[:held], wanted[:-2])
-    if shared == held:
-        return
-    try:
-        cache.crop(shared - held)
-    except InputError:  # a sliding window no longer has the tokens before
-        cache.reset()
+    pairs = zip(tokens[:held], wanted, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    kept = max(0, min(shared, len(wanted) - 2))
+    if kept < held:
+        try:
+            cache.crop(kept - held)
+        except InputError:  # a sliding window no longer has the tokens before
+            cache.reset()
+    return shared

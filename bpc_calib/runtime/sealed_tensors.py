@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from bpc_artifacts.errors import ArtifactError, why
 from bpc_artifacts.replacing import Kind, replacing, try_replacing
-from bpc_artifacts.sealed import SEAL, canonical, metadata_sha256, one_line, strict_json
+from bpc_artifacts.sealed import SEAL, canonical, header_matches, metadata_sha256, one_line, strict_json
 from bpc_calib.errors import CacheFileError
 
 __all__ = ["kind_of", "opened", "write"]
@@ -35,13 +36,8 @@ CODES = {
 
 def kind_of(key: str, name: str) -> Kind:
     """Return the kind of the files whose metadata are under `key`; `name` is how messages call one."""
-
-    def holds(path: Path) -> bool:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return length <= MOST_HEADER and f'"{key}":'.encode() in file.read(length)
-
-    return Kind(name, holds)
+    ours = re.compile(f'"{key}":'.encode())
+    return Kind(name, lambda path: header_matches(path, ours, MOST_HEADER))
 
 
 def write(
