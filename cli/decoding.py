@@ -236,22 +236,27 @@ class _Stream:
 
     def put(self, value: Any) -> None:
         """Take the next tokens."""
-        import torch
-
         self.arrived.append(time.perf_counter())
+        if self.keep is not None and len(self.arrived) == 2:  # before the text: a message would stand in its middle
+            self._prepare()
+            began = time.perf_counter()
+            self.keep()
+            self.keeping = time.perf_counter() - began
         if self.shown is not None and len(self.arrived) > 1:
             self.shown.put(int(value[0]))
         another = 1 < len(self.arrived) <= self.new and int(value[0]) not in self.decoder.ends
         if another and self.cache is not None:
-            began = time.perf_counter()
-            self.cache.prepare()
-            if self.decoder.model.device.type == "cuda":
-                torch.cuda.synchronize(self.decoder.model.device)
-            self.preparing += time.perf_counter() - began
-        if self.keep is not None and len(self.arrived) == 2:
-            began = time.perf_counter()
-            self.keep()
-            self.keeping += time.perf_counter() - began
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Hash what the cache has not hashed yet."""
+        import torch
+
+        began = time.perf_counter()
+        self.cache.prepare()
+        if self.decoder.model.device.type == "cuda":
+            torch.cuda.synchronize(self.decoder.model.device)
+        self.preparing += time.perf_counter() - began
 
     def end(self) -> None:
         """Print what is left of the text."""

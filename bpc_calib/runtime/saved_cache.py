@@ -101,7 +101,7 @@ class Saved:
         for name, value in found.items():
             layers = value if isinstance(value, list) else []
             if type(value) not in SETTINGS.get(name, ()) or not all(type(each) is int for each in layers):
-                raise CacheFileError(f"damaged: {str(value)[:40]} is no value of the setting {name[:40]}")
+                raise files.damaged(f"{str(value)[:40]} is no value of the setting {name[:40]}")
         return found
 
     def fill(self, cache: Any, device: torch.device) -> None:
@@ -160,7 +160,7 @@ def _check(name: str, tensor: Tensor, part: Part) -> None:
         want in (None, size) for want, size in zip(shape, tensor.shape, strict=True)
     )
     if not fits or tensor.dtype not in dtypes:
-        raise CacheFileError(f"damaged: {name} is {tensor.dtype} {list(tensor.shape)}")
+        raise files.damaged(f"{name} is {tensor.dtype} {list(tensor.shape)}")
 
 
 def _check_counts(where: str, parts: Mapping[str, Tensor], length: int) -> None:
@@ -179,7 +179,7 @@ def _check_counts(where: str, parts: Mapping[str, Tensor], length: int) -> None:
         or not all(0 <= place < length for place in places.tolist())
         or len({"projection", "matrix", "gram"} & parts.keys()) not in (0, 3)
     ):
-        raise CacheFileError(f"damaged: the parts of {where} do not fit each other")
+        raise files.damaged(f"the parts of {where} do not fit each other")
 
 
 def _take(layer: Any, parts: Mapping[str, Tensor], length: int) -> None:
@@ -205,7 +205,7 @@ def opened(path: str | os.PathLike[str], model: Any = None) -> Iterator[Saved]:
             (tokens,) = fetch(["tokens"])
             _check("tokens", tokens, ([torch.int64], (None, None)))
             if not len(tokens) or tokens.shape[1] < metadata["length"]:
-                raise CacheFileError(f"damaged: tokens are {list(tokens.shape)}")
+                raise files.damaged(f"tokens are {list(tokens.shape)}")
             yield Saved(description, metadata, tokens.clone(), fetch)
     except CacheFileError as fault:
         raise CacheFileError(f"{path}: {fault}") from None
@@ -236,6 +236,6 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     }  # fmt: skip
     for name, kind in kinds.items():
         if name not in metadata or not isinstance(metadata[name], kind):
-            raise CacheFileError(f"damaged: its metadata have no {name}")
+            raise files.damaged(f"its metadata have no {name}")
     if metadata["length"] < 1:
-        raise CacheFileError("damaged: it has no tokens")
+        raise files.damaged("it has no tokens")

@@ -19,7 +19,7 @@ from bpc_artifacts.replacing import Kind, replacing, try_replacing
 from bpc_artifacts.sealed import SEAL, canonical, header_matches, metadata_sha256, one_line, strict_json
 from bpc_calib.errors import CacheFileError
 
-__all__ = ["kind_of", "opened", "write"]
+__all__ = ["damaged", "kind_of", "opened", "write"]
 
 HASHES = "sha256"  # the metadata key of the hashes
 MOST_HEADER = 1 << 24  # bytes
@@ -32,6 +32,11 @@ CODES = {
     torch.float16: "F16",
     torch.uint8: "U8",
 }
+
+
+def damaged(what: str) -> CacheFileError:
+    """Return the error of a file that is not what was written."""
+    return CacheFileError(f"damaged: {what}: remove the file and make the cache again")
 
 
 def kind_of(key: str, name: str) -> Kind:
@@ -132,20 +137,20 @@ def opened(path: Path, key: str) -> Iterator[tuple[dict[str, Any], Callable[[Seq
             metadata = strict_json("metadata", text.encode())
             hashes = metadata.get(HASHES)
             if metadata.get(SEAL) != metadata_sha256(metadata) or not isinstance(hashes, dict):
-                raise ArtifactError("damaged: the metadata do not have their sha256")
+                raise damaged("the metadata do not have their sha256")
             if set(file.keys()) != set(hashes):
-                raise ArtifactError("damaged: its tensors are not those that the metadata name")
+                raise damaged("its tensors are not those that the metadata name")
 
             def fetch(name: str) -> Tensor:
                 if name not in hashes:
-                    raise ArtifactError(f"damaged: {name} is missing")
+                    raise damaged(f"{name} is missing")
                 tensor: Tensor = file.get_tensor(name)
                 if tensor.dtype not in CODES:
-                    raise ArtifactError(f"damaged: {name} is {tensor.dtype}")
+                    raise damaged(f"{name} is {tensor.dtype}")
                 found = _begun(tensor)
                 found.update(_bytes(tensor))
                 if found.hexdigest() != hashes[name]:
-                    raise ArtifactError(f"damaged: {name} does not have its sha256")
+                    raise damaged(f"{name} does not have its sha256")
                 return tensor
 
             yield metadata, lambda names: list(pool.map(fetch, names))
