@@ -52,7 +52,7 @@ def generate(
         bool,
         typer.Option(
             "--compare",
-            help="Also decode with full attention; print both texts, their first difference, the times and the bytes.",
+            help="Also decode with full attention; print both texts, the times and the bytes.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON when it is complete.")] = False,
@@ -64,7 +64,7 @@ def generate(
     prompt as a user's message; any other model, and --raw, continues it. Under torchrun the processes shard the model's
     heads: torchrun --nproc-per-node 2 -m bpc_cli generate ...
 
-    Example: bpc generate -m Qwen/Qwen3-8B -a qwen.safetensors --prompt-file book.txt
+    Example: bpc generate -m MODEL -a model.safetensors --prompt-file book.txt
     """
     with joined_ranks():
         rules, how = attended.rules(), sampling.arguments()

@@ -27,8 +27,7 @@ class PromptOptions:
     prompt_cache: Annotated[
         Path | None,
         typer.Option(
-            help="Keep what was read of the prompt in this file; a later prompt that begins with the same text takes "
-            "it from there."
+            help="Keep what was read of the prompt in this file, for later prompts that begin with the same text."
         ),
     ] = None
     system: System = None
