@@ -9,7 +9,13 @@ import tiny
 import torch
 
 from bpc_calib import describe
-from bpc_calib.evaluation import baselines
+from bpc_calib.evaluation.baselines.bounds import OracleLayer, RandomLayer
+from bpc_calib.evaluation.baselines.magicpig import MagicPIGLayer, MagicPIGSamplingLayer
+from bpc_calib.evaluation.baselines.pyramidkv import PyramidKVLayer
+from bpc_calib.evaluation.baselines.quest import QuestLayer
+from bpc_calib.evaluation.baselines.signs import SignsLayer
+from bpc_calib.evaluation.baselines.snapkv import SnapKVLayer
+from bpc_calib.evaluation.baselines.window import WindowLayer
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import GROUPS
 from bpc_calib.method.state import Rows
@@ -41,7 +47,7 @@ def rows(made, k, visible=None):
 @pytest.mark.parametrize("padding", [0, 25])
 def test_the_oracle_chooses_the_largest_products_and_the_newest(group, padding):
     visible = torch.arange(70).unsqueeze(0) >= padding if padding else None
-    found = chosen(layer(baselines.OracleLayer, group=group), visible)
+    found = chosen(layer(OracleLayer, group=group), visible)
     for head in range(2):
         products = (QUERY[0, head] @ KEYS[0, head, padding:].T).tolist()
         best = literal.group_scores(products, group, 8**0.5)
@@ -50,13 +56,13 @@ def test_the_oracle_chooses_the_largest_products_and_the_newest(group, padding):
 
 
 def test_the_window_is_four_sinks_and_the_newest():
-    assert chosen(layer(baselines.WindowLayer))[0, 0].tolist() == [0, 1, 2, 3, *range(62, 70)]
+    assert chosen(layer(WindowLayer))[0, 0].tolist() == [0, 1, 2, 3, *range(62, 70)]
     visible = torch.arange(70).unsqueeze(0) >= 10  # padding on the left
-    assert chosen(layer(baselines.WindowLayer), visible)[0, 1].tolist() == [10, 11, 12, 13, *range(62, 70)]
+    assert chosen(layer(WindowLayer), visible)[0, 1].tolist() == [10, 11, 12, 13, *range(62, 70)]
 
 
 def test_random_keys_differ_between_steps_and_repeat_between_runs():
-    one, other = layer(baselines.RandomLayer), layer(baselines.RandomLayer)
+    one, other = layer(RandomLayer), layer(RandomLayer)
     first, second = chosen(one), chosen(one)
     assert not torch.equal(first, second)
     assert torch.equal(first, chosen(other))
@@ -67,7 +73,7 @@ def test_random_keys_differ_between_steps_and_repeat_between_runs():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_quest_chooses_whole_pages_by_their_upper_bound(group):
-    found = chosen(layer(baselines.QuestLayer, budget=33, group=group), k=33)
+    found = chosen(layer(QuestLayer, budget=33, group=group), k=33)
     for head in range(2):
         bounds = []
         for page in KEYS[0, head].split(16):
@@ -88,16 +94,16 @@ def test_quest_ignores_padding_in_its_pages():
     keys = KEYS.clone()
     keys[:, :, :20] = 100.0
     visible = torch.arange(70).unsqueeze(0) >= 20
-    with_padding = chosen(layer(baselines.QuestLayer, keys=keys), visible)
+    with_padding = chosen(layer(QuestLayer, keys=keys), visible)
     keys[:, :, :20] = -100.0
-    assert torch.equal(with_padding, chosen(layer(baselines.QuestLayer, keys=keys), visible))
+    assert torch.equal(with_padding, chosen(layer(QuestLayer, keys=keys), visible))
     assert (with_padding >= 20).all()
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_random_signs_rank_by_projected_products(group):
     directions = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    found = chosen(layer(baselines.SignsLayer, group=group))
+    found = chosen(layer(SignsLayer, group=group))
     for head in range(2):
         signs = torch.where(KEYS[0, head] @ directions.T >= 0, 1.0, -1.0)
         scores = torch.tensor(literal.group_scores((QUERY[0, head] @ directions.T @ signs.T).tolist(), group))
@@ -106,7 +112,7 @@ def test_random_signs_rank_by_projected_products(group):
 
 
 def test_a_collision_is_a_table_with_ten_equal_signs():
-    made = layer(baselines.MagicPIGLayer)
+    made = layer(MagicPIGLayer)
     found = made.collisions(QUERY, None)
     directions = torch.randn(1500, 8, generator=torch.Generator().manual_seed(0))
     centred = KEYS - KEYS.mean(2, keepdim=True)
@@ -117,7 +123,7 @@ def test_a_collision_is_a_table_with_ten_equal_signs():
 
 
 def test_the_sampling_probability_is_that_of_two_or_more_collisions():
-    made = layer(baselines.MagicPIGSamplingLayer)
+    made = layer(MagicPIGSamplingLayer)
     key = torch.tensor([[[[1.0, 0, 0, 0, 0, 0, 0, 0]]]])
     for angle in (0.3, 1.0, 1.6):
         query = torch.tensor([[[[math.cos(angle), math.sin(angle), 0, 0, 0, 0, 0, 0]]]])
@@ -135,7 +141,7 @@ def test_sampling_estimates_full_attention():
     # A probability near 0 would give an unbounded weight.
     found = []
     for seed in range(40):
-        made = baselines.MagicPIGSamplingLayer(0, Rules(12), Common(MODEL, seed=seed), None)
+        made = MagicPIGSamplingLayer(0, Rules(12), Common(MODEL, seed=seed), None)
         made.update(keys, values)
         found.append(made.decode(query, rows(made, 12))[0][0, 0, 0])
     estimate = torch.stack(found)
@@ -160,7 +166,7 @@ def snapkv_by_hand(keys, queries, window):
 
 def test_snapkv_keeps_what_the_window_attended_to():
     queries = torch.randn(1, 4, 70, 8, generator=torch.Generator().manual_seed(3))
-    made = layer(baselines.SnapKVLayer)
+    made = layer(SnapKVLayer)
     made.observe(queries, None, torch.arange(70))
     found = chosen(made)
     for head in range(2):
@@ -177,7 +183,7 @@ def test_snapkv_keeps_what_the_window_attended_to():
 
 def test_pyramidkv_gives_lower_layers_more_and_keeps_the_total():
     model = describe(tiny.config(num_hidden_layers=5))
-    made = [layer(baselines.PyramidKVLayer, 40, index, model=model, layers=range(5)) for index in range(5)]
+    made = [layer(PyramidKVLayer, 40, index, model=model, layers=range(5)) for index in range(5)]
     counts = [one.kept(70) for one in made]
     # The window is 20; of the other 20 (the mean), the last layer keeps a twentieth.
     assert counts == [59, 50, 40, 30, 21]
@@ -185,18 +191,18 @@ def test_pyramidkv_gives_lower_layers_more_and_keeps_the_total():
     assert [one.window(70) for one in made] == [20] * 5
     assert made[0].kept(30) == 30
     # With dense layers, only the choosing layers share the total.
-    choosing = [layer(baselines.PyramidKVLayer, 40, index, model=model, layers=(2, 4)) for index in (2, 4)]
+    choosing = [layer(PyramidKVLayer, 40, index, model=model, layers=(2, 4)) for index in (2, 4)]
     assert [one.kept(70) for one in choosing] == [59, 21]
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (baselines.OracleLayer, 70 * 2 * 8 * 4),
-        (baselines.QuestLayer, 5 * 2 * 2 * 8 * 4),
-        (baselines.SignsLayer, 70 * 2 * 8),
-        (baselines.MagicPIGLayer, 70 * 2 * 188),
-        (baselines.WindowLayer, 0),
+        (OracleLayer, 70 * 2 * 8 * 4),
+        (QuestLayer, 5 * 2 * 2 * 8 * 4),
+        (SignsLayer, 70 * 2 * 8),
+        (MagicPIGLayer, 70 * 2 * 188),
+        (WindowLayer, 0),
     ],
 )
 def test_bytes_of_a_ranking(kind, expected):

@@ -6,7 +6,7 @@ import torch
 
 from bpc_calib import BPCCache, enable
 from bpc_calib.compat import with_cache
-from bpc_calib.evaluation.baselines import SnapKVLayer
+from bpc_calib.evaluation.baselines.snapkv import SnapKVLayer
 from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.forcing import compare, complete, force, fork, keep, log_likelihoods, prefill
 from bpc_calib.evaluation.methods import METHODS

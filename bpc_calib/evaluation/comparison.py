@@ -7,20 +7,27 @@ from typing import Any
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
+from bpc_calib.evaluation.learning import Learned
 from bpc_calib.evaluation.methods import BPC_LAYER, METHODS, Variant
 from bpc_calib.evaluation.settings import FORCED, HARD, Comparison, check_settings, computable
 from bpc_calib.evaluation.tasks import TEXT
 from bpc_calib.method.rules import default_dense_layers, ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
+from bpc_calib.runtime.layers import SparseLayer
 
-__all__ = ["FORCED", "HARD", "Comparison", "check", "make_cache", "settled"]
+__all__ = ["FORCED", "HARD", "Comparison", "check", "layer_class_of", "make_cache", "settled"]
 
 logger = logging.getLogger("bpc_calib")
 
 
 def make_cache(
-    name: str, config: Any, artifact: ProjectionArtifact | None, budget: float | int | None, **rules: Any
+    name: str,
+    config: Any,
+    artifact: ProjectionArtifact | None,
+    budget: float | int | None,
+    learned: Learned | None = None,
+    **rules: Any,
 ) -> BPCCache:
     """An empty cache that attends as this method does.
 
@@ -33,6 +40,7 @@ def make_cache(
         config: `model.config`.
         artifact: projections of the model, which calibrated methods need.
         budget: share of the tokens in (0, 1], or a number of tokens; None: the default of `BPCCache`.
+        learned: what the method has learned from text, if it does (`learn`).
         rules: other arguments of `BPCCache`.
 
     Raises:
@@ -47,12 +55,20 @@ def make_cache(
     rules = {"group": defaults["group"], "recent": defaults["recent"]} | settled(config, artifact, rules)
     if method.layer != BPC_LAYER:
         rules = rules | {"safeguard": 0.0}
-    module, _, layer = method.layer.rpartition(".")
-    layer_class = getattr(import_module(module), layer)
+    layer_class = layer_class_of(name)
+    if learned is not None:
+        layer_class = type(layer_class.__name__, (layer_class,), {"learned": learned})
     kind: type[BPCCache] = type("ComparedCache", (BPCCache,), {"layer_class": layer_class})
     if budget is not None:
         rules = rules | {"budget": budget}
     return kind(config, artifact if method.calibrated or method.by_need else None, **rules)
+
+
+def layer_class_of(name: str) -> type[SparseLayer]:
+    """Return the class of the layers of a method."""
+    module, _, layer = METHODS[name].layer.rpartition(".")
+    found: type[SparseLayer] = getattr(import_module(module), layer)
+    return found
 
 
 def settled(config: Any, artifact: ProjectionArtifact | None, rules: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,18 @@ from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer, SparseLayer
 from bpc_calib.runtime.online_fit import Asked, join
 
-__all__ = ["FullLayer", "compare", "complete", "force", "fork", "keep", "log_likelihoods", "predictions", "prefill"]
+__all__ = [
+    "FullLayer",
+    "PrefixLayer",
+    "compare",
+    "complete",
+    "force",
+    "fork",
+    "keep",
+    "log_likelihoods",
+    "predictions",
+    "prefill",
+]
 
 IMPOSSIBLE = -1e4  # in place of the logarithm of 0
 

@@ -24,17 +24,19 @@ class ComparedMethod:
 
 METHODS = {
     "full": ComparedMethod("full attention", "bpc_calib.evaluation.forcing.FullLayer", takes_budget=False),
-    "oracle": ComparedMethod("exact top-k", f"{_BASELINES}.OracleLayer", by_need=True),
+    "oracle": ComparedMethod("exact top-k", f"{_BASELINES}.bounds.OracleLayer", by_need=True),
     "bpc": ComparedMethod("BPC", BPC_LAYER, calibrated=True, by_need=True),
     "bpc-online": ComparedMethod("BPC online", BPC_LAYER),
-    "quest": ComparedMethod("Quest, page 16", f"{_BASELINES}.QuestLayer"),
-    "magicpig": ComparedMethod("MagicPIG LSH", f"{_BASELINES}.MagicPIGLayer"),
-    "magicpig-own": ComparedMethod("MagicPIG, own rule", f"{_BASELINES}.MagicPIGSamplingLayer", takes_budget=False),
-    "signs": ComparedMethod("64 random signs", f"{_BASELINES}.SignsLayer"),
-    "snapkv": ComparedMethod("SnapKV", f"{_BASELINES}.SnapKVLayer"),
-    "pyramidkv": ComparedMethod("PyramidKV", f"{_BASELINES}.PyramidKVLayer"),
-    "window": ComparedMethod("window + sinks", f"{_BASELINES}.WindowLayer", forced=5),
-    "random": ComparedMethod("random keys", f"{_BASELINES}.RandomLayer"),
+    "quest": ComparedMethod("Quest, page 16", f"{_BASELINES}.quest.QuestLayer"),
+    "magicpig": ComparedMethod("MagicPIG LSH", f"{_BASELINES}.magicpig.MagicPIGLayer"),
+    "magicpig-own": ComparedMethod(
+        "MagicPIG, own rule", f"{_BASELINES}.magicpig.MagicPIGSamplingLayer", takes_budget=False
+    ),
+    "signs": ComparedMethod("64 random signs", f"{_BASELINES}.signs.SignsLayer"),
+    "snapkv": ComparedMethod("SnapKV", f"{_BASELINES}.snapkv.SnapKVLayer"),
+    "pyramidkv": ComparedMethod("PyramidKV", f"{_BASELINES}.pyramidkv.PyramidKVLayer"),
+    "window": ComparedMethod("window + sinks", f"{_BASELINES}.window.WindowLayer", forced=5),
+    "random": ComparedMethod("random keys", f"{_BASELINES}.bounds.RandomLayer"),
 }
 
 

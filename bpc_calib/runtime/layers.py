@@ -42,6 +42,7 @@ class Common:
     place: KVPlace | None = None  # of keys and values; None: where the model is
     full: bool = False  # whether passes attend to everything now, and leave no trace but their tokens
     seen: Seen = field(default_factory=Seen)
+    told: dict[int, Any] = field(default_factory=dict)  # by layer: what a method's layers tell each other
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
