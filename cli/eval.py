@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from bpc_artifacts import ProjectionArtifact
 
 HARNESS = "lm_eval:"
+LEARNING = [name for name, method in METHODS.items() if method.learns]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,11 @@ class ComparisonOptions:
     ] = None
     methods: Annotated[
         str | None,
-        typer.Option(help=f"Methods to compare: {', '.join(METHODS)}. Default: all.", metavar="METHOD,..."),
+        typer.Option(
+            help=f"Methods to compare: {', '.join(METHODS)}; package.module:Class for one of your own. Default: all "
+            f"that need not learn from text first ({', '.join(LEARNING)} do).",
+            metavar="METHOD,...",
+        ),
     ] = None
     prompts: Annotated[
         int, typer.Option(help="Prompts per task and length; tasks of lm_eval use their first documents.")
@@ -80,6 +85,14 @@ class ComparisonOptions:
         list[str] | None,
         typer.Option(
             help=f"Text for the task {TEXT}, given as for bpc calibrate. May be repeated. Default: {DEMO}.",
+            metavar="CORPUS",
+        ),
+    ] = None
+    learn_corpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Text from which {', '.join(LEARNING)} learn, given as for bpc calibrate; none of --corpus. May be "
+            f"repeated. Default: {DEMO}.",
             metavar="CORPUS",
         ),
     ] = None
@@ -163,8 +176,9 @@ def eval_(
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
     from bpc_calib import enable
     from bpc_calib.evaluation import harness, pictures
-    from bpc_calib.evaluation.comparison import check, settled
+    from bpc_calib.evaluation.comparison import check, learn_methods, learners, settled
     from bpc_calib.evaluation.evaluate import draw_texts, evaluate
+    from bpc_calib.evaluation.learning import draw_lessons
     from bpc_calib.text.corpora import open_corpora
 
     if harness_tasks:
@@ -181,34 +195,37 @@ def eval_(
         note(message)
     tokenizer, prepared = open_tokenizer(opened), []
     texts = draw_texts(opened.config, tokenizer, comparison, cells)  # refuses a corpus before anything slow
+    teaching = open_corpora(options.learn_corpus or [DEMO]) if learners(methods) else []
+    lessons = draw_lessons(opened.config, tokenizer, teaching, options.seed)
     if harness_tasks:
         with working("Loading the data of lm_eval's tasks", quiet):
             prepared = harness.prepare(harness_tasks, tokenizer, comparison.lengths, options.seed)
     loaded = open_weights(opened, quiet)
     enable(loaded)
-    result = {"model": opened.description.id, **_compared(preset, comparison, projections), "rows": []}
-    again = {"limit": options.prompts, "raw": options.raw, "seed": options.seed, **comparison.rules}
+    result = {"model": opened.description.id, **_compared(preset, comparison, projections)}
     folder = work_dir or Path(f"{output or opened.description.id.split('/')[-1] + '-eval'}.work")
     with kept_work(folder, made_with(loaded, result["model"], projections, comparison.rules), quiet) as finished:
+        with progress_bar("Learning", quiet) as progress:
+            learned, seconds = learn_methods(loaded, lessons, methods, comparison, finished=finished, progress=progress)
+        if learned:
+            result["learned"] = {"texts": lessons.shape[0], "tokens": lessons.shape[1], "seconds": seconds}
+        shared: dict[str, Any] = {"learned": learned, "finished": finished}
         with progress_bar("Evaluating", quiet) as progress:
             result["rows"] = evaluate(
-                loaded, tokenizer, projections, comparison, texts=texts, finished=finished, progress=progress
+                loaded, tokenizer, projections, comparison, texts=texts, progress=progress, **shared
             )
         for task in prepared:
             with working(f"Running {HARNESS}{task.name}{f', {task.tokens:,} tokens' if task.tokens else ''}", quiet):
-                result["rows"] += harness.run(
-                    loaded, tokenizer, projections, task, methods, comparison.budgets, finished=finished, **again
-                )
+                result["rows"] += harness.run(loaded, tokenizer, projections, task, methods, comparison, **shared)
         write(result)
     if plot is not None:
         pictures.draw(result["rows"], plot, overwrite=force)
     if as_json:
         print_json(result)
-    else:
-        print_evaluation(result)
-        for path in (output, plot):
-            if path is not None:
-                print(f"Wrote {printable(path)}")
+        return
+    print_evaluation(result)
+    for path in filter(None, (output, plot)):
+        print(f"Wrote {printable(path)}")
 
 
 def _compared(preset: str | None, comparison: Comparison, artifact: "ProjectionArtifact | None") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bpc_calib.evaluation.methods import FIGURES, METHODS
+from bpc_calib.evaluation.methods import FIGURES, METHODS, method_of
 from bpc_calib.method.defaults import budget_text
 from bpc_cli.console import TextTable, print_table, printable
 
@@ -33,6 +33,11 @@ def print_evaluation(result: dict[str, Any]) -> None:
         if names := [method.label for name, method in METHODS.items() if method.by_need and name in shown]:
             whose = f"{' and '.join(names)} share{'s' * (len(names) == 1)} the budget by what each KV head needs"
             print(f"{whose}; with the others each head attends to the mean.")
+    if (learned := result.get("learned")) and learned["seconds"]:
+        spent = ", ".join(
+            f"{method_of(name).label} in {seconds:,.0f} s" for name, seconds in learned["seconds"].items()
+        )
+        print(f"Learned beforehand, from {learned['texts']} texts of {learned['tokens']:,} tokens: {spent}.")
 
 
 def evaluation_tables(rows: list[dict[str, Any]], model: str) -> list[TextTable]:
@@ -67,7 +72,7 @@ def _harness_tables(rows: list[dict[str, Any]], model: str) -> list[TextTable]:
         for row in own:
             budget = "" if row["budget"] is None else _of_tokens(row["budget"], tokens)
             cells = [f"{row['metrics'][name]:.4g}" if name in row["metrics"] else "" for name in names]
-            lines.append((METHODS[row["method"]].label, budget, *cells))
+            lines.append((method_of(row["method"]).label, budget, *cells))
         length = "" if tokens is None else f", {tokens:,} tokens"
         title = f"{model}: {task}{length}, {own[0]['prompts']} documents"
         tables.append(TextTable(title, ("method", "budget", *names), lines))
@@ -80,7 +85,7 @@ def _figures(title: str, cells: Cells, columns: list[str]) -> TextTable:
         found = {column: cells[method, column] for column in columns if (method, column) in cells}
         read, _ = next(iter(found.values()))
         shown = [found[column][1] if column in found else "" for column in columns]
-        lines.append((METHODS[method].label, "" if read is None else f"{read:.1%}", *shown))
+        lines.append((method_of(method).label, "" if read is None else f"{read:.1%}", *shown))
     return TextTable(title, ("method", "KV read", *(FIGURES.get(name, name) for name in columns)), lines)
 
 

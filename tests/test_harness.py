@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bpc_calib import BPCCache, InputError, enable
-from bpc_calib.evaluation.comparison import HARD, make_cache
+from bpc_calib.evaluation.comparison import HARD, Comparison, make_cache
 
 pytest.importorskip("lm_eval")
 
@@ -197,7 +197,8 @@ def test_git_is_not_asked_outside_a_repository(tasks, tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)  # no repository
     [task] = prepare([str(tasks[0])], tiny.tokenizer(), [64], seed=0)
     capfd.readouterr()
-    assert harness.run(model, tiny.tokenizer(), None, task, ["full"], [4], limit=1)[0]["prompts"] == 1
+    [row] = harness.run(model, tiny.tokenizer(), None, task, ["full"], Comparison(budgets=[4], prompts=1))
+    assert row["prompts"] == 1
     assert "git" not in capfd.readouterr().err
 
 
@@ -276,7 +277,8 @@ def check_prompts(model, folder, tokenizer, tasks, lengths, chat=False):
     for task, prompts in zip(prepare(tasks, listening, lengths, seed=5), expected, strict=True):
         listening.heard.clear()
         task.tasks[0].config.generation_kwargs["max_gen_toks"] = 2  # not 128: the prompts are what counts here
-        rows = harness.run(model, listening, None, task, ["full", "bpc-online"], [0.1], limit=2, seed=5, **HARD)
+        comparison = Comparison(budgets=[0.1], prompts=2, seed=5, rules=HARD)
+        rows = harness.run(model, listening, None, task, ["full", "bpc-online"], comparison)
         assert len(prompts) == 2
         assert listening.heard == prompts * 2  # the same for both methods
         assert [row["method"] for row in rows] == ["full", "bpc-online"]

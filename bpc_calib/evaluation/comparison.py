@@ -1,14 +1,17 @@
 """What `evaluate` compares, checked before any work, and the cache of each method."""
 
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any
 
+from torch import Tensor
+
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.learning import Learned
-from bpc_calib.evaluation.methods import BPC_LAYER, METHODS, Variant
+from bpc_calib.evaluation.learning import Learned, Learner, learn
+from bpc_calib.evaluation.methods import BPC_LAYER, Variant, method_of
 from bpc_calib.evaluation.settings import FORCED, HARD, Comparison, check_settings, computable
 from bpc_calib.evaluation.tasks import TEXT
 from bpc_calib.method.rules import default_dense_layers, ranking_defaults
@@ -16,7 +19,17 @@ from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.layers import SparseLayer
 
-__all__ = ["FORCED", "HARD", "Comparison", "check", "layer_class_of", "make_cache", "settled"]
+__all__ = [
+    "FORCED",
+    "HARD",
+    "Comparison",
+    "check",
+    "layer_class_of",
+    "learn_methods",
+    "learners",
+    "make_cache",
+    "settled",
+]
 
 logger = logging.getLogger("bpc_calib")
 
@@ -36,7 +49,7 @@ def make_cache(
     the needs of the KV heads, `bpc` and `oracle` share the budget by these; the others give every head the mean.
 
     Args:
-        name: one of `METHODS`, or "full".
+        name: of a method, as `method_of` knows it.
         config: `model.config`.
         artifact: projections of the model, which calibrated methods need.
         budget: share of the tokens in (0, 1], or a number of tokens; None: the default of `BPCCache`.
@@ -51,7 +64,7 @@ def make_cache(
     rules["min_context"] = 0
     if name == "full":
         return BPCCache(config, budget=1.0, dense_layers=())
-    method, defaults = METHODS[name], ranking_defaults(artifact)
+    method, defaults = method_of(name), ranking_defaults(artifact)
     rules = {"group": defaults["group"], "recent": defaults["recent"]} | settled(config, artifact, rules)
     if method.layer != BPC_LAYER:
         rules = rules | {"safeguard": 0.0}
@@ -65,10 +78,49 @@ def make_cache(
 
 
 def layer_class_of(name: str) -> type[SparseLayer]:
-    """Return the class of the layers of a method."""
-    module, _, layer = METHODS[name].layer.rpartition(".")
-    found: type[SparseLayer] = getattr(import_module(module), layer)
+    """Return the class of the layers of a method.
+
+    Raises:
+        InputError: your own method cannot be imported, or is no such class.
+    """
+    module, _, layer = method_of(name).layer.rpartition(".")
+    try:
+        found: type[SparseLayer] = getattr(import_module(module), layer)
+    except Exception as fault:  # whatever its module raises
+        raise InputError(f"method {name!r} cannot be imported: {type(fault).__name__}: {fault}") from fault
+    if not isinstance(found, type) or not issubclass(found, SparseLayer) or inspect.isabstract(found):
+        raise InputError(f"method {name!r} must be a complete subclass of bpc_calib.runtime.layers.SparseLayer")
     return found
+
+
+def learners(methods: Iterable[str]) -> dict[str, Learner]:
+    """Return what learns from text beforehand, by method, of the methods that do."""
+    classes = {name: layer_class_of(name) for name in methods}
+    return {name: each.learn for name, each in classes.items() if hasattr(each, "learn")}
+
+
+def learn_methods(
+    model: Any,
+    ids: Tensor,
+    methods: Iterable[str],
+    comparison: Comparison,
+    finished: MutableMapping[str, Any] | None = None,
+    progress: Callable[[float, str], None] = lambda share, what: None,
+) -> tuple[Mapping[str, Learned], dict[str, float]]:
+    """Let the methods that learn do so; return what `evaluate` takes, and the seconds of each.
+
+    Args:
+        model: an enabled model.
+        ids: texts, as `draw_lessons` returns them.
+        methods: that are compared.
+        comparison: its rules say which layers choose.
+        finished: as for `evaluate`.
+        progress: as for `evaluate`.
+    """
+    layers = make_cache("random", model.config, None, None, **comparison.rules).layers
+    choosing = [index for index, layer in enumerate(layers) if isinstance(layer, SparseLayer)]
+    kept = {} if finished is None else finished
+    return learn(model, ids, learners(methods), choosing, kept, seed=comparison.seed, progress=progress)
 
 
 def settled(config: Any, artifact: ProjectionArtifact | None, rules: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bpc_calib.evaluation.fidelity import probe
 from bpc_calib.evaluation.forcing import compare, complete, fork, keep, prefill
-from bpc_calib.evaluation.methods import METHODS, Variant
+from bpc_calib.evaluation.methods import Variant, method_of
 from bpc_calib.runtime.cache import BPCCache
 
 __all__ = ["Batch", "Finished", "Makers", "decode", "steps"]
@@ -117,4 +117,4 @@ def _missing(batch: Batch, variants: Sequence[Variant], finished: Finished) -> t
 
 def _choosing(batch: Batch, variants: Sequence[Variant]) -> list[Variant]:
     """The variants whose choices are compared with full attention: of plain text, those that have a budget."""
-    return [each for each in variants if METHODS[each[0]].takes_budget] if not batch.new else []
+    return [each for each in variants if method_of(each[0]).takes_budget] if not batch.new else []

@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.comparison import Comparison, check, make_cache
+from bpc_calib.evaluation.comparison import Comparison, check, learners, make_cache
 from bpc_calib.evaluation.decoded import Batch, Finished, decode, steps
 from bpc_calib.evaluation.fidelity import METRICS
+from bpc_calib.evaluation.learning import Learned
 from bpc_calib.evaluation.methods import Variant
 from bpc_calib.evaluation.prompts import DEPTHS, Prompt, draw_prompts, make_frame
 from bpc_calib.evaluation.statistics import mean, proportion
@@ -38,6 +40,7 @@ def evaluate(
     comparison: Comparison = Comparison(),  # noqa: B008  it is frozen
     *,
     texts: Texts | None = None,
+    learned: Mapping[str, Learned] = MappingProxyType({}),
     finished: Finished | None = None,
     progress: Progress = lambda share, what: None,
 ) -> list[dict[str, Any]]:
@@ -55,6 +58,7 @@ def evaluate(
         artifact: projections of the method `bpc`; None: leave this method out.
         comparison: methods, prompts and settings.
         texts: what `draw_texts` returns, where that was called before the model was loaded.
+        learned: what `learn` returns, for the methods that learn from text beforehand (`learners`).
         finished: parts that an earlier call with this model, artifact and rules has computed, by names that say of what
             they are; new ones are put in as soon as they are computed. Values are what JSON can hold.
         progress: called with the finished share and a description of the current work.
@@ -65,10 +69,12 @@ def evaluate(
         metrics of `TEXT` for each. `log_likelihoods` has the mean over the forced tokens of each text.
 
     Raises:
-        InputError: a task or method is unknown, or nothing can be computed; the message names it.
+        InputError: a task or method is unknown, has not learned, or nothing can be computed; the message names it.
         CorpusError: a corpus cannot be read, or has too little text.
     """
-    _, cells = check(model.config, artifact, comparison)
+    methods, cells = check(model.config, artifact, comparison)
+    for name in learners(methods).keys() - learned.keys():
+        raise InputError(f"method {name!r} learns from text: pass what bpc_calib.evaluation.learning.learn returns")
     finished = {} if finished is None else finished
     prompts = _draw_prompts(list(cells), tokenizer, comparison)
     ids, corpora = draw_texts(model.config, tokenizer, comparison, cells) if texts is None else texts
@@ -94,7 +100,9 @@ def evaluate(
 
         report()
         makers = {
-            (name, budget): functools.partial(make_cache, name, model.config, artifact, budget, **comparison.rules)
+            (name, budget): functools.partial(
+                make_cache, name, model.config, artifact, budget, learned.get(name), **comparison.rules
+            )
             for name, budget in cells[length, task]
         }
         for batch in own:

@@ -7,10 +7,11 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ import torch
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib.compat import keep_lm_eval_from_git
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.comparison import make_cache
+from bpc_calib.evaluation.comparison import Comparison, make_cache
 from bpc_calib.evaluation.decoded import Finished
 from bpc_calib.evaluation.forcing import force, fork, log_likelihoods, prefill
+from bpc_calib.evaluation.learning import Learned
 from bpc_calib.evaluation.methods import variants
 from bpc_calib.extras import lacking
 from bpc_calib.models.description import describe
@@ -230,13 +232,10 @@ def run(
     artifact: ProjectionArtifact | None,
     task: HarnessTask,
     methods: Sequence[str],
-    budgets: Sequence[float | int],
+    comparison: Comparison,
     *,
-    limit: int,
-    raw: bool = False,
-    seed: int = 0,
+    learned: Mapping[str, Learned] = MappingProxyType({}),
     finished: Finished | None = None,
-    **rules: Any,
 ) -> list[dict[str, Any]]:
     """Return rows like those of `evaluate`; `metrics` has all numbers of lm_eval.
 
@@ -245,13 +244,11 @@ def run(
         tokenizer: its tokenizer; with a chat template, prompts are put into it.
         artifact: projections of the model, which calibrated methods need.
         task: as `prepare` returns it.
-        methods: names of `METHODS`.
-        budgets: shares of the tokens in (0, 1], or numbers of tokens.
-        limit: documents, the first ones of the task.
-        raw: leaves the chat template out.
-        seed: for lm_eval and online projections.
+        methods: names that `method_of` knows.
+        comparison: its budgets and rules; `prompts` is the number of documents, the first ones of the task, and `seed`
+            is for lm_eval and online projections, too.
+        learned: as for `evaluate`.
         finished: as for `evaluate`; one part is a method with a budget.
-        rules: other arguments of `BPCCache`.
 
     Raises:
         InputError: rules out of range, or the task samples its answers.
@@ -260,10 +257,12 @@ def run(
 
     keep_lm_eval_from_git()
     finished, rows = {} if finished is None else finished, []
-    for name, budget in variants(methods, budgets):
+    limit, raw, seed = comparison.prompts, comparison.raw, comparison.seed
+    for name, budget in variants(methods, comparison.budgets):
         part = f"{task.name} {task.tokens} {name} {budget} {limit} {raw} {seed} {version('lm_eval')}"
         if part not in finished:
-            empty = functools.partial(make_cache, name, model.config, artifact, budget, seed=seed, **rules)
+            given, rules = (name, model.config, artifact, budget, learned.get(name)), comparison.rules
+            empty = functools.partial(make_cache, *given, seed=seed, **rules)
             report = simple_evaluate(
                 harness_model(model, tokenizer, empty),
                 tasks=task.tasks,

@@ -11,11 +11,17 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from bpc_calib.errors import InputError
 from bpc_calib.evaluation.forcing import PrefixLayer, prefill
+from bpc_calib.models.description import describe
+from bpc_calib.text.known_corpora import Corpus
+from bpc_calib.text.samples import draw_samples
 
-__all__ = ["REPEATED", "LayerText", "Learned", "learn"]
+__all__ = ["LENGTH", "REPEATED", "TEXTS", "LayerText", "Learned", "Learner", "draw_lessons", "learn"]
 
+TEXTS, LENGTH = 16, 2048  # tokens; fewer where the model takes fewer
 REPEATED = 64  # last tokens of each text, which repeat a passage in its middle
+OTHER_TEXT = 1 << 33  # added to the seed, so that the text differs from that of an evaluation with the same seed
 
 Learned = Mapping[int, Mapping[str, Tensor]]  # by layer
 
@@ -32,15 +38,43 @@ class LayerText:
     scaling: float  # factor on the products q k
 
 
+Learner = Callable[[LayerText, int], dict[str, Tensor]]  # with a seed, of what is drawn by chance
+
+
+def draw_lessons(config: Any, tokenizer: Any, corpora: Sequence[Corpus], seed: int) -> Tensor:
+    """Return texts to learn from, int64 `[TEXTS, N]`; none without a corpus.
+
+    Raises:
+        InputError: the model takes too few tokens.
+        CorpusError: a corpus cannot be read, or has too little text.
+        ModelError: the tokenizer does not belong to the model.
+    """
+    if not corpora:
+        return torch.empty(0, 0, dtype=torch.int64)
+    about = describe(config)
+    length = min(LENGTH, about.context_limit or LENGTH)
+    if length < 4 * REPEATED:
+        raise InputError(f"methods learn from texts of at least {4 * REPEATED} tokens: the model's limit is {length}")
+    ids, _ = draw_samples(
+        list(corpora),
+        tokenizer,
+        samples=TEXTS,
+        sequence_length=length,
+        seed=seed + OTHER_TEXT,
+        vocab_size=about.vocab_size,
+    )
+    return ids
+
+
 def learn(
     model: Any,
     ids: Tensor,
-    learners: Mapping[str, Callable[[LayerText, int], dict[str, Tensor]]],
+    learners: Mapping[str, Learner],
     layers: Sequence[int],
     finished: MutableMapping[str, Any],
     *,
     seed: int = 0,
-    report: Callable[[str, int], None] = lambda method, layer: None,
+    progress: Callable[[float, str], None] = lambda share, what: None,
 ) -> tuple[Mapping[str, Learned], dict[str, float]]:
     """Return what each method learns from texts, and the seconds that it took.
 
@@ -52,25 +86,25 @@ def learn(
         finished: what an earlier call with this model has learned; what is new is put in as soon as it is learned.
             Values are what JSON can hold.
         seed: of what is drawn by chance.
-        report: called with the method and the layer before each part.
+        progress: called with the finished share and what is being learned.
     """
     digest = hashlib.sha256(f"{seed} {ids.shape}".encode() + ids.numpy().tobytes()).hexdigest()[:32]
     parts = {(method, layer): f"learned {method} {layer} {digest}" for method in learners for layer in layers}
     texts: dict[int, LayerText] = {}
-    for (method, layer), part in parts.items():
+    for place, ((method, layer), part) in enumerate(parts.items()):
         if part not in finished:
-            report(method, layer)
             texts = texts or collect(model, ids, layers)
             began = time.perf_counter()
             found = learners[method](_on(model.device, texts[layer]), seed)
             took = time.perf_counter() - began
             found = {name: tensor.detach().cpu().contiguous() for name, tensor in found.items()}
             finished[part] = {"tensors": base64.b64encode(safetensors.torch.save(found)).decode(), "seconds": took}
-    learned: dict[str, dict[int, dict[str, Tensor]]] = {method: {} for method in learners}
+            progress((place + 1) / len(parts), f"{method}, layer {layer}")
+    learned: dict[str, dict[int, Mapping[str, Tensor]]] = {method: {} for method in learners}
     seconds = dict.fromkeys(learners, 0.0)
     for (method, layer), part in parts.items():
-        found = safetensors.torch.load(base64.b64decode(finished[part]["tensors"]))
-        learned[method][layer] = {name: tensor.to(model.device) for name, tensor in found.items()}
+        own = safetensors.torch.load(base64.b64decode(finished[part]["tensors"]))
+        learned[method][layer] = {name: tensor.to(model.device) for name, tensor in own.items()}
         seconds[method] += finished[part]["seconds"]
     return learned, seconds
 

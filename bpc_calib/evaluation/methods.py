@@ -1,9 +1,12 @@
 """The methods that are compared and their figures, by name. Importing this file is cheap: the help lists them."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["BPC_LAYER", "FIGURES", "METHODS", "ComparedMethod", "Variant", "variants"]
+from bpc_calib.errors import InputError
+
+__all__ = ["BPC_LAYER", "FIGURES", "METHODS", "ComparedMethod", "Variant", "in_order", "method_of", "variants"]
 
 BPC_LAYER = "bpc_calib.runtime.hashed_layer.BPCLayer"
 Variant = tuple[str, float | int | None]  # a method and its budget, None for a method that takes none
@@ -20,6 +23,7 @@ class ComparedMethod:
     calibrated: bool = False  # needs an artifact
     by_need: bool = False  # shares the budget by what each KV head needs, where the artifact says it
     takes_budget: bool = True
+    learns: bool = False  # from text, before it can choose: the layer has a function `learn`
 
 
 METHODS = {
@@ -39,6 +43,29 @@ METHODS = {
     "random": ComparedMethod("random keys", f"{_BASELINES}.bounds.RandomLayer"),
 }
 
+_OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def method_of(name: str) -> ComparedMethod:
+    """Return a method of `METHODS`, or your own, which is named `package.module:Class`; nothing is imported.
+
+    Raises:
+        InputError: there is no such method.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    if _OWN.fullmatch(name):
+        return ComparedMethod(name.rpartition(":")[2], name.replace(":", "."))
+    raise InputError(
+        f"unknown method {name!r}: the methods are {', '.join(METHODS)}, and package.module:Class for one of your own"
+    )
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return each name once, in the order of `METHODS`, then those of your own methods."""
+    given = dict.fromkeys(names)
+    return [name for name in METHODS if name in given] + [name for name in given if name not in METHODS]
+
 
 # What is compared with full attention on plain text, and its short names in tables.
 FIGURES = {
@@ -50,4 +77,4 @@ FIGURES = {
 def variants(methods: Iterable[str], budgets: Iterable[float | int]) -> list[Variant]:
     """Every method at every budget, which is None for a method that takes none."""
     chosen = list(budgets)
-    return [(name, budget) for name in methods for budget in (chosen if METHODS[name].takes_budget else [None])]
+    return [(name, budget) for name in methods for budget in (chosen if method_of(name).takes_budget else [None])]

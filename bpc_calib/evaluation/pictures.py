@@ -1,5 +1,6 @@
 """Plots of the results of `evaluate` (matplotlib, extra `plots`)."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from bpc_artifacts.replacing import PICTURE, replacing, try_replacing
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import in_order, method_of
 from bpc_calib.extras import lacking
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import budget_text
@@ -69,7 +70,7 @@ def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
         title = f"Recall of the true top-k by layer and KV head, {budget_text(least)} of {lengths[-1]:,} tokens"
         yield NAMES["recall"], _maps(maps, "KV head", "layer", title)
     grids = []
-    for name in METHODS:
+    for name in in_order(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == name and row["budget"] in (least, None) and "depths" in row]
         own.sort(key=lambda row: row["tokens"])
         if own:
@@ -100,7 +101,7 @@ def _maps(maps: list[tuple[str, Any, Any]], across: str, down: str, title: str) 
     figure, axes = _grid(len(maps), 4, (3, 2.2), (1, 0.8))
     for axis, (name, values, marks) in zip(axes, maps, strict=True):
         picture = axis.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
-        axis.set_title(METHODS[name].label, fontsize="medium")
+        axis.set_title(method_of(name).label, fontsize="medium")
         axis.set(xlabel=across, ylabel=down)
         axis.set_yticks(range(len(values)), marks)
         axis.set_xticks(range(len(values[0])))
@@ -115,21 +116,21 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
 
     panels = sorted({(row["task"], row["tokens"]) for row in rows})
     figure, axes = _grid(len(panels), 3, (4.5, 3.2), (2, 0))
-    names = [name for name in METHODS if any(row["method"] == name for row in rows)]
-    colors = dict(zip(names, pyplot.get_cmap("tab20").colors, strict=False))
+    names = in_order(row["method"] for row in rows)
+    colors = dict(zip(names, itertools.cycle(pyplot.get_cmap("tab20").colors), strict=False))
     for axis, (task, tokens) in zip(axes, panels, strict=True):
         key = "mass" if task == "text" else "score"
         for name in names:
             own = [row for row in rows if (row["task"], row["tokens"], row["method"]) == (task, tokens, name)]
             own = sorted((row for row in own if key in row), key=lambda row: row["budget"] or 0)
-            if not METHODS[name].takes_budget:
+            if not method_of(name).takes_budget:
                 for row in own:
-                    axis.axhline(row[key]["value"], color=colors[name], linestyle="--", label=METHODS[name].label)
+                    axis.axhline(row[key]["value"], color=colors[name], linestyle="--", label=method_of(name).label)
                 continue
             if own:
                 middle, low, high = (np.array([row[key][side] for row in own]) for side in ("value", "low", "high"))
                 places = [budgets.index(row["budget"]) for row in own]
-                style = {"marker": "o", "capsize": 2, "color": colors[name], "label": METHODS[name].label}
+                style = {"marker": "o", "capsize": 2, "color": colors[name], "label": method_of(name).label}
                 axis.errorbar(places, middle, (middle - low, high - middle), **style)
         axis.set_title(f"{task}, {tokens:,} tokens", fontsize="medium")
         axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "correct answers", ylim=(-0.03, 1.03))

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from bpc_artifacts import ProjectionArtifact
 from bpc_artifacts.errors import why
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.methods import FIGURES, METHODS
+from bpc_calib.evaluation.methods import FIGURES, method_of
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 
 __all__ = ["MOST_BYTES", "read_result"]
@@ -61,15 +61,14 @@ def _settings(found: Any) -> dict[str, Any]:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    if row["method"] not in METHODS:
-        raise ValueError(row["method"])
+    method = method_of(_of(row["method"], str))
     task = _of(row["task"], str)
     ours = task in (*TASKS, TEXT)
     checked = {
         "method": row["method"],
         "task": task,
         "tokens": _of(row["tokens"], *([int] if ours else [int, type(None)])),
-        "budget": _budget(row["budget"], METHODS[row["method"]].takes_budget),
+        "budget": _budget(row["budget"], method.takes_budget),
     }
     if "metrics" in row:  # of lm_eval
         if ours:

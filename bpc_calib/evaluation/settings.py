@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.methods import METHODS, Variant, variants
+from bpc_calib.evaluation.methods import METHODS, Variant, method_of, variants
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS, PRESETS, budget_text
@@ -27,7 +27,7 @@ class Comparison:
     tasks: Sequence[str] = (TEXT, "needle")  # names of `bpc_calib.evaluation.tasks.TASKS`, and `TEXT`
     lengths: Sequence[int] = (2048,)  # tokens of a prompt, including its question and answer
     budgets: Sequence[float | int] = (BUDGET, 0.1)  # shares or numbers of tokens
-    methods: Sequence[str] | None = None  # names of `METHODS`; None: all
+    methods: Sequence[str] | None = None  # names that `method_of` knows; None: all that need not learn from text
     prompts: int = 20  # per task and length
     corpora: Sequence[Corpus] = ()  # sources of `TEXT`, which needs at least one
     forced: int = FORCED  # last tokens of each text, decoded one at a time
@@ -45,15 +45,13 @@ def check_settings(comparison: Comparison, *, calibrated: bool) -> tuple[str, ..
         calibrated: whether there are projections.
     """
     tasks, forced = comparison.tasks, comparison.forced
-    possible = tuple(name for name, method in METHODS.items() if calibrated or not method.calibrated)
-    chosen = possible if comparison.methods is None else tuple(dict.fromkeys(comparison.methods))
+    usual = (name for name, method in METHODS.items() if (calibrated or not method.calibrated) and not method.learns)
+    chosen = tuple(usual if comparison.methods is None else dict.fromkeys(comparison.methods))
     for task in tasks:
         if task != TEXT and task not in TASKS:
             raise InputError(f"unknown task {task!r}: the tasks are {', '.join([TEXT, *TASKS])}")
     for name in chosen:
-        if name not in METHODS:
-            raise InputError(f"unknown method {name!r}: the methods are {', '.join(METHODS)}")
-        if name not in possible:
+        if method_of(name).calibrated and not calibrated:
             raise InputError(f"method {name!r} needs an artifact of this model; method 'bpc-online' needs none")
     for values, what in ((comparison.lengths, "length"), (comparison.budgets, "budget"), (chosen, "method")):
         if not values:
@@ -108,7 +106,7 @@ def computable(
 def _nothing_to_choose(comparison: Comparison, length: int, variant: Variant, recent: int) -> str | None:
     """Why a method has nothing to choose at a budget, if it has not."""
     (name, budget), least = variant, comparison.rules.get("min_tokens", MIN_TOKENS)
-    if budget is None or (k := attended(length, budget, least)) > (forced := max(METHODS[name].forced, recent)):
+    if budget is None or (k := attended(length, budget, least)) > (forced := max(method_of(name).forced, recent)):
         return None
     what = f"a budget of {budget_text(budget)} is {k} of {length:,} tokens"
-    return f"{what}, and {METHODS[name].label} always attends to {forced}: nothing is left to choose"
+    return f"{what}, and {method_of(name).label} always attends to {forced}: nothing is left to choose"

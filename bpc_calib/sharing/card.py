@@ -7,7 +7,7 @@ from typing import Any
 
 from bpc_artifacts import ProjectionArtifact, verdict
 from bpc_calib.errors import InputError
-from bpc_calib.evaluation.methods import FIGURES, METHODS
+from bpc_calib.evaluation.methods import FIGURES, in_order, method_of
 from bpc_calib.evaluation.saved_result import read_result
 from bpc_calib.evaluation.tasks import TASKS, TEXT
 from bpc_calib.method.defaults import budget_text
@@ -197,12 +197,13 @@ def quality(evaluation: Mapping[str, Any]) -> str:
 def _grid(rows: list[dict[str, Any]], columns: Mapping[str, str], cell: Any) -> str:
     """Return one line per length, budget and method, with one column per task or figure."""
     groups = dict.fromkeys((row["tokens"], row["budget"], row["method"]) for row in rows)
+    methods = in_order(row["method"] for row in rows)
 
     def place(key: tuple[int, float | int | None, str]) -> tuple[float, ...]:
         """Return where a line stands: full attention, which has no budget, comes first."""
         tokens, budget, method = key
         read = -1 if budget is None else budget if isinstance(budget, int) else budget * tokens
-        return tokens, read, list(METHODS).index(method)
+        return tokens, read, methods.index(method)
 
     lines = []
     for key in sorted(groups, key=place):
@@ -217,7 +218,7 @@ def _setting(row: Mapping[str, Any]) -> list[str]:
     """Return tokens, budget and method of a row in words."""
     tokens = "" if row["tokens"] is None else f"{row['tokens']:,}"
     budget = "" if row["budget"] is None else budget_text(row["budget"])
-    return [tokens, budget, METHODS[row["method"]].label]
+    return [tokens, budget, method_of(row["method"]).label]
 
 
 def _answer(row: Mapping[str, Any], task: str) -> str:
