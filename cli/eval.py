@@ -1,5 +1,7 @@
 """`bpc eval`: what BPC and other methods keep of full attention."""
 
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,12 +167,7 @@ def eval_(
 
     Example: bpc eval -m Qwen/Qwen3-8B -a qwen.safetensors --tasks needle,ruler --lengths 32768
     """
-    every = expand_tasks(options.tasks)
-    tasks = [task for task in every if not task.startswith(HARNESS)]
-    harness_tasks = [task.removeprefix(HARNESS) for task in every if task.startswith(HARNESS)]
-    given = options.arguments()
-    with usage():
-        check_settings(Comparison(tasks=tasks, **given), calibrated=artifact is not None)
+    tasks, harness_tasks, given = _parsed(options, calibrated=artifact is not None)
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if artifact is None else load_artifact(artifact, model)
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
@@ -206,7 +203,7 @@ def eval_(
     folder = work_dir or Path(f"{output or opened.description.id.split('/')[-1] + '-eval'}.work")
     with kept_work(folder, made_with(loaded, result["model"], projections, comparison.rules), quiet) as finished:
         with progress_bar("Learning", quiet) as progress:
-            learned, seconds = learn_methods(loaded, lessons, methods, comparison, finished=finished, progress=progress)
+            learned, seconds = learn_methods(loaded, lessons, methods, comparison, finished, progress)
         if learned:
             result["learned"] = {"texts": lessons.shape[0], "tokens": lessons.shape[1], "seconds": seconds}
         shared: dict[str, Any] = {"learned": learned, "finished": finished}
@@ -226,6 +223,18 @@ def eval_(
     print_evaluation(result)
     for path in filter(None, (output, plot)):
         print(f"Wrote {printable(path)}")
+
+
+def _parsed(options: ComparisonOptions, calibrated: bool) -> tuple[list[str], list[str], dict[str, Any]]:
+    """The tasks, those of lm_eval, and the other arguments of `Comparison`; methods may be of this folder."""
+    every = expand_tasks(options.tasks)
+    tasks = [task for task in every if not task.startswith(HARNESS)]
+    given = options.arguments()
+    with usage():
+        methods = check_settings(Comparison(tasks=tasks, **given), calibrated=calibrated)
+    if any(":" in name for name in methods):
+        sys.path.insert(0, os.getcwd())
+    return tasks, [task.removeprefix(HARNESS) for task in every if task.startswith(HARNESS)], given
 
 
 def _compared(preset: str | None, comparison: Comparison, artifact: "ProjectionArtifact | None") -> dict[str, Any]:

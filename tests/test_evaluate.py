@@ -76,8 +76,9 @@ def test_a_row_for_every_task_method_and_budget(rows):
     expected = [
         (task, name, budget)
         for task in ("text", "needle")
-        for name in METHODS
-        for budget in ([0.1, 8] if METHODS[name].takes_budget else [None])
+        for name, method in METHODS.items()
+        if not method.learns
+        for budget in ([0.1, 8] if method.takes_budget else [None])
     ]
     assert sorted(keys, key=str) == sorted(expected, key=str)
     shares = [share for share, _ in seen]
@@ -92,7 +93,7 @@ def test_the_metrics_of_text(rows):
     assert text["full", None]["read"] == 1.0
     for (name, _), row in text.items():
         assert row["perplexity"]["low"] <= row["perplexity"]["value"] <= row["perplexity"]["high"]
-        assert ("mass" in row) == (name not in ("full", "magicpig-own"))
+        assert ("mass" in row) == (METHODS[name].takes_budget)
         assert (row["kl"]["value"] > 1e-3) == (name != "full")
         if "mass" in row:
             assert [len(layer) for layer in row["recall_by_head"]] == [2, 2, 2]
@@ -170,7 +171,9 @@ def test_bad_settings_are_refused_before_any_work():
         assert refused(rules={"min_context": 9}, methods=methods).startswith(
             "min_context makes short contexts full attention"
         )
-    assert check(tiny.config(**LENGTHS), None, PLAIN)[0] == tuple(name for name in METHODS if name != "bpc")
+    assert check(tiny.config(**LENGTHS), None, PLAIN)[0] == tuple(
+        name for name, method in METHODS.items() if not method.calibrated and not method.learns
+    )
 
 
 def test_what_cannot_be_computed_is_left_out(artifact, caplog):
@@ -321,7 +324,7 @@ def test_the_command_writes_json_and_pictures(bpc, folder, artifact, tmp_path):
     assert shown["model"] == "tiny-llama"
     assert {row["task"] for row in shown["rows"]} == {"text", "needle"}
     pictures = {path.name for path in plot.iterdir()}
-    assert pictures == {"recall.png", "needles.png", "budgets.png"}
+    assert pictures == {"recall.png", "needles.png", "budgets.png", "bytes.png"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in plot.iterdir())
     again = bpc(*words)
     assert again.code == 1
@@ -398,7 +401,8 @@ def test_bpc_decodes_as_generate_does_and_the_others_attend_to_the_same_mean(art
             layers = make_cache(name, config, made, **rules).layers
             assert [type(each).__name__ == "DenseLayer" for each in layers] == dense, name
             shares = [each.rules.shares for each in layers]
-            assert shares == [each.shares if name in ("bpc", "oracle") else None for _, each in own], name
+            follows = METHODS[name].by_need or METHODS[name].calibrated
+            assert shares == [each.shares if follows else None for _, each in own], name
             assert {each.rules.count(2000) for each in layers} == {200}
     assert (own[2][1].shares is None) == equal
 
@@ -524,7 +528,12 @@ def test_pictures_of_several_lengths_in_any_order(rows, tmp_path):
     again = [row | {"tokens": 350} for row in rows[0]]
     foreign = {"task": "lm_eval:x", "tokens": None, "method": "full", "budget": None, "metrics": {"acc,none": 0.5}}
     found = dict(pictures._figures([*rows[0], *again, foreign]))
-    assert set(found) == {"recall.png", "needles.png", "budgets.png"}
+    assert set(found) == {"recall.png", "needles.png", "budgets.png", "bytes.png"}
+    lines = found["bytes.png"].axes[0].containers
+    assert [line.get_label() for line in lines][:2] == ["exact top-k", "BPC"]
+    [middle, *_] = lines[1].lines
+    own = [row for row in again if (row["task"], row["method"]) == ("text", "bpc")]
+    assert sorted(middle.get_xdata()) == sorted(100 * row["read"] for row in own)
     grid = found["needles.png"].axes[0]
     assert [label.get_text() for label in grid.get_yticklabels()] == ["350", "700"]
     assert [axis.get_title() for axis in found["recall.png"].axes[:2]] == ["exact top-k", "BPC"]

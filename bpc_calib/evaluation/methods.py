@@ -31,12 +31,16 @@ METHODS = {
     "oracle": ComparedMethod("exact top-k", f"{_BASELINES}.bounds.OracleLayer", by_need=True),
     "bpc": ComparedMethod("BPC", BPC_LAYER, calibrated=True, by_need=True),
     "bpc-online": ComparedMethod("BPC online", BPC_LAYER),
+    "twilight": ComparedMethod("Twilight", f"{_BASELINES}.twilight.TwilightLayer", calibrated=True, by_need=True),
+    "twilight-own": ComparedMethod(
+        "Twilight's own", f"{_BASELINES}.twilight.TwilightOwnLayer", calibrated=True, takes_budget=False
+    ),
     "quest": ComparedMethod("Quest, page 16", f"{_BASELINES}.quest.QuestLayer"),
     "magicpig": ComparedMethod("MagicPIG LSH", f"{_BASELINES}.magicpig.MagicPIGLayer"),
     "magicpig-own": ComparedMethod(
-        "MagicPIG, own rule", f"{_BASELINES}.magicpig.MagicPIGSamplingLayer", takes_budget=False
+        "MagicPIG's own", f"{_BASELINES}.magicpig.MagicPIGSamplingLayer", takes_budget=False
     ),
-    "signs": ComparedMethod("64 random signs", f"{_BASELINES}.signs.SignsLayer"),
+    "signs": ComparedMethod("random signs", f"{_BASELINES}.signs.SignsLayer"),
     "snapkv": ComparedMethod("SnapKV", f"{_BASELINES}.snapkv.SnapKVLayer"),
     "pyramidkv": ComparedMethod("PyramidKV", f"{_BASELINES}.pyramidkv.PyramidKVLayer"),
     "window": ComparedMethod("window + sinks", f"{_BASELINES}.window.WindowLayer", forced=5),

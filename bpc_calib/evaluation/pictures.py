@@ -17,7 +17,7 @@ from bpc_calib.method.defaults import budget_text
 
 __all__ = ["check", "draw"]
 
-NAMES = {"recall": "recall.png", "needle": "needles.png", "budget": "budgets.png"}
+NAMES = {"recall": "recall.png", "needle": "needles.png", "budget": "budgets.png", "bytes": "bytes.png"}
 
 
 def check(folder: Path, overwrite: bool) -> None:
@@ -38,7 +38,8 @@ def draw(rows: list[dict[str, Any]], folder: Path, *, overwrite: bool = False) -
     """Draw all plots for which the rows have data; return the written files.
 
     `recall.png` maps recall by layer and KV head, `needles.png` maps needle accuracy by depth and length, both at the
-    smallest budget. `budgets.png` shows the result of every task by budget.
+    smallest budget. `budgets.png` shows the result of every task by budget, and `bytes.png` how far every method's
+    predictions are from full attention's, by the bytes that it reads.
     """
     import matplotlib
 
@@ -58,6 +59,8 @@ def _figures(rows: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
     lengths = sorted({row["tokens"] for row in rows})
     budget_set = {row["budget"] for row in rows if row["budget"] is not None}
     budgets = sorted(budget_set, key=lambda budget: attended(lengths[-1], budget, 1))
+    if texts := [row for row in rows if row.get("kl") and row["method"] != "full"]:
+        yield NAMES["bytes"], _by_bytes(texts)
     if not budgets:
         return
     least = budgets[0]
@@ -112,15 +115,12 @@ def _maps(maps: list[tuple[str, Any, Any]], across: str, down: str, title: str) 
 
 def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
     """Draw one panel per task and length, with one line and its interval per method."""
-    from matplotlib import pyplot
-
     panels = sorted({(row["task"], row["tokens"]) for row in rows})
     figure, axes = _grid(len(panels), 3, (4.5, 3.2), (2, 0))
-    names = in_order(row["method"] for row in rows)
-    colors = dict(zip(names, itertools.cycle(pyplot.get_cmap("tab20").colors), strict=False))
+    colors = _colors(rows)
     for axis, (task, tokens) in zip(axes, panels, strict=True):
         key = "mass" if task == "text" else "score"
-        for name in names:
+        for name in colors:
             own = [row for row in rows if (row["task"], row["tokens"], row["method"]) == (task, tokens, name)]
             own = sorted((row for row in own if key in row), key=lambda row: row["budget"] or 0)
             if not method_of(name).takes_budget:
@@ -135,6 +135,39 @@ def _curves(rows: list[dict[str, Any]], budgets: list[float]) -> Any:
         axis.set_title(f"{task}, {tokens:,} tokens", fontsize="medium")
         axis.set(xlabel="budget", ylabel="attention mass" if key == "mass" else "correct answers", ylim=(-0.03, 1.03))
         axis.set_xticks(range(len(budgets)), [budget_text(budget) for budget in budgets])
+    _name_lines(figure, axes)
+    return figure
+
+
+def _by_bytes(rows: list[dict[str, Any]]) -> Any:
+    """Draw one panel per length: a line per method through its budgets, from its bytes to its divergence."""
+    lengths, colors = sorted({row["tokens"] for row in rows}), _colors(rows)
+    figure, axes = _grid(len(lengths), 2, (5.5, 4.2), (2, 0))
+    for axis, tokens in zip(axes, lengths, strict=True):
+        for name in colors:
+            own = [row for row in rows if (row["tokens"], row["method"]) == (tokens, name)]
+            own.sort(key=lambda row: row["read"])
+            if own:
+                middle, low, high = (np.array([row["kl"][side] for row in own]) for side in ("value", "low", "high"))
+                style = {"marker": "o", "capsize": 2, "color": colors[name], "label": method_of(name).label}
+                axis.errorbar([100 * row["read"] for row in own], middle, (middle - low, high - middle), **style)
+        axis.set(xscale="log", title=f"text, {tokens:,} tokens")
+        axis.set(xlabel="KV bytes that a step reads, % of full attention's", ylabel="KL from full attention")
+        axis.set_yscale("symlog", linthresh=0.01)  # from 0 on
+        axis.set_ylim(bottom=0)
+    _name_lines(figure, axes)
+    return figure
+
+
+def _colors(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a color for each method, in the order of the methods."""
+    from matplotlib import pyplot
+
+    every = itertools.cycle(pyplot.get_cmap("tab20").colors)
+    return dict(zip(in_order(row["method"] for row in rows), every, strict=False))
+
+
+def _name_lines(figure: Any, axes: list[Any]) -> None:
+    """Name the lines of the panel that has most, beside all panels."""
     handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
     figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-    return figure
