@@ -35,6 +35,8 @@ METHODS = {
     "twilight-own": ComparedMethod(
         "Twilight's own", f"{_BASELINES}.twilight.TwilightOwnLayer", calibrated=True, takes_budget=False
     ),
+    "spotlight": ComparedMethod("Spotlight", f"{_BASELINES}.spotlight.SpotlightLayer", learns=True),
+    "hata": ComparedMethod("HATA", f"{_BASELINES}.hata.HataLayer", learns=True),
     "quest": ComparedMethod("Quest, page 16", f"{_BASELINES}.quest.QuestLayer"),
     "magicpig": ComparedMethod("MagicPIG LSH", f"{_BASELINES}.magicpig.MagicPIGLayer"),
     "magicpig-own": ComparedMethod(
@@ -43,6 +45,8 @@ METHODS = {
     "signs": ComparedMethod("random signs", f"{_BASELINES}.signs.SignsLayer"),
     "snapkv": ComparedMethod("SnapKV", f"{_BASELINES}.snapkv.SnapKVLayer"),
     "pyramidkv": ComparedMethod("PyramidKV", f"{_BASELINES}.pyramidkv.PyramidKVLayer"),
+    "cake": ComparedMethod("CAKE", f"{_BASELINES}.cake.CakeLayer"),
+    "compresskv": ComparedMethod("CompressKV", f"{_BASELINES}.compresskv.CompressKVLayer", learns=True),
     "window": ComparedMethod("window + sinks", f"{_BASELINES}.window.WindowLayer", forced=5),
     "random": ComparedMethod("random keys", f"{_BASELINES}.bounds.RandomLayer"),
 }

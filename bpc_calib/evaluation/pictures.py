@@ -155,6 +155,7 @@ def _by_bytes(rows: list[dict[str, Any]]) -> Any:
         axis.set(xlabel="KV bytes that a step reads, % of full attention's", ylabel="KL from full attention")
         axis.set_yscale("symlog", linthresh=0.01)  # from 0 on
         axis.set_ylim(bottom=0)
+        axis.xaxis.set_major_formatter("{x:g}")
     _name_lines(figure, axes)
     return figure
 

@@ -21,8 +21,8 @@ class HataLayer(HashLayer):
     label: of the 10 % of the keys with the largest products the labels fall linearly from 20 to 1, all other keys have
     the label -1. With `h(x) = 2 sigmoid(0.1 x W) - 1` in place of signs, the loss is the sum of three terms: 0.01 times
     the mean of `label |h(q) - h(k)|^2`; the square of the mean of `h(q) + h(k)` divided by 128, so that bits are
-    balanced; and `|W^T W - I|` of all KV heads together, so that bits differ. The last one cannot reach 0 where
-    `head_dim` is below 128, and then the labels count for less.
+    balanced; and `|W^T W - I|` of all KV heads together, so that bits differ. That could not reach 0 where `head_dim`
+    is below 128, so there it is `|W W^T - I|`; the authors' code takes 128 alone.
 
     The numbers and the labels are those of the authors' code: 500 steps of SGD, of which 25 in a row use the same
     triples, some 65,000 per query head. Theirs are of one query of each long text; here texts are few, and the triples
@@ -75,5 +75,7 @@ def hash_loss(weight: Tensor, batch: Batch, label: Tensor) -> Tensor:
     times = (torch.arange(key.shape[1], device=key.device) < batch.seen[:, None]).sum(0)  # that a key is seen
     total = (query * batch.seen[:, None]).sum(2) + (key * times[:, None]).sum(1, keepdim=True)
     balance = (total / items / BITS).square().sum()
-    difference = weight.mT @ weight - torch.eye(BITS, device=weight.device)
+    shorter = weight.mT if weight.shape[-2] < BITS else weight
+    products = shorter.mT @ shorter
+    difference = products - torch.eye(len(products[0]), device=weight.device)
     return EPSILON * similarity + LAMBDA * balance + ETA * difference.norm()
