@@ -15,9 +15,11 @@ from bpc_calib.evaluation.baselines.pyramidkv import PyramidKVLayer
 from bpc_calib.evaluation.baselines.quest import QuestLayer
 from bpc_calib.evaluation.baselines.signs import SignsLayer
 from bpc_calib.evaluation.baselines.snapkv import SnapKVLayer
+from bpc_calib.evaluation.baselines.twilight import TwilightLayer, TwilightOwnLayer
 from bpc_calib.evaluation.baselines.window import WindowLayer
+from bpc_calib.method.encoded import GAIN_UNIT
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.scoring import GROUPS
+from bpc_calib.method.scoring import GROUPS, hash_scores, quantize_query
 from bpc_calib.method.state import Rows
 from bpc_calib.runtime.layers import Common
 
@@ -208,3 +210,39 @@ def test_pyramidkv_gives_lower_layers_more_and_keeps_the_total():
 def test_bytes_of_a_ranking(kind, expected):
     token = 2 * 2 * 8 * 4
     assert layer(kind).step_bytes(70, token) == 12 * token + expected
+
+
+def twilight(kind, keys):
+    """A layer with codes of these keys."""
+    made = kind(0, Rules(12, min_tokens=1, recent=1, group="max", safeguard=0.0), Common(MODEL, layers=(0,)), None)
+    made.update(keys, torch.zeros_like(keys))
+    made.skip_attention()
+    made.hash(None)
+    return made
+
+
+@pytest.mark.parametrize("kind", [TwilightLayer, TwilightOwnLayer])
+def test_twilight_attends_to_the_fewest_tokens_that_reach_a_weight(kind):
+    """As its codes estimate weights, computed from their scores in plain loops."""
+    made = twilight(kind, 3 * KEYS)
+    given = rows(made, 12)
+    _, found = made.decode(QUERY, given)
+    asked = quantize_query(QUERY, made.codebook.projection)
+    scores = hash_scores(asked, made.state().codes[:, :, :70], made.state().gain[:, :, :70])
+    weights = []
+    for head in range(2):
+        logits = scores[0, head].double() * float(asked.scale[0, head]) * 8**-0.5 / GAIN_UNIT
+        weights.append(sorted(logits.softmax(-1).mean(0).tolist(), reverse=True))
+
+    def fewest(share):
+        return [next((n for n in range(1, 71) if sum(each[:n]) >= share), 70) for each in weights]
+
+    counts = (found >= 0).sum(-1)[0].tolist()
+    if kind is TwilightOwnLayer:
+        assert counts == fewest(0.95)
+        assert made.step_bytes(70, 100) == round(sum(counts) / 2 * 100) + made.ranking_bytes(70)
+    else:
+        assert sum(counts) in (23, 24)  # all together as many as BPC's 12 each; two heads may reach a weight at once
+        share = min(sum(each[:n]) for each, n in zip(weights, counts, strict=True))
+        assert counts == fewest(share)
+    assert counts[0] != counts[1]

@@ -66,6 +66,9 @@ def playground(tmp_path_factory):
 
 
 def run_python(block: str, folder: Path) -> None:
+    """Run a block; one that begins with the name of a file is also that file."""
+    if named := re.match(r"# (\w+\.py)\n", block):
+        (folder / named[1]).write_text(block)
     ran = subprocess.run([sys.executable, "-c", block], cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     for line in block.splitlines():

@@ -253,7 +253,7 @@ def test_labels_fall_from_20_to_1_and_the_loss_is_that_of_its_items(text, monkey
                     similarity += expected[token] * float((hashed - hashed_keys[token]).square().sum()) / items
                     total += (hashed + hashed_keys[token]) / items / 128
             balance += float(total.square().sum())
-    apart = torch.stack([weight[head].T @ weight[head] - torch.eye(128) for head in range(KV_HEADS)])
+    apart = torch.stack([weight[head] @ weight[head].T - torch.eye(HEAD_DIM) for head in range(KV_HEADS)])
     terms = (similarity, balance, float(apart.square().sum().sqrt()))
     assert float(hata.hash_loss(weight, batch, label)) == pytest.approx(0.01 * terms[0] + terms[1] + terms[2], rel=1e-5)
     for alone in range(3):

@@ -182,6 +182,7 @@ BAD_ARTIFACTS = ["demo", "org/none@", *BAD_FILES]
 WRONG = {
     "artifact": BAD_ARTIFACTS,
     "corpus": ["", "pg20", "x=none", "empty", "pipe", "x" * 5000, "\udcff"],
+    "learn-corpus": ["", "pg20", "x=none", "empty"],
     "evaluation": ["", *BAD_PATHS],
     "file": BAD_ARTIFACTS,
     "files": BAD_ARTIFACTS,
