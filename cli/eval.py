@@ -56,7 +56,7 @@ class ComparisonOptions:
         str,
         typer.Option(
             help=f"Tasks: {', '.join([TEXT, *TASKS])}; ruler for all from {RULER[0]} to {RULER[-1]}; "
-            f"{HARNESS}NAME for a task of lm_eval, {HARNESS}NAME.yaml for the file of your own.",
+            f"{HARNESS}NAME, {HARNESS}NAME.yaml for those of lm_eval.",
             metavar="TASK,...",
         ),
     ] = "text,needle"
@@ -75,8 +75,8 @@ class ComparisonOptions:
     methods: Annotated[
         str | None,
         typer.Option(
-            help=f"Methods to compare: {', '.join(METHODS)}; package.module:Class for one of your own. Default: all "
-            f"that need not learn from text first ({', '.join(LEARNING)} do).",
+            help=f"Methods to compare: {', '.join(METHODS)}; or package.module:Class. Default: all but "
+            f"{', '.join(LEARNING)}, which learn first.",
             metavar="METHOD,...",
         ),
     ] = None
@@ -140,13 +140,11 @@ def eval_(
     model: Model,
     artifact: Annotated[
         str | None,
-        typer.Option(
-            "--artifact", "-a", help=f"{PROJECTIONS} Without it, the method bpc is left out; bpc-online needs none."
-        ),
+        typer.Option("--artifact", "-a", help=f"{PROJECTIONS} Without it, bpc and twilight are left out."),
     ] = None,
     options: ComparisonOptions,
     output: Output = None,
-    plot: Annotated[Path | None, typer.Option(help="Folder for pictures of the result (needs matplotlib).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder for pictures (needs matplotlib).")] = None,
     force: Force = False,
     work_dir: Annotated[
         Path | None,
@@ -161,11 +159,10 @@ def eval_(
 ) -> None:
     """Compare the quality of BPC and of other methods.
 
-    Full attention, the exact top-k and the others decode the same prompts with the same budget. By default the setting
-    is that of bpc generate. With --preset hard every layer has to choose and nothing is attended beyond the budget,
-    which separates good projections from bad ones.
+    All decode the same prompts with the same budget, by default in the setting of bpc generate. With --preset hard
+    every layer has to choose and nothing is attended beyond the budget, which separates good projections from bad ones.
 
-    Example: bpc eval -m Qwen/Qwen3-8B -a qwen.safetensors --tasks needle,ruler --lengths 32768
+    Example: bpc eval -m MODEL -a model.safetensors --lengths 8192
     """
     tasks, harness_tasks, given = _parsed(options, calibrated=artifact is not None)
     quiet_libraries(quiet=quiet, warnings=not quiet)
@@ -254,10 +251,13 @@ def _without_effect(
     methods: tuple[str, ...],
 ) -> Iterator[str]:
     """Say which options change nothing."""
+    from bpc_calib.evaluation.comparison import learners
     from bpc_calib.method.budget import attended
 
     if options.corpus and TEXT not in comparison.tasks:
         yield f"--corpus has no effect: the task {TEXT} is not among --tasks"
+    if options.learn_corpus and not learners(methods):
+        yield f"--learn-corpus has no effect: of --methods none learns, as {', '.join(LEARNING)} do"
     has_needs = artifact is not None and artifact.has_needs  # which the exact top-k follows, and the dense layers
     if artifact is not None and not has_needs and "bpc" not in methods:
         yield "--artifact has no effect: the method bpc is not among --methods"

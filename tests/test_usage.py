@@ -41,6 +41,7 @@ BAD_TEXT = {  # by parameter; what none of these refuses is a name, a path or a 
     "files": [],
     "html": [],
     "kv_device": ["", "disk", "disk:", "gpu", "CPU", "/tmp"],
+    "learn_corpus": [],
     "lengths": ["", "x", "0", "-5", "1.5"],
     "method": ["", "best"],
     "methods": ["", "best", "bpc"],
@@ -182,7 +183,6 @@ BAD_ARTIFACTS = ["demo", "org/none@", *BAD_FILES]
 WRONG = {
     "artifact": BAD_ARTIFACTS,
     "corpus": ["", "pg20", "x=none", "empty", "pipe", "x" * 5000, "\udcff"],
-    "learn-corpus": ["", "pg20", "x=none", "empty"],
     "evaluation": ["", *BAD_PATHS],
     "file": BAD_ARTIFACTS,
     "files": BAD_ARTIFACTS,
