@@ -31,7 +31,8 @@ def print_evaluation(result: dict[str, Any]) -> None:
     if not settings.get("equal_shares", True):  # older results have no shares by head
         shown = {row["method"] for row in result["rows"]}
         if names := [method.label for name, method in METHODS.items() if method.by_need and name in shown]:
-            whose = f"{' and '.join(names)} share{'s' * (len(names) == 1)} the budget by what each KV head needs"
+            listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+            whose = f"{listed} share{'s' * (len(names) == 1)} the budget by what each KV head needs"
             print(f"{whose}; with the others each head attends to the mean.")
     if (learned := result.get("learned")) and learned["seconds"]:
         spent = ", ".join(

@@ -35,7 +35,7 @@ METHODS = {
     "twilight-own": ComparedMethod(
         "Twilight's own", f"{_BASELINES}.twilight.TwilightOwnLayer", calibrated=True, takes_budget=False
     ),
-    "spotlight": ComparedMethod("Spotlight", f"{_BASELINES}.spotlight.SpotlightLayer", learns=True),
+    "spotlight": ComparedMethod("Spotlight", f"{_BASELINES}.spotlight.SpotlightLayer", forced=2, learns=True),
     "hata": ComparedMethod("HATA", f"{_BASELINES}.hata.HataLayer", learns=True),
     "quest": ComparedMethod("Quest, page 16", f"{_BASELINES}.quest.QuestLayer"),
     "magicpig": ComparedMethod("MagicPIG LSH", f"{_BASELINES}.magicpig.MagicPIGLayer"),
