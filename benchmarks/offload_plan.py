@@ -14,13 +14,14 @@ from bpc_calib.bench.settings import SHAPES
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET
 
-# Bytes, and bytes per second of the card's memory, by its maker, and of PCIe 4.0 or 5.0 x16, assumed: what copies from
-# pinned memory usually reach of 31.5 and 63 GB/s.
+# Bytes; bytes per second of the card's memory, by its maker; of PCIe 4.0 or 5.0 x16, assumed: what copies from pinned
+# memory usually reach of 31.5 and 63 GB/s; and operations per second in bfloat16, by its maker.
 CARDS = {
-    "RTX 4090, 24 GB": (24e9, 1008e9, 25e9),
-    "L40S, 48 GB": (48e9, 864e9, 25e9),
-    "H100, 80 GB": (80e9, 3350e9, 50e9),
+    "RTX 4090, 24 GB": (24e9, 1008e9, 25e9, 165e12),
+    "L40S, 48 GB": (48e9, 864e9, 25e9, 362e12),
+    "H100, 80 GB": (80e9, 3350e9, 50e9, 989e12),
 }
+PAGEABLE = 0.5  # of that rate of PCIe, assumed: copies to memory that is not pinned
 RESERVE = 1.5e9  # bytes of a card, assumed: CUDA's context, activations, logits and graphs
 MAIN = 100e9  # bytes per second of main memory, assumed: two channels of DDR5-6400 at their peak, or a server's several
 ROUND_TRIP = 30e-6  # seconds per layer, assumed: the processor waits for the card, starts its threads, the card waits
@@ -50,11 +51,12 @@ def measured(results: Results) -> Row:
 
 def plan(card: str, name: str, bits: float, tokens: int, known: Row) -> Row:
     """Bytes by place, bytes of a step by way, and its seconds."""
-    memory, rate, pcie = CARDS[card]
+    memory, rate, pcie, operations = CARDS[card]
     names = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
     layers, heads, kv_heads, dim, hidden = map(SHAPES[name].__getitem__, names)
     head = SHAPES[name]["vocab_size"] * hidden  # also the embedding, of which a step reads one row
-    read = layers * hidden * (2 * heads * dim + 2 * kv_heads * dim + 3 * SHAPES[name]["intermediate_size"]) + head
+    products = layers * hidden * (2 * heads * dim + 2 * kv_heads * dim + 3 * SHAPES[name]["intermediate_size"])
+    read = products + head
     read, held, chosen = read * bits / 8, (read + head) * bits / 8, attended(tokens, BUDGET)
     token = layers * kv_heads * dim * 2 * NUMBER  # bytes of a token's keys and values
     codes = layers * kv_heads * CODE * tokens
@@ -66,6 +68,12 @@ def plan(card: str, name: str, bits: float, tokens: int, known: Row) -> Row:
         "card": read + codes,
         "pcie": layers * (2 * heads * dim * NUMBER + kv_heads * chosen * INDEX) + token,  # query, output, places, new
         "main": token * chosen,
+    }
+    # Of the prompt: keys and values go down once; each token takes part in all products, and attends to half of them.
+    attention = 2 * layers * heads * dim * tokens
+    found["prompt_seconds"] = {
+        "copied": token * tokens / pcie / PAGEABLE,
+        "least_computed": tokens * (2 * products + attention) / operations,
     }
     if not found["fits"]:
         return found

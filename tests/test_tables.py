@@ -117,5 +117,7 @@ def test_keys_and_values_in_main_memory(results):
     bounds = [row["seconds"][f"least_{each}"] for each in ("rows_up", "dense_over_pcie", "dense_on_cpu")]
     on_cpu = (weights + head) / (0.9 * 1008e9) + (1 << 37) / 100e9
     assert bounds == pytest.approx([card + 32e-4 + chosen / 25e9, (1 << 37) / 25e9, on_cpu])
+    prompt = {"copied": (1 << 38) / 25e9, "least_computed": (1 << 20) * (64 * layer + 64 * 4096 * (1 << 20)) / 165e12}
+    assert row["prompt_seconds"] == pytest.approx(prompt)
     assert not offload_plan.plan("RTX 4090, 24 GB", "llama-3.1-70b", 4.5, 1 << 17, known)["fits"]
     assert offload_plan.plan("H100, 80 GB", "llama-3.1-8b", 16, 1 << 18, known)["all_fits"]
