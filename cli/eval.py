@@ -198,7 +198,8 @@ def eval_(
     enable(loaded)
     result = {"model": opened.description.id, **_compared(preset, comparison, projections)}
     folder = work_dir or Path(f"{output or opened.description.id.split('/')[-1] + '-eval'}.work")
-    with kept_work(folder, made_with(loaded, result["model"], projections, comparison.rules), quiet) as finished:
+    made = made_with(loaded, result["model"], projections, comparison.rules, methods)
+    with kept_work(folder, made, quiet) as finished:
         with progress_bar("Learning", quiet) as progress:
             learned, seconds = learn_methods(loaded, lessons, methods, comparison, finished, progress)
         if learned:

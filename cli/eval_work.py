@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,11 +54,20 @@ class FinishedParts(dict[str, Any]):
         return self.folder / f"{_digest([self.made_with, part])}.json"
 
 
-def made_with(model: Any, name: str, artifact: "ProjectionArtifact | None", rules: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the results beside their prompts: the model, the projections, the rules, and who computes."""
+def made_with(
+    model: Any, name: str, artifact: "ProjectionArtifact | None", rules: Mapping[str, Any], methods: Iterable[str]
+) -> dict[str, Any]:
+    """What decides the results beside their prompts: the model, the projections, the rules, and who computes.
+
+    Of the user's own methods it has their files, so that nothing is kept of a method that has changed.
+    """
+    import inspect
     from importlib.metadata import version
 
+    from bpc_calib.evaluation.comparison import layer_class_of
     from bpc_calib.models.loading import weights_identity
+
+    files = {each: inspect.getsourcefile(layer_class_of(each)) for each in methods if ":" in each}
 
     packages = ("bpc-calib", "torch", "transformers")
     return {
@@ -67,6 +76,7 @@ def made_with(model: Any, name: str, artifact: "ProjectionArtifact | None", rule
         "device": model.device.type,
         "artifact": None if artifact is None else [artifact.metadata["payload_sha256"], artifact.metadata["algorithm"]],
         "rules": dict(rules),
+        "own": {each: _digest(Path(file).read_text()) for each, file in files.items() if file},
         "versions": {each: version(each) for each in packages},
     }
 

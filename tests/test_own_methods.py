@@ -162,3 +162,15 @@ def test_methods_that_learn_are_asked_for_by_name():
     assert list(seconds) == ["compresskv"]
     with pytest.raises(InputError, match="learn from texts of at least 256 tokens: the model's limit is 128"):
         draw_lessons(tiny.config(max_position_embeddings=128), tiny.tokenizer(), corpora, 0)
+
+
+def test_nothing_is_kept_of_a_method_that_has_changed(own):
+    from bpc_cli.eval_work import made_with
+
+    sys.path.insert(0, str(own))
+    model, methods = model_of_tests(), ("random", "own_methods:Lengths")
+    before = made_with(model, "tiny", None, {}, methods)
+    assert made_with(model, "tiny", None, {}, methods) == before
+    assert made_with(model, "tiny", None, {}, ["random"])["own"] == {}
+    (own / "own_methods.py").write_text(OWN.replace("longest", "shortest"))
+    assert made_with(model, "tiny", None, {}, methods) != before
