@@ -19,12 +19,12 @@ GPUS = {
 REGISTERS = {
     "append_kernel": 255, "query_kernel": 255, "score_kernel": 128, "rank_kernel": 168, "guard_kernel": 40,
     "middle_kernel": 128, "fine_kernel": 128, "compact_kernel": 128, "attend_kernel": 208, "reduce_kernel": 128,
-    "encode_kernel": 255, "greedy_kernel": 184, "nibbles_kernel": 88,
+    "encode_kernel": 255, "greedy_kernel": 184, "nibbles_kernel": 64,
 }  # fmt: skip
 WIDE = ("float32", "float64")  # may take every register
 # In the usual step: 4 heads, 64 bits, head_dim 128.
 USUAL = {
-    "append_kernel": 216, "query_kernel": 72, "score_kernel": 64, "rank_kernel": 96, "middle_kernel": 64,
+    "append_kernel": 216, "query_kernel": 64, "score_kernel": 64, "rank_kernel": 96, "middle_kernel": 64,
     "fine_kernel": 80, "compact_kernel": 104, "attend_kernel": 128, "encode_kernel": 248,
 }  # fmt: skip
 
@@ -78,11 +78,9 @@ def spilled(report):
     if report["dtype"] == "float64":  # served to be right, not to be fast
         return 1 << 16
     if report["dtype"] == "float32":
-        return 40
-    if (report["arch"], report["kernel"], report["dim"]) == (100, "append_kernel", 256):
-        return 144  # eight warps, or half as much at once, spill on an H100 instead
-    # There the assembler gives up one register, or a few, for one more block.
-    return {86: 8, 89: 8, 100: 8, 120: 16}.get(report["arch"], 0)
+        return 32
+    # There the assembler gives up one register for one more block.
+    return 8 if report["arch"] in (86, 89, 120) else 0
 
 
 def loads_rows_ahead(reports):

@@ -93,8 +93,9 @@ def test_the_metrics_of_text(rows):
     assert text["full", None]["read"] == 1.0
     for (name, _), row in text.items():
         assert row["perplexity"]["low"] <= row["perplexity"]["value"] <= row["perplexity"]["high"]
-        assert ("mass" in row) == (METHODS[name].takes_budget)
-        assert (row["kl"]["value"] > 1e-4) == (name != "full")
+        assert ("mass" in row) == (name not in ("full", "magicpig-own", "twilight-own"))
+        if name != "twilight-own":  # which loses as little as 95 % of the weight keep
+            assert (row["kl"]["value"] > 1e-3) == (name != "full")
         if "mass" in row:
             assert [len(layer) for layer in row["recall_by_head"]] == [2, 2, 2]
             assert row["layers"] == [0, 1, 2]
@@ -172,7 +173,7 @@ def test_bad_settings_are_refused_before_any_work():
             "min_context makes short contexts full attention"
         )
     assert check(tiny.config(**LENGTHS), None, PLAIN)[0] == tuple(
-        name for name, method in METHODS.items() if not method.calibrated and not method.learns
+        name for name in METHODS if name not in ("bpc", "twilight", "twilight-own", "spotlight", "hata", "compresskv")
     )
 
 
@@ -401,7 +402,7 @@ def test_bpc_decodes_as_generate_does_and_the_others_attend_to_the_same_mean(art
             layers = make_cache(name, config, made, **rules).layers
             assert [type(each).__name__ == "DenseLayer" for each in layers] == dense, name
             shares = [each.rules.shares for each in layers]
-            follows = METHODS[name].by_need or METHODS[name].calibrated
+            follows = name in ("bpc", "oracle", "twilight", "twilight-own")
             assert shares == [each.shares if follows else None for _, each in own], name
             assert {each.rules.count(2000) for each in layers} == {200}
     assert (own[2][1].shares is None) == equal

@@ -97,8 +97,8 @@ def test_a_probe_measures_every_method_and_does_not_change_decoding():
     model = tiny.model()
     enable(model)
     ids = torch.arange(60).reshape(1, 60) % 250
-    alone = {name for name, each in METHODS.items() if each.takes_budget and not each.calibrated and not each.learns}
-    names = [name for name in METHODS if name in alone]
+    other = ("full", "bpc", "magicpig-own", "twilight", "twilight-own", "spotlight", "hata", "compresskv")
+    names = [name for name in METHODS if name not in other]
     rules = {"min_tokens": 1, "dense_layers": (), "seed": 0}
     caches = {name: make_cache(name, model.config, None, 12, **rules) for name in names}
     cache = probe(model.config, caches)

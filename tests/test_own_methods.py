@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from bpc_calib import InputError, enable
-from bpc_calib.evaluation.comparison import HARD, Comparison, learn_methods, make_cache
+from bpc_calib.evaluation.comparison import HARD, Comparison, learn_methods, learners, make_cache
 from bpc_calib.evaluation.evaluate import evaluate
 from bpc_calib.evaluation.learning import REPEATED, collect, draw_lessons, learn
 from bpc_calib.evaluation.methods import METHODS, in_order, method_of
@@ -149,6 +149,7 @@ def test_learning_goes_on_where_it_stopped():
 def test_methods_that_learn_are_asked_for_by_name():
     learning = [name for name, method in METHODS.items() if method.learns]
     assert learning == ["spotlight", "hata", "compresskv"]
+    assert list(learners(METHODS)) == learning  # the table says what the classes have
     model = model_of_tests()
     corpora = open_corpora(["demo"])
     comparison = Comparison(["text"], [256], [0.1], ["compresskv", "random"], 1, corpora, rules=HARD)
