@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bpc_calib.evaluation.methods import METHODS
+from bpc_calib.evaluation.methods import METHODS, method_of
 from bpc_calib.evaluation.settings import Comparison, check_settings
 from bpc_calib.evaluation.tasks import RULER, TASKS, TEXT
 from bpc_calib.method.defaults import budget_text
@@ -260,7 +260,7 @@ def _without_effect(
     if options.learn_corpus and not learners(methods):
         yield f"--learn-corpus has no effect: of --methods none learns, as {', '.join(LEARNING)} do"
     has_needs = artifact is not None and artifact.has_needs  # which the exact top-k follows, and the dense layers
-    if artifact is not None and not has_needs and "bpc" not in methods:
+    if artifact is not None and not has_needs and not any(method_of(name).calibrated for name in methods):
         yield "--artifact has no effect: the method bpc is not among --methods"
     if options.equal_shares and not has_needs:
         yield "--equal-shares has no effect: there are no projections that say what each KV head needs"

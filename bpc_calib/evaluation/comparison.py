@@ -46,7 +46,8 @@ def make_cache(
 
     The safeguard is BPC's; the other methods choose by their ranking alone. What is forced, which layers are dense, and
     how the scores of a group become one, are the same for all: the artifact says, where `rules` do not. Where it has
-    the needs of the KV heads, `bpc` and `oracle` share the budget by these; the others give every head the mean.
+    the needs of the KV heads, `bpc`, `twilight` and `oracle` share the budget by these; the others give every head the
+    mean.
 
     Args:
         name: of a method, as `method_of` knows it.

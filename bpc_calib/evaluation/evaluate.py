@@ -58,7 +58,7 @@ def evaluate(
         artifact: projections of the method `bpc`; None: leave this method out.
         comparison: methods, prompts and settings.
         texts: what `draw_texts` returns, where that was called before the model was loaded.
-        learned: what `learn` returns, for the methods that learn from text beforehand (`learners`).
+        learned: the first of what `learn_methods` returns, for the methods that learn from text beforehand.
         finished: parts that an earlier call with this model, artifact and rules has computed, by names that say of what
             they are; new ones are put in as soon as they are computed. Values are what JSON can hold.
         progress: called with the finished share and a description of the current work.
@@ -74,7 +74,7 @@ def evaluate(
     """
     methods, cells = check(model.config, artifact, comparison)
     for name in learners(methods).keys() - learned.keys():
-        raise InputError(f"method {name!r} learns from text: pass what bpc_calib.evaluation.learning.learn returns")
+        raise InputError(f"method {name!r} learns from text: pass what learn_methods of the module comparison returns")
     finished = {} if finished is None else finished
     prompts = _draw_prompts(list(cells), tokenizer, comparison)
     ids, corpora = draw_texts(model.config, tokenizer, comparison, cells) if texts is None else texts
