@@ -18,7 +18,7 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, quiet_libraries
-from bpc_cli.kept_cache import check_cache_file, fill_cache, keep_common, save_cache
+from bpc_cli.kept_cache import check_cache_file, check_config, fill_cache, keep_common, save_cache
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
@@ -96,6 +96,7 @@ def chat(
 
     opened = open_model(model, load)
     name = opened.description.id
+    check_config(session, opened.description)
     cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=kv_device, **rules)
     tokenizer = open_tokenizer(opened)
     if not has_template(tokenizer):

@@ -10,7 +10,7 @@ import typer
 from bpc_cli import decoding
 from bpc_cli.command import command
 from bpc_cli.console import fail, note, print_json, printable, quiet_libraries
-from bpc_cli.kept_cache import check_prompt_cache, fill_from_prompt_cache
+from bpc_cli.kept_cache import check_config, check_prompt_cache, fill_from_prompt_cache
 from bpc_cli.opening import LoadOptions, OpenedModel, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
     ONLINE,
@@ -76,6 +76,7 @@ def generate(
 
         opened, online = open_model(model, load, shared=True), projections is None
         name = opened.description.id
+        check_config(prompt.prompt_cache, opened.description)
         cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=kv_device, **rules)
         tokenizer = open_tokenizer(opened)
         ids, templated = tokenize(tokenizer, text, prompt, name)

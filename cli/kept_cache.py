@@ -4,12 +4,15 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from bpc_cli.console import fail, note, size_text
 from bpc_cli.ranks import ranks
+
+if TYPE_CHECKING:
+    from bpc_calib.models.description import ModelDescription
 
 MOST = 0.9  # share of a prompt that its file must hold not to be written again, and of a file that a prompt begins with
 
@@ -29,6 +32,15 @@ def check_cache_file(path: Path | None) -> dict[str, Any] | None:
         return None
     with opened(path) as saved:
         return dict(saved.metadata["about"])
+
+
+def check_config(path: Path | None, model: "ModelDescription") -> None:
+    """Refuse the cache of another model before the weights are loaded."""
+    from bpc_calib.runtime.saved_cache import opened
+
+    if path is not None and path.exists() and path.stat().st_size:
+        with opened(path) as saved:
+            saved.check_config(model)
 
 
 def fill_cache(path: Path, cache: Any, model: Any) -> list[int]:

@@ -355,9 +355,10 @@ def test_generate_refuses_what_is_no_prompts_cache(bpc, model_folder, tmp_path):
         assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)
         assert says in ran.err
     written(tmp_path / "other", "qwen3")
-    ran = bpc("generate", "-m", model_folder, "-p", PROMPT, "--prompt-cache", tmp_path / "other")
-    assert ran.code == 1
-    assert f"Error: {tmp_path / 'other'}: belongs to another model" in ran.err
+    for command in (("generate", "-p", PROMPT, "--prompt-cache"), ("chat", "--session")):
+        ran = bpc(*command, tmp_path / "other", "-m", model_folder)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (1, "", 1)  # before the weights are loaded
+        assert f"Error: {tmp_path / 'other'}: belongs to another model" in ran.err
 
 
 def test_an_answer_comes_although_its_prompt_cannot_be_saved(bpc, model_folder, tmp_path, monkeypatch):

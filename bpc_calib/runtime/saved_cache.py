@@ -104,6 +104,10 @@ class Saved:
                 raise files.damaged(f"{str(value)[:40]} is no value of the setting {name[:40]}")
         return found
 
+    def check_config(self, model: ModelDescription) -> None:
+        """Refuse the cache of a model with another config, before the weights are there. Raises `CacheFileError`."""
+        _check_own(self.metadata, "config", model.config_sha256, model.id)
+
     def fill(self, cache: Any, device: torch.device) -> None:
         """Give an empty `BPCCache` what the file holds. With other projections, its next step hashes the keys again.
 
@@ -216,14 +220,18 @@ def _same_model(metadata: Mapping[str, Any], model: Any) -> ModelDescription:
     description = describe(model.config)
     if metadata["dtype"] != str(model.dtype):
         raise CacheFileError(f"was made in {metadata['dtype']}, and this model computes in {model.dtype}")
-    for what in ("config", "weights"):
-        own = description.config_sha256 if what == "config" else weights_identity(model)["sha256"]
-        if metadata[f"{what}_sha256"] != own:
-            raise CacheFileError(
-                f"belongs to another model, {metadata['model']} (its {what} is not that of {description.id}): open it "
-                "with the model that it was saved with"
-            )
+    _check_own(metadata, "config", description.config_sha256, description.id)
+    _check_own(metadata, "weights", weights_identity(model)["sha256"], description.id)
     return description
+
+
+def _check_own(metadata: Mapping[str, Any], what: str, own: str, model: str) -> None:
+    """Refuse a cache whose config or weights have another hash."""
+    if metadata[f"{what}_sha256"] != own:
+        raise CacheFileError(
+            f"belongs to another model, {metadata['model']} (its {what} is not that of {model}): open it with the "
+            "model that it was saved with"
+        )
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
