@@ -108,5 +108,5 @@ def _print_answers(rows: list[dict[str, Any]], prompts: int) -> None:
         "  bpc calibrate -m MODEL -o model.safetensors\n"
         "  bpc eval -m MODEL -a model.safetensors --preset hard --tasks text,needle,ruler --lengths 32768\n"
         "  bpc generate -m MODEL -a model.safetensors --prompt-file book.txt --compare\n"
-        "All methods on the bundled model: bpc eval -m demo --preset hard"
+        "Other methods on the bundled model: bpc eval -m demo --preset hard"
     )
