@@ -12,7 +12,7 @@ from bpc_calib.backends.triton.language import fetch
 __all__ = ["AppendShape", "append_kernel", "centred", "loaded", "stored"]
 
 COPIES = tl.constexpr(4)  # of the greedy pass: one per warp
-UNROLL = tl.constexpr(32)  # steps of it whose rows of the Gram matrix are loaded at once
+UNROLL = tl.constexpr(32)  # steps of it whose rows of the Gram matrix are loaded at once; half as many of long rows
 
 
 class AppendShape(NamedTuple):
@@ -106,7 +106,7 @@ def append_kernel(
         own_key = key.at + b * key.b + h * key.h + n * key.n
         r = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
         terms = tl.zeros([COLUMNS, PART], wide)
-        for first in tl.static_range(0, D, PART):
+        for first in tl.range(0, D, PART, loop_unroll_factor=2):  # more parts at once would not fit the registers
             part = first + tl.arange(0, PART)
             P = tl.load(matrix + r[:, None] * D + part[None, :], mask=part[None, :] < D, other=0)
             terms += P * centred(own_key, mean, part, D)[None, :]
@@ -132,7 +132,7 @@ def append_kernel(
             copy = tl.arange(0, COPIES)
             norms = tl.zeros([COPIES], wide) + squared_norm
             low, high, squared_error, product = greedy(
-                tl.broadcast_to(scores, [COPIES, H]), norms, gram, H, COPIES, UNROLL
+                tl.broadcast_to(scores, [COPIES, H]), norms, gram, H, COPIES, UNROLL if H <= 64 else UNROLL // 2
             )
             inside = copy < tl.where(at >= 0, 1, 0)
             if shape.PAGE:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bpc_calib.backends.triton.arguments import Strided, head_of, strided, token_at
-from bpc_calib.backends.triton.language import ROUNDED_TWICE, dot
+from bpc_calib.backends.triton.language import ROUNDED_TWICE, dot, registers
 
 __all__ = [
     "NO_SCALES",
@@ -254,7 +254,8 @@ def attention(
             PAGE=source.page,
         ),
         num_warps=4 if heads_up * (query.element_size() * dim_up + wider) <= 8192 else 8,
-        num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1, **ROUNDED_TWICE,
+        num_stages=3 if query.element_size() == 2 and torch.version.hip is None else 1,
+        **registers(128, limited=bool(wider)), **ROUNDED_TWICE,
     )  # fmt: skip
     reduce_kernel[(heads, rows)](
         part, weight, largest, out, splits,

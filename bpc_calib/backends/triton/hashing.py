@@ -10,7 +10,7 @@ from bpc_calib.backends.limits import tight
 from bpc_calib.backends.triton.append import AppendShape, append_kernel
 from bpc_calib.backends.triton.arguments import strided
 from bpc_calib.backends.triton.encode import EncodeShape, Hashing, Products, encode_kernel, greedy_kernel
-from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE
+from bpc_calib.backends.triton.language import INTERPRET, ROUNDED_TWICE, registers
 from bpc_calib.backends.triton.nibbles import NibblesShape, nibbles_kernel
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded
@@ -23,8 +23,11 @@ HASHED = 64  # keys that one program hashes
 PART = 32  # dimensions of these keys at a time
 FEW = 8  # keys of a sequence that are hashed by programs of their own
 APPENDED = 8192  # entries of a matrix that `append` reads at once
-MULTIPLIED, MULTIPLIED_OF_FEW = 128, 64  # vectors of nibbles that a program multiplies keys with
+MULTIPLIED = 128  # vectors of nibbles that a program multiplies keys with
+LESS_MULTIPLIED = 64  # the same of few keys, and of more than 16 bits per number
 SEARCHED = 4  # keys whose nibbles a program searches for, a warp each
+HASH_REGISTERS = 248  # of a thread that hashes keys for pages: with fewer some would be put aside
+SEARCH_REGISTERS = 64  # of the warp that searches for the code of one key
 SCRATCH = 64 << 20  # bytes of products in memory at once: more keys are hashed one piece after the other
 
 SIGNS = Products(None, None)
@@ -52,7 +55,7 @@ def _append(
         bits, rows, hashing = codebook.bits, codebook.matrix.shape[-1], _hashing(codebook, batch, kv_heads)
         columns, products = rows, _products(codebook, key)
         if codebook.nibbles:
-            columns = MULTIPLIED_OF_FEW
+            columns = LESS_MULTIPLIED
     dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
     read = APPENDED if dim_up <= 128 else APPENDED // 2  # longer keys take registers, too
     to = (None, None) if value is None else (state.keys, state.values)
@@ -113,11 +116,14 @@ def _piece(codebook: Codebook, keys: Tensor) -> int:
 def _encode_piece(codebook: Codebook, keys: Tensor, state: State, at: Tensor | None, page: int) -> None:
     batch, kv_heads, tokens, dim = keys.shape
     bits, rows, hashing = codebook.bits, codebook.matrix.shape[-1], _hashing(codebook, batch, kv_heads)
-    products, columns = _products(codebook, keys), MULTIPLIED if codebook.nibbles else rows
+    products, columns = _products(codebook, keys), rows
+    if codebook.nibbles:
+        columns = MULTIPLIED if keys.element_size() == 2 else LESS_MULTIPLIED
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads, rows // columns)](
         strided(keys), hashing, products, *map(strided, (state.codes, state.error, state.gain)), at, tokens,
         EncodeShape(H_KV=kv_heads, H=bits, R=rows, COLUMNS=columns, D=dim, PART=PART, BLOCK=HASHED, PAGE=page),
-        num_warps=hash_warps(columns, keys.element_size()), num_stages=1, **ROUNDED_TWICE,
+        num_warps=hash_warps(columns, keys.element_size()), num_stages=1, **registers(HASH_REGISTERS, limited=bool(page)),
+        **ROUNDED_TWICE,
     )  # fmt: skip
     if codebook.nibbles:
         _search(products, hashing, state, kv_heads, at, page, searched=SEARCHED)
@@ -142,7 +148,7 @@ def _search(
     nibbles_kernel[(triton.cdiv(tokens, searched), rows)](
         products, hashing, *map(strided, (state.codes, state.error, state.gain)), at, tokens,
         NibblesShape(H_KV=kv_heads, H=size // 4, BLOCK=searched, PAGE=page),
-        num_warps=searched, num_stages=1, **ROUNDED_TWICE,
+        num_warps=searched, num_stages=1, **registers(SEARCH_REGISTERS, limited=searched == 1), **ROUNDED_TWICE,
     )  # fmt: skip
 
 

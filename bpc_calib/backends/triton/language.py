@@ -38,6 +38,7 @@ __all__ = [
     "divide",
     "dot",
     "fetch",
+    "registers",
     "round_even",
 ]
 
@@ -51,6 +52,11 @@ THREE_PASSES = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
 # Passed at every launch, as Triton's default differs between its versions: a * b + c is rounded twice. So torch rounds,
 # and codes are compared bit for bit; and fused, the lanes that share a sum may round it differently.
 ROUNDED_TWICE = {"enable_fp_fusion": False}
+
+
+def registers(most: int, *, limited: bool = True) -> dict[str, int]:
+    """A launch's limit of registers per thread, for NVIDIA's compiler: its own guess may put a few of them aside."""
+    return {"maxnreg": most} if limited and torch.version.hip is None else {}
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from bpc_calib.backends.triton.arguments import Strided, in_pages, strided
 from bpc_calib.backends.triton.attend import NO_SCALES, Scales, Source, attention, queries_at_once
 from bpc_calib.backends.triton.guard import guard_kernel
 from bpc_calib.backends.triton.hashing import append, encode_gram, encode_nibbles, encode_with, hash_into
-from bpc_calib.backends.triton.language import ROUNDED_TWICE
+from bpc_calib.backends.triton.language import ROUNDED_TWICE, registers
 from bpc_calib.backends.triton.limits import Limits
 from bpc_calib.backends.triton.narrow import CompactShape, NarrowShape, compact_kernel, fine_kernel, middle_kernel
 from bpc_calib.backends.triton.plan import PLAN_SIZE, SIDE_BY_SIDE
@@ -129,7 +129,8 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
             H_KV=kv_heads, G=heads, G_UP=heads_up, H=bits, R=size, D=dim, PART=projected_at_once(dim, size),
             GROUP=rules.group, GAIN=gain is not None, COUNTS=counts,
         ),
-        num_warps=query_warps(heads_up, size, query.element_size()), num_stages=1, **ROUNDED_TWICE,
+        num_warps=query_warps(heads_up, size, query.element_size()), num_stages=1,
+        **registers(64, limited=heads_up <= 4 and size <= 64 and query.element_size() == 2), **ROUNDED_TWICE,
     )  # fmt: skip
     assert state.codes is not None
     pack = min(heads_up, 4)
