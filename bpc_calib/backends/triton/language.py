@@ -54,7 +54,7 @@ THREE_PASSES = tl.constexpr("tf32x3" if torch.version.hip is None else "ieee")
 ROUNDED_TWICE = {"enable_fp_fusion": False}
 
 
-def registers(most: int, *, limited: bool = True) -> dict[str, int]:
+def registers(most: int, *, limited: bool) -> dict[str, int]:
     """A launch's limit of registers per thread, for NVIDIA's compiler: its own guess may put a few of them aside."""
     return {"maxnreg": most} if limited and torch.version.hip is None else {}
 
