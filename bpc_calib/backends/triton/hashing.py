@@ -122,8 +122,8 @@ def _encode_piece(codebook: Codebook, keys: Tensor, state: State, at: Tensor | N
     encode_kernel[(triton.cdiv(tokens, HASHED), batch * kv_heads, rows // columns)](
         strided(keys), hashing, products, *map(strided, (state.codes, state.error, state.gain)), at, tokens,
         EncodeShape(H_KV=kv_heads, H=bits, R=rows, COLUMNS=columns, D=dim, PART=PART, BLOCK=HASHED, PAGE=page),
-        num_warps=hash_warps(columns, keys.element_size()), num_stages=1, **registers(HASH_REGISTERS, limited=bool(page)),
-        **ROUNDED_TWICE,
+        num_warps=hash_warps(columns, keys.element_size()), num_stages=1,
+        **registers(HASH_REGISTERS, limited=bool(page)), **ROUNDED_TWICE,
     )  # fmt: skip
     if codebook.nibbles:
         _search(products, hashing, state, kv_heads, at, page, searched=SEARCHED)
