@@ -121,6 +121,7 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
         limits=_limits(rows, rules, batch, kv_heads),
     )
     query, projection = tight(query), tight(codebook.projection).expand(batch, *codebook.projection.shape[-3:])
+    few = heads_up <= 4 and size <= 64 and dim <= 128 and query.element_size() == 2
     query_kernel[(count,)](
         strided(query), strided(projection),
         Prepared(made.scale, made.tables, made.plan, made.best, made.counts), made.limits,
@@ -130,7 +131,7 @@ def score(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Ru
             GROUP=rules.group, GAIN=gain is not None, COUNTS=counts,
         ),
         num_warps=query_warps(heads_up, size, query.element_size()), num_stages=1,
-        **registers(64, limited=heads_up <= 4 and size <= 64 and query.element_size() == 2), **ROUNDED_TWICE,
+        **registers(64, limited=few), **ROUNDED_TWICE,
     )  # fmt: skip
     assert state.codes is not None
     pack = min(heads_up, 4)
