@@ -166,6 +166,29 @@ def exact(subject: Subject, settings: Settings) -> list[Row]:
     return rows
 
 
+def methods(subject: Subject, settings: Settings) -> dict[str, Any]:
+    """Every method of `bpc eval` on text and questions; a stopped run keeps what it has of its length."""
+    from bpc_calib.evaluation.methods import METHODS
+
+    listed = {"methods": METHODS, "tasks": ["text", *settings["tasks"]], "budgets": settings["budgets"]}
+    words = [word for name, values in listed.items() for word in (f"--{name}", ",".join(map(str, values)))]
+    for option, side in (("--corpus", "held-out"), ("--learn-corpus", "calibration")):
+        words += [word for spec in subject.corpora(side) for word in (option, spec)]
+    words += ["--preset", "hard", "-m", subject.model, "-a", str(subject.artifact("bpc"))]
+    left_out = {"layers", "log_likelihoods", "by_corpus", "example", "depths"}
+    rows: list[Row] = []
+    learned: dict[str, Any] = {}
+    for length, texts in zip(subject.lengths, settings["texts_by_length"], strict=False):
+        work = subject.folder / f"methods-{subject.name}-{length}.work"
+        made = bpc("eval", *words, "--lengths", length, "--prompts", texts, "--work-dir", work)
+        learned = learned or made["learned"]
+        rows += [
+            {name: value for name, value in row.items() if name not in left_out and not name.endswith("_by_head")}
+            for row in made["rows"]
+        ]
+    return {"learned": learned, "rows": rows}
+
+
 def compared(words: Sequence[object], prompt: str) -> Row:
     """What `bpc generate --compare` reports, without the texts and paths."""
     found = bpc("generate", *words, prompt=prompt)
@@ -179,13 +202,13 @@ def compared(words: Sequence[object], prompt: str) -> Row:
 def on_text(
     subject: Subject,
     settings: Settings,
-    methods: Sequence[str] | None,
+    methods: Sequence[str],
     lengths: slice = slice(2),
     *,
     paper: bool = False,
     rules: Settings | None = None,
 ) -> list[Row]:
-    """These methods on text (None: every method of `bpc eval`), and BPC with the paper's projections on the same."""
+    """These methods on text, and BPC with the paper's projections on the same."""
     common = {"tasks": ["text"], "lengths": subject.lengths[lengths], "prompts": settings["texts"], "rules": rules}
     common |= {name: settings[name] for name in ("budgets", "forced")}
     if not common["lengths"]:
@@ -242,9 +265,7 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
         partial(on_text, methods=BEST, lengths=slice(1, 2)), {"budgets": [0.02], "forced": 512, "texts": 12},
     ),
     "others": (others, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "methods": (
-        partial(on_text, methods=None, lengths=slice(1), paper=True), {"budgets": [0.02], "forced": 64, "texts": 4},
-    ),
+    "methods": (methods, {"tasks": ["needle", "single"], "budgets": [0.02, 0.05], "texts_by_length": [8, 4]}),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
     "shares": (
         shares, {"methods": ["oracle", "bpc"], "budgets": [0.05, 0.02, 0.01, 0.005], "texts_by_length": [16, 4]},

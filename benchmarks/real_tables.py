@@ -1,8 +1,11 @@
 """The tables of two trained models, from the results of real_suite.py."""
 
+from collections.abc import Iterator
+
 from report import Lines, Results, Row, by, made_by, percent
 
 from bpc_calib.evaluation.methods import FIGURES, METHODS
+from bpc_calib.evaluation.statistics import proportion
 from bpc_calib.method.defaults import budget_text
 
 __all__ = ["PARTS", "TABLES"]
@@ -97,14 +100,31 @@ def lengths(results: Results) -> Lines:
 
 
 def methods(results: Results) -> Lines:
-    """All methods of `bpc eval`."""
-    yield "model", "method", "KV read", *list(SHOWN.values())[:3]
-    order = [name for each in METHODS for name in ([each, "paper"] if each == "bpc-online" else [each])]
-    for model, found in models(results, "methods").items():
-        rows = [row for row in found["rows"] if row["method"] != "full"]
-        for row in sorted(rows, key=lambda row: order.index(row["method"])):
-            yield model, label(row["method"]), *_figures(row)[:4]
-            model = ""
+    """All methods of `bpc eval` by budget: what each learns beforehand, and its figures by length."""
+    found = models(results, "methods")
+    lengths = sorted({row["tokens"] for each in found.values() for row in each["rows"]})
+    heads = [f"{tokens:,}: {name}" for tokens in lengths for name in ("KV read", "loss", "KL", "right, %")]
+    yield "model", "budget", "method", "learned, s", *heads
+    for model, made in found.items():
+        seconds = made.get("learned", {}).get("seconds", {})
+        for budget in sorted({row["budget"] for row in made["rows"] if row["budget"]}):
+            rows = [row for row in made["rows"] if row["method"] != "full" and row["budget"] in (budget, None)]
+            for name in sorted({row["method"] for row in rows}, key=list(METHODS).index):
+                cells = [cell for tokens in lengths for cell in _at(rows, name, tokens)]
+                took = f"{seconds[name]:.0f}" if name in seconds else ""
+                yield model, budget_text(budget), label(name), took, *cells
+                model = ""
+
+
+def _at(rows: list[Row], method: str, tokens: int) -> Iterator[str]:
+    """What a method reads and loses at a length, and how many of all questions it answers."""
+    text, *asked = sorted(
+        (row for row in rows if (row["method"], row["tokens"]) == (method, tokens)), key=lambda row: "score" in row
+    )
+    yield from _figures(text)[:3]
+    right = sum(round(row["score"]["value"] * row["prompts"]) for row in asked)
+    value, low, high = (percent(share, 0) for share in proportion(right, sum(row["prompts"] for row in asked)).values())
+    yield f"{value} ({low} to {high})"
 
 
 def defaults(results: Results) -> Lines:
