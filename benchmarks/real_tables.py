@@ -108,7 +108,7 @@ def methods(results: Results) -> Lines:
     for model, made in found.items():
         seconds = made.get("learned", {}).get("seconds", {})
         for budget in sorted({row["budget"] for row in made["rows"] if row["budget"]}):
-            rows = [row for row in made["rows"] if row["method"] != "full" and row["budget"] in (budget, None)]
+            rows = [row for row in made["rows"] if row["budget"] in (budget, None)]
             for name in sorted({row["method"] for row in rows}, key=list(METHODS).index):
                 cells = [cell for tokens in lengths for cell in _at(rows, name, tokens)]
                 took = f"{seconds[name]:.0f}" if name in seconds else ""
