@@ -12,7 +12,7 @@ from bpc_calib.backends.triton.language import fetch
 __all__ = ["AppendShape", "append_kernel", "centred", "loaded", "stored"]
 
 COPIES = tl.constexpr(4)  # of the greedy pass: one per warp
-UNROLL = tl.constexpr(32)  # steps of it whose rows of the Gram matrix are loaded at once; half as many of long rows
+UNROLL = tl.constexpr(32)  # rows of the Gram matrix that it loads at once; half as many for long keys or codes
 
 
 class AppendShape(NamedTuple):
@@ -129,10 +129,11 @@ def append_kernel(
             norms = tl.zeros([1], wide) + squared_norm
             keep(products, scores, norms, of_key, r, of_key >= 0, R)
         else:
+            ahead: tl.constexpr = UNROLL if H <= 64 and D_UP <= 128 else UNROLL // 2
             copy = tl.arange(0, COPIES)
             norms = tl.zeros([COPIES], wide) + squared_norm
             low, high, squared_error, product = greedy(
-                tl.broadcast_to(scores, [COPIES, H]), norms, gram, H, COPIES, UNROLL if H <= 64 else UNROLL // 2
+                tl.broadcast_to(scores, [COPIES, H]), norms, gram, H, COPIES, ahead
             )
             inside = copy < tl.where(at >= 0, 1, 0)
             if shape.PAGE:
