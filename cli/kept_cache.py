@@ -28,17 +28,22 @@ def check_cache_file(path: Path | None) -> dict[str, Any] | None:
     from bpc_calib.runtime.saved_cache import KIND, opened
 
     try_replacing(path, 0, True, KIND)
-    if not path.exists() or not path.stat().st_size:
+    if not _written(path):
         return None
     with opened(path) as saved:
         return dict(saved.metadata["about"])
+
+
+def _written(path: Path) -> bool:
+    """Whether there is a file with something in it."""
+    return path.exists() and path.stat().st_size > 0
 
 
 def check_config(path: Path | None, model: "ModelDescription") -> None:
     """Refuse the cache of another model before the weights are loaded."""
     from bpc_calib.runtime.saved_cache import opened
 
-    if path is not None and path.exists() and path.stat().st_size:
+    if path is not None and _written(path):
         with opened(path) as saved:
             saved.check_config(model)
 
@@ -82,7 +87,7 @@ def fill_from_prompt_cache(
     """
     if path is None:
         return None
-    if path.exists() and path.stat().st_size:
+    if _written(path):
         tokens = fill_cache(path, cache, model)[: cache.get_seq_length()]
         another = keep_common(cache, tokens, wanted) < MOST * len(tokens)
         if not quiet:
