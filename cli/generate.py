@@ -69,8 +69,8 @@ def generate(
     with joined_ranks():
         rules, how = attended.rules(), sampling.arguments()
         text = read_prompt(prompt)
-        check_prompt_cache(prompt.prompt_cache)
         quiet_libraries(quiet=quiet, warnings=not quiet)
+        check_prompt_cache(prompt.prompt_cache)
         projections = None if artifact == ONLINE else load_artifact(artifact, model)
         from bpc_calib import BPCCache, enable
 
