@@ -21,6 +21,9 @@ FLOOR_TESTS := $(addprefix tests/, conformance test_artifact.py test_backends.py
   test_placement.py test_runtime.py test_selection.py test_static_steps.py test_apart.py test_kv_device.py \
   test_saved_cache.py)
 
+test_floor = .venv-floor/bin/pytest $(PYTEST_OPTIONS) $(OLD_WARNINGS) -m 'not slow' \
+  -k '(not triton or dispatch) and not cause_no_warning' $(FLOOR_TESTS)
+
 EMULATED_TESTS := tests/test_kernels.py tests/test_paged_kernels.py tests/test_backends.py
 # The kernels as compiled for GPUs, run from their PTX without one: $(call emulated,ENVIRONMENT,ARCHITECTURES,OPTIONS).
 A100 := 80
@@ -58,10 +61,11 @@ test-slow: .venv/ready
 	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'slow and not rare'
 	$(call emulated,.venv,$(A100))
 
-# Every test there is, on every environment.
-test-all: test test-slow test-floor test-vllm
-	.venv/bin/pytest $(PYTEST_OPTIONS) -m rare
+# Every test there is, on every environment, the rare ones too; the emulator's whole lists hold what the others run of them.
+test-all: lint site test-vllm .venv-floor/ready
+	.venv/bin/pytest $(PYTEST_OPTIONS)
 	$(call emulated,.venv,$(A100) $(H100),--emulate-all)
+	$(test_floor)
 	$(call emulated,.venv-floor,$(A100) $(H100),--emulate-all $(OLD_WARNINGS))
 
 # Old versions warn of each other, which no call of BPC causes; with the newest such a warning is an error (pyproject.toml).
@@ -70,8 +74,7 @@ OLD_WARNINGS := -W default::DeprecationWarning -W default::FutureWarning
 # Triton's kernels not in its interpreter: their PTX shows more. Here they run as compiled for the A100, in `make test` for
 # the H100, and in `make test-all` for both.
 test-floor: .venv-floor/ready
-	.venv-floor/bin/pytest $(PYTEST_OPTIONS) $(OLD_WARNINGS) -m 'not slow' \
-	  -k '(not triton or dispatch) and not cause_no_warning' $(FLOOR_TESTS)
+	$(test_floor)
 	$(call emulated,.venv-floor,$(A100),$(OLD_WARNINGS))
 
 # BPC inside vLLM, in an environment of its own: vLLM pins torch. The CPU wheel asks for packages of torch that it does

@@ -140,8 +140,10 @@ def calibrate(
 
     with joined_ranks() as ranks:
         leads = ranks.rank == 0
-        if output is not None and leads:  # before anything slow
-            check_writable(output, 0, overwrite=force or was_finished(output, work))
+        if leads:  # before anything slow
+            corpora = text.corpora(model, numbers.samples)
+            if output is not None:
+                check_writable(output, 0, overwrite=force or was_finished(output, work))
         quiet_libraries(quiet=quiet or not leads, warnings=leads)
         import torch
 
@@ -159,7 +161,6 @@ def calibrate(
             return
         overwrite = force or was_finished(target, work)
         check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
-        corpora = text.corpora(model, plan.samples)
         for message in () if quiet else _idle_options(plan, corpora, text.text_field, numbers):
             note(message)
         if dry_run:

@@ -186,6 +186,10 @@ def test_a_text_is_given_once_and_each_corpus_gets_a_sample(calibrate, text_fold
     assert_one_error(calibrate("--dry-run", "--corpus", "pg19", "--corpus", "pg19"), "corpus pg19 is given twice")
 
 
+def test_corpora_are_checked_before_the_model_is_looked_for(bpc):
+    assert_one_error(bpc("calibrate", "-m", "./nowhere", "--corpus", "demo", "--samples", 2), "need at least 3 samples")
+
+
 def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
     words = ("calibrate", "-m", model_folder, "--corpus", text_folder, "--samples", 4, "--dry-run")
     assert bpc(*words).err == ""

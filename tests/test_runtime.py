@@ -535,6 +535,11 @@ def test_the_artifact_of_another_model_is_refused(changes, named):
         BPCCache(tiny.config(), tiny.artifact(tiny.config(**changes)))
 
 
+def test_the_artifact_of_another_model_is_refused_before_its_layers_are_counted():
+    with pytest.raises(ArtifactError, match="layers: the artifact has 3, the model 2"):
+        BPCCache(tiny.config(num_hidden_layers=2), tiny.artifact(tiny.config()))
+
+
 def test_doubts_about_an_artifact_are_logged(caplog):
     with caplog.at_level(logging.WARNING, "bpc_calib"):
         BPCCache(tiny.config(), tiny.artifact(tiny.config(vocab_size=300)))

@@ -120,11 +120,11 @@ class BPCCache(Cache):  # type: ignore[misc]
             check_folder(place.folder)
         if bits is not None:
             check_bits(bits)
+        projections: Mapping[int, LayerProjection] = {}
+        if artifact is not None:  # first: one made for another model would be told to lack layers
+            projections = _projections(artifact, model, bits)
         default = default_dense_layers(artifact, model.num_layers)
         sparse = sparse_layers(model, default if dense_layers is None else dense_layers)
-        projections: Mapping[int, LayerProjection] = {}
-        if artifact is not None:
-            projections = _projections(artifact, model, bits)
         shares = {} if equal_shares else shares_of(artifact, sparse)
 
         layer_class = self.layer_class  # not self: a cycle would keep the cache alive
