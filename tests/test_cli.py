@@ -211,7 +211,7 @@ def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
         (("--sequence-length", "4096"), ("a sequence length of 4096 is over the limit of tiny-llama, 128 tokens",)),
         (("-o", "no/such/a.safetensors"), ("no/such/a.safetensors: there is no folder no/such",)),
         (("-o", "."), (".: is a folder",)),
-        (("--samples", "900"), ("corpus notes has text for", "of 900 samples of 128 tokens")),
+        (("--samples", "900"), ("corpus notes has text for", "of 900 samples of 128 tokens", " per corpus at most, ")),
         (("--corpus", "pg20"), ("unknown corpus 'pg20'",)),
         (("--corpus", "pg19"), ("corpus pg19 (emozilla/pg19)", "HF_HUB_OFFLINE", "--corpus NAME=PATH")),
         (("--device", "cuda:99"), ("device cuda:99 cannot be used",)),

@@ -14,6 +14,13 @@ __all__ = ["available_memory", "cache_bytes", "machine", "without_folder"]
 VERSIONS = ("bpc-calib", "torch", "transformers", "triton")
 SYSTEM = Path("/sys/devices/system/cpu")
 UNKNOWN_CACHE = 32 << 20
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+# By the controllers that a line of /proc/self/cgroup names (none in version 2): the folder of the groups, and of each
+# the files of its limit and of what it uses, and in memory.stat what of this the system takes back when it needs to.
+MEMORY_GROUPS = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def without_folder(word: str) -> str:
@@ -52,7 +59,7 @@ def cache_bytes(device: torch.device) -> int:
     for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         for index in (SYSTEM / f"cpu{cpu}" / "cache").glob("index*"):
             level, sharing, size = (
-                next(iter(_lines(str(index / name))), "") for name in ("level", "shared_cpu_list", "size")
+                next(iter(_lines(index / name)), "") for name in ("level", "shared_cpu_list", "size")
             )
             if level.isdigit() and size[:-1].isdigit() and size.endswith("K"):
                 sizes[int(level), sharing] = int(size[:-1]) << 10
@@ -61,13 +68,28 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device."""
+    """Return the bytes that can still be allocated on a device; of main memory, what a container's limit leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    free += [int(line.split()[1]) << 10 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")]
+    return min(free + _left_in_groups("/proc/self/cgroup", CONTROL_GROUPS))
+
+
+def _left_in_groups(membership: str, mounted: Path) -> list[int]:
+    """Return the bytes that each control group with a limit still has for this process, such as that of a container."""
+    left = []
+    for _, controllers, path in (line.split(":", 2) for line in _lines(membership)):
+        if controllers not in MEMORY_GROUPS:
+            continue
+        folder, limit, usage, reclaimable = MEMORY_GROUPS[controllers]
+        own = mounted / folder / path.lstrip("/")
+        for group in (own, *own.parents):  # a container may see only the last of its parents
+            most, used = (next(iter(_lines(group / name)), "") for name in (limit, usage))
+            if group.is_relative_to(mounted / folder) and most.isdigit() and used.isdigit():
+                stat = dict(line.split() for line in _lines(group / "memory.stat"))
+                left.append(max(0, int(most) - int(used) + int(stat.get(reclaimable, 0))))
+    return left
 
 
 def _version(name: str) -> str | None:
@@ -88,7 +110,7 @@ def _commit() -> str | None:
         return None
 
 
-def _lines(path: str) -> list[str]:
+def _lines(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
     except OSError:

@@ -94,9 +94,10 @@ def draw_corpus(
         taken.append(torch.tensor(sample, dtype=torch.int32))
         progress(len(taken))
     if len(taken) < samples:
+        most = f"--samples {len(taken)} per corpus at most, " if taken else ""
         raise CorpusError(
             f"corpus {corpus.name} has text for {len(taken)} of {samples} samples of {sequence_length} tokens: "
-            "use fewer or shorter samples, or add text (--samples and --sequence-length say how much)"
+            f"use fewer or shorter samples, or add text ({most}--sequence-length for shorter ones)"
         )
     return torch.stack(taken)
 
