@@ -185,7 +185,9 @@ def calibrate(
             overwrite = force or was_finished(target, work)
             check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
             again = {"reused": reused(target, work, folder)}
-            drawn = read_text(corpora, open_tokenizer(opened), folder, progress)
+            tokenizer = open_tokenizer(opened)
+            times.add("load")  # so far of libraries
+            drawn = read_text(corpora, tokenizer, folder, progress)
             # Where the artifact is finished, only the removal of the work folder is left.
             artifact = finished(target, work, ranks) or calibrate_in(folder, drawn, load_model, progress)
             finish(artifact, target, folder, overwrite=overwrite, keep=work.keep_work)
