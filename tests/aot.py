@@ -217,8 +217,8 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = _tool("-res-usage", file.name)
-        sass = _tool("-sass", file.name)
+        words = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     resources = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert resources is not None, usage
     ptx = kernel.asm["ptx"]
@@ -229,10 +229,8 @@ def report(kernel: "triton.compiler.CompiledKernel") -> dict[str, object]:
         "constants": _constants(kernel.src),
         "registers": int(resources[1]),
         "stack": int(resources[2]),
-        "local": len(re.findall(r"\b(?:STL|LDL)\b", sass)),  # what a spill takes
         "warps": kernel.metadata.num_warps,
         "shared": kernel.metadata.shared,
-        "instructions": len(re.findall(r"/\*[0-9a-f]{4,}\*/ +(?!NOP)", sass)),
         "loops": len(re.findall(r"scf\.(?:for|while)\b", kernel.asm["ttgir"])),
         "cp_async": ptx.count("cp.async"),
     }
@@ -246,10 +244,6 @@ def _constants(source: "triton.compiler.ASTSource") -> dict[str, str]:
         fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
         named |= {field: str(each) for field, each in fields.items()}
     return named
-
-
-def _tool(*arguments: str) -> str:
-    return subprocess.run([TOOLS / "cuobjdump", *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def chosen(words: list[str]) -> dict[str, Case]:

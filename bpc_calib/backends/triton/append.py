@@ -12,7 +12,7 @@ from bpc_calib.backends.triton.language import fetch
 __all__ = ["AppendShape", "append_kernel", "centred", "loaded", "stored"]
 
 COPIES = tl.constexpr(4)  # of the greedy pass: one per warp
-UNROLL = tl.constexpr(32)  # rows of the Gram matrix that it loads at once; half as many for long keys or codes
+UNROLL = tl.constexpr(16)  # rows of the Gram matrix that it loads at once; 32 take Triton 6 s more to compile
 
 
 class AppendShape(NamedTuple):
@@ -116,7 +116,7 @@ def append_kernel(
         if encoder.metric is not None:
             metric = encoder.metric + own * (D * D)
             squares = tl.zeros([ROWS, D_UP], wide)
-            for first in tl.static_range(0, D, ROWS):
+            for first in tl.range(0, D, ROWS, loop_unroll_factor=2):
                 e = first + tl.arange(0, ROWS)
                 inside = (e[:, None] < D) & (d[None, :] < D) & by_first(d)[None, :]
                 M = tl.load(metric + e[:, None] * D + d[None, :], mask=inside, other=0)
@@ -129,11 +129,10 @@ def append_kernel(
             norms = tl.zeros([1], wide) + squared_norm
             keep(products, scores, norms, of_key, r, of_key >= 0, R)
         else:
-            ahead: tl.constexpr = UNROLL if H <= 64 and D_UP <= 128 else UNROLL // 2
             copy = tl.arange(0, COPIES)
             norms = tl.zeros([COPIES], wide) + squared_norm
             low, high, squared_error, product = greedy(
-                tl.broadcast_to(scores, [COPIES, H]), norms, gram, H, COPIES, ahead
+                tl.broadcast_to(scores, [COPIES, H]), norms, gram, H, COPIES, UNROLL
             )
             inside = copy < tl.where(at >= 0, 1, 0)
             if shape.PAGE:
