@@ -232,6 +232,10 @@ def _parsed(options: ComparisonOptions, calibrated: bool) -> tuple[list[str], li
         methods = check_settings(Comparison(tasks=tasks, **given), calibrated=calibrated)
     if any(":" in name for name in methods):
         sys.path.insert(0, os.getcwd())
+    if TEXT in tasks and options.corpus:  # before anything slow; those of the Hub wait
+        from bpc_calib.text.corpora import open_corpora
+
+        open_corpora(options.corpus, hub=False)
     return tasks, [task.removeprefix(HARNESS) for task in every if task.startswith(HARNESS)], given
 
 

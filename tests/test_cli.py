@@ -188,6 +188,7 @@ def test_a_text_is_given_once_and_each_corpus_gets_a_sample(calibrate, text_fold
 
 def test_corpora_are_checked_before_the_model_is_looked_for(bpc):
     assert_one_error(bpc("calibrate", "-m", "./nowhere", "--corpus", "demo", "--samples", 2), "need at least 3 samples")
+    assert_one_error(bpc("eval", "-m", "./nowhere", "--tasks", "text", "--corpus", "no.txt"), "unknown corpus 'no.txt'")
 
 
 def test_options_without_effect_are_noted(bpc, model_folder, text_folder):
