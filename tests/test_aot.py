@@ -29,7 +29,7 @@ USUAL = {
 }  # fmt: skip
 
 # A push compiles the widest attentions, for a GPU with the least shared memory, and runs kernels from their PTX;
-# `make test-slow` compiles every setting for the H100; `make test-all` for every GPU, eight minutes for each.
+# `make test-slow` compiles every setting for the H100; `make test-all` for every GPU, seven minutes for each.
 RUNS = [("86", "dense", "drafts"), *((str(arch),) for arch in GPUS)]
 
 
