@@ -112,8 +112,8 @@ def test_a_score_counts_equal_bits(kind, learned):
 
 
 def test_a_perceptron_has_a_residual_where_sizes_agree():
-    vectors = torch.randn(3, 128, generator=generator(0))
-    inner, outer = torch.randn(2, 128, 128, generator=generator(1))
+    vectors = torch.randn(3, 128, generator=generator(0), dtype=torch.float64)
+    inner, outer = torch.randn(2, 128, 128, generator=generator(1), dtype=torch.float64)
     inside = vectors @ inner
     hidden = inside * inside.sigmoid() + vectors
     torch.testing.assert_close(spotlight.perceptron(vectors, inner, outer), hidden @ outer + hidden)

@@ -16,10 +16,10 @@ from bpc_calib.models.wide_passes import widened
 __all__ = ["LONG", "slow_products", "widen_long_passes"]
 
 LONG = 32  # tokens of a pass from which products in float32 save more than reading the weights anew costs
-SLOWER = 1.25  # times as long as in float32, from which products count as slow: no processor measured is near it
+SLOWER = 1.5  # times as long as in float32, from which products count as slow: those measured take 0.2 to 1 or 2 to 6
 # By name, since not every version of torch has the product of experts, `grouped_mm`.
 PRODUCTS = {"linear", "scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "_grouped_mm"}
-SIZE, REPEATS = 512, 5
+SIZE, REPEATS = 512, 9
 
 
 @functools.cache
