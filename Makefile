@@ -61,7 +61,7 @@ test-slow: .venv/ready
 	.venv/bin/pytest $(PYTEST_OPTIONS) -m 'slow and not rare'
 	$(call emulated,.venv,$(A100))
 
-# Every test there is, on every environment, the rare ones too; the emulator's whole lists hold what the others run of them.
+# Every test on every environment, the rare ones too, each once: the emulator's whole lists contain the marked tests.
 test-all: lint site test-vllm .venv-floor/ready
 	.venv/bin/pytest $(PYTEST_OPTIONS)
 	$(call emulated,.venv,$(A100) $(H100),--emulate-all)
