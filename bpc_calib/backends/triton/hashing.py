@@ -26,6 +26,7 @@ APPENDED = 8192  # entries of a matrix that `append` reads at once
 MULTIPLIED = 128  # vectors of nibbles that a program multiplies keys with
 LESS_MULTIPLIED = 64  # the same of few keys, and of more than 16 bits per number
 SEARCHED = 4  # keys whose nibbles a program searches for, a warp each
+APPEND_REGISTERS = 216  # of a thread that hashes a new key of usual size: the compiler takes a few more for some GPUs
 HASH_REGISTERS = 248  # of a thread that hashes keys for pages: with fewer some would be put aside
 SEARCH_REGISTERS = 64  # of the warp that searches for the code of one key
 SCRATCH = 64 << 20  # bytes of products in memory at once: more keys are hashed one piece after the other
@@ -59,6 +60,7 @@ def _append(
     dim_up, width_up = (max(16, triton.next_power_of_2(size)) for size in (dim, width))
     read = APPENDED if dim_up <= 128 else APPENDED // 2  # longer keys take registers, too
     to = (None, None) if value is None else (state.keys, state.values)
+    usual = rows <= 64 and dim_up == 128 and key.dtype.itemsize == 2
     append_kernel[(batch * kv_heads, tokens, rows // columns)](
         strided(key), strided(value), at, hashing, products,
         *map(strided, (*to, state.codes, state.gain, state.error)),
@@ -66,7 +68,7 @@ def _append(
             H_KV=kv_heads, H=bits, R=rows, COLUMNS=columns, D=dim, D_UP=dim_up, V=width, V_UP=width_up,
             PART=min(dim_up, read // columns), ROWS=dim_up if dim_up <= 128 else read // dim_up, PAGE=page,
         ),
-        num_warps=4, num_stages=1, **ROUNDED_TWICE,
+        num_warps=4, num_stages=1, **registers(APPEND_REGISTERS, limited=usual), **ROUNDED_TWICE,
     )  # fmt: skip
     if codebook is not None and codebook.nibbles:
         _search(products, hashing, state, kv_heads, at, page, searched=1)
