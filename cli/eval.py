@@ -168,19 +168,20 @@ def eval_(
     quiet_libraries(quiet=quiet, warnings=not quiet)
     projections = None if artifact is None else load_artifact(artifact, model)
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
+    from bpc_calib.text.corpora import open_corpora
+
+    corpora = open_corpora(options.corpus or [DEMO]) if TEXT in tasks else []  # before torch is imported
     from bpc_calib import enable
     from bpc_calib.evaluation import harness, pictures
     from bpc_calib.evaluation.comparison import check, learn_methods, learners, settled
     from bpc_calib.evaluation.evaluate import draw_texts, evaluate
     from bpc_calib.evaluation.learning import draw_lessons
-    from bpc_calib.text.corpora import open_corpora
 
     if harness_tasks:
         harness.check(harness_tasks)
     if plot is not None:
         pictures.check(plot, force)
     opened = open_model(model, load)
-    corpora = open_corpora(options.corpus or [DEMO]) if TEXT in tasks else []
     preset = preset_name(given["rules"])
     given["rules"] = settled(opened.config, projections, given["rules"])
     comparison = Comparison(tasks=tasks, corpora=corpora, **given)
@@ -232,10 +233,6 @@ def _parsed(options: ComparisonOptions, calibrated: bool) -> tuple[list[str], li
         methods = check_settings(Comparison(tasks=tasks, **given), calibrated=calibrated)
     if any(":" in name for name in methods):
         sys.path.insert(0, os.getcwd())
-    if TEXT in tasks and options.corpus:  # before anything slow; those of the Hub wait
-        from bpc_calib.text.corpora import open_corpora
-
-        open_corpora(options.corpus, hub=False)
     return tasks, [task.removeprefix(HARNESS) for task in every if task.startswith(HARNESS)], given
 
 
