@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bpc_cli.artifact_tables import residual_title
-from bpc_cli.console import duration_text, heads_text, print_json, print_rows, print_table, printable, size_text
+from bpc_cli.console import (
+    duration_text,
+    heads_text,
+    print_json,
+    print_rows,
+    print_table,
+    printable,
+    rough_text,
+    size_text,
+)
 from bpc_cli.opening import OpenedModel, model_without_weights, open_tokenizer, weight_bytes
 from bpc_cli.progress import StageTimes
 
@@ -15,6 +24,7 @@ if TYPE_CHECKING:
     from bpc_calib.calibration.plan import Plan
     from bpc_calib.text.known_corpora import Corpus
 
+NEED = 2  # passes that measuring needs on a text takes as long as: one over it, and those of its newest tokens by layer
 STAGES = {
     "load": "Loading",
     "text": "Reading text",
@@ -121,6 +131,7 @@ def print_plan(plan: "Plan", opened: OpenedModel, target: Path, corpora: "list[C
     }
     found = costs(plan, weights, device)
     table |= calibration_memory(found, table["weights_bytes"], device) | {"work_bytes": found.disk_bytes}
+    table["seconds"] = calibration_seconds(plan, weights, device)
     if as_json:
         print_json(table)
     else:
@@ -144,6 +155,9 @@ def _plan_rows(plan: "Plan", table: dict[str, Any]) -> dict[str, str]:
         "needs": _needs_text(plan),
         "weights": f"{size_text(table['weights_bytes'])} ({table['dtype']}, on {table['device']})",
         "memory": f"about {memory}",
+        "time": "not known beforehand for a mixture of experts"
+        if table["seconds"] is None
+        else f"about {rough_text(table['seconds'])} here; a stopped run goes on where it was",
         "disk": f"{size_text(plan.artifact_bytes)} in {table['output']}, {size_text(table['work_bytes'])} until then",
     }
 
@@ -174,6 +188,25 @@ def calibration_memory(costs: "Costs", weights_bytes: int, device: Any) -> dict[
         "added_memory_bytes": added,
         "gpu_memory_bytes": None if on_cpu else on_device,
     }
+
+
+def calibration_seconds(plan: "Plan", model: Any, device: Any) -> float | None:
+    """Forecast how long the passes of a calibration take here, most of its time; None: unknown (`pass_operations`).
+
+    Args:
+        plan: the calibration.
+        model: a transformers model, with or without memory for its weights.
+        device: that will run it.
+    """
+    from bpc_calib.bench.passes import pass_operations, pass_seconds
+
+    total = 0.0
+    for length, times in [(plan.sequence_length, plan.samples), *((each, NEED) for _, each in plan.measured)]:
+        counted = pass_operations(model, plan.model, length)
+        if counted is None:
+            return None
+        total += times * pass_seconds(counted, model.dtype, device)
+    return total
 
 
 def peak_memory() -> int | None:

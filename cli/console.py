@@ -100,6 +100,14 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{seconds / 3600:.1f} h"
 
 
+def rough_text(seconds: float) -> str:
+    """A time that is forecast, like 40 min or 3 days."""
+    for size, name in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 1.95 * size:
+            return f"{seconds / size:.0f} {name}"
+    return "a minute"
+
+
 def heads_text(kv_heads: int, query_heads: int, head_dim: int) -> str:
     """The heads of a model, like 8 KV heads of 128, 32 query heads."""
     return f"{kv_heads} KV head{'s' * (kv_heads > 1)} of {head_dim}, {query_heads} query head{'s' * (query_heads > 1)}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bpc_cli.advice import TOKENS, advise, print_advice
-from bpc_cli.calibration_report import calibration_memory
+from bpc_cli.calibration_report import calibration_memory, calibration_seconds
 from bpc_cli.command import command
 from bpc_cli.console import (
     TextTable,
@@ -19,6 +19,7 @@ from bpc_cli.console import (
     print_text_table,
     printable,
     quiet_libraries,
+    rough_text,
     size_text,
 )
 from bpc_cli.opening import OneDeviceOptions, OpenedModel, model_without_weights, open_model, pick_device, weight_bytes
@@ -167,12 +168,15 @@ def _kernels(opened: OpenedModel, dtype: Any) -> str | None:
     return unserved(query, State(query, query))
 
 
+FEW = 32  # samples, enough for a first try
+
+
 def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, Any]:
     """What a calibration with the default settings takes, as far as it can be counted."""
     from bpc_calib.calibration.forecast import costs
     from bpc_calib.calibration.plan import make_plan
 
-    plan = make_plan(opened.description)
+    plan, few = make_plan(opened.description), make_plan(opened.description, samples=FEW)
     found, held = costs(plan, weights, device), weight_bytes(weights)
     return {
         "samples": plan.samples,
@@ -181,6 +185,8 @@ def _calibration(opened: OpenedModel, weights: Any, device: Any) -> dict[str, An
         **calibration_memory(found, held, device),
         "disk_bytes": found.disk_bytes,
         "output_bytes": plan.artifact_bytes,
+        "seconds": calibration_seconds(plan, weights, device),
+        "few_samples": {"samples": few.samples, "seconds": calibration_seconds(few, weights, device)},
     }
 
 
@@ -290,6 +296,12 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any]) -> None:
         "calibration": f"{calibration['samples']} samples of {calibration['sequence_length']:,} tokens: {memory}, "
         f"{size_text(calibration['disk_bytes'])} of disk; the file takes {size_text(calibration['output_bytes'])}",
     }
+    if calibration["seconds"] is not None:
+        few = calibration["few_samples"]
+        rows["its time"] = (
+            f"about {rough_text(calibration['seconds'])} here; {rough_text(few['seconds'])} with "
+            f"--samples {few['samples']}, enough for a first try"
+        )
     print_rows(f"{printable(model['id'])} ({printable(model['model_type'])}): BPC serves it", rows)
     parts = {
         "sliding": "windows",

@@ -52,8 +52,7 @@ def serve(
     config, _ = load_config(model, trust_remote_code="--trust-remote-code" in context.args)
     check_options(Options(str(path), **asked), config)
     options = {"bpc": {"artifact": str(path)} | asked}
-    # Not vllm's own command: that of its CPU build does not start.
-    words = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    words = [sys.executable, "-m", "bpc_cli.vllm_server"]
     words += ["--model", str(DEMO_MODEL) if model == "demo" else model, "--additional-config", json.dumps(options)]
     if model == "demo" and not any(word.startswith(NAME) for word in context.args):
         words += ["--served-model-name", model]  # else clients would have to name the folder

@@ -288,6 +288,16 @@ def test_the_command_serves(artifact, tmp_path):
     )
 
 
+def test_a_mistake_in_an_option_of_vllm_is_one_line(artifact):
+    """vLLM itself would print all its options first."""
+    start = [sys.executable, "-c", "from bpc_cli.main import main; main()", "serve", "-m", "demo", "-a", str(artifact)]
+    said = subprocess.run([*start, "--budgt", "3"], capture_output=True, text=True, timeout=300)
+    assert said.returncode == 2
+    *others, last = said.stderr.splitlines()
+    assert last == "Error: vLLM: unrecognized arguments: --budgt (Possible options: --budget, --uds)"
+    assert len(others) <= 2
+
+
 RANKS = """
 import json, sys
 from vllm import LLM, SamplingParams
