@@ -173,6 +173,7 @@ _HELD_OUT: dict[str, Any] = {  # optional
 _OPTIONAL: dict[str, Any] = {
     "metadata.algorithm": {"codes": str},
     "metadata.metrics": {"residual": float, "residual_by_layer": dict, "held_out": _HELD_OUT},
+    "metadata.metrics.held_out": {"length_by_head": dict},
 }
 
 
@@ -361,15 +362,18 @@ def _check_held_out(metadata: Mapping[str, Any]) -> None:
     for key in ("samples", "keys_per_head"):
         _expect(f"{where}.{key}", held_out[key], "at least 1", held_out[key] >= 1)
     _check_residual(f"{where}.residual", held_out["residual"])
-    for key in ("residual_by_layer", "residual_by_head"):
+    by_head, kv_heads = {"residual_by_head", "length_by_head"} & held_out.keys(), metadata["model"]["kv_heads"]
+    for key in ("residual_by_layer", *sorted(by_head)):
+        _expect(f"{where}.{key}", held_out[key], "a table", isinstance(held_out[key], dict))
         _check_by_layer(f"{where}.{key}", held_out[key], metadata["layers"])
-    for name in held_out["residual_by_layer"]:
-        _check_residual(f"{where}.residual_by_layer.{name}", held_out["residual_by_layer"][name])
-        heads, kv_heads = held_out["residual_by_head"][name], metadata["model"]["kv_heads"]
-        place = f"{where}.residual_by_head.{name}"
-        _expect(place, heads, f"a list of {kv_heads} numbers", isinstance(heads, list) and len(heads) == kv_heads)
-        for head, value in enumerate(heads):
-            _check_residual(f"{place}[{head}]", value)
+        for name, found in held_out[key].items():
+            place = f"{where}.{key}.{name}"
+            if key not in by_head:
+                _check_residual(place, found)
+                continue
+            _expect(place, found, f"a list of {kv_heads} numbers", isinstance(found, list) and len(found) == kv_heads)
+            for head, value in enumerate(found):
+                _check_residual(f"{place}[{head}]", value)
 
 
 def _check_residual(where: str, value: Any) -> None:

@@ -75,6 +75,17 @@ def test_the_residual_is_that_of_the_algorithm(centred):
         assert_allclose(found[0, head], expected, rtol=1e-6)
 
 
+def test_short_keys_are_compared_with_the_length_that_calibration_saw():
+    """At early positions keys are shorter, and their codes lose as much: that is no drift."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 50, 8, generator=generator).double()
+    codebook = make_codebook(torch.randn(2, 32, 8, generator=generator).double() / 9, torch.float64)
+    own = keys.square().sum(-1).mean(-1).sqrt()[0]
+    alone = residual(codebook, keys)
+    assert_allclose(residual(codebook, keys, 3 * own), alone / 3, rtol=1e-6)
+    assert_allclose(residual(codebook, keys, own / 3), alone, rtol=1e-6)
+
+
 def test_a_cache_measures_its_newest_keys_beside_those_of_the_calibration(model, artifact, text):
     cache = generated(model, BPCCache(model.config, artifact, **EVERY), text)
     found = cache.residuals()
@@ -83,7 +94,8 @@ def test_a_cache_measures_its_newest_keys_beside_those_of_the_calibration(model,
     for index, (newest, calibrated) in found.items():
         layer = cache.layers[index]
         keys = layer.keys[:, :, range(length - NEWEST, length, 4)]
-        assert newest == pytest.approx(residual(layer.codebook, keys).mean().item(), rel=1e-6)
+        lengths = torch.tensor(artifact.metadata["metrics"]["held_out"]["length_by_head"][str(index)])
+        assert newest == pytest.approx(residual(layer.codebook, keys, lengths).mean().item(), rel=1e-6)
         kept_aside = artifact.metadata["metrics"]["held_out"]["residual_by_layer"][str(index)]
         assert calibrated == pytest.approx(kept_aside)
 

@@ -33,6 +33,9 @@ def contents(plan: Plan, sources: list[dict[str, Any]], dtype: str, fits: dict[i
             "residual": sum(by_layer.values()) / len(by_layer),
             "residual_by_layer": by_layer,
             "residual_by_head": {layer: each.tolist() for layer, each in held_out.items()},
+            "length_by_head": {
+                str(layer): found.lengths.tolist() for layer, found in fits.items() if found.lengths is not None
+            },
         }
     layers = {layer: found.layer for layer, found in fits.items()}
     metadata = {

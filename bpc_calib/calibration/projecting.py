@@ -129,6 +129,7 @@ def fit_layers(
             other = held_out[part].to(device)
             norms = _residual_norms(other, plan, found)
             made["held_out"] = _relative(norms)[..., -1]
+            made["lengths"] = norms[..., 0] / math.sqrt(other.shape[-2])
         for name, tensor in made.items():
             if tensor is not None:
                 parts[name].append(tensor.cpu())
@@ -136,9 +137,9 @@ def fit_layers(
     fits = []
     for i in range(shape[0]):
         tensors = {name: each[i] for name, each in whole.items()}
-        measured = tensors.pop("held_out", None)
+        measured = [tensors.pop(name, None) for name in ("held_out", "lengths")]
         arrays = {name: each.numpy() for name, each in tensors.items()}
-        fits.append(LayerFit(LayerProjection(**arrays, nibbles=method.nibbles), measured))
+        fits.append(LayerFit(LayerProjection(**arrays, nibbles=method.nibbles), *measured))
     return fits
 
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 # Folders, with a file per sample, group of samples, layer, and sample on which needs are measured.
 SAMPLES, MOMENTS, LAYERS, NEEDS = "samples", "moments", "layers", "needs"
 LAST = "last"  # the last sample of a running sum
-HELD_OUT = "held_out"
+HELD_OUT, LENGTHS = "held_out", "lengths"
 
 
 class DamagedError(WorkError):
@@ -53,6 +53,7 @@ class LayerFit:
 
     layer: LayerProjection
     held_out: Tensor | None  # float64 [kv_heads]: the residual after all bits on the held-out keys
+    lengths: Tensor | None  # float64 [kv_heads]: |K - mean| in the metric, the root mean square of the held-out keys
 
 
 def write_sample(folder: Path, sample: int, keys: dict[int, Tensor]) -> None:
@@ -155,8 +156,7 @@ def total_moments(folder: Path, plan: Plan, layers: list[int]) -> Tensor:
 def write_layer(folder: Path, layer: int, found: LayerFit) -> None:
     """Write one finished layer. Raises `WorkError`."""
     tensors = {name: torch.from_numpy(array) for name, array in found.layer.arrays().items()}
-    if found.held_out is not None:
-        tensors[HELD_OUT] = found.held_out
+    tensors |= {name: each for name, each in ((HELD_OUT, found.held_out), (LENGTHS, found.lengths)) if each is not None}
     write_tensors(_file(folder, LAYERS, layer), tensors)
 
 
@@ -172,9 +172,10 @@ def read_layers(folder: Path, plan: Plan) -> dict[int, LayerFit]:
 
 def _read_fit(path: Path) -> LayerFit:
     tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in read_tensors(path).items()}
-    held_out = tensors.pop(HELD_OUT, None)
+    held_out, lengths = (tensors.pop(name, None) for name in (HELD_OUT, LENGTHS))
     try:
-        return LayerFit(LayerProjection.of({name: tensor.numpy() for name, tensor in tensors.items()}), held_out)
+        layer = LayerProjection.of({name: tensor.numpy() for name, tensor in tensors.items()})
+        return LayerFit(layer, held_out, lengths)
     except (TypeError, ArtifactError) as fault:  # other names
         raise DamagedError(path) from fault
 

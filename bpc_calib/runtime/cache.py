@@ -289,6 +289,7 @@ class BPCCache(Cache):  # type: ignore[misc]
     def residuals(self) -> dict[int, tuple[float, float]]:
         """Return by layer how much of the length of the newest keys their codes leave unexplained, from 0 to about 1.
 
+        The length is at least that of the keys that calibration saw, where the artifact has it.
         The second number of each pair is what calibration saw: on the samples that it kept aside, else on the fitted
         keys. Both are means over KV heads, and the first one over sequences, of one in four of the newest 256 hashed
         tokens, padding included. Layers without codes are missing. So all are missing with online projections, of
