@@ -204,7 +204,7 @@ def bench(
     if subject.model is None and load.revision is not None:
         raise typer.BadParameter("--revision is that of a model: give --model")
     settings = measured.settings()
-    quiet_libraries(quiet=quiet, warnings=not quiet)
+    quiet_libraries(quiet=quiet)
     write = open_result_file(output, force, frozenset({"settings", "machine"}))
     from bpc_calib.bench.machine import without_folder
     from bpc_calib.bench.measure import check, run

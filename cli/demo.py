@@ -37,7 +37,7 @@ def demo(
     and randomly drawn tokens answer the same questions. No layer is dense and nothing is attended beyond the budget, so
     every answer shows what was ranked first. Needs no network; writes nothing.
     """
-    quiet_libraries(quiet=quiet, warnings=not quiet)
+    quiet_libraries(quiet=quiet)
     started = time.monotonic()
     import torch
 

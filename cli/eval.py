@@ -165,7 +165,7 @@ def eval_(
     Example: bpc eval -m MODEL -a model.safetensors --lengths 8192
     """
     tasks, harness_tasks, given = _parsed(options, calibrated=artifact is not None)
-    quiet_libraries(quiet=quiet, warnings=not quiet)
+    quiet_libraries(quiet=quiet)
     projections = None if artifact is None else load_artifact(artifact, model)
     write = open_result_file(output, force, frozenset({"settings", "rows"}))
     from bpc_calib.text.corpora import open_corpora

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import DENSE_LAYERS, MOST_DRAFTED, PRESETS, budget_text
 from bpc_calib.method.numbers import check_count, check_seed
@@ -42,7 +43,10 @@ def parse_budget(text: str) -> float | int:
     except (ArithmeticError, ValueError):
         expected = "a share of the tokens (2% or 0.02) or a number of tokens (2048)"
         raise typer.BadParameter(f"{text}: expected {expected}") from None
-    attended(1, budget)  # raises for what is out of range
+    try:
+        attended(1, budget)
+    except InputError:
+        raise typer.BadParameter(f"{text}: expected a share above 0 and up to 100 %, or at least one token") from None
     return budget
 
 

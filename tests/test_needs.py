@@ -178,21 +178,23 @@ def run(model, text_folder, tmp_path):
 
 def test_a_calibration_measures_needs_and_goes_on_where_it_was_stopped(run, tmp_path, caplog):
     expected, steps = run()
-    assert [step for step in steps if step[0] == "needs"] == [("needs", done, 6) for done in range(7)]
+    counted = [0, 3, 4, 5, 6, 9, 10, 11, 12]  # of each text the first pass, then the three layers
+    assert [step for step in steps if step[0] == "needs"] == [("needs", done, 12) for done in counted]
     assert bpc_artifacts.load(tmp_path / "made.safetensors").has_needs
-    for stop, left in ((0, 6), (4, 3), (6, 3), (None, 0)):  # a text that was not finished is measured again
+    for stop, left in ((0, 12), (9, 6), (12, 6), (None, 0)):  # a text that was not finished is measured again
         if stop is not None:
             shutil.rmtree(tmp_path / "work" / "needs", ignore_errors=True)
             with pytest.raises(KeyboardInterrupt):
                 run("work", stop=("needs", stop))
         made, steps = run("work")
         assert made == expected
-        assert [step for step in steps if step[0] == "needs"] == [("needs", done, 6) for done in range(6 - left, 7)]
+        shown = [("needs", done, 12) for done in counted if done >= 12 - left]
+        assert [step for step in steps if step[0] == "needs"] == shown
     (tmp_path / "work" / "needs" / "000001.safetensors").write_bytes(b"other")
     made, steps = run("work")
     assert made == expected
     assert "1 damaged and made again; the first: 000001.safetensors" in caplog.text
-    assert steps[-4] == ("needs", 3, 6)
+    assert steps[-5] == ("needs", 6, 12)
 
 
 def test_other_bits_have_other_needs(run, tmp_path):
@@ -201,7 +203,7 @@ def test_other_bits_have_other_needs(run, tmp_path):
     made, steps = run("work", bits=64)
     assert made == expected
     assert "keys" not in {stage for stage, *_ in steps}
-    assert ("needs", 0, 6) in steps
+    assert ("needs", 0, 12) in steps
 
 
 def test_on_which_samples_needs_are_measured():

@@ -30,13 +30,13 @@ def measure(
         tokens: int `[samples, T]`.
         artifact: the projections of all layers.
         work: the open work folder.
-        progress: see `calibrate`; it counts the layers on each sample, of all ranks.
+        progress: see `calibrate`; it counts two steps for each layer and text, of all ranks.
 
     Raises:
         ModelError: the memory is too small.
         WorkError: the weights are not those of the work folder, or the folder is damaged or cannot be written.
     """
-    plan, ranks, layers = work.plan, work.ranks, len(artifact.layers)
+    plan, ranks, steps = work.plan, work.ranks, 2 * len(artifact.layers)
     if not plan.measured:
         return artifact
     mine = [nth for nth in range(len(plan.measured)) if nth not in work.needs][ranks.rank :: ranks.count]
@@ -46,12 +46,9 @@ def measure(
     ranks.barrier("model", within=LOADING)
 
     def show(more: int = 0) -> int:
-        done = layers * len(work.needs) + ranks.add("needs", more)
-        progress("needs", done, layers * len(plan.measured))
+        done = steps * len(work.needs) + ranks.add("needs", more)
+        progress("needs", done, steps * len(plan.measured))
         return done
-
-    def tick() -> None:
-        show(1)
 
     show()
     for nth in mine:
@@ -63,7 +60,7 @@ def measure(
                 "same command goes on"
             ),
         ):
-            write_needs(work.path, nth, text_needs(model, artifact, tokens[sample, :length], tick))
+            write_needs(work.path, nth, text_needs(model, artifact, tokens[sample, :length], show))
     ranks.barrier("needs", show)
     if ranks.count > 1:
         wait_for_files(work.path, NEEDS, range(len(plan.measured)))

@@ -57,7 +57,7 @@ def joined(artifact: ProjectionArtifact, lengths: list[int], measured: list[Need
 
 @torch.inference_mode()
 def text_needs(
-    model: Any, artifact: ProjectionArtifact, tokens: Tensor, tick: Callable[[], None] = lambda: None
+    model: Any, artifact: ProjectionArtifact, tokens: Tensor, tick: Callable[[int], object] = lambda _: None
 ) -> Needs:
     """Return the needs of the KV heads of each layer on one text.
 
@@ -68,7 +68,7 @@ def text_needs(
         model: the model of the artifact.
         artifact: its projections.
         tokens: integers `[T]`, more than `TOKENS`.
-        tick: is called when a layer is finished.
+        tick: is called with the steps that were finished, of two per layer: the first pass takes as long as the others.
 
     Raises:
         ModelError: the artifact has layers that the attention interface did not see.
@@ -105,6 +105,7 @@ def text_needs(
             full = likely()
         if missing := sorted(artifact.layers.keys() - curves.keys()):
             raise ModelError(f"layers {missing} of the artifact bypass transformers' attention interface")
+        tick(len(artifact.layers))
         weight = full.exp()
         for sparse in artifact.layers:
             with replaying(blocks[:sparse], outputs):
@@ -112,7 +113,7 @@ def text_needs(
             curve = curves[sparse]  # on the CPU: some devices have no float64
             at = curve[:, GRID.index(REFERENCE)].sum().clamp(min=torch.finfo(torch.float64).tiny)
             needs[sparse] = curve * (apart.cpu().double() / at)
-            tick()
+            tick(1)
     return needs
 
 
