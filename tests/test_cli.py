@@ -782,7 +782,7 @@ def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):
     monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
     bpc("serve", "-m", model_folder, "-a", made, "--budget", "5%", "--port", 8080, "--enforce-eager")
     (words,) = started
-    assert words[1:5] == ["-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model_folder)]
+    assert words[1:5] == ["-m", "bpc_cli.vllm_server", "--model", str(model_folder)]
     assert words[7] == "--gpu-memory-utilization"  # of the main memory: half of what is free
     assert 0 < float(words[8]) <= 0.5
     assert words[9:] == ["--port", "8080", "--enforce-eager"]
