@@ -46,6 +46,7 @@ CHEAP = {
     "bpc_calib.bench.settings",
     "bpc_calib.calibration.numbers",
     "bpc_calib.calibration.projection_method",
+    "bpc_calib.errors",
     "bpc_calib.evaluation.methods",
     "bpc_calib.evaluation.settings",
     "bpc_calib.evaluation.tasks",
