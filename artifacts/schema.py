@@ -362,18 +362,23 @@ def _check_held_out(metadata: Mapping[str, Any]) -> None:
     for key in ("samples", "keys_per_head"):
         _expect(f"{where}.{key}", held_out[key], "at least 1", held_out[key] >= 1)
     _check_residual(f"{where}.residual", held_out["residual"])
-    by_head, kv_heads = {"residual_by_head", "length_by_head"} & held_out.keys(), metadata["model"]["kv_heads"]
-    for key in ("residual_by_layer", *sorted(by_head)):
-        _expect(f"{where}.{key}", held_out[key], "a table", isinstance(held_out[key], dict))
-        _check_by_layer(f"{where}.{key}", held_out[key], metadata["layers"])
-        for name, found in held_out[key].items():
-            place = f"{where}.{key}.{name}"
-            if key not in by_head:
-                _check_residual(place, found)
-                continue
-            _expect(place, found, f"a list of {kv_heads} numbers", isinstance(found, list) and len(found) == kv_heads)
-            for head, value in enumerate(found):
-                _check_residual(f"{place}[{head}]", value)
+    _check_by_layer(f"{where}.residual_by_layer", held_out["residual_by_layer"], metadata["layers"])
+    for name, found in held_out["residual_by_layer"].items():
+        _check_residual(f"{where}.residual_by_layer.{name}", found)
+    _check_by_head(f"{where}.residual_by_head", held_out["residual_by_head"], metadata)
+    if "length_by_head" in held_out:
+        _expect(f"{where}.length_by_head", lengths := held_out["length_by_head"], "a table", isinstance(lengths, dict))
+        _check_by_head(f"{where}.length_by_head", lengths, metadata)
+
+
+def _check_by_head(where: str, table: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    kv_heads = metadata["model"]["kv_heads"]
+    _check_by_layer(where, table, metadata["layers"])
+    for name, heads in table.items():
+        place = f"{where}.{name}"
+        _expect(place, heads, f"a list of {kv_heads} numbers", isinstance(heads, list) and len(heads) == kv_heads)
+        for head, value in enumerate(heads):
+            _check_residual(f"{place}[{head}]", value)
 
 
 def _check_residual(where: str, value: Any) -> None:

@@ -230,6 +230,16 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(run, tmp_path):
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["thesis.txt"]
 
 
+def test_a_layer_of_a_version_that_kept_no_lengths_is_fitted_again(run, tmp_path, caplog):
+    expected = run()[0]
+    file = min((tmp_path / "work" / "layers").iterdir())
+    tensors = read_tensors(file)
+    del tensors["lengths"]
+    write_tensors(file, tensors)
+    assert run()[0] == expected
+    assert f"1 damaged and made again; the first: {file.name}" in caplog.text
+
+
 def test_a_second_run_in_the_same_folder_is_refused(run):
     def second(stage, done):
         if (stage, done) == ("keys", 2):

@@ -173,6 +173,8 @@ def read_layers(folder: Path, plan: Plan) -> dict[int, LayerFit]:
 def _read_fit(path: Path) -> LayerFit:
     tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in read_tensors(path).items()}
     held_out, lengths = (tensors.pop(name, None) for name in (HELD_OUT, LENGTHS))
+    if (held_out is None) != (lengths is None):  # of a version that did not keep the lengths
+        raise DamagedError(path)
     try:
         layer = LayerProjection.of({name: tensor.numpy() for name, tensor in tensors.items()})
         return LayerFit(layer, held_out, lengths)
