@@ -298,8 +298,8 @@ def _print_model(model: dict[str, Any], machine: dict[str, Any]) -> None:
     }
     if calibration["seconds"] is not None:
         few = calibration["few_samples"]
-        rows["its time"] = (
-            f"about {rough_text(calibration['seconds'])} here; {rough_text(few['seconds'])} with "
+        rows["time"] = (
+            f"calibrating takes about {rough_text(calibration['seconds'])} here; {rough_text(few['seconds'])} with "
             f"--samples {few['samples']}, enough for a first try"
         )
     print_rows(f"{printable(model['id'])} ({printable(model['model_type'])}): BPC serves it", rows)

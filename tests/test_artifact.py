@@ -464,6 +464,9 @@ def test_residuals_of_held_out_samples_are_kept_and_checked(path):
         (held_out(residual_by_layer={"0": 0.5}), f"{where}.residual_by_layer: expected the layers ['0', '2'], found"),
         (held_out(residual_by_layer={"0": 0.5, "2": None}), f"{where}.residual_by_layer.2: expected a finite number"),
         (held_out(residual_by_head={"0": [0.5], "2": [0.5] * 2}), f"{where}.residual_by_head.0: expected a list of 2"),
+        (held_out(length_by_head=[3]), f"{where}.length_by_head: expected a table"),
+        (held_out(length_by_head={"0": [3.0]}), f"{where}.length_by_head: expected the layers"),
+        (held_out(length_by_head={"0": [3.0], "2": [3.0] * 2}), f"{where}.length_by_head.0: expected a list of 2"),
         (held_out(residual_by_head={"0": [0.5] * 2, "2": [0.5, "x"]}), f"{where}.residual_by_head.2[1]: expected a"),
     ):
         with pytest.raises(ArtifactError, match=re.escape(message)):
