@@ -45,8 +45,8 @@ def parse_budget(text: str) -> float | int:
         raise typer.BadParameter(f"{text}: expected {expected}") from None
     try:
         attended(1, budget)
-    except InputError:
-        raise typer.BadParameter(f"{text}: expected a share above 0 and up to 100 %, or at least one token") from None
+    except InputError as error:
+        raise typer.BadParameter(f"{text}: {error}") from None
     return budget
 
 
