@@ -54,9 +54,7 @@ def encode_nibbles(keys: Tensor, vectors: Tensor, in_metric: Tensor) -> Tensor:
     for stage, stage_in_metric in zip(vectors.split(16), in_metric.split(16), strict=True):
         change = (stage * stage_in_metric).sum(-1) - 2 * left @ stage_in_metric.T
         candidates = (cost.unsqueeze(-1) + change).flatten(1)
-        order = torch.tensor(
-            [sorted(range(len(row)), key=lambda i: rank(row[i], i))[:4] for row in candidates.tolist()]
-        )
+        order = torch.from_numpy(ranks(candidates).argsort(-1, kind="stable")[:, :4])  # of equal ones the first
         old, new = order // 16, order % 16
         cost = candidates.gather(1, order)
         left = torch.stack([rows[own] for rows, own in zip(left, old, strict=True)]) - stage[new]
@@ -65,10 +63,10 @@ def encode_nibbles(keys: Tensor, vectors: Tensor, in_metric: Tensor) -> Tensor:
     return taken[:, 0].double()
 
 
-def rank(cost: float, place: int) -> tuple[int, int]:
-    """Return what sorts candidates: a cost in float32 as an ordered integer without its 6 lowest bits, the place."""
-    bits = int(np.float32(cost).view(np.int32))
-    return (bits if bits >= 0 else bits ^ 0x7FFFFFFF) >> 6, place
+def ranks(costs: Tensor) -> np.ndarray:
+    """Return what sorts candidates: their costs in float32 as ordered integers without their 6 lowest bits."""
+    bits = costs.float().numpy().view(np.int32)
+    return np.where(bits >= 0, bits, bits ^ 0x7FFFFFFF) >> 6
 
 
 def gain(key: Tensor, approximation: Tensor, in_metric: Tensor | None = None) -> int:

@@ -104,8 +104,9 @@ def copies(size: int, device: torch.device) -> list[float]:
     return [2 * source.nbytes / clock(copy, device) for _ in range(REPEATS)]
 
 
+@functools.cache  # seconds of work, and a machine does not change
 def bandwidth(device: torch.device) -> dict[str, Any]:
-    """Measure the memory bandwidth for the byte floors: the faster of a streaming read and a copy.
+    """Measure the memory bandwidth for the byte floors, once per process: the faster of a streaming read and a copy.
 
     Returns:
         `bytes_per_second`, its `spread` (minimum and maximum of the repeats), `by` (the faster of the two), and
