@@ -121,7 +121,7 @@ def compared_text(
         if not rows:
             speeds |= {"full": full.speed, "bpc": made(budget).speed, "adaptive": made(budget, draft=None).speed}
         about = {"tokens": ids.shape[1], "new": new, "budget": budget, "same": same(fixed, full)}
-        counts = {"checked": found.checked, "right": found.agreed, "kl": found.divergence}
+        counts = {"checked": found.checked, "right": found.agreed, "kl": found.divergence, "ties": found.ties}
         rows.append(about | counts | {"tokens_per_second": speeds})
     return rows
 

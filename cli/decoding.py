@@ -195,18 +195,21 @@ def agreement(decoder: Decoder, cache: Any) -> dict[str, Any]:
         return {}
     found = cache.agreement
     counts = {"checked": found.checked, "agreed": found.agreed, "kl": found.divergence, "fell_back": found.fell_back}
+    counts |= {"ties": found.ties}
     return {"agreement": counts, "kv_bytes_share": None, "kv_bytes_parts": None}
 
 
 def agreement_line(run: dict[str, Any]) -> str:
     """What `agreement` found."""
     found = run["agreement"]
-    if not found["checked"]:
-        return "No token was drafted or checked"
-    line = (
-        f"{found['agreed']:,} of {found['checked']:,} checked tokens were full attention's "
-        f"({found['agreed'] / found['checked']:.1%}), KL divergence {found['kl']:.4f}"
-    )
+    line = "No token was drafted or checked"
+    if found["checked"]:
+        line = (
+            f"{found['agreed']:,} of {found['checked']:,} checked tokens were full attention's "
+            f"({found['agreed'] / found['checked']:.1%}), KL divergence {found['kl']:.4f}"
+        )
+    if found["ties"]:
+        line += f"; near ties: {found['ties']:,} (other kernels may decide them otherwise)"
     return line if found["fell_back"] is None else f"{line}; full attention alone from token {found['fell_back']:,} on"
 
 

@@ -310,6 +310,21 @@ def test_returned_scores_are_those_of_full_attention():
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
 
 
+def test_ties_within_rounding_are_counted():
+    found = Agreement()
+    found.add_ties(torch.tensor([[16, 15.75, 0], [0, -16, -16.5], [15, 15.5, 16], [1, 0.99, 0]]).bfloat16())
+    assert found.ties == 2  # 2 spacings of 2^-7 times the best: 0.25 of 16, 0.016 of 1
+    found.add_ties(torch.tensor([[16, 15.75, 0], [16, 16 - 2e-6, 0]]))
+    assert found.ties == 3
+
+    model, inputs = enabled(), prompt(40, 29)
+    first = model.lm_head.weight.data
+    first[1::2] = first[::2]  # tokens in pairs
+    cache = BPCCache(model.config, **FEW)
+    text = generate(model, inputs, cache, exact_decoding, draft=4, **GREEDY)
+    assert cache.agreement.ties == 2 * (text.shape[1] - 40 - 1)  # all but those after the prompt
+
+
 def test_a_fallback_ends_the_drafts():
     model, inputs = enabled(), prompt(40)
     cache, said = BPCCache(model.config, **FEW), []

@@ -9,6 +9,7 @@ from torch import Tensor
 __all__ = ["RECENT", "Agreement"]
 
 RECENT = 64  # checks of which a fallback counts the share that agreed
+ROUNDING = 2  # spacings of the logits' dtype by which passes over one and over several tokens were seen to differ
 
 
 @dataclass
@@ -18,6 +19,7 @@ class Agreement:
     checked: int = 0
     agreed: int = 0
     divergences: float = 0.0  # sum over the checks, in nats
+    ties: int = 0  # tokens of an exact text whose two best logits are within rounding: other kernels may swap them
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))
     fell_back: int | None = None  # tokens of the prompt and the text when a text went on with full attention
 
@@ -43,6 +45,11 @@ class Agreement:
         self.agreed += int(agrees.sum())
         self.divergences += float(torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum"))
         self.recent.extend(agrees.tolist())
+
+    def add_ties(self, logits: Tensor) -> None:
+        """Count the ties among full attention's logits `[B, vocab]`."""
+        best, second = logits.topk(2).values.double().unbind(-1)
+        self.ties += int((best - second <= ROUNDING * torch.finfo(logits.dtype).eps * best.abs()).sum())
 
     def is_below(self, share: float) -> bool:
         """Whether fewer than this share of the last `RECENT` checks agreed; not before there were as many."""

@@ -117,6 +117,7 @@ class _Exact:
         if logits is None:
             logits = self._round(ids, inputs.get("attention_mask"), inputs.get("position_ids"))
         self.length += 1
+        self.cache.agreement.add_ties(logits[~self.chosen.ended.to(logits.device)])
         return CausalLMOutputWithPast(logits=logits.unsqueeze(1), **with_cache(self.cache))
 
     def _ahead(self, ids: Tensor) -> Tensor | None:
