@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bpc_calib import CorpusError, ModelError
 from bpc_calib.text.corpora import open_corpus
-from bpc_calib.text.samples import draw_samples, pack, pieces
+from bpc_calib.text.samples import draw_corpus, draw_samples, pack, pieces, spread
 
 BOS, EOS, PAD = 257, 258, 256
 
@@ -76,6 +76,19 @@ def test_few_samples_come_from_many_documents():
     books = [f"{chr(97 + i)}" * 10_000 for i in range(20)]
     found = list(pack(pieces(books, 60, random.Random(0), mix=40), tiny.tokenizer(bos=False), 50))[:15]
     assert len({token for sample in found for token in sample} - {EOS}) >= 12  # 750 characters in pieces of 60
+
+
+def test_a_text_of_several_samples_fills_one_before_others_do(tmp_path):
+    texts, tokenizer = ["a" * 250, "b" * 199, "c" * 640, ""], tiny.tokenizer(bos=False)
+    found = list(spread(texts, tokenizer, 100, random.Random(0)))
+    assert found[:4] == ["a" * 126, "b" * 199, "c" * 107, ""]
+    assert sorted(found[4:]) == ["a" * 124, "c" * 105, *["c" * 107] * 4]
+
+    letters = "".join(chr(97 + i) * 600 for i in range(20))  # a token each, so a piece of 600 fills six samples
+    (tmp_path / "book.txt").write_text(letters)
+    corpus = open_corpus(str(tmp_path / "book.txt"))
+    samples = draw_corpus(corpus, tokenizer, samples=6, sequence_length=100, seed=0)
+    assert len(set(samples.flatten().tolist()) - {EOS}) == 6
 
 
 def draw(folder, samples=9, length=50, seed=0, vocab=tiny.VOCAB, corpora=3):

@@ -15,6 +15,7 @@ from bpc_calib.text.known_corpora import Corpus
 
 __all__ = [
     "beginning", "check_vocabulary", "draw_corpus", "draw_samples", "pack", "pieces", "samples_by_corpus", "source",
+    "spread",
 ]  # fmt: skip
 
 CHARACTERS_PER_TOKEN = 6  # higher than in real text, so that most pieces fill a sample
@@ -89,6 +90,7 @@ def draw_corpus(
     """
     rng = random.Random(f"{seed}/text/{corpus.name}")
     texts = pieces(documents(corpus, rng), sequence_length * CHARACTERS_PER_TOKEN, rng, mix=2 * samples)
+    texts = spread(texts, tokenizer, sequence_length, rng)
     taken: list[Tensor] = []
     for sample in islice(pack(texts, tokenizer, sequence_length), samples):
         taken.append(torch.tensor(sample, dtype=torch.int32))
@@ -151,6 +153,22 @@ def pieces(texts: Iterable[str], length: int, rng: random.Random, *, mix: int) -
     for rest in (waiting, spare):
         rng.shuffle(rest)
         yield from rest
+
+
+def spread(texts: Iterable[str], tokenizer: Any, length: int, rng: random.Random) -> Iterator[str]:
+    """Yield texts, but of one that would fill several samples of `length` tokens first a part that fills one.
+
+    The other parts come last. A table of contents and Chinese have few characters per token: without this, a few
+    samples would all come from one such piece.
+    """
+    later: list[str] = []
+    for text in texts:
+        tokens = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        size = len(text) // max(1, tokens // length) + 1
+        yield text[:size]
+        later += [text[start : start + size] for start in range(size, len(text), size)]
+    rng.shuffle(later)
+    yield from later
 
 
 def beginning(tokenizer: Any) -> list[int]:
