@@ -194,9 +194,8 @@ def agreement(decoder: Decoder, cache: Any) -> dict[str, Any]:
     if not decoder.verifying:
         return {}
     found = cache.agreement
-    counts = {"checked": found.checked, "agreed": found.agreed, "kl": found.divergence, "fell_back": found.fell_back}
-    counts |= {"ties": found.ties}
-    return {"agreement": counts, "kv_bytes_share": None, "kv_bytes_parts": None}
+    counts = {"checked": found.checked, "agreed": found.agreed, "kl": found.divergence, "ties": found.ties}
+    return {"agreement": counts | {"fell_back": found.fell_back}, "kv_bytes_share": None, "kv_bytes_parts": None}
 
 
 def agreement_line(run: dict[str, Any]) -> str:
