@@ -318,8 +318,8 @@ def test_ties_within_rounding_are_counted():
     assert found.ties == 3
 
     model, inputs = enabled(), prompt(40, 29)
-    first = model.lm_head.weight.data
-    first[1::2] = first[::2]  # tokens in pairs
+    rows = model.lm_head.weight.data
+    rows[1::2] = rows[::2]  # tokens in pairs
     cache = BPCCache(model.config, **FEW)
     text = generate(model, inputs, cache, exact_decoding, draft=4, **GREEDY)
     assert cache.agreement.ties == 2 * (text.shape[1] - 40 - 1)  # all but those after the prompt
