@@ -21,6 +21,7 @@ __all__ = [
     "NEWEST",
     "WHOLE",
     "attention_name",
+    "attention_with_sums",
     "cache_name",
     "can_set_attention",
     "compile_program",
@@ -156,6 +157,19 @@ def copied_heads(kv_heads: int) -> str:
     ALL_PARALLEL_STYLES.register(WHOLE, TensorParallelLayer())
     ALL_PARALLEL_STYLES.register(name, CopiedHeads())
     return name
+
+
+def attention_with_sums(query: Any, keys: Any, values: Any, scaling: float) -> tuple[Any, Any]:
+    """Return attention on a CPU `[B, H, M, D]`, and float32 `[B, H, M]` that torch's public function leaves out.
+
+    Those are the logarithms of the sums of the exponentials of the logits, which put attention to parts together.
+    """
+    import torch
+
+    with _needed("torch", "attend to parts of the keys on a CPU"):
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    found: tuple[Any, Any] = attend(query, keys, values, scale=scaling)
+    return found
 
 
 def set_torch_threads(count: int) -> None:

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from bpc_calib.backends.cpu.dense_pass import dense_pass, parts_of
 from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.native import (
     ATTEND,
-    DENSE,
     ELEMENTS,
     HASH,
     PROJECT,
@@ -26,6 +26,7 @@ from bpc_calib.backends.cpu.native import (
     run,
 )
 from bpc_calib.backends.limits import tight, unserved
+from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded, joined
 from bpc_calib.method.encoding import products
@@ -111,19 +112,14 @@ def sparse_decode(
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
     """`bpc_calib.method.step.dense_decode`: of one token, attention over a list of every token."""
+    parts = 1 if new == 1 or rows.valid is not None else parts_of(state.keys, rows.longest - new)
+    if new > 1 and parts == 1:
+        return step.dense_decode(query, state, rows, scaling, new=new)
     check(query, None, state, rows, new if new > 1 else 0)
-    if new == 1:
-        every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, query.shape[1], -1)
-        return attend(query, state, rows, every, scaling)
-    call = Call(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling)
-    _place_keys(call, state)
-    query, *kept = _ask(call, query, rows, state)
-    out = torch.empty(query.shape, dtype=torch.float32)
-    call.stages, call.newest, call.out = DENSE, new, out.data_ptr()
-    if query.numel():
-        run(call)
-    del kept
-    return out.to(query.dtype)
+    if new > 1:
+        return dense_pass(query, state, rows, query.shape[-1] ** -0.5 if scaling is None else scaling, new, parts)
+    every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, query.shape[1], -1)
+    return attend(query, state, rows, every, scaling)
 
 
 def rank(

@@ -12,10 +12,10 @@ from torch import Tensor
 from bpc_calib.errors import first_line
 
 __all__ = [
-    "ATTEND", "DENSE", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
+    "ATTEND", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
 ]  # fmt: skip
 
-HASH, PROJECT, SCORE, SELECT, ATTEND, DENSE = 1, 2, 4, 8, 16, 32  # stages of a call
+HASH, PROJECT, SCORE, SELECT, ATTEND = 1, 2, 4, 8, 16  # stages of a call
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST_THREADS = 256
 
@@ -62,7 +62,7 @@ def run(call: Call) -> bool:
 
 
 def isa() -> str:
-    """The instruction set that serves on this machine: "avx512_bf16", "avx512", "avx2" or "base"."""
+    """The instruction set that serves on this machine: "avx512", "avx2" or "base"."""
     return str(library().bpc_isa().decode())
 
 

@@ -212,8 +212,8 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
     return beyond;
 }
 
-// float32 `[heads, dim]` of a row from its parts, whose sums lie `stride` apart; 0 where nothing was attended.
-static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, i64 stride, float *out) {
+// float32 `[heads, dim]` of a row from its parts; 0 where nothing was attended.
+static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, float *out) {
     for (i64 g = 0; g < heads; g++, out += dim) {
         float largest = -INFINITY, total = 0;
         for (i64 i = 0; i < parts; i++) largest = some[i].most[g] > largest ? some[i].most[g] : largest;
@@ -222,7 +222,7 @@ static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, i64 st
             if (some[i].total[g] == 0) continue;
             float down = __builtin_expf(some[i].most[g] - largest);
             total += down * some[i].total[g];
-            for (i64 d = 0; d < dim; d++) out[d] += down * some[i].sums[g * stride + d];
+            for (i64 d = 0; d < dim; d++) out[d] += down * some[i].sums[g * dim + d];
         }
         if (total != 0)
             for (i64 d = 0; d < dim; d++) out[d] /= total;

@@ -26,7 +26,6 @@
     F(worst) F(worst_count)         /* int32 [rows, worst_count] */ \
     F(ks) F(ks_b) F(ks_h) F(k)      /* int64; `k` where it is not given */ \
     F(width)                        /* of the lists */ \
-    F(newest)                       /* tokens of a sequence whose queries are dense, one after the other per head */ \
     F(gained)                       /* whether scores count the gain */ \
     F(group)                        /* 0: relative, 1: max */ \
     F(recent) F(sink) F(numerator) F(denominator) \
@@ -47,7 +46,7 @@
 
 namespace bpc {
 
-enum Stages { HASH = 1, PROJECT = 2, SCORE = 4, SELECT = 8, ATTEND = 16, DENSE = 32 };
+enum Stages { HASH = 1, PROJECT = 2, SCORE = 4, SELECT = 8, ATTEND = 16 };
 
 struct Call {
 #define BPC_FIELD(name) int64_t name;

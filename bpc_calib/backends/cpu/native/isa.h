@@ -13,8 +13,6 @@
 #include "fetch.h"
 #include "attend.h"
 #include "step.h"
-#include "dense.h"
-#include "pairs.h"
 #include "fit.h"
 
 namespace BPC_ISA {

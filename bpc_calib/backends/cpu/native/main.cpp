@@ -83,11 +83,8 @@ const bpc::Kernels &chosen() {
                     all(features, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) &&
                     all(more, bit_AVX2 | bit_BMI | bit_BMI2) && all(extended, bit_LZCNT) && saved(0x06);
     bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) && saved(0xE6);
-    constexpr unsigned bit_bf16 = 1 << 5;  // old compilers have no name for it
-    bool has_bf16 = has_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && all(a, bit_bf16);
-    std::string_view wanted = most && *most ? most : "avx512_bf16";
-    if (has_bf16 && wanted == "avx512_bf16") return name = "avx512_bf16", avx512::kernels;
-    if (has_avx512 && wanted.substr(0, 6) == "avx512") return name = "avx512", avx512::kernels;
+    std::string_view wanted = most && *most ? most : "avx512";
+    if (has_avx512 && wanted == "avx512") return name = "avx512", avx512::kernels;
     if (has_avx2 && wanted != "base") return name = "avx2", avx2::kernels;
 #endif
     return base::kernels;
@@ -115,8 +112,6 @@ char *memory(int64_t bytes) {
 
 }  // namespace
 
-const bool bpc::has_pairs = std::string_view(name) == "avx512_bf16";
-
 #if defined(_WIN32)
 #define EXPORT extern "C" __declspec(dllexport)
 #else
@@ -129,7 +124,7 @@ EXPORT const char *bpc_fields() {
     return BPC_NUMBERS(BPC_NAME);
 }
 
-// The instruction set that serves: "avx512_bf16", "avx512", "avx2" or "base".
+// The instruction set that serves: "avx512", "avx2" or "base".
 EXPORT const char *bpc_isa() { return name; }
 
 // Makes `parallel` use the threads of this OpenMP; without a call there is one thread.

@@ -17,9 +17,6 @@
 #else
 #define BPC_BYTES 16  // SSE2, NEON
 #endif
-#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
-#define BPC_PAIRS  // the compiler knows products of pairs of bfloat16; a processor may not
-#endif
 #define INLINE static inline __attribute__((always_inline))
 
 namespace BPC_ISA {

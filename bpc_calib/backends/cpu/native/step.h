@@ -143,7 +143,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
                 }
                 if (attends) {
                     beyond[slot] |= attend_part<E>(call, row, list, 0, count, part);
-                    put_together(&part, 1, call.heads, call.dim, call.dim, out + row * call.heads * call.dim);
+                    put_together(&part, 1, call.heads, call.dim, out + row * call.heads * call.dim);
                 }
             }
         });
@@ -188,17 +188,13 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
         });
         bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
             float *to = out + row * call.heads * call.dim;
-            put_together(some + row * plan.shares, plan.shares, call.heads, call.dim, call.dim, to);
+            put_together(some + row * plan.shares, plan.shares, call.heads, call.dim, to);
         });
     }
     delete[] rooms;
     delete[] some;
     return beyond;
 }
-
-// After `dense.h`, which takes what this file has.
-template <Element E>
-static void dense_of(const bpc::Call &call, char *(*memory)(i64));
 
 template <Element E>
 static bool step_of(const bpc::Call &call, char *(*memory)(i64)) {
@@ -209,7 +205,6 @@ static bool step_of(const bpc::Call &call, char *(*memory)(i64)) {
         bpc::parallel(threads, rows, [&](i64 row) { hash_row<E>(call, row); });
     }
     if (call.stages == bpc::HASH) return false;
-    if (call.stages == bpc::DENSE) return dense_of<E>(call, memory), false;
     Plan plan = plan_of(call);
     Bytes room{nullptr}, part{nullptr};
     room_from(room, call, plan);

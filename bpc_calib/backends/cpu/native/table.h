@@ -4,8 +4,6 @@
 
 namespace bpc {
 
-extern const bool has_pairs;  // whether the processor multiplies pairs of bfloat16
-
 using Memory = char *(*)(int64_t bytes);
 
 struct Kernels {
