@@ -462,3 +462,21 @@ def test_the_length_of_drafts():
     for _ in range(64):
         pace.saw(0, 0.0, 1.0)
     assert pace.choose(100) == 4  # tries again
+
+
+def test_a_slow_first_step_decides_only_for_a_while():
+    """The first draft hashes the prompt, and the first steps of a run are slow: both are measured again soon."""
+    pace = Pace()
+    pace.saw(0, 0.0, 9.0)  # makes drafts look better than they are
+    pace.saw(4, 40.0, 1.2)
+    assert pace.choose(8) == 0
+    for _ in range(4):
+        assert pace.choose(8) == 0
+        pace.saw(0, 0.0, 1.0)
+    assert pace.choose(8) == 4
+    rounds = 0
+    while (count := pace.choose(4)) and rounds < 100:
+        assert count == 4
+        pace.saw(4, 0.4, 1.2)
+        rounds += 1
+    assert rounds == 64  # then a step of full attention shows whether drafts still pay

@@ -1,14 +1,15 @@
 """How many tokens to draft before one pass of full attention verifies them: as many as make the speed largest."""
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from bpc_calib.method.defaults import MOST_DRAFTED
 
 __all__ = ["Pace", "rounds_tokens"]
 
 FIRST = 4  # tokens of a draft before anything is known
-PROBE = 64  # plain steps after which a draft is tried again
-NEW = 0.2  # weight of a new measurement
+PROBE = 64  # most plain steps, or rounds with drafts, before the other kind is tried again
+KEPT = 5  # measurements; the shortest counts, as other processes make steps only longer
 FORGET = 0.98  # weight of earlier drafted tokens for each new one
 
 
@@ -18,43 +19,60 @@ def rounds_tokens(acceptance: float, count: int) -> float:
 
 
 @dataclass
+class _Kind:
+    """The newest seconds of one kind of step, and how often it was measured."""
+
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    measured: int = 0
+    waits: int = 0  # steps of the other kind since
+
+    def saw(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.measured, self.waits = self.measured + 1, 0
+
+    def is_due(self) -> bool:
+        """Whether it should be measured again; soon at first, since the first steps of a run are often slow."""
+        return self.waits >= min(PROBE, 2 << self.measured)
+
+
+@dataclass
 class Pace:
-    """What was measured so far, in seconds, and what it says."""
+    """What was measured so far, and what it says."""
 
     right: float = 0.8 * FIRST  # drafted tokens that were right, the newest count most
     offered: float = 1.0 * FIRST
-    dense: float | None = None  # a pass of full attention over one token
-    sparse: float | None = None  # a sparse step
-    more: float = 0.0  # what each drafted token adds to a pass of full attention
-    plain: int = 0  # plain steps since the last draft
+    dense: _Kind = field(default_factory=_Kind)  # a pass of full attention over one token
+    sparse: _Kind = field(default_factory=_Kind)  # a sparse step
+    more: _Kind = field(default_factory=_Kind)  # what each drafted token adds to a pass of full attention
 
     def choose(self, limit: int) -> int:
-        """Return how many tokens to draft, at most `limit`; 0: drafts do not pay, or a plain step was not measured."""
+        """Return how many tokens to draft, at most `limit`; 0: drafts do not pay, or a plain step is to be measured."""
         limit = min(limit, MOST_DRAFTED)
-        if self.dense is None:
+        if not self.dense.measured:
             return 0
-        if self.sparse is None or self.plain >= PROBE:
+        if not self.sparse.measured:
             return min(FIRST, limit)
-        rate, sparse, dense = self.right / self.offered, self.sparse, self.dense
+        rate = self.right / self.offered
+        dense, sparse, more = (min(kind.seconds) for kind in (self.dense, self.sparse, self.more))
 
         def speed(count: int) -> float:
-            seconds = dense + count * (sparse + self.more)
-            return rounds_tokens(rate, count) / seconds
+            return rounds_tokens(rate, count) / (dense + count * (sparse + more))
 
-        return max(range(limit + 1), key=speed)
+        best = max(range(limit + 1), key=speed)
+        if best:
+            return 0 if self.dense.is_due() else best
+        return min(FIRST, limit) if self.sparse.is_due() else 0
 
     def saw(self, count: int, drafting: float, verifying: float) -> None:
         """Take the seconds of drafting `count` tokens, maybe none, and of the pass of full attention behind them."""
-        if not count or self.dense is None:
-            self.dense, self.plain = _mixed(self.dense, verifying), self.plain + 1
+        if not count or not self.dense.measured:
+            self.dense.saw(verifying)
+            self.sparse.waits += 1
             return
-        self.sparse, self.plain = _mixed(self.sparse, drafting / count), 0
-        self.more = max(0.0, _mixed(self.more or None, (verifying - self.dense) / count))
+        self.sparse.saw(drafting / count)
+        self.more.saw(max(0.0, (verifying - min(self.dense.seconds)) / count))
+        self.dense.waits += 1
 
     def saw_token(self, right: bool) -> None:
         """Take whether a drafted token was right."""
         self.right, self.offered = FORGET * self.right + right, FORGET * self.offered + 1
-
-
-def _mixed(before: float | None, new: float) -> float:
-    return new if before is None else (1 - NEW) * before + NEW * new
