@@ -155,8 +155,10 @@ def exact(subject: Subject, settings: Settings) -> list[Row]:
     from exact_texts import compared_text
 
     from bpc_artifacts import load
+    from bpc_calib import compile_layers
 
     (model, tokenizer), artifact, new, rows = opened(subject), load(subject.artifact("bpc")), settings["new"], []
+    compile_layers(model)  # as `bpc generate` does
     for spec in subject.corpora("held-out"):
         corpus = spec.partition("=")[0]
         for ids in prompts(tokenizer, spec, [length - new for length in subject.lengths[:2]]):
