@@ -3,6 +3,8 @@
 torch's own kernel reads the keys once for all queries of a KV head, but gives each head to one thread.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,13 @@ from bpc_calib.method.state import Rows, State
 
 __all__ = ["dense_pass", "parts_of"]
 
-LEAST = 1024  # tokens that are worth a thread
+LEAST = 2048  # tokens that are worth a thread
 
 
 def parts_of(keys: Tensor, tokens: int) -> int:
-    """Return into how many parts to cut so many tokens of keys `[B, H_KV, N, D]`; 1: all threads have a head."""
-    batch, kv_heads = keys.shape[:2]
-    return 1 if batch > 1 else max(1, min(-(-torch.get_num_threads() // kv_heads), tokens // LEAST))
+    """Return into how many parts to cut so many tokens of keys `[B, H_KV, N, D]`, so that all threads have as many."""
+    (batch, kv_heads), threads = keys.shape[:2], torch.get_num_threads()
+    return 1 if batch > 1 else max(1, min(threads // math.gcd(threads, kv_heads), tokens // LEAST))
 
 
 def dense_pass(query: Tensor, state: State, rows: Rows, scaling: float, new: int, parts: int) -> Tensor:
