@@ -215,7 +215,7 @@ def exact(results: Results) -> Lines:
     for model, found in models(results, "exact").items():
         for row in found["rows"]:
             right = f"{percent(row['right'] / row['checked'])} % of {row['checked']}"
-            taken = {} if "disturbed" in row else dict(row["tokens_per_second"])
+            taken = dict(row["tokens_per_second"])
             if "bpc" in taken:  # a sparse step and a quarter of a dense one for each token
                 taken["expected"] = 1 / (1 / taken["bpc"] + 1 / taken["full"] / 4)
             names = "full", "bpc", "exact", "expected", "adaptive"
