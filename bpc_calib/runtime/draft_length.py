@@ -8,7 +8,6 @@ from bpc_calib.method.defaults import MOST_DRAFTED
 __all__ = ["Pace", "rounds_tokens"]
 
 FIRST = 4  # tokens of a draft before anything is known
-PROBE = 64  # most plain steps, or rounds with drafts, before the other kind is tried again
 KEPT = 5  # measurements; the shortest counts, as other processes make steps only longer
 FORGET = 0.98  # weight of earlier drafted tokens for each new one
 
@@ -20,19 +19,18 @@ def rounds_tokens(acceptance: float, count: int) -> float:
 
 @dataclass
 class _Kind:
-    """The newest seconds of one kind of step, and how often it was measured."""
+    """The newest seconds of one kind of step."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    measured: int = 0
     waits: int = 0  # steps of the other kind since
 
     def saw(self, seconds: float) -> None:
         self.seconds.append(seconds)
-        self.measured, self.waits = self.measured + 1, 0
+        self.waits = 0
 
     def is_due(self) -> bool:
-        """Whether it should be measured again; soon at first, since the first steps of a run are often slow."""
-        return self.waits >= min(PROBE, 2 << self.measured)
+        """Whether to measure it again: after 4 steps of the other kind, as first ones may be slow; later 64."""
+        return self.waits >= 2 << len(self.seconds)
 
 
 @dataclass
@@ -48,9 +46,9 @@ class Pace:
     def choose(self, limit: int) -> int:
         """Return how many tokens to draft, at most `limit`; 0: drafts do not pay, or a plain step is to be measured."""
         limit = min(limit, MOST_DRAFTED)
-        if not self.dense.measured:
+        if not self.dense.seconds:
             return 0
-        if not self.sparse.measured:
+        if not self.sparse.seconds:
             return min(FIRST, limit)
         rate = self.right / self.offered
         dense, sparse, more = (min(kind.seconds) for kind in (self.dense, self.sparse, self.more))
@@ -65,7 +63,7 @@ class Pace:
 
     def saw(self, count: int, drafting: float, verifying: float) -> None:
         """Take the seconds of drafting `count` tokens, maybe none, and of the pass of full attention behind them."""
-        if not count or not self.dense.measured:
+        if not count or not self.dense.seconds:
             self.dense.saw(verifying)
             self.sparse.waits += 1
             return

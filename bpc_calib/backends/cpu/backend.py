@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from bpc_calib.backends.cpu.dense_pass import dense_pass, parts_of
+from bpc_calib.backends.cpu.dense_pass import dense_pass
 from bpc_calib.backends.cpu.fitting import fit
 from bpc_calib.backends.cpu.native import (
     ATTEND,
@@ -26,7 +26,6 @@ from bpc_calib.backends.cpu.native import (
     run,
 )
 from bpc_calib.backends.limits import tight, unserved
-from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.encoded import Encoded, joined
 from bpc_calib.method.encoding import products
@@ -112,12 +111,9 @@ def sparse_decode(
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
     """`bpc_calib.method.step.dense_decode`: of one token, attention over a list of every token."""
-    parts = 1 if new == 1 or rows.valid is not None else parts_of(state.keys, rows.longest - new)
-    if new > 1 and parts == 1:
-        return step.dense_decode(query, state, rows, scaling, new=new)
-    check(query, None, state, rows, new if new > 1 else 0)
     if new > 1:
-        return dense_pass(query, state, rows, query.shape[-1] ** -0.5 if scaling is None else scaling, new, parts)
+        return dense_pass(query, state, rows, scaling, new)
+    check(query, None, state, rows)
     every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, query.shape[1], -1)
     return attend(query, state, rows, every, scaling)
 

@@ -1,4 +1,4 @@
-"""Attention of several new tokens of one sequence to all before them, over parts of the keys that threads share.
+"""Attention of several new tokens to all before them; of one sequence over parts of the keys, which threads share.
 
 torch's own kernel reads the keys once for all queries of a KV head, but gives each head to one thread.
 """
@@ -10,23 +10,20 @@ from torch import Tensor
 
 from bpc_calib.compat import attention_with_sums
 from bpc_calib.method.state import Rows, State
+from bpc_calib.method.step import check, dense_decode
 
-__all__ = ["dense_pass", "parts_of"]
+__all__ = ["dense_pass"]
 
 LEAST = 2048  # tokens that are worth a thread
 
 
-def parts_of(keys: Tensor, tokens: int) -> int:
-    """Return into how many parts to cut so many tokens of keys `[B, H_KV, N, D]`, so that all threads have as many."""
-    (batch, kv_heads), threads = keys.shape[:2], torch.get_num_threads()
-    return 1 if batch > 1 else max(1, min(threads // math.gcd(threads, kv_heads), tokens // LEAST))
-
-
-def dense_pass(query: Tensor, state: State, rows: Rows, scaling: float, new: int, parts: int) -> Tensor:
-    """`bpc_calib.method.step.dense_decode` for checked arguments of one sequence without padding, and several tokens.
-
-    The parts are put together by the sums of their exponentials.
-    """
+def dense_pass(query: Tensor, state: State, rows: Rows, scaling: float | None, new: int) -> Tensor:
+    """`bpc_calib.method.step.dense_decode` for several tokens; the parts are put together by their sums."""
+    parts = _parts(state, rows, new)
+    if parts == 1:
+        return dense_decode(query, state, rows, scaling, new=new)
+    check(query, None, state, rows, new)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     each = (rows.longest - new) // parts
     cached = (state.keys, state.values)
     keys, values = (cut[0, :, : parts * each].unflatten(1, (parts, each)).transpose(0, 1) for cut in cached)
@@ -36,3 +33,11 @@ def dense_pass(query: Tensor, state: State, rows: Rows, scaling: float, new: int
     logits = (query.float() @ keys.mT * scaling).masked_fill(~sees, -torch.inf)
     shares = torch.cat([sums, logits.logsumexp(-1)]).softmax(0).unsqueeze(-1)
     return (shares * torch.cat([out.float(), logits.softmax(-1) @ values])).sum(0, keepdim=True).to(query.dtype)
+
+
+def _parts(state: State, rows: Rows, new: int) -> int:
+    """Return how many parts give all threads as much to do: of one sequence without padding; of others 1."""
+    (batch, kv_heads), threads = state.keys.shape[:2], torch.get_num_threads()
+    if batch > 1 or rows.valid is not None:
+        return 1
+    return max(1, min(threads // math.gcd(threads, kv_heads), (rows.longest - new) // LEAST))
