@@ -37,6 +37,11 @@ class Codebook:
         return self.matrix.shape[-1] // (4 if self.nibbles else 1)
 
     @property
+    def by_sequence(self) -> bool:
+        """Whether every sequence has its own."""
+        return self.gram.dim() == 4
+
+    @property
     def words(self) -> int:
         """The 64-bit words of a code."""
         return -(-self.bits // 64)
@@ -137,7 +142,13 @@ def check_rows(projection: Tensor, nibbles: bool) -> None:
     check_bits(rows // 4 if nibbles else rows)
 
 
-def codebook_of(layer: LayerProjection, heads: slice, dtype: torch.dtype, device: torch.device) -> Codebook:
+def codebook_of(
+    layer: LayerProjection,
+    heads: slice,
+    dtype: torch.dtype,
+    device: torch.device,
+    prompt_metric: Tensor | None = None,
+) -> Codebook:
     """Return the codebook of some KV heads of a layer of an artifact.
 
     Args:
@@ -145,10 +156,19 @@ def codebook_of(layer: LayerProjection, heads: slice, dtype: torch.dtype, device
         heads: which KV heads.
         dtype: of the keys and queries.
         device: where they are.
+        prompt_metric: float32 `[B, H_KV, D, D]`, counts as much as the layer's own metric, which must be there
+            (docs/algorithm.md); None: the layer's own alone.
     """
     projection, metric, mean = (
         None if array is None else torch.from_numpy(array[heads].copy()).to(device)
         for array in (layer.projection, layer.metric, layer.mean)
     )
     assert projection is not None
+    if prompt_metric is not None:
+        assert metric is not None
+        metric = (metric + prompt_metric.to(device)) / 2
+        projection, mean = (
+            None if each is None else each.expand(len(metric), *each.shape).contiguous() for each in (projection, mean)
+        )
+        assert projection is not None
     return make_codebook(projection, dtype, metric=metric, mean=mean, nibbles=layer.nibbles)

@@ -56,8 +56,8 @@ class BPCCache(Cache):  # type: ignore[misc]
     `N < min_context`, in sliding-window layers and in `dense_layers`.
 
     The safeguard chooses among the keys that were cached at the last step with several tokens. Online projections
-    (`artifact=None`) are fitted to the keys in the cache when tokens are first chosen. They stay until the cache is
-    empty (`reset`, or a `crop` of all tokens).
+    (`artifact=None`) are fitted to the keys in the cache when tokens are first chosen, and calibrated ones are adapted
+    (`adapt`). They stay until the cache is empty (`reset`, or a `crop` of all tokens).
 
     Args:
         config: `model.config`.
@@ -77,6 +77,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         gain: whether scores include the gain; None: False for projections of the paper's method, else True.
         bits: code length of online projections; None: 64, or 128 where `head_dim` is more than 128.
         seed: random seed of online projections.
+        adapt: whether a prompt of at least 512 tokens adapts the artifact's projections before its keys are hashed: in
+            the metric of its keys, its own queries then count as much as those of calibration.
         min_context: a sequence with fewer real tokens in the cache attends to all of them; None: up to the length
             where that is faster (`sparse_from`).
         kv_device: where the keys and values of layers with full attention are kept: "cpu", in main memory, or
@@ -104,6 +106,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         min_context: int | None = None,
         bits: int | None = None,
         seed: int = 0,
+        adapt: bool = True,
         kv_device: str | None = None,
         **ranking: "Unpack[Ranking]",
     ) -> None:
@@ -139,12 +142,13 @@ class BPCCache(Cache):  # type: ignore[misc]
             "min_context": min_context,
             "bits": bits,
             "seed": seed,
+            "adapt": adapt,
             **given,
         }
 
         def fresh() -> list[Any]:
             layers = check_layers(config, model)
-            common = Common(model, own_bits, seed, tuple(sorted(sparse)), min_context is None, place)
+            common = Common(model, own_bits, seed, adapt, tuple(sorted(sparse)), min_context is None, place)
             for index in model.full_layers:
                 layers[index] = DenseLayer(rules, common)
                 if index in sparse:

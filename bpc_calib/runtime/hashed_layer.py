@@ -19,7 +19,7 @@ from bpc_calib.method.state import Rows, alike
 from bpc_calib.models.description import held_heads, rank_among
 from bpc_calib.runtime.growing import grown
 from bpc_calib.runtime.layers import Common, SparseLayer
-from bpc_calib.runtime.online_fit import Asked, fit_online, fitted_places, join
+from bpc_calib.runtime.online_fit import ASKED, Asked, fit_online, fitted_places, join, prompt_metric
 
 __all__ = ["BPCLayer", "prepare"]
 
@@ -33,9 +33,9 @@ class BPCLayer(SparseLayer):
 
     def __init__(self, index: int, rules: Rules, common: Common, calibrated: LayerProjection | None) -> None:
         super().__init__(index, rules, common, calibrated)
-        self.codebook: Codebook | None = None  # online: one per sequence
+        self.codebook: Codebook | None = None  # one per sequence where the prompt had a part in it
         self.hashed = 0  # number of tokens that have codes
-        self.asked: Asked | None = None  # queries of the prompt, until online projections are fitted
+        self.asked: Asked | None = None  # queries of the prompt, until the first keys are hashed
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `SparseLayer.update`; with the first keys, take the shares of the KV heads of this process.
@@ -50,8 +50,8 @@ class BPCLayer(SparseLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
-        """Keep some queries `[batch, query_heads, n, head_dim]` for the metric of online projections."""
-        if self.unfitted():
+        """Keep some queries `[batch, query_heads, n, head_dim]` for the metric, until the first keys are hashed."""
+        if self.codebook is None and (self.calibrated is None or self.adaptable):
             self.asked = join(self.asked, query, places)
 
     def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -102,13 +102,13 @@ class BPCLayer(SparseLayer):
         return self.keys.shape[1] * (length * (8 * -(-self.bits // 64) + self.rules.gain) + listed)
 
     def contents(self) -> dict[str, Tensor]:
-        """Return what the layer holds, by name; calibrated projections are left out."""
+        """Return what the layer holds, by name; calibrated projections that no prompt had a part in are left out."""
         found = super().contents()
         if self.hashed:
             found |= {name: self.buffers[name][:, :, : self.hashed] for name in ("codes", *self.kept())}
         if self.asked is not None:
             found |= {"asked.queries": self.asked.queries, "asked.places": self.asked.places}
-        if self.calibrated is None and self.codebook is not None:
+        if self.codebook is not None and self.codebook.by_sequence:
             found |= self.codebook.tensors()
         return found
 
@@ -123,6 +123,8 @@ class BPCLayer(SparseLayer):
             for name in ("codes", *self.kept()):
                 self.append(name, 0, contents[name])
             self.hashed = contents["codes"].shape[2]
+            if self.codebook is None and self.calibrated is not None:
+                self._take_calibrated()
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length`; keep the projection and the safeguard's list."""
@@ -148,7 +150,7 @@ class BPCLayer(SparseLayer):
         super()._rebatch(change)
         if self.asked is not None:
             self.asked = Asked(change(self.asked.queries), self.asked.places)
-        if self.calibrated is None and self.codebook is not None:
+        if self.codebook is not None and self.codebook.by_sequence:
             self.codebook = self.codebook.change(change)
 
     def prepare(self, mask: Tensor | None) -> None:
@@ -203,7 +205,7 @@ class BPCLayer(SparseLayer):
             keys, common = self.keys.to(self.device), self.common
             self.take_fit(fit_online(keys, self.asked, visible, common.bits, common.seed))
         elif self.codebook is None:
-            self._take_calibrated()
+            self._take_calibrated(self.prompt_metric(visible))
         assert self.codebook is not None
         length = self.get_seq_length()
         while self.hashed < length:
@@ -214,11 +216,29 @@ class BPCLayer(SparseLayer):
                 self.append(name, self.hashed, getattr(encoded, name))
             self.hashed = end
 
-    def _take_calibrated(self) -> None:
-        """Hash with the artifact's projections of the KV heads of this process from now on."""
+    @property
+    def adaptable(self) -> bool:
+        """Whether the queries of a prompt may count in the metric of calibrated projections."""
+        found = self.calibrated
+        return self.common.adapt and found is not None and found.metric is not None and not found.nibbles
+
+    def prompt_metric(self, visible: Tensor | None) -> Tensor | None:
+        """Return the metric of the prompt `[batch, kv_heads, head_dim, head_dim]`; None: it does not count.
+
+        Args:
+            visible: bool `[batch, N]`, False for padding; None: no padding.
+        """
+        least = self.get_seq_length() if visible is None else int(visible.sum(-1).min())
+        if not self.adaptable or self.asked is None or min(least, len(self.asked.places)) < ASKED:
+            return None
+        return prompt_metric(self.asked, self.keys.shape[1], visible)
+
+    def _take_calibrated(self, metric: Tensor | None = None) -> None:
+        """Hash with the artifact's projections of the KV heads of this process from now on, in this metric, too."""
         assert self.calibrated is not None
         heads = self.heads(len(self.calibrated.projection), self.keys.shape[1])
-        self.codebook = codebook_of(self.calibrated, heads, self.keys.dtype, self.device)
+        self.codebook = codebook_of(self.calibrated, heads, self.keys.dtype, self.device, metric)
+        self.asked = None
 
     def heads(self, total: int, held: int) -> slice:
         """Return which of the artifact's KV heads this process holds.

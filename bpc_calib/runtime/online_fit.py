@@ -1,4 +1,4 @@
-"""Online projections: fitted to some keys of the prompt, in the metric of some of its queries."""
+"""What a prompt says of its keys and queries: online projections, and the metric that calibrated ones are used in."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from bpc_calib.backends.dispatch import find
 from bpc_calib.method.fitting import Fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
 
-__all__ = ["ASKED", "Asked", "fit_online", "fitted_places", "join", "observed_places", "spread"]
+__all__ = ["ASKED", "Asked", "fit_online", "fitted_places", "join", "observed_places", "prompt_metric", "spread"]
 
 # An online fit delays the first step, so it is short: 4 iterations per bit, as in the authors' release, 2 rounds of
 # least squares, and at most so many keys: more keys do not improve it (docs/projections.md).
@@ -54,6 +54,20 @@ def join(asked: Asked | None, queries: Tensor, places: Tensor) -> Asked:
     return Asked(queries.index_select(2, kept.to(queries.device)), places[kept])
 
 
+def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor:
+    """Return the metric of the queries of each KV head, float32 `[batch, kv_heads, head_dim, head_dim]`.
+
+    Args:
+        asked: queries of the prompt.
+        kv_heads: of the layer.
+        visible: bool `[batch, N]`, False for padding, whose queries do not count; None: no padding.
+    """
+    queries = asked.queries.unflatten(1, (kv_heads, -1))
+    if visible is not None:
+        queries = queries * visible[:, None, None, asked.places.to(visible.device), None]
+    return score_metric(second_moment(queries.flatten(2, 3)))
+
+
 def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: int, seed: int) -> Fit:
     """Fit projections to cached keys.
 
@@ -64,12 +78,7 @@ def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: 
         bits: code length.
         seed: of the draws of the decomposition.
     """
-    metric = weights = None
-    if asked is not None:
-        queries = asked.queries.unflatten(1, (keys.shape[1], -1))
-        if visible is not None:
-            queries = queries * visible[:, None, None, asked.places.to(visible.device), None]
-        metric = score_metric(second_moment(queries.flatten(2, 3)))
+    metric, weights = None if asked is None else prompt_metric(asked, keys.shape[1], visible), None
     if visible is None:
         keys = keys[:, :, fitted_places(keys.shape[2]).to(keys.device)]
     else:  # all of them, because a short sequence in a long batch has few

@@ -29,8 +29,8 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 NONE = type(None)
 SETTINGS = {
     "budget": (int, float), "min_tokens": (int,), "dense_layers": (list, NONE), "equal_shares": (bool,),
-    "min_context": (int, NONE), "bits": (int, NONE), "seed": (int,), "safeguard": (int, float), "recent": (int,),
-    "sink": (int,), "group": (str,), "gain": (bool,),
+    "min_context": (int, NONE), "bits": (int, NONE), "seed": (int,), "adapt": (bool,),
+    "safeguard": (int, float), "recent": (int,), "sink": (int,), "group": (str,), "gain": (bool,),
 }  # fmt: skip
 HASHED = ("codes", "gain", "error")
 
@@ -145,16 +145,15 @@ def _parts(layer: Any, model: ModelDescription, batch: int, length: int) -> dict
             "gain": ([torch.uint8], every),
             "error": ([torch.float32], every),
         }
-        if layer.calibrated is None:
-            parts |= {
-                "asked.queries": (FLOATS, (batch, model.query_heads, None, dim)),
-                "asked.places": ([torch.int64], (None,)),
-                "projection": (FLOATS, (batch, heads, bits, dim)),
-                "matrix": (FLOATS, (batch, heads, bits, dim)),
-                "gram": (FLOATS, (batch, heads, bits, bits)),
-                "metric": (FLOATS, (batch, heads, dim, dim)),
-                "mean": (FLOATS, (batch, heads, dim)),
-            }
+        parts |= {
+            "asked.queries": (FLOATS, (batch, model.query_heads, None, dim)),
+            "asked.places": ([torch.int64], (None,)),
+            "projection": (FLOATS, (batch, heads, bits, dim)),
+            "matrix": (FLOATS, (batch, heads, bits, dim)),
+            "gram": (FLOATS, (batch, heads, bits, bits)),
+            "metric": (FLOATS, (batch, heads, dim, dim)),
+            "mean": (FLOATS, (batch, heads, dim)),
+        }
     return parts
 
 
