@@ -6,6 +6,7 @@ time behind a dense prefill, with ranks and shares that no cache needs to offer,
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from bpc_calib.method.rules import Rules, ranking_defaults
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import sortable
 from bpc_calib.models.observation import observing
+from bpc_calib.runtime.online_fit import Asked, observed_places, prompt_metric
 
 __all__ = ["TOKENS", "divergences"]
 
@@ -32,6 +34,7 @@ class Way(NamedTuple):
     artifact: ProjectionArtifact | None  # whose codes rank; None: exact products do
     below_best: bool  # distances count below a head's best score, as they once did, not below its denominator
     rules: Mapping[int, Rules]  # of each layer
+    adapted: bool = False  # whether the text before the last tokens adapts the codes, as a prompt does
 
 
 @torch.inference_mode()
@@ -46,8 +49,14 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
     from transformers import DynamicCache
 
     ids = ids.unsqueeze(0).to(torch.int64)
-    cache = DynamicCache(config=model.config)
-    model.base_model(input_ids=ids[:, :-TOKENS], **with_cache(cache))
+    cache, asked = DynamicCache(config=model.config), {}
+
+    def ask(module: Any, query: Tensor, *given: Any) -> None:
+        places = observed_places(query.shape[2])
+        asked[module.layer_idx] = Asked(query[:, :, places], places)
+
+    with observing(model, ask):
+        model.base_model(input_ids=ids[:, :-TOKENS], **with_cache(cache))
 
     def likely(attend: Callable[..., Tensor | None]) -> Tensor:
         with observing(model, attend):
@@ -57,9 +66,17 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
     full, found = likely(lambda *given: None), {}
     weight = full.exp()
     for case, way in cases.items():
+        artifact = way.artifact
+        layers = {} if artifact is None else adapted(artifact, asked) if way.adapted else artifact.layers
 
         def attend(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any], way: Way = way
+            module: Any,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            arguments: Mapping[str, Any],
+            way: Way = way,
+            layers: Mapping[int, LayerProjection] = layers,
         ) -> Tensor | None:
             if module.layer_idx not in way.rules:
                 return None
@@ -67,13 +84,23 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
             if way.artifact is None:
                 ranks = exact_ranks(query[0], key[0], scaling, way.below_best)
             else:
-                layer, method = way.artifact.layers[module.layer_idx], ranking_defaults(way.artifact)
+                layer, method = layers[module.layer_idx], ranking_defaults(way.artifact)
                 ranks = ranks_of_codes(query[0], key[0], layer, method, scaling, way.below_best)
             kept = best(ranks, counts(way.rules[module.layer_idx], key.shape[2], key.shape[1]))
             return attention(query[0], key[0], value[0], kept, scaling).to(query.dtype)
 
         found[case] = (weight * (full - likely(attend))).sum(-1).mean().item()
     return found
+
+
+def adapted(artifact: ProjectionArtifact, asked: Mapping[int, Asked]) -> dict[int, LayerProjection]:
+    """Return the layers with the metrics that `codebook_of` makes of theirs and the prompt's."""
+    layers = {}
+    for index, layer in artifact.layers.items():
+        assert layer.metric is not None
+        own = prompt_metric(asked[index], len(layer.metric), None)[0]
+        layers[index] = replace(layer, metric=((torch.from_numpy(layer.metric) + own) / 2).numpy())
+    return layers
 
 
 def counts(rules: Rules, length: int, kv_heads: int) -> Tensor:

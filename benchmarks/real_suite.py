@@ -70,7 +70,10 @@ def defaults(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def shares(subject: Subject, settings: Settings) -> list[Row]:
-    """The exact best tokens and codes: shares by head and equal ones, both group rules; a forced pass for each text."""
+    """The exact best tokens and codes: shares by head and equal ones, both group rules; a forced pass for each text.
+
+    Codes are adapted to the text, and with shares by head and today's group rule also as calibration left them.
+    """
     from forced_pass import TOKENS, Way, divergences
 
     from bpc_artifacts import load
@@ -81,13 +84,14 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
 
     (model, tokenizer), rows, cases = opened(subject), [], {}
     artifacts = {name: load(subject.artifact(name)) for name in settings["methods"] if name != "oracle"}
-    layers = list(artifacts["bpc"].layers)
-    for budget, method, equal, below_best in product(
-        settings["budgets"], settings["methods"], (False, True), (False, True)
+    layers, plain = list(artifacts["bpc"].layers), [("calibrated", False, False)]
+    for budget, (method, equal, below_best) in product(
+        settings["budgets"], [*product(settings["methods"], (False, True), (False, True)), *plain]
     ):
-        by_head = {} if equal else shares_of(artifacts.get(method, artifacts["bpc"]), layers)
+        own = None if method == "oracle" else artifacts.get(method, artifacts["bpc"])
+        by_head = {} if equal else shares_of(own or artifacts["bpc"], layers)
         rules = {layer: Rules(budget, min_tokens=1, shares=by_head.get(layer)) for layer in layers}
-        cases[budget, method, equal, below_best] = Way(artifacts.get(method), below_best, rules)
+        cases[budget, method, equal, below_best] = Way(own, below_best, rules, adapted=method == "bpc")
     for length, texts_of in zip(subject.lengths, settings["texts_by_length"], strict=False):
         corpora = open_corpora(subject.corpora("held-out"))
         about = {"samples": texts_of, "sequence_length": length, "seed": 0}

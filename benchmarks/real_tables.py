@@ -147,13 +147,15 @@ def shares(results: Results) -> Lines:
         "budget",
         "distances below the",
         *(f"{who}, {how}" for who in ("exact best", "BPC") for how in ("equal", "by head")),
+        "by head, not adapted",
     )
     for model, found in models(results, "shares").items():
         own = by(found["rows"], "tokens", "budget", "below_best", "method", "equal_shares")
         for tokens, budget, below in sorted({place[:3] for place in own}, key=lambda at: (at[0], -at[1], -at[2])):
-            rows = (own[tokens, budget, below, name, equal] for name in ("oracle", "bpc") for equal in (True, False))
+            kinds = [("oracle", True), ("oracle", False), ("bpc", True), ("bpc", False), ("calibrated", False)]
+            rows = (own.get((tokens, budget, below, *kind)) for kind in kinds)
             rule = "best score" if below else "denominator"
-            yield model, tokens, budget_text(budget), rule, *(spread(row["kl"]) for row in rows)
+            yield model, tokens, budget_text(budget), rule, *(spread(row["kl"]) if row else "" for row in rows)
             model = ""
 
 
