@@ -234,6 +234,24 @@ def _answers(row: Row) -> str:
     return percent(row["needle"]["value"])
 
 
+def adapting(results: Results) -> Lines:
+    """KL over that of codes as calibrated, by what the prompt changes of them."""
+    found = by(results["adapting_variants"]["rows"], "another_text_follows", "model", "tokens", "codes")
+    plain = "as calibrated"
+    columns = [place[:3] for place in found if place[3] == plain and place[2] >= 2048]
+    columns.sort(key=lambda place: (place[0], place[1] != "SmolLM2-135M-Instruct"))
+    yield "codes", *(f"{model}, {tokens:,}{', another text' * other}" for other, model, tokens in columns)
+    for codes in dict.fromkeys(place[3] for place in found):
+        cells = [_over(found.get((*column, codes)), found[(*column, plain)]) for column in columns]
+        if codes != plain and any(cells):
+            yield codes, *cells
+
+
+def _over(row: Row | None, plain: Row) -> str:
+    """The mean KL of a row's texts over that of the same texts."""
+    return "" if row is None else f"{sum(row['kl']) / sum(plain['kl'][: len(row['kl'])]):.2f}"
+
+
 def aggregation(results: Results) -> Lines:
     """Right answers about whole lists, by method and budget."""
     found = by(results["aggregation"]["rows"], "method", "budget", "task", "tokens")
@@ -345,7 +363,7 @@ def larger_than_memory(results: Results) -> Lines:
 
 TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_models, gpu_serving,
-    model_bytes, offload_plan, serving, headline, headline_both, aggregation, key_counts, keys_per_head,
+    model_bytes, offload_plan, serving, headline, headline_both, adapting, aggregation, key_counts, keys_per_head,
     calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory,
 )  # fmt: skip
 

@@ -65,7 +65,8 @@ def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor
     queries = asked.queries.unflatten(1, (kv_heads, -1))
     if visible is not None:
         queries = queries * visible[:, None, None, asked.places.to(visible.device), None]
-    return score_metric(second_moment(queries.flatten(2, 3)))
+    # On the CPU: libraries for a GPU take matrices of this size one after the other.
+    return score_metric(second_moment(queries.flatten(2, 3)).cpu()).to(queries.device)
 
 
 def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: int, seed: int) -> Fit:
