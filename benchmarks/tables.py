@@ -237,13 +237,12 @@ def _answers(row: Row) -> str:
 def adapting(results: Results) -> Lines:
     """KL over that of codes as calibrated, by what the prompt changes of them."""
     found = by(results["adapting_variants"]["rows"], "another_text_follows", "model", "tokens", "codes")
-    plain = "as calibrated"
-    columns = [place[:3] for place in found if place[3] == plain and place[2] >= 2048]
-    columns.sort(key=lambda place: (place[0], place[1] != "SmolLM2-135M-Instruct"))
+    plain = {place[:3]: row for place, row in found.items() if place[3] == "as calibrated"}
+    columns = sorted((place for place in plain if place[2] >= 2048), key=lambda place: place[0])
     yield "codes", *(f"{model}, {tokens:,}{', another text' * other}" for other, model, tokens in columns)
     for codes in dict.fromkeys(place[3] for place in found):
-        cells = [_over(found.get((*column, codes)), found[(*column, plain)]) for column in columns]
-        if codes != plain and any(cells):
+        cells = [_over(found.get((*column, codes)), plain[column]) for column in columns]
+        if codes != "as calibrated" and any(cells):
             yield codes, *cells
 
 
