@@ -70,9 +70,9 @@ def defaults(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def shares(subject: Subject, settings: Settings) -> list[Row]:
-    """The exact best tokens and codes: shares by head and equal ones, both group rules; a forced pass for each text.
+    """The exact best tokens and codes: shares by head and equal ones, equal ones by both group rules; forced passes.
 
-    Codes are adapted to the text, and with shares by head and today's group rule also as calibration left them.
+    The text adapts the codes; with shares by head also those that calibration left are measured.
     """
     from forced_pass import TOKENS, Way, divergences
 
@@ -84,10 +84,9 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
 
     (model, tokenizer), rows, cases = opened(subject), [], {}
     artifacts = {name: load(subject.artifact(name)) for name in settings["methods"] if name != "oracle"}
-    layers, plain = list(artifacts["bpc"].layers), [("calibrated", False, False)]
-    for budget, (method, equal, below_best) in product(
-        settings["budgets"], [*product(settings["methods"], (False, True), (False, True)), *plain]
-    ):
+    layers, ways = list(artifacts["bpc"].layers), [(False, False), (True, False), (True, True)]
+    kinds = [(method, *way) for method in settings["methods"] for way in ways] + [("calibrated", False, False)]
+    for budget, (method, equal, below_best) in product(settings["budgets"], kinds):
         own = None if method == "oracle" else artifacts.get(method, artifacts["bpc"])
         by_head = {} if equal else shares_of(own or artifacts["bpc"], layers)
         rules = {layer: Rules(budget, min_tokens=1, shares=by_head.get(layer)) for layer in layers}
