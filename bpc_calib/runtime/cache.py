@@ -319,8 +319,8 @@ class BPCCache(Cache):  # type: ignore[misc]
     ) -> int:
         """Write the cache to a file, for `BPCCache.open`; return its size in bytes.
 
-        The file has the keys and values, their codes, online projections, the settings and the tokens, but not the
-        artifact. It appears in one step, and a failure leaves an earlier file as it was.
+        The file has the keys and values, their codes, online or adapted projections, the settings and the tokens, but
+        not the artifact. It appears in one step, and a failure leaves an earlier file as it was.
 
         Args:
             path: of the file, in safetensors format.
