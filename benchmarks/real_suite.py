@@ -58,10 +58,10 @@ def others(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def defaults(subject: Subject, settings: Settings) -> list[Row]:
-    """BPC as `bpc generate` decodes, and with its rules for projections without needs."""
+    """BPC as `bpc generate` decodes, and as it did: with its rules for projections without needs, codes as calibrated."""
     from bpc_calib.method.defaults import DENSE_LAYERS
 
-    without = {"dense_layers": DENSE_LAYERS, "equal_shares": True}
+    without = {"dense_layers": DENSE_LAYERS, "equal_shares": True, "adapt": False}
     return [
         row | {"needs": not rules}
         for rules in ({}, without)
