@@ -58,7 +58,7 @@ def others(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def defaults(subject: Subject, settings: Settings) -> list[Row]:
-    """BPC as `bpc generate` decodes, and as it did: with its rules for projections without needs, codes as calibrated."""
+    """BPC as `bpc generate` decodes, and as it did: rules for projections without needs, codes as calibrated."""
     from bpc_calib.method.defaults import DENSE_LAYERS
 
     without = {"dense_layers": DENSE_LAYERS, "equal_shares": True, "adapt": False}

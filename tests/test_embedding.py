@@ -1,4 +1,4 @@
-"""The engine of docs/embedding.md decodes what `BPCCache` decodes."""
+"""The engine of docs/embedding.md decodes what `BPCCache` decodes with codes that no prompt adapts."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_the_engine_in_pages(capsys):
     longer = engine.generate(names["encoded"], 8)
     model.set_attn_implementation("sdpa")
     enable(model)
-    rules = {"budget": 0.02, "min_tokens": 32, "dense_layers": ()}
+    rules = {"budget": 0.02, "min_tokens": 32, "dense_layers": (), "adapt": False}
     for ids, answer, more in zip(names["encoded"], printed.splitlines(), longer, strict=True):
         cache = BPCCache(model.config, names["artifact"], **rules)
         made = model.generate(ids[None], **with_cache(cache), max_new_tokens=8, min_new_tokens=8, do_sample=False)
