@@ -24,7 +24,7 @@ ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transf
 def models(results: Results, part: str) -> dict[str, Row]:
     """What a part measured, by model; empty if it has not run. Older results have methods that are no more."""
     found = results.get(f"real_{part}", {}).get("models", {})
-    known = {*METHODS, "paper"}
+    known = {*METHODS, "paper", "calibrated"}
     return {
         model: made | {"rows": [row for row in made.get("rows", []) if row.get("method", "bpc") in known]}
         for model, made in found.items()
