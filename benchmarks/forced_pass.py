@@ -5,6 +5,7 @@ time behind a dense prefill, with ranks and shares that no cache needs to offer,
 """
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib.calibration.needs import TOKENS, code_ranks, code_scores, visible
 from bpc_calib.compat import with_cache
 from bpc_calib.method.encoded import GAIN_UNIT
+from bpc_calib.method.metric import adapted
 from bpc_calib.method.rules import Rules, ranking_defaults
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import sortable
@@ -63,11 +65,15 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
             found = model(input_ids=ids[:, -TOKENS:], **with_cache(copy.deepcopy(cache)))
         return found.logits[0].float().log_softmax(-1)
 
+    @functools.cache  # many cases rank by the same codes
+    def layers_of(artifact: ProjectionArtifact | None, adapts: bool) -> Mapping[int, LayerProjection]:
+        own = {} if artifact is None else artifact.layers
+        return {index: adapted_layer(each, asked[index]) for index, each in own.items()} if adapts else own
+
     full, found = likely(lambda *given: None), {}
     weight = full.exp()
     for case, way in cases.items():
-        artifact = way.artifact
-        layers = {} if artifact is None else adapted(artifact, asked) if way.adapted else artifact.layers
+        layers = layers_of(way.artifact, way.adapted)
 
         def attend(
             module: Any,
@@ -93,14 +99,11 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
     return found
 
 
-def adapted(artifact: ProjectionArtifact, asked: Mapping[int, Asked]) -> dict[int, LayerProjection]:
-    """Return the layers with the metrics that `codebook_of` makes of theirs and the prompt's."""
-    layers = {}
-    for index, layer in artifact.layers.items():
-        assert layer.metric is not None
-        own = prompt_metric(asked[index], len(layer.metric), None)[0]
-        layers[index] = replace(layer, metric=((torch.from_numpy(layer.metric) + own) / 2).numpy())
-    return layers
+def adapted_layer(layer: LayerProjection, asked: Asked) -> LayerProjection:
+    """Return the layer with the metric in which the queries of a prompt count, too."""
+    assert layer.metric is not None
+    prompt = prompt_metric(asked, len(layer.metric), None)[0]
+    return replace(layer, metric=adapted(torch.from_numpy(layer.metric), prompt).numpy())
 
 
 def counts(rules: Rules, length: int, kv_heads: int) -> Tensor:

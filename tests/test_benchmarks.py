@@ -59,12 +59,12 @@ def test_a_forced_pass_loses_what_decoding_loses():
     import forced_pass
 
     model = tiny.model(max_position_embeddings=1024).float()
-    artifact = tiny.artifact(model.config, needs=True)
-    ids = torch.randint(250, (400,), generator=torch.Generator().manual_seed(1))
+    artifact = tiny.artifact(model.config, needs=True, metric=True, centred=True)
+    ids = torch.randint(250, (700,), generator=torch.Generator().manual_seed(1))
     by_head = shares_of(artifact, list(artifact.layers))
     rules = {layer: Rules(0.1, min_tokens=1, shares=shares) for layer, shares in by_head.items()}
     everything = {layer: Rules(1.0) for layer in by_head}
-    ways = {"bpc": (artifact, False, rules), "oracle": (None, False, rules), "all": (artifact, True, everything)}
+    ways = {"bpc": (artifact, False, rules, True), "oracle": (None, False, rules), "all": (artifact, True, everything)}
     cases = {name: forced_pass.Way(*way) for name, way in ways.items()}
     found = forced_pass.divergences(model, ids, cases)
     assert found["all"] < 1e-6

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.errors import InputError
+from bpc_calib.method.metric import adapted
 from bpc_calib.method.numbers import check_bits
 
 __all__ = ["Codebook", "check_rows", "codebook_of", "make_codebook"]
@@ -166,7 +167,7 @@ def codebook_of(
     assert projection is not None
     if prompt_metric is not None:
         assert metric is not None
-        metric = (metric + prompt_metric.to(device)) / 2
+        metric = adapted(metric, prompt_metric.to(device))
         projection, mean = (
             None if each is None else each.expand(len(metric), *each.shape).contiguous() for each in (projection, mean)
         )

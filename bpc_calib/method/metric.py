@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bpc_calib.errors import InputError
 
-__all__ = ["DOMINANT_POWER", "POWER", "WIDE_POWER", "query_metric", "score_metric", "second_moment"]
+__all__ = ["DOMINANT_POWER", "POWER", "WIDE_POWER", "adapted", "query_metric", "score_metric", "second_moment"]
 
 FLOOR = 1e-4  # share of the mean eigenvalue: a direction without queries still counts a little
 # How `score_metric` tempers (docs/projections.md): keys of up to 128 numbers, wider keys, and dominant directions.
@@ -56,3 +56,13 @@ def query_metric(moment: Tensor, power: float, dominant_power: float | None = No
 def score_metric(moment: Tensor) -> Tensor:
     """Return `query_metric` of moments `[..., D, D]` with the powers that serve codes best."""
     return query_metric(moment, POWER if moment.shape[-1] <= WIDE else WIDE_POWER, DOMINANT_POWER)
+
+
+def adapted(metric: Tensor, prompt: Tensor) -> Tensor:
+    """Return the metric in which a prompt's queries count as much as those of calibration (docs/algorithm.md).
+
+    Args:
+        metric: of calibration, float32 `[H_KV, D, D]`.
+        prompt: of the prompt, float32 `[..., H_KV, D, D]`; both are of `score_metric`, so of the same scale.
+    """
+    return (metric + prompt) / 2
