@@ -234,7 +234,7 @@ class BPCLayer(SparseLayer):
         return prompt_metric(self.asked, self.keys.shape[1], visible)
 
     def _take_calibrated(self, metric: Tensor | None = None) -> None:
-        """Hash with the artifact's projections of the KV heads of this process from now on, in this metric, too."""
+        """Hash with the artifact's projections of this process's KV heads from now on; `metric` is the prompt's."""
         assert self.calibrated is not None
         heads = self.heads(len(self.calibrated.projection), self.keys.shape[1])
         self.codebook = codebook_of(self.calibrated, heads, self.keys.dtype, self.device, metric)

@@ -1,4 +1,4 @@
-"""What a prompt says of its keys and queries: online projections, and the metric that calibrated ones are used in."""
+"""What a prompt gives: online projections fitted to some of its keys, and the metric of some of its queries."""
 
 from dataclasses import dataclass
 
