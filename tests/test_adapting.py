@@ -8,10 +8,11 @@ import torch
 
 from bpc_artifacts import ProjectionArtifact
 from bpc_calib import BPCCache, codebook_of, enable, static_generate
+from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.metric import score_metric, second_moment
-from bpc_calib.runtime.online_fit import ASKED, prompt_metric
+from bpc_calib.runtime.online_fit import ASKED, moment_metric, prompt_metric, prompt_moment
 
 LONG = ASKED + 88
 SPARSE = {"budget": 20, "min_tokens": 1, "min_context": 0, "dense_layers": ()}
@@ -19,7 +20,7 @@ SPARSE = {"budget": 20, "min_tokens": 1, "min_context": 0, "dense_layers": ()}
 
 @pytest.fixture(scope="module")
 def model():
-    made = tiny.model(max_position_embeddings=1024)
+    made = tiny.model(max_position_embeddings=4096)
     enable(made)
     return made
 
@@ -210,3 +211,121 @@ def test_static_steps_take_the_adapted_codes(model, artifact):
     plain = model.generate(tokens, **with_cache(BPCCache(model.config, artifact, **SPARSE)), **more)
     static = static_generate(model, tokens, cache=BPCCache(model.config, artifact, **SPARSE), **more)
     assert torch.equal(plain, static)
+
+
+def grown(model, cache, tokens, mask=None):
+    """The queries that the layers keep of a further prompt, in a cache that is hashed after it."""
+    with torch.no_grad():
+        model(tokens, attention_mask=mask, **with_cache(cache))
+    asked = [layer.asked for layer in cache.layers]
+    cache.prepare(mask)
+    return asked
+
+
+def moments(cache):
+    return [layer.moments for layer in cache.layers]
+
+
+def test_new_prompts_adapt_the_codes_of_a_cache_that_has_doubled(model, artifact):
+    first, second = ids(1, LONG), ids(1, LONG + 40, seed=1)
+    cache = BPCCache(model.config, artifact, **SPARSE)
+    before, after = (grown(model, cache, tokens) for tokens in (first, second))
+    for index, layer in enumerate(cache.layers):
+        # Each prompt counts by its tokens.
+        parts = [(LONG, before[index]), (LONG + 40, after[index])]
+        expected = sum(tokens / ASKED * prompt_moment(asked, 2, None) for tokens, asked in parts)
+        torch.testing.assert_close(layer.moments, expected.float())
+        own = codebook_of(
+            artifact.layers[index], slice(None), layer.keys.dtype, layer.device, moment_metric(layer.moments)
+        )
+        assert torch.equal(layer.codebook.gram, own.gram)
+        found = find(layer.keys).encode_with(layer.codebook, layer.keys)
+        assert torch.equal(layer.buffers["codes"][:, :, : 2 * LONG + 40], found.codes)
+        assert torch.equal(layer.buffers["gain"][:, :, : 2 * LONG + 40], found.gain)
+        assert layer.asked is None
+
+
+@pytest.mark.parametrize(
+    ("second", "rules"), [(LONG - 1, {}), (LONG, {"adapt": False})], ids=["not doubled", "switched off"]
+)
+def test_else_they_stay(model, artifact, second, rules):
+    cache = filled(model, artifact, ids(1, LONG), **rules)
+    books = [layer.codebook for layer in cache.layers]
+    grown(model, cache, ids(1, second, seed=1))
+    assert [layer.codebook for layer in cache.layers] == books
+    assert all(layer.hashed == LONG + second for layer in cache.layers)
+
+
+def test_few_new_queries_wait_for_more(model, artifact):
+    cache = filled(model, artifact, ids(1, ASKED))
+    books = [layer.codebook for layer in cache.layers]
+    for step in range(3):
+        grown(model, cache, ids(1, 170, seed=step + 1))
+    assert [layer.codebook for layer in cache.layers] == books
+    grown(model, cache, ids(1, 8, seed=9))  # the cache has doubled, and 518 queries wait
+    assert not any(layer.codebook in books for layer in cache.layers)
+
+
+def test_a_long_prompt_behind_a_short_one_adapts(model, artifact):
+    cache = filled(model, artifact, ids(1, ASKED - 1))
+    assert not any(layer.codebook.by_sequence for layer in cache.layers)
+    grown(model, cache, ids(1, ASKED, seed=1))
+    assert all(layer.codebook.by_sequence for layer in cache.layers)
+
+
+def test_the_order_of_the_safeguard_is_that_of_the_new_codes(model, artifact):
+    rules = {"safeguard": 0.2, "dense_layers": ()}
+    tokens, more = ids(1, LONG), ids(1, LONG + 40, seed=1)
+    cache = filled(model, artifact, tokens, **rules)
+    decoded(model, cache, tokens, steps=2)
+    grown(model, cache, more)
+    decoded(model, cache, more, steps=1)
+    for layer in cache.layers:
+        worst = layer.buffers["worst"][0, 0]
+        errors = layer.buffers["error"][0, 0, : layer.guarded]
+        assert torch.equal(errors[worst.long()], errors.sort(descending=True).values)
+
+
+def test_a_saved_cache_goes_on_adapting_as_the_first(model, artifact, tmp_path):
+    first, second = ids(1, LONG), ids(1, LONG + 40, seed=1)
+    cache = filled(model, artifact, first)
+    grown(model, cache, second[:, :300])
+    cache.save(tmp_path / "file", model, torch.cat([first, second[:, :300]], 1))
+    opened, _ = BPCCache.open(tmp_path / "file", model, artifact)
+    for each in (cache, opened):
+        grown(model, each, second[:, 300:])
+    for layer, other in zip(cache.layers, opened.layers, strict=True):
+        assert layer.made_at == other.made_at == 2 * LONG + 40
+        assert torch.equal(layer.codebook.gram, other.codebook.gram)
+        assert torch.equal(layer.buffers["codes"][:, :, : layer.hashed], other.buffers["codes"][:, :, : layer.hashed])
+
+
+def test_sequences_take_their_queries_along(model, artifact):
+    """Sequences that change places adapt as those that were there from the beginning."""
+    first, second = ids(2, LONG), ids(2, LONG + 40, seed=1)
+    cache = filled(model, artifact, first)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    straight = filled(model, artifact, first.flip(0))
+    for each in (cache, straight):
+        grown(model, each, second)
+    for one, other in zip(moments(cache), moments(straight), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_cache_that_was_cut_waits_until_it_has_doubled_again(model, artifact):
+    cache = filled(model, artifact, ids(1, LONG))
+    books = [layer.codebook for layer in cache.layers]
+    cache.crop(-(LONG - 100))
+    grown(model, cache, ids(1, ASKED, seed=1))
+    assert not any(layer.codebook in books for layer in cache.layers)
+    assert all(layer.made_at == 100 + ASKED for layer in cache.layers)
+
+
+def test_static_steps_take_codes_that_a_second_prompt_adapted(model, artifact):
+    first, second = ids(1, LONG), ids(1, LONG + 40, seed=1)
+    whole = torch.cat([first, second], 1)
+    more = {"attention_mask": torch.ones_like(whole), "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    one, other = (filled(model, artifact, first) for _ in range(2))
+    plain = model.generate(whole, **with_cache(one), **more)
+    assert torch.equal(plain, static_generate(model, whole, cache=other, **more))
+    assert all(layer.made_at >= whole.shape[1] for layer in other.layers)

@@ -57,7 +57,7 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     The safeguard chooses among the keys that were cached at the last step with several tokens. Online projections
     (`artifact=None`) are fitted to the keys in the cache when tokens are first chosen, and calibrated ones are adapted
-    (`adapt`). They stay until the cache is empty (`reset`, or a `crop` of all tokens).
+    (`adapt`). The former stay until the cache is empty (`reset`, or a `crop` of all tokens).
 
     Args:
         config: `model.config`.
@@ -78,7 +78,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         bits: code length of online projections; None: 64, or 128 where `head_dim` is more than 128.
         seed: random seed of online projections.
         adapt: whether a prompt of at least 512 tokens adapts the artifact's projections before its keys are hashed: in
-            the metric of its keys, its own queries then count as much as those of calibration.
+            the metric of its keys, its own queries then count as much as those of calibration. Later prompts adapt them
+            again whenever they have doubled the cache.
         min_context: a sequence with fewer real tokens in the cache attends to all of them; None: up to the length
             where that is faster (`sparse_from`).
         kv_device: where the keys and values of layers with full attention are kept: "cpu", in main memory, or

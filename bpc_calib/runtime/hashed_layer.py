@@ -19,13 +19,16 @@ from bpc_calib.method.state import Rows, alike
 from bpc_calib.models.description import held_heads, rank_among
 from bpc_calib.runtime.growing import grown
 from bpc_calib.runtime.layers import Common, SparseLayer
-from bpc_calib.runtime.online_fit import ASKED, Asked, fit_online, fitted_places, join, prompt_metric
+from bpc_calib.runtime.online_fit import ASKED, Asked, fit_online, fitted_places, join, moment_metric, prompt_moment
 
 __all__ = ["BPCLayer", "prepare"]
 
 HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary memory per bit and key
 # Heads of one fit: enough for every core of a CPU; with 1,024 keys of 128 numbers in float64 they take 67 MB.
 HEADS_AT_ONCE = 64
+# When a cache is so many times as long as when its keys were hashed, new prompts adapt the codes, too, and all keys are
+# hashed again: fewer than two tokens for each that comes.
+GROWN = 2
 
 
 class BPCLayer(SparseLayer):
@@ -35,7 +38,9 @@ class BPCLayer(SparseLayer):
         super().__init__(index, rules, common, calibrated)
         self.codebook: Codebook | None = None  # one per sequence where the prompt had a part in it
         self.hashed = 0  # number of tokens that have codes
-        self.asked: Asked | None = None  # queries of the prompt, until the first keys are hashed
+        self.asked: Asked | None = None  # queries of prompts that have not adapted the codes
+        self.moments: Tensor | None = None  # of those that adapted the codes, float32 [batch, kv_heads, D, D]
+        self.made_at = 0  # tokens that were cached when the codebook was made
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """As `SparseLayer.update`; with the first keys, take the shares of the KV heads of this process.
@@ -50,8 +55,8 @@ class BPCLayer(SparseLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
-        """Keep some queries `[batch, query_heads, n, head_dim]` for the metric, until the first keys are hashed."""
-        if self.codebook is None and (self.calibrated is None or self.adaptable):
+        """Keep some queries `[batch, query_heads, n, head_dim]` for the metric."""
+        if self.unfitted() or self.adaptable:
             self.asked = join(self.asked, query, places)
 
     def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -106,8 +111,11 @@ class BPCLayer(SparseLayer):
         found = super().contents()
         if self.hashed:
             found |= {name: self.buffers[name][:, :, : self.hashed] for name in ("codes", *self.kept())}
+            found |= {"made_at": torch.tensor([self.made_at])}
         if self.asked is not None:
             found |= {"asked.queries": self.asked.queries, "asked.places": self.asked.places}
+        if self.moments is not None:
+            found |= {"moments": self.moments}
         if self.codebook is not None and self.codebook.by_sequence:
             found |= self.codebook.tensors()
         return found
@@ -117,6 +125,9 @@ class BPCLayer(SparseLayer):
         super().take(contents)
         if "asked.queries" in contents:
             self.asked = Asked(contents["asked.queries"].clone(), contents["asked.places"].clone())
+        self.made_at = int(contents.get("made_at", self.made_at))
+        if "moments" in contents:
+            self.moments = contents["moments"].clone()
         if "projection" in contents:
             self.codebook = Codebook.of({name: tensor.clone() for name, tensor in contents.items()})
         if all(name in contents for name in ("codes", *self.kept())):
@@ -138,10 +149,10 @@ class BPCLayer(SparseLayer):
         length = self.get_seq_length()
         self._forget(length)
         if not length:
-            self.codebook = None
+            self.codebook, self.moments = None, None
 
     def _forget(self, length: int) -> None:
-        self.hashed = min(self.hashed, length)
+        self.hashed, self.made_at = min(self.hashed, length), min(self.made_at, length)
         if self.asked is not None:
             left = int((self.asked.places < length).sum())
             self.asked = Asked(self.asked.queries[:, :, :left], self.asked.places[:left]) if left else None
@@ -150,6 +161,8 @@ class BPCLayer(SparseLayer):
         super()._rebatch(change)
         if self.asked is not None:
             self.asked = Asked(change(self.asked.queries), self.asked.places)
+        if self.moments is not None:
+            self.moments = change(self.moments)
         if self.codebook is not None and self.codebook.by_sequence:
             self.codebook = self.codebook.change(change)
 
@@ -201,13 +214,17 @@ class BPCLayer(SparseLayer):
         Raises:
             ModelError: the artifact's projections do not fit the KV heads of this process.
         """
+        length = self.get_seq_length()
         if self.unfitted():
             keys, common = self.keys.to(self.device), self.common
             self.take_fit(fit_online(keys, self.asked, visible, common.bits, common.seed))
-        elif self.codebook is None:
-            self._take_calibrated(self.prompt_metric(visible))
+        elif self.codebook is None or length >= GROWN * self.made_at:
+            metric = self.prompt_metric(visible)
+            if self.codebook is None or metric is not None:
+                self._take_calibrated(metric)
+                self.buffers.pop("worst", None)
+                self.hashed, self.made_at = 0, length
         assert self.codebook is not None
-        length = self.get_seq_length()
         while self.hashed < length:
             end = min(length, self.hashed + HASHED_AT_ONCE)
             keys = self.keys[:, :, self.hashed : end].to(self.device)
@@ -223,15 +240,21 @@ class BPCLayer(SparseLayer):
         return self.common.adapt and found is not None and found.metric is not None and not found.nibbles
 
     def prompt_metric(self, visible: Tensor | None) -> Tensor | None:
-        """Return the metric of the prompt `[batch, kv_heads, head_dim, head_dim]`; None: it does not count.
+        """Return the metric of all prompts `[batch, kv_heads, head_dim, head_dim]`; None: the new ones do not count.
 
         Args:
             visible: bool `[batch, N]`, False for padding; None: no padding.
         """
-        least = self.get_seq_length() if visible is None else int(visible.sum(-1).min())
-        if not self.adaptable or self.asked is None or min(least, len(self.asked.places)) < ASKED:
+        if not self.adaptable or self.asked is None or len(self.asked.places) < ASKED:
             return None
-        return prompt_metric(self.asked, self.keys.shape[1], visible)
+        length = self.get_seq_length()
+        if visible is not None and int(visible.sum(-1).min()) < ASKED:
+            return None
+        # Each query that was kept stands for as many tokens.
+        share = (length - self.made_at) / len(self.asked.places)
+        new = (share * prompt_moment(self.asked, self.keys.shape[1], visible)).float()
+        self.moments = new if self.moments is None else self.moments + new
+        return moment_metric(self.moments)
 
     def _take_calibrated(self, metric: Tensor | None = None) -> None:
         """Hash with the artifact's projections of this process's KV heads from now on; `metric` is the prompt's."""

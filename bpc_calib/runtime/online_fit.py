@@ -9,7 +9,10 @@ from bpc_calib.backends.dispatch import find
 from bpc_calib.method.fitting import Fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
 
-__all__ = ["ASKED", "Asked", "fit_online", "fitted_places", "join", "observed_places", "prompt_metric", "spread"]
+__all__ = [
+    "ASKED", "Asked", "fit_online", "fitted_places", "join", "moment_metric", "observed_places", "prompt_metric",
+    "prompt_moment", "spread",
+]  # fmt: skip
 
 # An online fit delays the first step, so it is short: 4 iterations per bit, as in the authors' release, 2 rounds of
 # least squares, and at most so many keys: more keys do not improve it (docs/projections.md).
@@ -54,8 +57,8 @@ def join(asked: Asked | None, queries: Tensor, places: Tensor) -> Asked:
     return Asked(queries.index_select(2, kept.to(queries.device)), places[kept])
 
 
-def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor:
-    """Return the metric of the queries of each KV head, float32 `[batch, kv_heads, head_dim, head_dim]`.
+def prompt_moment(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor:
+    """Return the sum of `q^T q` over the queries of each KV head, float64 `[batch, kv_heads, head_dim, head_dim]`.
 
     Args:
         asked: queries of the prompt.
@@ -65,8 +68,18 @@ def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor
     queries = asked.queries.unflatten(1, (kv_heads, -1))
     if visible is not None:
         queries = queries * visible[:, None, None, asked.places.to(visible.device), None]
+    return second_moment(queries.flatten(2, 3))
+
+
+def moment_metric(moment: Tensor) -> Tensor:
+    """Return the metric of queries with these moments `[..., head_dim, head_dim]`, of any scale: float32."""
     # On the CPU: libraries for a GPU take matrices of this size one after the other.
-    return score_metric(second_moment(queries.flatten(2, 3)).cpu()).to(queries.device)
+    return score_metric(moment.cpu()).to(moment.device)
+
+
+def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor:
+    """Return the metric of the queries of each KV head, float32; see `prompt_moment`."""
+    return moment_metric(prompt_moment(asked, kv_heads, visible))
 
 
 def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: int, seed: int) -> Fit:

@@ -148,6 +148,8 @@ def _parts(layer: Any, model: ModelDescription, batch: int, length: int) -> dict
         parts |= {
             "asked.queries": (FLOATS, (batch, model.query_heads, None, dim)),
             "asked.places": ([torch.int64], (None,)),
+            "moments": ([torch.float32], (batch, heads, dim, dim)),
+            "made_at": ([torch.int64], (1,)),
             "projection": (FLOATS, (batch, heads, bits, dim)),
             "matrix": (FLOATS, (batch, heads, bits, dim)),
             "gram": (FLOATS, (batch, heads, bits, bits)),
@@ -177,7 +179,7 @@ def _check_counts(where: str, parts: Mapping[str, Tensor], length: int) -> None:
         or parts["keys"].shape[2] > length
         or len(hashed) > 1
         or max(hashed, default=0) > length
-        or not 0 <= int(parts.get("guarded", torch.zeros(1))) <= length
+        or not all(0 <= int(parts.get(name, torch.zeros(1))) <= length for name in ("guarded", "made_at"))
         or len(places) != asked
         or not all(0 <= place < length for place in places.tolist())
         or len({"projection", "matrix", "gram"} & parts.keys()) not in (0, 3)

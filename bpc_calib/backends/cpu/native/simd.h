@@ -56,7 +56,11 @@ INLINE void store(void *at, T what) {
     std::memcpy(at, &what, sizeof(T));
 }
 
-INLINE floats splat(float x) { return floats{} + x; }
+INLINE floats splat(float x) {  // as an integer: 0 + x would be computed
+    u32 bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return (floats)(words{} + bits);
+}
 INLINE doubles splat(double x) { return doubles{} + x; }
 
 // a * b + c, rounded once where the processor can.
