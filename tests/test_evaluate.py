@@ -60,6 +60,7 @@ def rows(artifact):
         prompts=2,
         corpora=[open_corpus("demo-prose"), open_corpus("demo-code")],
         batch=1,
+        forced=16,
         rules=HARD,
     )
 
