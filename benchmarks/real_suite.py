@@ -90,7 +90,7 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
         own = None if method == "oracle" else artifacts.get(method, artifacts["bpc"])
         by_head = {} if equal else shares_of(own or artifacts["bpc"], layers)
         rules = {layer: Rules(budget, min_tokens=1, shares=by_head.get(layer)) for layer in layers}
-        cases[budget, method, equal, below_best] = Way(own, below_best, rules, adapted=method == "bpc")
+        cases[budget, method, equal, below_best] = Way(own, below_best, rules, adapted=method in ("bpc", "nibbles"))
     for length, texts_of in zip(subject.lengths, settings["texts_by_length"], strict=False):
         corpora = open_corpora(subject.corpora("held-out"))
         about = {"samples": texts_of, "sequence_length": length, "seed": 0}

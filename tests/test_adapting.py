@@ -112,9 +112,21 @@ def test_else_the_codes_are_those_of_calibration(model, artifact, tokens, rules,
         assert layer.asked is None
 
 
-def test_nibbles_stay_those_of_calibration(model):
-    cache = filled(model, tiny.artifact(model.config, nibbles=True, metric=True, centred=True), ids(1, LONG))
-    assert not any(layer.codebook.by_sequence for layer in cache.layers)
+def test_a_prompt_adapts_nibbles_too(model, tmp_path):
+    made = tiny.artifact(model.config, nibbles=True, metric=True, centred=True)
+    tokens = ids(1, LONG)
+    cache = filled(model, made, tokens)
+    for index, layer in enumerate(cache.layers):
+        assert layer.codebook.by_sequence
+        assert layer.codebook.nibbles
+        whole = moment_metric(layer.moments)
+        own = codebook_of(made.layers[index], slice(None), layer.keys.dtype, layer.device, whole)
+        assert torch.equal(layer.codebook.gram, own.gram)
+        found = find(layer.keys).encode_with(own, layer.keys)
+        assert torch.equal(layer.buffers["codes"][:, :, :LONG], found.codes)
+    cache.save(tmp_path / "file", model, tokens)
+    opened, _ = BPCCache.open(tmp_path / "file", model, made)
+    assert torch.equal(decoded(model, opened, tokens), decoded(model, cache, tokens))
 
 
 def test_each_sequence_has_its_own_and_padding_no_part(model, artifact):

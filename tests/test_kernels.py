@@ -173,6 +173,9 @@ def test_nibbles_of_keys(dtype, dim, bits, tokens, monkeypatch):
     """With metric and mean, in pieces, of numbers that every product and sum holds exactly: so codes are equal bits."""
     monkeypatch.setattr(hashing, "SCRATCH", 1)  # a block at once
     vectors, metric, mean = exact_parts(2, 4 * bits, dim)
+    if dtype == torch.bfloat16:  # of each sequence, as a prompt makes them
+        vectors, mean = (torch.stack([each, each]) for each in (vectors, mean))
+        metric = torch.stack([metric, metric.flip(-1, -2)])
     codebook = make_codebook(vectors, dtype, metric=metric, mean=mean, nibbles=True)
     keys = integers(2, tokens, 2, dim, most=9, seed=4).to(dtype).transpose(1, 2)  # not contiguous
     keys[:, :, 2] = 0

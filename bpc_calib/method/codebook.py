@@ -53,10 +53,10 @@ class Codebook:
         return found | {"matrix": self.matrix.mT}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "Codebook":
-        """Return the codebook of signs whose `tensors` these are; others may be among them."""
+    def of(cls, tensors: Mapping[str, Tensor], *, nibbles: bool = False) -> "Codebook":
+        """Return the codebook whose `tensors` these are; others may be among them."""
         found = {field.name: tensors.get(field.name) for field in fields(cls) if field.name != "nibbles"}
-        return cls(**found | {"matrix": tensors["matrix"].mT})  # type: ignore[arg-type]
+        return cls(**found | {"matrix": tensors["matrix"].mT}, nibbles=nibbles)  # type: ignore[arg-type]
 
     def check(self, keys: Tensor) -> None:
         """Raise `InputError` unless this codebook can hash the keys `[..., N, D]`."""

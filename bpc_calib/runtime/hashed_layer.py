@@ -129,7 +129,8 @@ class BPCLayer(SparseLayer):
         if "moments" in contents:
             self.moments = contents["moments"].clone()
         if "projection" in contents:
-            self.codebook = Codebook.of({name: tensor.clone() for name, tensor in contents.items()})
+            nibbles = self.calibrated is not None and self.calibrated.nibbles
+            self.codebook = Codebook.of({name: tensor.clone() for name, tensor in contents.items()}, nibbles=nibbles)
         if all(name in contents for name in ("codes", *self.kept())):
             for name in ("codes", *self.kept()):
                 self.append(name, 0, contents[name])
@@ -237,7 +238,7 @@ class BPCLayer(SparseLayer):
     def adaptable(self) -> bool:
         """Whether the queries of a prompt may count in the metric of calibrated projections."""
         found = self.calibrated
-        return self.common.adapt and found is not None and found.metric is not None and not found.nibbles
+        return self.common.adapt and found is not None and found.metric is not None
 
     def prompt_metric(self, visible: Tensor | None) -> Tensor | None:
         """Return the metric of all prompts `[batch, kv_heads, head_dim, head_dim]`; None: the new ones do not count.

@@ -139,6 +139,7 @@ def _parts(layer: Any, model: ModelDescription, batch: int, length: int) -> dict
     parts = {"keys": kept, "values": kept}
     if isinstance(layer, BPCLayer):
         every, bits = (batch, heads, None), layer.bits
+        rows = bits if layer.calibrated is None or not layer.calibrated.nibbles else 4 * bits
         parts |= {
             "guarded": ([torch.int64], (1,)),
             "codes": ([torch.int64], (*every, -(-bits // 64))),
@@ -150,9 +151,9 @@ def _parts(layer: Any, model: ModelDescription, batch: int, length: int) -> dict
             "asked.places": ([torch.int64], (None,)),
             "moments": ([torch.float32], (batch, heads, dim, dim)),
             "made_at": ([torch.int64], (1,)),
-            "projection": (FLOATS, (batch, heads, bits, dim)),
-            "matrix": (FLOATS, (batch, heads, bits, dim)),
-            "gram": (FLOATS, (batch, heads, bits, bits)),
+            "projection": (FLOATS, (batch, heads, rows, dim)),
+            "matrix": (FLOATS, (batch, heads, rows, dim)),
+            "gram": (FLOATS, (batch, heads, rows, rows)),
             "metric": (FLOATS, (batch, heads, dim, dim)),
             "mean": (FLOATS, (batch, heads, dim)),
         }
