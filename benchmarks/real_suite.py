@@ -72,7 +72,7 @@ def defaults(subject: Subject, settings: Settings) -> list[Row]:
 def shares(subject: Subject, settings: Settings) -> list[Row]:
     """The exact best tokens and codes: shares by head and equal ones, equal ones by both group rules; forced passes.
 
-    The text adapts the codes; with shares by head also those that calibration left are measured.
+    The text adapts signs; with shares by head also those that calibration left are measured, and adapted nibbles.
     """
     from forced_pass import TOKENS, Way, divergences
 
@@ -86,11 +86,14 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
     artifacts = {name: load(subject.artifact(name)) for name in settings["methods"] if name != "oracle"}
     layers, ways = list(artifacts["bpc"].layers), [(False, False), (True, False), (True, True)]
     kinds = [(method, *way) for method in settings["methods"] for way in ways] + [("calibrated", False, False)]
+    kinds += [("nibbles-adapted", False, False)] * ("nibbles" in artifacts)
     for budget, (method, equal, below_best) in product(settings["budgets"], kinds):
-        own = None if method == "oracle" else artifacts.get(method, artifacts["bpc"])
+        own = None if method == "oracle" else artifacts.get(method.removesuffix("-adapted"), artifacts["bpc"])
         by_head = {} if equal else shares_of(own or artifacts["bpc"], layers)
         rules = {layer: Rules(budget, min_tokens=1, shares=by_head.get(layer)) for layer in layers}
-        cases[budget, method, equal, below_best] = Way(own, below_best, rules, adapted=method in ("bpc", "nibbles"))
+        cases[budget, method, equal, below_best] = Way(
+            own, below_best, rules, adapted=method in ("bpc", "nibbles-adapted")
+        )
     for length, texts_of in zip(subject.lengths, settings["texts_by_length"], strict=False):
         corpora = open_corpora(subject.corpora("held-out"))
         about = {"samples": texts_of, "sequence_length": length, "seed": 0}

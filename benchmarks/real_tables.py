@@ -24,7 +24,7 @@ ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transf
 def models(results: Results, part: str) -> dict[str, Row]:
     """What a part measured, by model; empty if it has not run. Older results have methods that are no more."""
     found = results.get(f"real_{part}", {}).get("models", {})
-    known = {*METHODS, "paper", "calibrated"}
+    known = {*METHODS, "paper", "calibrated", "nibbles", "nibbles-adapted"}
     return {
         model: made | {"rows": [row for row in made.get("rows", []) if row.get("method", "bpc") in known]}
         for model, made in found.items()
@@ -159,6 +159,21 @@ def shares(results: Results) -> Lines:
             model = ""
 
 
+def kinds(results: Results) -> Lines:
+    """KL with shares by head of the exact best tokens, and of signs and nibbles, as calibrated and adapted."""
+    named = {
+        "exact best": "oracle", "signs": "calibrated", "signs, adapted": "bpc", "nibbles": "nibbles",
+        "nibbles, adapted": "nibbles-adapted",
+    }  # fmt: skip
+    yield "model", "tokens", "budget", *named
+    for model, found in models(results, "nibbles").items():
+        own = by(found["rows"], "tokens", "budget", "below_best", "method", "equal_shares")
+        for tokens, budget in sorted({place[:2] for place in own}, key=lambda at: (at[0], -at[1])):
+            rows = (own.get((tokens, budget, False, method, False)) for method in named.values())
+            yield model, tokens, budget_text(budget), *(spread(row["kl"]) if row else "not measured" for row in rows)
+            model = ""
+
+
 def answers(results: Results) -> Lines:
     """Right answers with shares by head and with equal shares."""
     found = models(results, "answers")
@@ -260,7 +275,7 @@ def files(results: Results) -> Lines:
 
 
 TABLES = made_by(
-    short, headline, lengths, methods, defaults, shares, answers, tasks, generate, exact, decode, engines, files,
+    short, headline, lengths, methods, defaults, shares, kinds, answers, tasks, generate, exact, decode, engines, files,
     prefix="real-",
 )  # fmt: skip
 
