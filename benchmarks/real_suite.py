@@ -86,9 +86,11 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
     artifacts = {name: load(subject.artifact(name)) for name in settings["methods"] if name != "oracle"}
     layers, ways = list(artifacts["bpc"].layers), [(False, False), (True, False), (True, True)]
     kinds = [(method, *way) for method in settings["methods"] for way in ways] + [("calibrated", False, False)]
-    kinds += [("nibbles-adapted", False, False)] * ("nibbles" in artifacts)
+    if "nibbles" in artifacts:
+        artifacts["nibbles-adapted"] = artifacts["nibbles"]
+        kinds.append(("nibbles-adapted", False, False))
     for budget, (method, equal, below_best) in product(settings["budgets"], kinds):
-        own = None if method == "oracle" else artifacts.get(method.removesuffix("-adapted"), artifacts["bpc"])
+        own = None if method == "oracle" else artifacts.get(method, artifacts["bpc"])
         by_head = {} if equal else shares_of(own or artifacts["bpc"], layers)
         rules = {layer: Rules(budget, min_tokens=1, shares=by_head.get(layer)) for layer in layers}
         cases[budget, method, equal, below_best] = Way(

@@ -26,9 +26,10 @@ __all__ = ["BPCLayer", "prepare"]
 HASHED_AT_ONCE = 1 << 16  # tokens: hashing needs about 20 bytes of temporary memory per bit and key
 # Heads of one fit: enough for every core of a CPU; with 1,024 keys of 128 numbers in float64 they take 67 MB.
 HEADS_AT_ONCE = 64
-# When a cache is so many times as long as when its keys were hashed, new prompts adapt the codes, too, and all keys are
-# hashed again: fewer than two tokens for each that comes.
+# When a cache is so many times as long as when its codebook was made, new prompts adapt the codes, too, and all keys
+# are hashed again: in all, fewer than two keys for each that comes.
 GROWN = 2
+PROMPT = 64  # tokens of a pass that counts as a further prompt: fewer may be drafts, which come often
 
 
 class BPCLayer(SparseLayer):
@@ -56,7 +57,7 @@ class BPCLayer(SparseLayer):
 
     def observe(self, query: Tensor, scaling: float | None, places: Tensor) -> None:
         """Keep some queries `[batch, query_heads, n, head_dim]` for the metric."""
-        if self.unfitted() or self.adaptable:
+        if self.unfitted() or (self.adaptable and (self.codebook is None or len(places) >= PROMPT)):
             self.asked = join(self.asked, query, places)
 
     def decode(self, query: Tensor, rows: Rows) -> tuple[Tensor, Tensor | None]:
@@ -90,6 +91,11 @@ class BPCLayer(SparseLayer):
     def bits(self) -> int:
         """Bits of a code."""
         return self.common.bits if self.calibrated is None else self.calibrated.bits
+
+    @property
+    def nibbles(self) -> bool:
+        """Whether codes are nibbles instead of signs."""
+        return self.calibrated is not None and self.calibrated.nibbles
 
     def kept(self) -> tuple[str, ...]:
         """Return what is kept of the keys beside their codes."""
@@ -129,8 +135,8 @@ class BPCLayer(SparseLayer):
         if "moments" in contents:
             self.moments = contents["moments"].clone()
         if "projection" in contents:
-            nibbles = self.calibrated is not None and self.calibrated.nibbles
-            self.codebook = Codebook.of({name: tensor.clone() for name, tensor in contents.items()}, nibbles=nibbles)
+            cloned = {name: tensor.clone() for name, tensor in contents.items()}
+            self.codebook = Codebook.of(cloned, nibbles=self.nibbles)
         if all(name in contents for name in ("codes", *self.kept())):
             for name in ("codes", *self.kept()):
                 self.append(name, 0, contents[name])
@@ -220,7 +226,7 @@ class BPCLayer(SparseLayer):
             keys, common = self.keys.to(self.device), self.common
             self.take_fit(fit_online(keys, self.asked, visible, common.bits, common.seed))
         elif self.codebook is None or length >= GROWN * self.made_at:
-            metric = self.prompt_metric(visible)
+            metric = self.count_prompts(visible)
             if self.codebook is None or metric is not None:
                 self._take_calibrated(metric)
                 self.buffers.pop("worst", None)
@@ -240,8 +246,10 @@ class BPCLayer(SparseLayer):
         found = self.calibrated
         return self.common.adapt and found is not None and found.metric is not None
 
-    def prompt_metric(self, visible: Tensor | None) -> Tensor | None:
-        """Return the metric of all prompts `[batch, kv_heads, head_dim, head_dim]`; None: the new ones do not count.
+    def count_prompts(self, visible: Tensor | None) -> Tensor | None:
+        """Add the queries that wait to `moments`; return the metric `[batch, kv_heads, head_dim, head_dim]` of all.
+
+        None: there are too few, and nothing changed.
 
         Args:
             visible: bool `[batch, N]`, False for padding; None: no padding.

@@ -139,7 +139,7 @@ def _parts(layer: Any, model: ModelDescription, batch: int, length: int) -> dict
     parts = {"keys": kept, "values": kept}
     if isinstance(layer, BPCLayer):
         every, bits = (batch, heads, None), layer.bits
-        rows = bits if layer.calibrated is None or not layer.calibrated.nibbles else 4 * bits
+        rows = 4 * bits if layer.nibbles else bits
         parts |= {
             "guarded": ([torch.int64], (1,)),
             "codes": ([torch.int64], (*every, -(-bits // 64))),
