@@ -13,13 +13,14 @@ from transformers.cache_utils import DynamicLayer
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import backend, find
-from bpc_calib.backends.switch_over import sparse_from
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_PRODUCTS, sparse_from
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
 from bpc_calib.method.state import Rows, State
 from bpc_calib.method.step import attend
 from bpc_calib.models.description import ModelDescription
+from bpc_calib.models.long_passes import slow_products
 from bpc_calib.runtime.call import AttentionCall, Seen, as_output, check_continued, with_layer
 from bpc_calib.runtime.growing import append
 from bpc_calib.runtime.kv_device import KVPlace
@@ -44,6 +45,11 @@ class Common:
     full: bool = False  # whether passes attend to everything now, and leave no trace but their tokens
     seen: Seen = field(default_factory=Seen)
     told: dict[int, Any] = field(default_factory=dict)  # by layer: what a method's layers tell each other
+
+
+def own_is_faster(keys: Tensor) -> bool:
+    """Whether BPC's kernel attends to all `keys` faster than torch does: a processor has no products of 16 bits."""
+    return keys.device.type == "cpu" and backend(keys.device) == "native" and slow_products(keys.dtype) is not None
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -121,7 +127,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Return from how many tokens choosing pays, for keys `[batch, kv_heads, new, head_dim]`."""
         (batch, heads, _, dim), model = keys.shape, self.common.model
         token = 2 * heads * dim * keys.element_size()
-        return sparse_from(token, batch, model.query_heads // model.ranks, keys.device)
+        costs = WITHOUT_PRODUCTS if own_is_faster(keys) else IN_TRANSFORMERS
+        return sparse_from(token, batch, model.query_heads // model.ranks, keys.device, costs)
 
     def append(self, name: str, length: int, new: Tensor) -> None:
         """Write `[batch, kv_heads, new, ...]` after the first `length` tokens of the named buffer."""
@@ -177,12 +184,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         out = kernels.dense_decode(query.flatten(2, 3), state, rows, call.scaling, new=new)
         return out.unflatten(2, (-1, new)).flatten(1, 2).transpose(1, 2).to(call.query.device)
 
-    def attend_apart(self, call: AttentionCall) -> Tensor | None:
-        """Return `attend_to_all` for few queries whose keys are apart; None: use the model's own attention.
+    def attend_few(self, call: AttentionCall) -> Tensor | None:
+        """Return `attend_to_all` for few queries where that is faster; None: use the model's own attention.
 
-        That would need all keys and values on the model's device, which takes longer than a few queries on the CPU.
+        The model's own needs all keys and values on the model's device, which takes longer than a few queries on the CPU.
+        And one query takes several times as long there where `own_is_faster`.
         """
-        return self.attend_to_all(call) if self.apart and call.query.shape[2] <= FEW else None
+        new = call.query.shape[2]
+        faster = new <= FEW if self.apart else new == 1 and own_is_faster(self.keys)
+        return self.attend_to_all(call) if faster else None
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""
@@ -307,11 +317,11 @@ class SparseLayer(GrowingLayer):
             check_continued(call.query, self.keys, call.mask, call.positions)
             length = self.get_seq_length()
             self.observe(call.query, call.scaling, torch.arange(length - call.query.shape[2], length))
-            return self.attend_apart(call)
+            return self.attend_few(call)
         self.scale(call.scaling)
         rows = self.rows(call)
         if rows is None:
-            return self.attend_apart(call)
+            return self.attend_few(call)
         out, _ = self.decode(call.grouped(self.keys.shape[1]), rows)
         return as_output(out)
 
@@ -421,9 +431,9 @@ class DenseLayer(GrowingLayer):
         if self.common.full:
             return self.attend_to_all(call)
         if self.apart:
-            return self.attend_apart(call)
+            return self.attend_few(call)
         rows = self.rows(call)
         if rows is None:
-            return None  # no layer chooses: the step has the bits of the model's own
+            return self.attend_few(call)  # no layer chooses: elsewhere the step has the bits of the model's own
         query, state = call.grouped(self.keys.shape[1]), self.state()
         return as_output(find(query, state).dense_decode(query, state, rows, call.scaling))

@@ -33,7 +33,7 @@ from bpc_calib.method.nibbles import NIBBLE
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
-from bpc_calib.method.state import Rows, State, within, write_codes, write_newest, write_tokens
+from bpc_calib.method.state import Rows, State, write_codes, write_newest, write_tokens
 from bpc_calib.method.step import check, check_append, check_rows, check_state, newest
 
 __all__ = ["append", "attend", "choose", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
@@ -110,12 +110,11 @@ def sparse_decode(
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
-    """`bpc_calib.method.step.dense_decode`: of one token, attention over a list of every token."""
+    """`bpc_calib.method.step.dense_decode`; for one token a kernel, without a list of all tokens."""
     if new > 1:
         return dense_pass(query, state, rows, scaling, new)
     check(query, None, state, rows)
-    every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, query.shape[1], -1)
-    return attend(query, state, rows, every, scaling)
+    return _attend(query, state, rows, None, scaling)
 
 
 def rank(
@@ -145,14 +144,19 @@ def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: R
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
     """`bpc_calib.method.step.attend`: over listed tokens, int64 `[B, H_KV, k]`."""
+    return _attend(query, state, rows, indices.contiguous(), scaling)
+
+
+def _attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, scaling: float | None) -> Tensor:
+    """`attend`; without a list to every token."""
     call = Call(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling)
     _place_keys(call, state)
     query, *kept = _ask(call, query, rows, state)
-    indices = indices.contiguous()
     out = torch.zeros(query.shape, dtype=torch.float32)
-    call.stages, call.width = ATTEND, indices.shape[-1]
-    call.indices, call.out = indices.data_ptr(), out.data_ptr()
-    if indices.numel() and query.numel() and run(call):
+    call.stages, call.width = ATTEND, rows.longest if indices is None else indices.shape[-1]
+    call.indices, call.out = address(indices), out.data_ptr()
+    if call.width and query.numel() and run(call):
+        assert indices is not None
         raise IndexError(f"a token is beyond the {rows.longest} there are: {int(indices.max())}")
     del kept
     return out.to(query.dtype)

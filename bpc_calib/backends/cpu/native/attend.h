@@ -154,17 +154,20 @@ INLINE void unpack(const bpc::Call &call, const char *page, i64 n, char *key, ch
     for (i64 d = 0; d < call.dim; d++) ((Stored *)value)[d] = ((const Stored *)page)[values_at[d]];
 }
 
-// Attention over the tokens from `begin` to `end` of a list; whether one is beyond the tokens there are.
+// Attention over the tokens from `begin` to `end` of a list, or of the row itself where no list is given; whether one is
+// beyond the tokens there are.
 template <Element E>
 static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 begin, i64 end, Part &part) {
     i64 b = row / call.kv_heads, h = row % call.kv_heads, heads = call.heads, dim = call.dim, fours = ceil_to(heads, 4);
     constexpr i64 size = size_of(E);
+    const u8 *valid = indices ? nullptr : valid_of(call, b);
+    if (!indices) end = least_of(end, length_of(call, b));
     const char *keys = (const char *)call.keys, *values = (const char *)call.values;
     bool beyond = false;
     i64 found = 0;
     for (i64 i = begin; i < end; i++) {
-        i64 token = indices[i];
-        if (token < 0) continue;
+        i64 token = indices ? indices[i] : i;
+        if (token < 0 || (valid && !valid[i])) continue;
         if (token >= call.tokens) {
             beyond = true;
             continue;
@@ -172,8 +175,8 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
         Where at = where_of(call, b, token);
         if (call.keys_at) {
             char *key = part.unpacked + size * dim * 2 * found;
-            if (i + SOON < end && indices[i + SOON] >= 0) {
-                Where soon = where_of(call, b, indices[i + SOON]);
+            if (i64 next = i + SOON < end ? (indices ? indices[i + SOON] : i + SOON) : -1; next >= 0) {
+                Where soon = where_of(call, b, next);
                 const char *page = keys + size * (soon.b * call.keys_b + h * call.keys_h);
                 for (i64 d = 0; d < dim; d += PACKED_KEYS)
                     prefetch(page + size * ((const i64 *)call.keys_at)[soon.n * dim + d]);

@@ -40,7 +40,7 @@
     F(keys_at) F(values_at)         /* int64 [page, dim], where the numbers of a token lie in a page; else in rows */ \
     /* Results. */ \
     F(entries) F(scale)             /* int16 [rows, heads, bits / 4, 16], float32 [rows], or 0 */ \
-    F(indices)                      /* int64 [rows, width], ascending, -1 behind */ \
+    F(indices)                      /* int64 [rows, width], ascending, -1 behind; 0 to attend: to every token */ \
     F(out)                          /* float32 [rows, heads, dim] */
 // clang-format on
 

@@ -120,7 +120,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
         Bytes bytes{memory + plan.slots * bytes_room + index * bytes_part};
         return part_from(bytes, call, plan);
     };
-    i64 *indices = (i64 *)call.indices;
+    auto list_of = [&](i64 row) { return call.indices ? (i64 *)call.indices + row * call.width : nullptr; };
     float *out = (float *)call.out;
     if (plan.parts == 1 && plan.shares == 1) {
         bool beyond[256] = {};
@@ -132,7 +132,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
             Part part = part_of(slot);
             for (i64 nth; (nth = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < plan.rows;) {
                 i64 row = ordered ? order[nth] : nth;
-                i64 *list = indices + row * call.width, count = call.width;
+                i64 *list = list_of(row), count = call.width;
                 if (chooses) prepare_row<E>(call, row, room);
                 if (scores && call.page) copy_codes(call, row, room);
                 if (scores) score_part(call, row, 0, plan.size, room, room.best);
@@ -176,14 +176,14 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
             room.counts[part] = candidates_of(call, row, part * plan.size, (part + 1) * plan.size, room);
         });
         bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
-            take_row(call, row, plan.parts, plan.size, rooms[row], indices + row * call.width);
+            take_row(call, row, plan.parts, plan.size, rooms[row], list_of(row));
         });
     }
     if (attends) {
         bpc::parallel(plan.threads, plan.rows * plan.shares, [&](i64 task) {
             i64 row = task / plan.shares, begin = task % plan.shares * plan.each;
             some[task] = part_of(task);
-            if (attend_part<E>(call, row, indices + row * call.width, begin, least_of(call.width, begin + plan.each), some[task]))
+            if (attend_part<E>(call, row, list_of(row), begin, least_of(call.width, begin + plan.each), some[task]))
                 beyond = true;
         });
         bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
