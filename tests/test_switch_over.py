@@ -5,14 +5,18 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from transformers import DynamicCache
 
 from bpc_calib import BPCCache, enable
-from bpc_calib.backends.switch_over import IN_TRANSFORMERS, IN_VLLM, sparse_from
+from bpc_calib.backends.cpu import backend as kernels
+from bpc_calib.backends.dispatch import backend
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, IN_VLLM, WITHOUT_PRODUCTS, sparse_from
 from bpc_calib.compat import with_cache
 from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import probe
 from bpc_calib.evaluation.forcing import prefill
-from bpc_calib.runtime.layers import GrowingLayer
+from bpc_calib.models.long_passes import slow_products
+from bpc_calib.runtime.layers import GrowingLayer, costs_of
 
 CPU = torch.device("cpu")
 LLAMA = 2 * 8 * 128 * 2  # bytes of a token in a layer of Llama 3.1 8B
@@ -38,6 +42,7 @@ def test_the_length_follows_what_dense_attention_reads(threads):
     assert sparse_from(LLAMA, 8, 32, CPU) == 119  # sequences share the work that a step takes once
     assert sparse_from(LLAMA, 1, 1, CPU) == 305  # one query head keeps one thread busy
     assert sparse_from(LLAMA, 1, 32, CPU, IN_VLLM) > sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS)
+    assert sparse_from(LLAMA, 1, 32, CPU, WITHOUT_PRODUCTS) == 390  # dense steps are faster, but by BPC's kernel
     threads(1)
     assert sparse_from(LLAMA, 1, 32, CPU) == 305
 
@@ -71,6 +76,39 @@ def test_a_cache_attends_to_all_until_choosing_pays(switching, monkeypatch):
     assert caches[0].min_context == 45
     assert caches[0].kv_bytes(44)[0] == caches[0].kv_bytes(44)[1]
     assert caches[0].kv_bytes(45)[0] < caches[0].kv_bytes(45)[1]
+
+
+def test_it_follows_what_attends_to_all_on_the_processor():
+    assert costs_of(CPU, torch.float32) is IN_TRANSFORMERS
+    slow = backend(CPU) == "native" and slow_products(torch.bfloat16) is not None
+    assert costs_of(CPU, torch.bfloat16) is (WITHOUT_PRODUCTS if slow else IN_TRANSFORMERS)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dense", [(), (0,)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_dense_steps_of_a_processor_without_16_bit_products(monkeypatch, dense, padded):
+    """BPC's kernel attends to all tokens in every layer; the prompt's pass stays the model's own."""
+    if backend(CPU) != "native":
+        pytest.skip("the kernels for CPUs are not built")
+    calls, run = [], kernels.dense_decode
+    monkeypatch.setattr("bpc_calib.runtime.layers.slow_products", lambda dtype: 6.0)
+    monkeypatch.setattr(kernels, "dense_decode", lambda *given, **named: calls.append(1) or run(*given, **named))
+    model, mask = tiny.model(), torch.ones(2, 30, dtype=torch.int64)
+    ids = torch.randint(5, 100, (2, 30), generator=torch.Generator().manual_seed(0))
+    mask[0, :7] = 0 if padded else 1
+    enable(model)
+    cache = BPCCache(model.config, tiny.artifact(model.config), dense_layers=dense, min_context=10**9)
+    full, layers = DynamicCache(config=model.config), model.config.num_hidden_layers
+    for step in range(4):
+        places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        found, expected = (
+            model(ids, attention_mask=mask, position_ids=places, **with_cache(each)).logits[:, -1]
+            for each in (cache, full)
+        )
+        assert len(calls) == step * layers
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        ids, mask = expected.argmax(-1, keepdim=True), torch.nn.functional.pad(mask, (0, 1), value=1)
 
 
 @torch.inference_mode()

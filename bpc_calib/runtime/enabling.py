@@ -2,7 +2,8 @@
 
 transformers calls the registered function in every layer. The function finds the cache layer through an attribute of
 the keys that the layer's `update` returns, so models, caches and threads share no state. Every call that is not sparse
-goes to the model's own attention with its own masks, except one-token steps of dense layers on a CPU (`DenseLayer`).
+goes to the model's own attention with its own masks, except one-token steps on a CPU: those of dense layers
+(`DenseLayer`), and of all where BPC's kernel is faster (`own_is_faster`).
 """
 
 import functools
@@ -31,7 +32,8 @@ def enable(model: "PreTrainedModel") -> None:
     """Prepare a transformers model to decode with a `BPCCache`; with any other cache its results stay the same bits.
 
     The model's own attention (SDPA, eager, FlashAttention, flex) still computes every step that is not sparse, except
-    one-token steps of a `BPCCache`'s dense layers on a CPU.
+    one-token steps of a `BPCCache` on a CPU: those of dense layers, and in 16 bits those of all layers where the
+    processor has no products of such numbers.
     `enable` runs four tokens through the model to check that BPC can serve its layers. A second call does nothing;
     `disable` undoes the first.
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import backend, find
-from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_PRODUCTS, sparse_from
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_PRODUCTS, Costs, sparse_from
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
@@ -47,9 +47,14 @@ class Common:
     told: dict[int, Any] = field(default_factory=dict)  # by layer: what a method's layers tell each other
 
 
-def own_is_faster(keys: Tensor) -> bool:
-    """Whether BPC's kernel attends to all `keys` faster than torch does: a processor has no products of 16 bits."""
-    return keys.device.type == "cpu" and backend(keys.device) == "native" and slow_products(keys.dtype) is not None
+def own_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether BPC's kernel attends to all tokens faster than torch: on a CPU without products of 16-bit numbers."""
+    return device.type == "cpu" and backend(device) == "native" and slow_products(dtype) is not None
+
+
+def costs_of(device: torch.device, dtype: torch.dtype) -> Costs:
+    """Return what choosing costs beside the dense steps of keys on this device and of this dtype."""
+    return WITHOUT_PRODUCTS if own_is_faster(device, dtype) else IN_TRANSFORMERS
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -127,7 +132,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Return from how many tokens choosing pays, for keys `[batch, kv_heads, new, head_dim]`."""
         (batch, heads, _, dim), model = keys.shape, self.common.model
         token = 2 * heads * dim * keys.element_size()
-        costs = WITHOUT_PRODUCTS if own_is_faster(keys) else IN_TRANSFORMERS
+        costs = costs_of(keys.device, keys.dtype)
         return sparse_from(token, batch, model.query_heads // model.ranks, keys.device, costs)
 
     def append(self, name: str, length: int, new: Tensor) -> None:
@@ -187,11 +192,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def attend_few(self, call: AttentionCall) -> Tensor | None:
         """Return `attend_to_all` for few queries where that is faster; None: use the model's own attention.
 
-        The model's own needs all keys and values on the model's device, which takes longer than a few queries on the CPU.
-        And one query takes several times as long there where `own_is_faster`.
+        Of keys that are apart, the model's own would need a copy on its device.
         """
         new = call.query.shape[2]
-        faster = new <= FEW if self.apart else new == 1 and own_is_faster(self.keys)
+        faster = new <= FEW if self.apart else new == 1 and own_is_faster(self.keys.device, self.keys.dtype)
         return self.attend_to_all(call) if faster else None
 
     def count(self, length: int) -> int:
@@ -410,8 +414,9 @@ class DenseLayer(GrowingLayer):
     """A layer whose steps attend to everything.
 
     The model's own attention computes them, with two exceptions. Where one-token steps run on a CPU, and other layers
-    choose, BPC's kernel does: torch's SDPA can take several times as long there, and then these few layers take a large
-    part of a step. And it computes passes that attend to everything in all layers (`attend_to_all`).
+    choose or `own_is_faster`, BPC's kernel does: torch's SDPA can take several times as long there, and then these few
+    layers take a large part of a step. It also computes passes that attend to everything in all layers
+    (`attend_to_all`).
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
