@@ -324,6 +324,28 @@ def switch_over(results: Results) -> Lines:
         yield *about, f"{size:.1f}", f"{dense:.2f}", f"{sparse:.2f}", f"{(dense - sparse) / 4 * 1e3:.0f}"
 
 
+def without_products(results: Results) -> Lines:
+    """Steps on a processor without products of 16-bit numbers: what attends to all tokens, and chosen ones."""
+    heads = "torch on all tokens, ms", "BPC's kernel on all tokens", "chosen tokens"
+    yield "shape", "sequences", "threads", "tokens", "MB per layer", *heads
+    for row in results["without_products"]["rows"]:
+        size = 4 * row["kv_heads"] * row["head_dim"] * row["tokens"] * row["sequences"] / 1e6
+        about = (row[name] for name in ("shape", "sequences", "threads", "tokens"))
+        taken = (f"{row['milliseconds'][name]:.1f}" for name in ("dense", "own_dense_kernel", "sparse"))
+        yield *about, f"{size:.1f}", *taken
+
+
+def generate_without_products(results: Results) -> Lines:
+    """A small model there, before its dense steps ran BPC's kernel, and since."""
+    yield "prompt", "BPC attends to", "full attention, tokens/s", "BPC", "ratio"
+    for row in results["without_products"]["generate"]["rows"]:
+        before = row["commit"] == "8f95ff2"
+        chosen = row["prompt_tokens"] + 1 >= row["min_context"] or row["kv_bytes_share"] < 1
+        way = "chosen tokens" if chosen else "all tokens, by torch" if before else "all tokens, by its kernel"
+        speeds = (f"{row[name]:.1f}" for name in ("full_tokens_per_second", "tokens_per_second"))
+        yield row["prompt_tokens"], way, *speeds, f"{row['ratio']:.2f}"
+
+
 def exact_layers(results: Results) -> Lines:
     """What exact decoding gives a large model on a CPU, from the times of its steps."""
     heads = "full attention, tokens/s", "BPC, tokens/s", "a pass over 5 tokens / a step of one", "exact, tokens/s"
@@ -361,7 +383,8 @@ def larger_than_memory(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, whole_models, whole_models_short, scaling, switch_over, kernel_cost, gpu_layer, gpu_models, gpu_serving,
+    layer, whole_models, whole_models_short, scaling, switch_over, without_products,
+    generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
     model_bytes, offload_plan, serving, headline, headline_both, adapting, aggregation, key_counts, keys_per_head,
     calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory,
 )  # fmt: skip

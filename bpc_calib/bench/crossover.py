@@ -14,6 +14,7 @@ from bpc_calib.bench.settings import SHORTEST
 from bpc_calib.bench.timing import timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
+from bpc_calib.runtime.layers import own_is_faster
 
 __all__ = ["compared", "find_crossover"]
 
@@ -80,8 +81,9 @@ def compared(
     sets = working_sets(shape, k, device)
     inputs = make(shape, replace(sets, codes=min(sets.codes, sets.steps)), device)
     forms, notes = right_forms(inputs, device)
-    # Below `min_context` a model on a CPU runs torch's attention, not this package's.
-    rivals = [name for name in forms if name.startswith("dense/") and (device.type == "cuda" or OURS not in name)]
+    # Below `min_context` a model on a CPU runs torch's attention, unless this package's is faster.
+    owned = device.type == "cuda" or own_is_faster(device, shape.dtype)
+    rivals = [name for name in forms if name.startswith("dense/") and (owned or OURS not in name)]
     counts = {"step": sets.steps} | dict.fromkeys(rivals, sets.dense)
     rows = inputs.rows(k)
     calls = {

@@ -16,7 +16,7 @@ from bpc_calib.models.wide_passes import widened
 __all__ = ["LONG", "slow_products", "widen_long_passes"]
 
 LONG = 32  # tokens of a pass from which products in float32 save more than reading the weights anew costs
-SLOWER = 1.5  # times as long as in float32, from which products count as slow: those measured take 0.2 to 1 or 2 to 6
+SLOWER = 1.5  # times as long as in float32, from which products count as slow: those measured take 0.2 to 1 or 2 to 8
 # By name, since not every version of torch has the product of experts, `grouped_mm`.
 PRODUCTS = {"linear", "scaled_dot_product_attention", "matmul", "__matmul__", "bmm", "_grouped_mm"}
 SIZE, REPEATS = 512, 9
@@ -27,7 +27,7 @@ def slow_products(dtype: torch.dtype) -> float | None:
     """Return how many times longer than in float32 a product in a 16-bit dtype takes on this CPU; None: it is not slow.
 
     Measured once per process, in some milliseconds: a processor without such products (AMX, AVX512-BF16, Arm's BF16)
-    takes 2 to 6 times as long. One thread's own time is taken, so that other programs, which delay it and keep threads
+    takes 2 to 8 times as long. One thread's own time is taken, so that other programs, which delay it and keep threads
     waiting for each other, do not change what a calibration computes.
     """
     if dtype not in (torch.bfloat16, torch.float16):
