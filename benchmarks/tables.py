@@ -305,6 +305,12 @@ def fitting_time(results: Results) -> Lines:
         yield about, f"{row['torch_seconds']:.2f} s", f"{row['numba_seconds']:.2f} s", f"{row['speedup']:.1f}"
 
 
+def _layer_step(row: Row) -> tuple[object, ...]:
+    """What a step of layers in 16 bits is about, and the megabytes of keys and values of each layer."""
+    size = 4 * row["kv_heads"] * row["head_dim"] * row["tokens"] * row["sequences"] / 1e6
+    return *(row[name] for name in ("shape", "sequences", "threads", "tokens")), f"{size:.1f}"
+
+
 def switch_over(results: Results) -> Lines:
     """What choosing costs and gains a layer of a step, by the bytes of keys and values."""
     yield (
@@ -318,10 +324,8 @@ def switch_over(results: Results) -> Lines:
         "gain per layer, us",
     )
     for row in results["switch_over"]["rows"]:
-        size = 4 * row["kv_heads"] * row["head_dim"] * row["tokens"] * row["sequences"] / 1e6
         dense, sparse = (row["milliseconds"][name] for name in ("dense", "sparse"))
-        about = (row[name] for name in ("shape", "sequences", "threads", "tokens"))
-        yield *about, f"{size:.1f}", f"{dense:.2f}", f"{sparse:.2f}", f"{(dense - sparse) / 4 * 1e3:.0f}"
+        yield *_layer_step(row), f"{dense:.2f}", f"{sparse:.2f}", f"{(dense - sparse) / 4 * 1e3:.0f}"
 
 
 def without_products(results: Results) -> Lines:
@@ -329,10 +333,8 @@ def without_products(results: Results) -> Lines:
     heads = "torch on all tokens, ms", "BPC's kernel on all tokens", "chosen tokens"
     yield "shape", "sequences", "threads", "tokens", "MB per layer", *heads
     for row in results["without_products"]["rows"]:
-        size = 4 * row["kv_heads"] * row["head_dim"] * row["tokens"] * row["sequences"] / 1e6
-        about = (row[name] for name in ("shape", "sequences", "threads", "tokens"))
         taken = (f"{row['milliseconds'][name]:.1f}" for name in ("dense", "own_dense_kernel", "sparse"))
-        yield *about, f"{size:.1f}", *taken
+        yield *_layer_step(row), *taken
 
 
 def generate_without_products(results: Results) -> Lines:
@@ -340,8 +342,13 @@ def generate_without_products(results: Results) -> Lines:
     yield "prompt", "BPC attends to", "full attention, tokens/s", "BPC", "ratio"
     for row in results["without_products"]["generate"]["rows"]:
         before = row["commit"] == "8f95ff2"
-        chosen = row["prompt_tokens"] + 1 >= row["min_context"] or row["kv_bytes_share"] < 1
-        way = "chosen tokens" if chosen else "all tokens, by torch" if before else "all tokens, by its kernel"
+        way = (
+            "chosen tokens"
+            if row["kv_bytes_share"] < 1
+            else "all tokens, by torch"
+            if before
+            else "all tokens, by its kernel"
+        )
         speeds = (f"{row[name]:.1f}" for name in ("full_tokens_per_second", "tokens_per_second"))
         yield row["prompt_tokens"], way, *speeds, f"{row['ratio']:.2f}"
 

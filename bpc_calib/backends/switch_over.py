@@ -19,7 +19,7 @@ class Costs:
 
 
 IN_TRANSFORMERS = Costs(step=1.15e6, sequence=0.1e6)
-WITHOUT_PRODUCTS = Costs(step=0.7e6, sequence=0.1e6)  # of 16-bit numbers: BPC's kernel attends to all tokens
+WITHOUT_PRODUCTS = Costs(step=0.7e6, sequence=0.1e6)  # of 16-bit numbers: then dense steps run BPC's kernel
 IN_VLLM = Costs(step=2.9e6, sequence=1.5e6)
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
 BANDWIDTH = 1e12  # bytes per second of a GPU that does not tell

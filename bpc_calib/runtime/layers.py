@@ -435,9 +435,7 @@ class DenseLayer(GrowingLayer):
         """
         if self.common.full:
             return self.attend_to_all(call)
-        if self.apart:
-            return self.attend_few(call)
-        rows = self.rows(call)
+        rows = None if self.apart else self.rows(call)
         if rows is None:
             return self.attend_few(call)  # no layer chooses: elsewhere the step has the bits of the model's own
         query, state = call.grouped(self.keys.shape[1]), self.state()
