@@ -83,6 +83,19 @@ def test_buffers_grow_by_blocks():
     assert torch.equal(buffer[0, 0, :5000], torch.arange(5000.0))
 
 
+def test_the_room_of_a_buffer_is_zeros():
+    """Flex attention on a CPU reads some of it; in this mode fresh memory is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        buffer = append(None, 0, torch.ones(1, 2, 40, 8))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert (buffer[:, :, :40] == 1).all()
+    assert buffer.shape[2] > 40
+    assert (buffer[:, :, 40:] == 0).all()
+
+
 def test_memory_grows_only_by_the_new_tokens():
     model = enabled()
     cache = BPCCache(model.config, safeguard=0.1, **SMALL)

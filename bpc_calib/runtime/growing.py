@@ -28,12 +28,14 @@ def grown(buffer: Tensor, length: int, needed: int) -> Tensor:
     """Return a buffer that may be written, with room for `needed` tokens, of which the first `length` are kept.
 
     A full buffer `[batch, heads, room, ...]` is copied into one with a sixteenth more room. So each token is copied
-    about sixteen times in total, and at most a sixteenth of the memory is unused.
+    about sixteen times in total, and at most a sixteenth of the memory is unused. The room is zeros: torch's flex
+    attention on a CPU reads a little of it, and what memory held before can change its result.
     """
     if needed > buffer.shape[2] or not writable(buffer):
         room = _aligned(needed + max(LEAST_ROOM, needed // 16))
         larger = in_huge_pages(buffer.new_empty(*buffer.shape[:2], room, *buffer.shape[3:]))
         larger[:, :, :length] = buffer[:, :, :length]
+        larger[:, :, needed:] = 0
         buffer = larger
     return buffer
 
