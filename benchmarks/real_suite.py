@@ -180,7 +180,8 @@ def methods(subject: Subject, settings: Settings) -> dict[str, Any]:
     """Every method of `bpc eval` on text and questions; a stopped run keeps what it has of its length."""
     from bpc_calib.evaluation.methods import METHODS
 
-    listed = {"methods": METHODS, "tasks": ["text", *settings["tasks"]], "budgets": settings["budgets"]}
+    compared = [name for name in METHODS if name not in settings["left_out"]]
+    listed = {"methods": compared, "tasks": ["text", *settings["tasks"]], "budgets": settings["budgets"]}
     words = [word for name, values in listed.items() for word in (f"--{name}", ",".join(map(str, values)))]
     for option, side in (("--corpus", "held-out"), ("--learn-corpus", "calibration")):
         words += [word for spec in subject.corpora(side) for word in (option, spec)]
@@ -275,7 +276,10 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
         partial(on_text, methods=BEST, lengths=slice(1, 2)), {"budgets": [0.02], "forced": 512, "texts": 12},
     ),
     "others": (others, {"budgets": [0.02], "forced": 128, "texts": 4}),
-    "methods": (methods, {"tasks": ["needle", "single"], "budgets": [0.02, 0.05], "texts_by_length": [8, 4]}),
+    "methods": (
+        methods,
+        {"tasks": ["needle", "single"], "budgets": [0.02, 0.05], "texts_by_length": [8, 4], "left_out": []},
+    ),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
     "shares": (
         shares, {"methods": ["oracle", "bpc"], "budgets": [0.05, 0.02, 0.01, 0.005], "texts_by_length": [16, 4]},
@@ -292,6 +296,7 @@ TINY: dict[str, Any] = {  # in place of the settings of these names
     "samples": 4, "sequence_length": 256, "keys_per_head": 256, "budgets": [0.04], "forced": 8, "texts": 2,
     "texts_by_length": [2, 1],
     "tasks": ["needle", "single"], "tried": 1, "prompts": 2, "least": 0.0, "lengths": [512], "new": 8,
+    "left_out": ["spotlight", "hata"],  # which learn for minutes
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
-        "seldom(**values): with these values, Triton's interpreter runs it in make test-slow alone",
+        "seldom(**values): with these values, Triton's interpreter runs it in make test-all alone",
     )
     # Tests choose among few tokens, where it does not pay; those of the switch-over ask `switch_over` itself.
     from bpc_calib.runtime.layers import GrowingLayer
@@ -57,7 +57,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """With `--emulate`, only tests of kernels: those marked `emulated`, or all.
 
-    Without it, Triton's interpreter runs those in `make test-slow` alone: a push runs them from their PTX. So it does
+    Without it, Triton's interpreter runs those in `make test-all` alone: a push runs them from their PTX. So it does
     those marked `seldom`, of which a push runs others that say the same.
     """
     if config.option.emulate:
@@ -68,6 +68,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if emulated(item, every=False) or emulated(item, every=False, mark="seldom"):
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.rare)
 
 
 def emulated(item, *, every, mark="emulated"):

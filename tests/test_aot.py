@@ -29,8 +29,8 @@ USUAL = {
 }  # fmt: skip
 
 # A push compiles the widest attentions, for a GPU with the least shared memory, and runs kernels from their PTX;
-# `make test-slow` compiles every setting for the H100; `make test-all` for every GPU, seven minutes for each.
-RUNS = [("86", "dense", "drafts"), *((str(arch),) for arch in GPUS)]
+# `make test-slow` compiles the usual step for the H100; `make test-all` every setting, seven minutes for each GPU.
+RUNS = [("86", "dense", "drafts"), ("90", "usual", "long lists", "dense"), *((str(arch),) for arch in GPUS)]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ RUNS = [("86", "dense", "drafts"), *((str(arch),) for arch in GPUS)]
     [
         pytest.param(
             words,
-            marks=([pytest.mark.slow] + [pytest.mark.rare] * (words != ("90",))) * (len(words) == 1),
+            marks=[pytest.mark.slow] * (words[0] != "86" or len(words) == 1) + [pytest.mark.rare] * (len(words) == 1),
             id=" ".join(words),
         )
         for words in RUNS

@@ -177,6 +177,7 @@ LAYOUTS = [  # layout, padding, fresh tokens
 
 @pytest.mark.emulated(fresh=[0, 1], apart=[True])
 @pytest.mark.seldom(fresh=[6], apart=[False])
+@pytest.mark.seldom(fresh=[6], padding=[True])  # padding of one new token, six without padding
 @pytest.mark.parametrize("safeguard", [0.0, 0.4])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("layout", "padding", "fresh"), LAYOUTS)
@@ -230,6 +231,7 @@ def test_shapes(shape, group, gain, pipeline):
 
 @pytest.mark.emulated(heads=[5], dtype=[torch.float32, torch.bfloat16])
 @pytest.mark.emulated(heads=[3], dtype=[torch.float16, torch.float64])
+@pytest.mark.seldom(heads=[16], dtype=[*FLOAT64, torch.float32, torch.float16])  # the widest in one dtype
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "dim", "tokens", "k"), [(16, 256, 300, 300), (5, 80, 200, 65), (3, 72, 200, 131), (2, 8, 40, 20)]

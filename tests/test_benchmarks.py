@@ -273,6 +273,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rare  # minutes of the interpreter; what `make test` tests of the suite needs no kernel
 def test_the_gpu_suite_runs_in_the_interpreter(tmp_path):
     ran = gpu_suite("--tiny", "--minutes", 30, "-o", tmp_path / "suite.json")
     assert ran.returncode == 0, ran.stderr

@@ -120,10 +120,12 @@ def test_four_ranks_write_the_same_file(start, whole, tmp_path):
     ("fault", "error", "then"),
     [
         ("0:keys:1:kill", r"torchrun has ended the run \(SIGTERM\)", 2),
-        ("1:layers:0:kill", r"torchrun has ended the run \(SIGTERM\)", 1),
+        pytest.param("1:layers:0:kill", r"torchrun has ended the run \(SIGTERM\)", 1, marks=pytest.mark.rare),
         ("1:keys:2:stop", r"waited \d+ s for rank 1 \(dead, stopped or stuck\)", 1),
-        ("0:layers:1:stop", r"waited \d+ s for rank 0 \(dead, stopped or stuck\)", 2),
-        ("1:keys:1:hang", r"waited \d+ s for rank 1 \(dead, stopped or stuck\)", 3),
+        pytest.param(
+            "0:layers:1:stop", r"waited \d+ s for rank 0 \(dead, stopped or stuck\)", 2, marks=pytest.mark.rare
+        ),
+        pytest.param("1:keys:1:hang", r"waited \d+ s for rank 1 \(dead, stopped or stuck\)", 3, marks=pytest.mark.rare),
     ],
 )
 def test_a_rank_that_is_gone_ends_the_run_and_others_go_on(start, whole, tmp_path, fault, error, then):
@@ -214,7 +216,7 @@ def test_ranks_that_shard_the_model_write_the_projections_of_one_process(bpc, st
 
 
 @pytest.mark.slow  # processes
-@pytest.mark.parametrize("fault", ["1:keys:2:kill", "0:keys:2:stop"])
+@pytest.mark.parametrize("fault", ["1:keys:2:kill", pytest.param("0:keys:2:stop", marks=pytest.mark.rare)])
 def test_a_rank_with_a_shard_of_the_model_that_is_gone_ends_the_run(start, tmp_path, fault):
     assert end(start(2, "--tensor-parallel", "-o", "whole.safetensors"))[0] == 0
     code, out, errors = end(start(2, "--tensor-parallel", "-o", "a.safetensors", fault=fault))
@@ -273,7 +275,7 @@ def test_two_machines_that_do_not_share_the_folder(start, tmp_path):
 
 
 @pytest.mark.slow  # processes
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_a_killed_machine_ends_the_other(start, tmp_path, rank):
     launches = machines(free_port())
     both = [start(1, "-o", "a.safetensors", fault=f"{rank}:keys:1:kill", launch=launch) for launch in launches]
