@@ -8,6 +8,7 @@ table: a test compares the two.
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,20 @@ def exact_texts(results: Results) -> Lines:
             model = ""
 
 
+def additive_codes(results: Results) -> Lines:
+    """Nibbles beside FAISS's quantizers of the same size."""
+    yield "codes", "squared error", "to that of nibbles, by head", "to fit a head, s", "to encode a key, us"
+    rows = results["additive_codes"]["rows"]
+    nibbles = by((row for row in rows if row["codes"] == "nibbles"), "layer", "head")
+    for name in dict.fromkeys(row["codes"] for row in rows):
+        own = [row for row in rows if row["codes"] == name]
+        ratios = [row["error"] / nibbles[row["layer"], row["head"]]["error"] for row in own]
+        error, fit = (statistics.mean(row[figure] for row in own) for figure in ("error", "fit"))
+        encode = statistics.mean(1e6 * row["encode"] / row["encoded"] for row in own)
+        spread = "" if name == "nibbles" else f"{min(ratios):.2f} to {max(ratios):.2f}"
+        yield name, f"{error:.3f}", spread, f"{fit:.1f}", f"{encode:.1f}"
+
+
 def larger_than_memory(results: Results) -> Lines:
     """Steps with keys and values in memory, and in a file with and without room for them."""
     yield "keys and values", "limit of memory", "method", "chosen in the step before, too", "tokens/s", "read per step"
@@ -393,7 +408,7 @@ TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, scaling, switch_over, without_products,
     generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
     model_bytes, offload_plan, serving, headline, headline_both, adapting, aggregation, key_counts, keys_per_head,
-    calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory,
+    calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory, additive_codes,
 )  # fmt: skip
 
 

@@ -316,6 +316,19 @@ def test_the_soak_notices_other_answers_left_files_and_growth(tmp_path, monkeypa
     assert curve([100] * 40, files=(5, 6)) == ["open files: 5 to 6"]
 
 
+def test_nibbles_beside_the_quantizers_of_faiss(tmp_path):
+    pytest.importorskip("faiss")
+    import tables
+
+    words = [sys.executable, BENCHMARKS / "additive_codes.py", "demo", "--corpus", "demo-prose", "--tiny"]
+    ran = subprocess.run([*words, "-o", tmp_path / "codes.json"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "codes.json").read_text())
+    assert {row["codes"] for row in found["rows"]} == {"nibbles", "LSQ16x4", "RQ16x4"}
+    assert all(0 < row["error"] < 1 for row in found["rows"])
+    assert len(list(tables.additive_codes({"additive_codes": found}))) == 4
+
+
 @pytest.mark.slow
 def test_exact_texts_are_those_of_full_attention(tmp_path):
     from bpc_calib import calibrate, describe, make_plan
