@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bpc_calib import describe
 from bpc_calib.backends.dispatch import find
+from bpc_calib.bench.timing import clock
 from bpc_calib.compat import with_cache
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.decomposition import cholesky
@@ -58,14 +59,9 @@ def keys_of(model: Any, texts: Tensor, layers: list[int]) -> tuple[dict[int, Ten
     return {layer: torch.cat(each, 1) for layer, each in keys.items()}, moments
 
 
-def seconds(run: Callable[[], Any], repeats: int) -> float:
+def seconds(run: Callable[[], Any]) -> float:
     """Return the median of some runs."""
-    taken = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    return statistics.median(clock(run, torch.device("cpu")) for _ in range(REPEATS))
 
 
 def of_bpc(fitted: Tensor, others: Tensor, metric: Tensor, mean: Tensor) -> dict[str, float]:
@@ -76,7 +72,7 @@ def of_bpc(fitted: Tensor, others: Tensor, metric: Tensor, mean: Tensor) -> dict
     took = time.perf_counter() - began
     norms = nibble_residuals(others, found.projection, metric=metric, mean=mean, encode=encode)[0]
     book = make_codebook(found.projection, torch.float32, metric=metric, mean=mean, nibbles=True)
-    encoding = seconds(lambda: encode(book, others.unsqueeze(0)), REPEATS)
+    encoding = seconds(lambda: encode(book, others.unsqueeze(0)))
     return {"error": float(norms[-1] / norms[0]) ** 2, "fit": took, "encode": encoding}
 
 
@@ -85,14 +81,14 @@ def of_faiss(quantizer: Any, fitted: Tensor, others: Tensor) -> dict[str, float]
     began = time.perf_counter()
     quantizer.train(fitted.numpy())
     took = time.perf_counter() - began
-    encoding = seconds(lambda: quantizer.compute_codes(others.numpy()), REPEATS)
+    encoding = seconds(lambda: quantizer.compute_codes(others.numpy()))
     left = others - torch.from_numpy(quantizer.decode(quantizer.compute_codes(others.numpy())))
     error = left.double().square().sum() / others.double().square().sum()
     return {"error": float(error), "fit": took, "encode": encoding}
 
 
 def main() -> None:
-    """Measure some heads, and print and keep the means."""
+    """Measure every head of three layers; print and keep the figures."""
     parser = make_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("--corpus", action="append", required=True)

@@ -180,7 +180,7 @@ def methods(subject: Subject, settings: Settings) -> dict[str, Any]:
     """Every method of `bpc eval` on text and questions; a stopped run keeps what it has of its length."""
     from bpc_calib.evaluation.methods import METHODS
 
-    compared = [name for name in METHODS if name not in settings["left_out"]]
+    compared = [name for name in METHODS if name not in settings["without"]]
     listed = {"methods": compared, "tasks": ["text", *settings["tasks"]], "budgets": settings["budgets"]}
     words = [word for name, values in listed.items() for word in (f"--{name}", ",".join(map(str, values)))]
     for option, side in (("--corpus", "held-out"), ("--learn-corpus", "calibration")):
@@ -278,7 +278,7 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "others": (others, {"budgets": [0.02], "forced": 128, "texts": 4}),
     "methods": (
         methods,
-        {"tasks": ["needle", "single"], "budgets": [0.02, 0.05], "texts_by_length": [8, 4], "left_out": []},
+        {"tasks": ["needle", "single"], "budgets": [0.02, 0.05], "texts_by_length": [8, 4], "without": []},
     ),
     "defaults": (defaults, {"budgets": [0.02], "forced": 128, "texts": 4}),
     "shares": (
@@ -296,7 +296,7 @@ TINY: dict[str, Any] = {  # in place of the settings of these names
     "samples": 4, "sequence_length": 256, "keys_per_head": 256, "budgets": [0.04], "forced": 8, "texts": 2,
     "texts_by_length": [2, 1],
     "tasks": ["needle", "single"], "tried": 1, "prompts": 2, "least": 0.0, "lengths": [512], "new": 8,
-    "left_out": ["spotlight", "hata"],  # which learn for minutes
+    "without": ["spotlight", "hata"],  # which learn for minutes
 }  # fmt: skip
 
 

@@ -29,23 +29,19 @@ USUAL = {
 }  # fmt: skip
 
 # A push compiles the widest attentions, for a GPU with the least shared memory, and runs kernels from their PTX;
-# `make test-slow` compiles the usual step for the H100; `make test-all` every setting, seven minutes for each GPU.
-RUNS = [("86", "dense", "drafts"), ("90", "usual", "long lists", "dense"), *((str(arch),) for arch in GPUS)]
+# `make test-slow` compiles the usual and the largest steps for the H100; `make test-all` every setting, seven minutes
+# for each GPU.
+RUNS = [
+    "86,dense,drafts",
+    pytest.param("90,usual,long lists,largest", marks=pytest.mark.slow),
+    *(pytest.param(str(arch), marks=[pytest.mark.slow, pytest.mark.rare]) for arch in GPUS),
+]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(
-            words,
-            marks=[pytest.mark.slow] * (words[0] != "86" or len(words) == 1) + [pytest.mark.rare] * (len(words) == 1),
-            id=" ".join(words),
-        )
-        for words in RUNS
-    ],
-)
-def test_what_the_compiler_makes(words, tmp_path):
+@pytest.mark.parametrize("run", RUNS)
+def test_what_the_compiler_makes(run, tmp_path):
     """In one test, so that tests run side by side do not compile twice; in a process that does not interpret."""
+    words = run.split(",")
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(HERE / "aot.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800, check=False)
