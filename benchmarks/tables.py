@@ -179,15 +179,15 @@ def offload_plan(results: Results) -> Lines:
 
 
 def serving(results: Results) -> Lines:
-    """vLLM's server, stock and with BPC."""
+    """vLLM's server, stock and with BPC, and the same model in transformers after one prompt."""
     found = by(results["serving"]["rows"], "prompt", "requests", "server")
     names = list(dict.fromkeys(server for *_, server in found))
     heads = (f"{name}, tokens/s" for name in names)
     yield "prompt, tokens", "requests", *heads, *(f"{name}: ratio" for name in names[1:])
     for prompt, requests in dict.fromkeys((prompt, requests) for prompt, requests, _ in found):
-        same = [found[prompt, requests, name] for name in names]
-        speeds = (f"{row['tokens_per_second']:.1f}" for row in same)
-        yield prompt, requests, *speeds, *(f"{row['ratio']:.2f}" for row in same[1:])
+        same = [found.get((prompt, requests, name)) for name in names]
+        speeds = (row and f"{row['tokens_per_second']:.1f}" for row in same)
+        yield prompt, requests, *speeds, *(row and f"{row['ratio']:.2f}" for row in same[1:])
 
 
 def headline(results: Results) -> Lines:

@@ -31,6 +31,7 @@ from bpc_calib.calibration.needs import joined, text_needs
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.method.state import Rows, read_tokens
 from bpc_calib.models.description import describe
+from bpc_calib.serving.packing import unpacked_keys
 from bpc_calib.serving.plugin import register
 
 # Every engine replaces Triton's kernels by others, for which vLLM looks through all modules. Once is enough.
@@ -112,6 +113,10 @@ class Engine:
             for row, length in enumerate(rows.lengths.tolist()):
                 every = torch.arange(length).expand(1, query.shape[1], -1)
                 keys, values = read_tokens(state, replace(rows, block_table=rows.block_table[row : row + 1]), every)
+                if state.copied:
+                    cache, _, keys_at = attention.over
+                    slots = (rows.block_table[row].long()[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
+                    assert torch.equal(keys, unpacked_keys(cache.view(*cache.shape[:2], -1), keys_at, slots))
                 layer = copy.deepcopy(fresh[names[id(attention)]])
                 layer.update(keys, values)
                 layer.scale(attention.scale)

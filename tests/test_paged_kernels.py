@@ -10,7 +10,7 @@ from bpc_calib import find
 from bpc_calib.backends.triton import backend, pipeline
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import Packing, Rows, State, read_codes, read_tokens, within, write_codes
+from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write_codes
 from bpc_calib.method.step import attend
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -145,7 +145,7 @@ def test_sequences_in_groups(monkeypatch):
 
 
 def test_other_pages_are_left_to_plain_torch(monkeypatch):
-    """Pages of 20 tokens, and packed ones: the same as the same tokens in pages of 16."""
+    """Pages of 20 tokens, and packed values: the same as the same tokens in pages of 16."""
     monkeypatch.setenv("BPC_BACKEND", "triton")
     dim, length = 16, 60
     keys, values = draw(1, KV_HEADS, length, dim, seed=5), draw(1, KV_HEADS, length, dim, seed=6)
@@ -158,9 +158,8 @@ def test_other_pages_are_left_to_plain_torch(monkeypatch):
         cache[slots // size, :, slots % size] = torch.cat([keys, values], -1)[0].transpose(0, 1)
         pages = random_pages(cache, 1)
         if is_packed:
-            at = torch.arange(2 * size * dim, device=DEVICE).view(size, 2 * dim)
-            packing = Packing(at[:, :dim].contiguous(), at[:, dim:].contiguous())
-            pages = replace(pages, keys=cache.flatten(2), values=cache.flatten(2), packing=packing)
+            at = torch.arange(2 * size * dim, device=DEVICE).view(size, 2 * dim)[:, dim:].contiguous()
+            pages = replace(pages, values=cache.flatten(2), values_at=at)
         serving = find(query, pages)
         assert (serving is backend) != is_packed
         serving.append(pages, codebook, keys, None, slots)

@@ -1,4 +1,4 @@
-"""What is cached in pages: plain torch against what was written, and the kernels of a CPU over packed pages."""
+"""What is cached in pages: plain torch against what was written, and the kernels of a CPU over packed values."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from bpc_calib.backends import plain
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import Packing, Rows, State, read_codes, read_tokens, within, write_codes
+from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write_codes
 
 native = pytest.importorskip("bpc_calib.backends.cpu.backend")
 
@@ -30,7 +30,9 @@ def pages(words=1, count=PAGES, behind=64, cache=None, **more):
     codes = raw.view(torch.int64).as_strided((count, HEADS, SIZE, words), (room // 8, SIZE * words, words, 1))
     gain = raw.as_strided((count, HEADS, SIZE), (room, SIZE, 1), HEADS * SIZE * words * 8)
     cache = torch.zeros(count, HEADS, SIZE, 2 * DIM) if cache is None else cache
-    keys, values = (cache, cache) if "packing" in more else cache.chunk(2, -1)
+    keys, values = cache.chunk(2, -1)
+    if cache.dim() == 3:
+        keys, values = keys.unflatten(-1, (SIZE, DIM)), cache
     return State(keys, values, codes, gain, **more)
 
 
@@ -49,9 +51,9 @@ def encoded(tokens, words):
     return Encoded(codes, torch.zeros(1, HEADS, tokens), gain)
 
 
-def packing():
-    """Numbers in any order: keys among values."""
-    return Packing(*torch.randperm(2 * SIZE * DIM, generator=generator(1)).view(2, SIZE, DIM))
+def packed():
+    """Numbers of the values in any order, behind the keys of a page."""
+    return SIZE * DIM + torch.randperm(SIZE * DIM, generator=generator(1)).view(SIZE, DIM)
 
 
 @pytest.mark.parametrize("behind", [0, 64])
@@ -87,15 +89,15 @@ def test_tokens_without_a_slot_are_not_written(words):
 def test_chosen_tokens_are_unpacked():
     """From pages of numbers in any order, between other bytes."""
     wide = torch.randn(PAGES, HEADS * 2 * SIZE * DIM + 10, generator=generator())
-    state = pages(cache=wide[:, :-10].unflatten(1, (HEADS, -1)), packing=packing())
+    state = pages(cache=wide[:, :-10].unflatten(1, (HEADS, -1)), values_at=packed())
     rows, indices = rows_of([[4, 0, 7], [2, 8, 1]], [96, 96]), torch.randint(96, (2, HEADS, 11), generator=generator())
     indices[1, :, 8:] = -1
     token = int(indices[1, 2, 3])
-    page = state.keys[rows.block_table[1, token // SIZE].item(), 2]
-    at_0 = read_tokens(state, rows, 0 * indices)
-    for found, at, first in zip(read_tokens(state, rows, indices), vars(state.packing).values(), at_0, strict=True):
-        assert torch.equal(found[1, 2, 3], page[at[token % SIZE]])
-        assert torch.equal(found[1, :, 8:], first[1, :, 8:])
+    page = int(rows.block_table[1, token // SIZE])
+    found, at_0 = read_tokens(state, rows, indices), read_tokens(state, rows, 0 * indices)
+    assert torch.equal(found[0][1, 2, 3], state.keys[page, 2, token % SIZE])
+    assert torch.equal(found[1][1, 2, 3], state.values[page, 2, state.values_at[token % SIZE]])
+    assert all(torch.equal(each[1, :, 8:], first[1, :, 8:]) for each, first in zip(found, at_0, strict=True))
 
 
 def test_chosen_tokens_of_rows_and_of_8_bits():
@@ -135,6 +137,32 @@ def test_keys_are_hashed_into_their_slots(tokens, metric, dtype):
     assert torch.equal(found.gain, wanted.gain)
 
 
+@pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
+@pytest.mark.parametrize("tokens", [1, 8, 20])
+@pytest.mark.parametrize(*DTYPES)
+def test_copied_keys_are_written_with_their_codes(tokens, dtype, backend):
+    """Into rows between other bytes; the values are a server's."""
+    codebook = make_codebook(torch.randn(HEADS, 64, DIM, generator=generator(1)), dtype)
+    keys = torch.randn(1, tokens, HEADS, DIM, generator=generator(tokens)).to(dtype).transpose(1, 2)
+    slots = torch.randperm(PAGES * SIZE, generator=generator())[:tokens]
+    if tokens > 1:
+        slots[1] = -1
+    cache = torch.zeros(PAGES, HEADS, SIZE, 2 * DIM, dtype=dtype)
+    copied, coded = pages(cache=cache, copied=True), pages(cache=cache.clone())
+    backend.append(copied, codebook, keys, None, slots)
+    backend.append(coded, codebook, keys, None, slots)
+    assert torch.equal(copied.codes, coded.codes)
+    assert not coded.keys.any()
+    assert not cache[..., DIM:].any()
+    kept = slots[slots >= 0]
+    found = copied.keys[kept // SIZE, :, kept % SIZE]
+    assert torch.equal(found, keys[0].transpose(0, 1)[slots >= 0])
+    assert int(copied.keys.any(-1).sum()) == HEADS * len(kept)
+    for wrong in (keys[..., 1:], keys.double()):
+        with pytest.raises(InputError, match=r"key .* does not fit its buffer"):
+            backend.append(copied, codebook, wrong, None, slots)
+
+
 @pytest.mark.parametrize(*DTYPES)
 @pytest.mark.parametrize(
     ("lengths", "k", "heads", "rules"),
@@ -147,14 +175,14 @@ def test_keys_are_hashed_into_their_slots(tokens, metric, dtype):
     ids=["two", "three", "one", "seven"],
 )
 @pytest.mark.parametrize(("words", "gain"), [(1, True), (1, False), (2, True)])
-def test_a_step_over_packed_pages_is_a_step_over_rows(lengths, k, heads, rules, words, gain, dtype):
+def test_a_step_over_packed_values_is_a_step_over_rows(lengths, k, heads, rules, words, gain, dtype):
     """The tokens and bits that the kernels find in the same codes, keys and values in rows, also on two threads."""
     batch, per_sequence = len(lengths), -(-max(lengths) // SIZE)
     rows = rows_of(
         torch.randperm(batch * per_sequence, generator=generator()).view(batch, -1).tolist(), lengths, torch.tensor(k)
     )
     cache = torch.randn(batch * per_sequence, HEADS, 2 * SIZE * DIM, generator=generator()).to(dtype)
-    state = pages(words, len(cache), cache=cache, packing=packing())
+    state = pages(words, len(cache), cache=cache, values_at=packed())
     state.codes.random_(-(1 << 62), 1 << 62, generator=generator(3))
     state.gain.random_(0, 256, generator=generator(4))
     query = torch.randn(batch, HEADS, heads, DIM, generator=generator(5)).to(dtype)
@@ -177,14 +205,14 @@ def test_a_step_over_packed_pages_is_a_step_over_rows(lengths, k, heads, rules, 
 @pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
 def test_what_does_not_fit_is_refused(backend):
     where = torch.zeros(SIZE, DIM, dtype=torch.int64)
-    state = pages(cache=torch.zeros(PAGES, HEADS, 2 * SIZE * DIM), packing=Packing(where, where))
+    state = pages(cache=torch.zeros(PAGES, HEADS, 2 * SIZE * DIM), values_at=where)
     query, codebook = torch.zeros(2, HEADS, 1, DIM), make_codebook(torch.ones(HEADS, 64, DIM), torch.float32)
     rows = rows_of([[0, 0, 0]] * 2, [1, 2])
     given = {"query": query, "codebook": codebook, "state": state, "rows": rows}
     assert backend.sparse_decode(**given, rules=Rules())[1].shape == (2, HEADS, 1)
     table, narrow = rows.block_table, make_codebook(torch.ones(HEADS, 64, 4), torch.float32)
     for wrong, said in (
-        ({"query": query.bfloat16()}, "a codebook for torch.float32 does not fit query torch.bfloat16"),
+        ({"query": query.bfloat16()}, "keys torch.float32 .* do not fit query torch.bfloat16"),
         ({"query": query[:1]}, r"lengths must be integers \[1\]"),
         ({"codebook": codebook.change(lambda each: each[:2])}, "projection .* does not fit query"),
         ({"codebook": narrow}, "projection .* does not fit query"),
@@ -196,7 +224,7 @@ def test_what_does_not_fit_is_refused(backend):
         ({"rows": replace(rows, valid=torch.ones(2, 2, dtype=torch.bool))}, "pages take no padding"),
         ({"fresh": 1}, "pages take no padding, no fresh tokens"),
         ({"state": replace(state, worst=state.gain.int())}, "pages take no padding, no fresh tokens and no safeguard"),
-        ({"state": replace(state, packing=Packing(where[:, 1:], where))}, "a packing .* does not fit pages of 32"),
+        ({"state": replace(state, values_at=where[:, 1:])}, "values at .* do not fit pages of 32"),
         ({"state": replace(state, gain=state.gain[:, :, 1:])}, "gain .* do not fit query"),
         ({"state": pages(cache=torch.zeros(PAGES, HEADS, SIZE, 2 * DIM).half())}, "keys torch.float16 .* do not fit"),
     ):

@@ -25,7 +25,7 @@ from bpc_calib.backends.triton import backend as triton
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.method.budget import attended
 from bpc_calib.serving.attention import GPUAttention, GPUBackend, GPUBuilder
-from bpc_calib.serving.code_cache import CodeCache
+from bpc_calib.serving.code_cache import CodeCache, Kept
 
 BACKEND = f"{Backend.__module__}.{Backend.__qualname__}"
 
@@ -64,7 +64,7 @@ def test_without_options_vllm_is_stock(engine):
     assert GPUBuilder.get_cudagraph_support(without, None) is stock
     asked = GPUBuilder.get_cudagraph_support(engine.config, None)
     assert asked is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    codes = CodeCache(1, 1).get_attn_backend().get_builder_cls()
+    codes = CodeCache(1, Kept(1)).get_attn_backend().get_builder_cls()
     assert codes.get_cudagraph_support(engine.config, None) is AttentionCGSupport.ALWAYS
 
 
@@ -165,7 +165,7 @@ def test_keys_of_8_bits_are_hashed_as_they_come(engine):
     scaled = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.25), _q_scale=torch.tensor(0.125))
     for dtype in ("auto", "fp8"):
         own = copy.copy(impl)
-        own.kv_cache_dtype, own.cache = dtype, CodeCache(impl.num_kv_heads, 1)
+        own.kv_cache_dtype, own.cache = dtype, CodeCache(impl.num_kv_heads, Kept(1))
         own.cache.kv_cache = torch.zeros(4, impl.num_kv_heads, PAGE, 9, dtype=torch.uint8)
         content = kv_cache if dtype == "auto" else kv_cache.to(torch.uint8)
         own.do_kv_cache_update(scaled, keys, keys, content, slots)

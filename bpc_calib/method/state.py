@@ -13,7 +13,6 @@ from torch import Tensor
 from bpc_calib.method.encoded import Encoded
 
 __all__ = [
-    "Packing",
     "Rows",
     "State",
     "alike",
@@ -39,27 +38,21 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
-    """Where the kernels of a server put number `d` of the token in a place: `keys[place, d]` in what a page holds."""
-
-    keys: Tensor  # int64 [size, D], contiguous
-    values: Tensor  # int64 [size, D], contiguous
-
-
-@dataclass(frozen=True, eq=False)
 class State:
     """What one layer cached; whoever keeps it owns the tensors, and the last dimension of each is contiguous.
 
     The first dimension is that of the sequences, or of the pages; `room` is the size of a page there.
     """
 
-    keys: Tensor  # [B, H_KV, room, D]; with a packing [pages, H_KV, content]
-    values: Tensor  # alike; with a packing the same tensor
+    keys: Tensor  # [B, H_KV, room, D]
+    values: Tensor  # alike; with `values_at` [pages, H_KV, content]
     codes: Tensor | None = None  # int64 [B, H_KV, room, W], the last two dimensions contiguous; None: nothing is hashed
     gain: Tensor | None = None  # uint8 [B, H_KV, room]; None: not kept
     error: Tensor | None = None  # float32 [B, H_KV, room]; None: not kept
     worst: Tensor | None = None  # int32 [B, H_KV, L], candidates of the safeguard, no duplicates (`worst_first`)
-    packing: Packing | None = None
+    # Where a server's kernels put number `d` of the value in a place of a page: int64 [room, D], contiguous.
+    values_at: Tensor | None = None
+    copied: bool = False  # whether a server writes the values, and `append` the keys, which are a copy in rows
     # Of float8_e4m3fn: keys and values are what is cached times these, float32 with one number each.
     scales: tuple[Tensor, Tensor] | None = None
     mapped: bool = False  # whether keys and values lie in a mapped file, the value of a token behind its key
@@ -110,15 +103,16 @@ def write_newest(encoded: Encoded, rows: Rows, state: State) -> None:
 
 
 def write_tokens(key: Tensor, value: Tensor | None, at: Tensor, state: State) -> None:
-    """Write the keys and values of `T` tokens to their slots, in place; without values nothing.
+    """Write the keys and values of `T` tokens to their slots, in place; without values nothing but copied keys.
 
     Args:
         key, value: `[B, H_KV, T, D]`, or for pages `[1, H_KV, T, D]`.
         at: as in `write_codes`.
         state: where to write.
     """
-    if value is not None:
+    if value is not None or state.copied:
         _write(state.keys, key, at)
+    if value is not None:
         _write(state.values, value, at)
 
 
@@ -180,9 +174,9 @@ def read_tokens(state: State, rows: Rows, indices: Tensor) -> tuple[Tensor, Tens
     size, device = state.room, indices.device
     page = rows.block_table[torch.arange(batch, device=device).view(-1, 1, 1), token // size].long()
     head, place = torch.arange(kv_heads, device=device).view(1, -1, 1), token % size
-    if state.packing is not None:
-        page, head = page.unsqueeze(-1), head.unsqueeze(-1)
-        return state.keys[page, head, state.packing.keys[place]], state.values[page, head, state.packing.values[place]]
+    if state.values_at is not None:
+        values = state.values[page.unsqueeze(-1), head.unsqueeze(-1), state.values_at[place]]
+        return state.keys[page, head, place], values
     if state.scales is None:
         return state.keys[page, head, place], state.values[page, head, place]
     keys, values = (  # as bytes: torch 2.8 indexes no 8-bit floats

@@ -34,7 +34,7 @@ def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor |
         state: what to write to.
         codebook: None: write no codes.
         key: `[B, H_KV, T, D]`; for pages `[1, H_KV, T, D]`.
-        value: alike; None: keys and values lie there already, and only codes are written.
+        value: alike; None: keys and values lie there already, and only codes are written, and keys that are copied.
         at: int64 `[T]`, the slots to write, on the device of the state; of several pages, a token with a negative slot
             is not written.
 
@@ -196,15 +196,14 @@ def check_state(query: Tensor, codebook: Codebook | None, state: State, *, paged
         ("gain", state.gain, (), torch.uint8),
         ("error", state.error, (), torch.float32),
     ):
-        if tensor is None or last is None or (state.packing is not None and name in ("keys", "values")):
+        if tensor is None or last is None or (state.values_at is not None and name == "values"):
             continue
         shape = tensor.shape
         holds = len(shape) > 2 and (not paged or shape[2] == room)
         if shape[:2] != lead or shape[3:] != last or not holds or tensor.dtype != kind:
             raise InputError(f"{name} {tensor.dtype} {list(shape)} do not fit query {query.dtype} {list(query.shape)}")
-    packed = state.packing
-    if packed is not None and not packed.keys.shape == packed.values.shape == (room, dim):
-        raise InputError(f"a packing {list(packed.keys.shape)} does not fit pages of {room} tokens of {dim} numbers")
+    if state.values_at is not None and state.values_at.shape != (room, dim):
+        raise InputError(f"values at {list(state.values_at.shape)} do not fit pages of {room} tokens of {dim} numbers")
     if paged and state.worst is not None:
         raise InputError("pages take no padding, no fresh tokens and no safeguard")
     if codebook is not None:
@@ -257,10 +256,10 @@ def check_append(state: State, codebook: Codebook | None, key: Tensor, value: Te
     if at.dim() != 1 or at.dtype.is_floating_point or key.dim() != 4 or at.shape[0] != key.shape[2]:
         raise InputError(f"at must be integers [T] for keys [B, H_KV, T, D], not {at.dtype} {list(at.shape)}")
     for name, new, buffer in (("key", key, state.keys), ("value", value, state.values)):
-        if new is None or value is None:
+        if new is None or (value is None and not state.copied):
             continue
         lead = (new.shape[0] if new.shape[0] == 1 else buffer.shape[0], buffer.shape[1])
-        if state.packing is not None or buffer.dim() != 4 or new.shape != (*lead, len(at), buffer.shape[3]):
+        if buffer.dim() != 4 or new.shape != (*lead, len(at), buffer.shape[3]):
             raise InputError(f"{name} {list(new.shape)} does not fit its buffer {list(buffer.shape)}")
         if new.dtype != buffer.dtype:
             raise InputError(f"{name} {new.dtype} does not fit its buffer {buffer.dtype}")

@@ -34,23 +34,46 @@ from bpc_calib.method.rules import Rules, spread
 from bpc_calib.method.state import Rows, State
 from bpc_calib.serving.layer import Layer, Split, announce, asked, choosing_layers, settings, shares_on, sized
 from bpc_calib.serving.options import Options, read_options
-from bpc_calib.serving.packing import packing
+from bpc_calib.serving.packing import packing, unpacked_keys
 
 __all__ = ["CPUAttention", "CPUBackend", "CPUBuilder", "GPUAttention", "GPUBackend", "GPUBuilder"]
 
 
-class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """A layer over pages whose numbers vLLM's kernels pack."""
+HASHED_AT_ONCE = 4096  # tokens
 
-    kept: tuple[Tensor, State] | None = None  # the cache, and the state over it
+
+class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
+    """A layer over pages whose numbers vLLM's kernels pack; a step reads keys from copies in rows."""
+
+    over: tuple[Tensor, State, Tensor] | None = None  # the cache, the state over it, and where its keys' numbers lie
+
+    @staticmethod
+    def copied(head_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a key."""
+        return head_size * dtype.itemsize
 
     def state(self, layer: Any, kv_cache: Tensor) -> State:
         """As `Layer.state`; the same object for as long as the cache is the same tensor."""
-        if self.kept is None or self.kept[0] is not kv_cache:
-            pages, kv_heads, size, content = kv_cache.shape
-            flat, lies = kv_cache.view(pages, kv_heads, -1), packing(layer.isa, size, content // 2, kv_cache.dtype)
-            self.kept = kv_cache, State(flat, flat, *self.codes(kv_cache), packing=lies)
-        return self.kept[1]
+        if self.over is None or self.over[0] is not kv_cache:
+            size, dim = kv_cache.shape[2], kv_cache.shape[3] // 2
+            keys_at, values_at = packing(layer.isa, size, dim, kv_cache.dtype)
+            copies, codes, gain = self.kept(kv_cache)
+            keys, values = copies.view(kv_cache.dtype), kv_cache.view(*kv_cache.shape[:2], -1)
+            state = State(keys, values, codes, gain, values_at=values_at, copied=True)
+            if torch.equal(values_at.flatten(), torch.arange(size * dim, 2 * size * dim)):  # they lie in rows
+                values = values[..., size * dim :].unflatten(-1, (size, dim))
+                state = dataclasses.replace(state, values=values, values_at=None)
+            self.over = kv_cache, state, keys_at
+        return self.over[1]
+
+    def hash_missing(self, split: Split, key: Tensor, kv_cache: Tensor, state: State) -> None:
+        """As `Layer.hash_missing`: first of the cached tokens, then of the newest."""
+        assert self.over is not None
+        for slots in () if split.older is None else split.older.split(HASHED_AT_ONCE):
+            older = unpacked_keys(kv_cache.view(*kv_cache.shape[:2], -1), self.over[2], slots)
+            self.backend.append(state, self.codebook, older, None, slots)
+        assert split.newest is not None
+        self.backend.append(state, self.codebook, key[split.tokens].transpose(0, 1).unsqueeze(0), None, split.newest)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -68,7 +91,7 @@ class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
         Raises:
             ModelError: vLLM splits pages into blocks, or an FP8 cache has a scale per head.
         """
-        codes, gain = self.codes(kv_cache)
+        _, codes, gain = self.kept(kv_cache)
         if codes.shape[2] != kv_cache.shape[2]:
             raise ModelError(f"vLLM splits pages into blocks of {kv_cache.shape[2]}: give it as --block-size")
         scales = None
@@ -332,7 +355,7 @@ class _Backend:
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Give pages room for codes, where a model has layers of several kinds."""
-        return sized(spec)
+        return sized(spec, cls.attention.copied(spec.head_size, spec.dtype))
 
 
 class CPUBackend(_Backend, CPUAttentionBackend):  # type: ignore[misc]

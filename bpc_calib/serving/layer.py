@@ -19,9 +19,9 @@ from bpc_calib.method import step
 from bpc_calib.method.codebook import Codebook
 from bpc_calib.method.defaults import budget_text
 from bpc_calib.method.rules import Rules
-from bpc_calib.method.state import Rows, State, read_tokens
+from bpc_calib.method.state import Rows, State
 from bpc_calib.models.description import describe, first_head
-from bpc_calib.serving.code_cache import CodeCache, add_code_cache, behind_pages, with_room
+from bpc_calib.serving.code_cache import CodeCache, Kept, add_code_cache, behind_pages, with_room
 from bpc_calib.serving.options import (
     Options,
     check_options,
@@ -34,12 +34,11 @@ from bpc_calib.serving.options import (
 )
 
 __all__ = [
-    "Layer", "Split", "announce", "asked", "check", "choosing_layers", "is_hybrid", "keys_in", "settings", "sized",
+    "Layer", "Split", "announce", "asked", "check", "choosing_layers", "is_hybrid", "settings", "sized",
 ]  # fmt: skip
 
 logger = logging.getLogger("vllm.bpc")  # vLLM shows what loggers below its own say
 
-HASHED_AT_ONCE = 4096  # tokens
 _latest: VllmConfig | None = None  # vLLM asks for the size of pages outside of its current config
 
 
@@ -112,13 +111,18 @@ def settings(options: Options) -> Rules:
     return rules(options, open_artifact(options.artifact))
 
 
-def sized(spec: AttentionSpec) -> AttentionSpec:
-    """Return a spec with room for codes behind the pages, where a model has layers of several kinds."""
+def sized(spec: AttentionSpec, copied: int) -> AttentionSpec:
+    """Return a spec with room for codes behind the pages, where a model has layers of several kinds.
+
+    Args:
+        spec: of a layer.
+        copied: bytes of each key that a page also has room for.
+    """
     config = get_current_vllm_config_or_none() or _latest
     options = None if config is None else read_options(config)
     if config is None or options is None or spec.page_size_padded is not None or not is_hybrid(config):
         return spec
-    return with_room(spec, -(-open_artifact(options.artifact).metadata["algorithm"]["bits"] // 64))
+    return with_room(spec, Kept(-(-open_artifact(options.artifact).metadata["algorithm"]["bits"] // 64), copied))
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class Split:
     width: int = 0  # no such `k` is above it
     others: Any = None  # vLLM's metadata of the other requests; None: there are none
     other_tokens: slice | Tensor | None = None  # their rows of the queries
-    newest: Tensor | None = None  # int64 [requests], slots of the tokens to hash first; None: they have codes
+    newest: Tensor | None = None  # int64 [requests], slots of the newest tokens, without codes; None: they have some
     older: Tensor | None = None  # int64, slots of cached tokens to hash before those; None: there are none
 
 
@@ -144,13 +148,6 @@ def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Ten
         return None
     heads = own.heads()
     return torch.tensor([[level[heads] for level in found[index]] for index in sorted(found)], device=device)
-
-
-def keys_in(state: State, slots: Tensor) -> Tensor:
-    """Return the keys in slots of pages, int64 `[T]`: `[1, H_KV, T, D]`."""
-    table = torch.arange(len(state.keys), dtype=torch.int32, device=slots.device).unsqueeze(0)  # a slot is its token
-    rows = Rows(slots.new_tensor([table.numel() * state.room]), slots.new_zeros(1, 1), 0, 0, block_table=table)
-    return read_tokens(state, rows, slots.expand(1, state.keys.shape[1], -1))[0]
 
 
 class Layer:
@@ -206,7 +203,8 @@ class Layer:
             self.nth = sorted(found).index(index)
             self.rules = replace(self.rules, shares=tuple(each[self.heads()] for each in found[index]))
         if not is_hybrid(self.config):
-            self.cache = add_code_cache(self.config, name, self.num_kv_heads, codebook.words)
+            kept = Kept(codebook.words, self.copied(self.head_size, act_dtype))
+            self.cache = add_code_cache(self.config, name, self.num_kv_heads, kept)
 
     def check(self, name: str) -> None:
         """Raise `ModelError` if the layer does more than attention over its own cached keys."""
@@ -231,10 +229,17 @@ class Layer:
         first = first_head(total, get_tensor_model_parallel_rank() if ranks > 1 else 0, ranks)
         return slice(first, first + self.num_kv_heads)
 
-    def codes(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and gains of a layer whose cache is `[pages, kv_heads, size, 2 * head_dim]`."""
+    @staticmethod
+    def copied(head_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a key that BPC keeps in a row: none, for vLLM's own lie in rows."""
+        return 0
+
+    def kept(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return copies, codes and gains (`Kept.parts`) for the cache `[pages, kv_heads, size, 2 * head_dim]`."""
+        if self.cache is not None:
+            return self.cache.pages()
         assert self.codebook is not None
-        return behind_pages(kv_cache, self.codebook.words) if self.cache is None else self.cache.pages()
+        return behind_pages(kv_cache, Kept(self.codebook.words, self.copied(self.head_size, kv_cache.dtype)))
 
     def state(self, layer: Any, kv_cache: Tensor) -> State:
         """Return what is cached.
@@ -291,15 +296,13 @@ class Layer:
         rows, state = split.rows, self.state(layer, kv_cache)
         if split.k is not None:
             rows = Rows(rows.lengths, split.k[self.nth], rows.longest, split.width, block_table=rows.block_table)
-        if split.older is not None:
-            for slots in split.older.split(HASHED_AT_ONCE):
-                self.backend.append(state, codebook, keys_in(state, slots), None, slots)
-        if split.newest is not None:
-            keys = key[split.tokens].transpose(0, 1).unsqueeze(0)
-            self.backend.append(state, codebook, keys, None, split.newest)
+        self.hash_missing(split, key, kv_cache, state)
         found, _ = self.attend(grouped, state, rows)
         output[split.tokens] = found.view(-1, *output.shape[1:])
         return output
+
+    def hash_missing(self, split: Split, key: Tensor, kv_cache: Tensor, state: State) -> None:
+        """Hash what a step reads and no update of the cache hashed; arguments as of `forward`."""
 
     def attend(self, query: Tensor, state: State, rows: Rows) -> tuple[Tensor, Tensor]:
         """Attend to the best tokens of each row, `[R, H_KV, G, D]`. Also return these tokens."""

@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
-from bpc_calib.method.state import Packing
-
-__all__ = ["packing"]
+__all__ = ["packing", "unpacked_keys"]
 
 
 @functools.cache
-def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> Packing:
-    """Return where the numbers of a page lie.
+def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return where the numbers of each key and value of a page lie: int64 `[size, dim]` each.
 
     The packing depends on the processor and is private to the kernel that writes it, so this function looks: it writes
     a page of known numbers. A small integer is exact in every dtype, so numbers are written in parts of 4 bits.
@@ -35,7 +33,22 @@ def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> Packing:
     for kind in range(2):  # keys fill the first half of a page, values the second
         where[kind, tokens[kind], dims[kind]] = torch.arange(size * dim) + kind * size * dim
     assert (where >= 0).all(), f"unknown packing of {isa}"
-    return Packing(where[0], where[1])
+    return where[0], where[1]
+
+
+def unpacked_keys(pages: Tensor, keys_at: Tensor, slots: Tensor) -> Tensor:
+    """Copy keys.
+
+    Args:
+        pages: what the kernels of vLLM wrote, `[pages, kv_heads, content]`.
+        keys_at: as `packing` returns it.
+        slots: int64 `[T]`, of the tokens.
+
+    Returns:
+        `[1, kv_heads, T, dim]`.
+    """
+    page, place = (slots // len(keys_at)).view(-1, 1), slots % len(keys_at)
+    return torch.stack([head[page, keys_at[place]] for head in pages.unbind(1)]).unsqueeze(0)
 
 
 def _written(numbers: Tensor, isa: str, dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,8 @@ def serves(tensor: Tensor, state: State | None = None) -> str | None:
 def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor | None, at: Tensor) -> None:
     """`bpc_calib.method.step.append`."""
     check_append(state, codebook, key, value, at)
-    write_tokens(key, value, at, state)
+    if value is not None:
+        write_tokens(key, value, at, state)
     if codebook is not None:
         hash_into(codebook, key, state, at)
 
@@ -163,9 +164,10 @@ def _attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, sca
 
 
 def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> None:
-    """Write the codes, gains and errors of keys `[B, H_KV, T, D]` to their slots `at [T]`; see `append`."""
+    """Write the codes, gains and errors of keys `[B, H_KV, T, D]` to their slots `at [T]`, and copies; see `append`."""
     paged = keys.shape[0] != state.keys.shape[0] or keys.shape[0] == 1
     if keys.shape[2] > (FEW_OF_PAGES if paged else FEW):
+        write_tokens(keys, None, at, state)
         write_codes(encode_with(codebook, keys), at, state)
         return
     assert state.codes is not None
@@ -177,7 +179,9 @@ def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> Non
         call = Call()
         kept = _hash(call, codebook, keys.dtype)
         _place_codes(call, state)
+        _place_keys(call, state)
     call.stages, call.slots, call.page = HASH, at.data_ptr(), state.room if paged else 0
+    call.copied = state.copied
     _fresh(call, keys)
     run(call)
     del kept
@@ -302,11 +306,9 @@ def _fresh(call: Call, keys: Tensor) -> None:
 
 
 def _place_keys(call: Call, state: State) -> None:
-    _put(call, "keys", state.keys, "bhn" if state.packing is None else "bh")
-    _put(call, "values", state.values, "bhn" if state.packing is None else "bh")
-    call.mapped = state.mapped
-    if state.packing is not None:
-        call.keys_at, call.values_at = state.packing.keys.data_ptr(), state.packing.values.data_ptr()
+    _put(call, "keys", state.keys, "bhn")
+    _put(call, "values", state.values, "bhn" if state.values_at is None else "bh")
+    call.mapped, call.values_at = state.mapped, address(state.values_at)
 
 
 def _place_codes(call: Call, state: State) -> None:

@@ -27,8 +27,8 @@ def serves(tensor: Tensor, state: State | None = None) -> str | None:
         return f"{tensor.shape[0] * tensor.shape[1]} KV heads of all sequences, more than {MOST_ROWS}"
     if state is None:
         return None if tensor.shape[2] < MOST_TOKENS else f"{tensor.shape[2]} tokens, beyond {MOST_TOKENS}"
-    if state.packing is not None:
-        return "keys and values that are packed"
+    if state.values_at is not None:
+        return "values that are packed"
     if state.room >= MOST_TOKENS:
         return f"room for {state.room} tokens, beyond {MOST_TOKENS}"
     return None
@@ -68,7 +68,7 @@ def sparse_decode(
     step.check(query, codebook, state, rows, fresh)
     if fresh:
         write_newest(encode_with(codebook, step.newest(state, rows, fresh)), rows, state)
-    if rows.block_table is not None and (state.packing is not None or state.room % pipeline.SMALLEST):
+    if rows.block_table is not None and (state.values_at is not None or state.room % pipeline.SMALLEST):
         return step.sparse_decode(query, codebook, state, rows, rules)
     assert state.codes is not None
     return ops.sparse_decode(
@@ -89,8 +89,8 @@ def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: R
 
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
-    """`bpc_calib.method.step.attend`; plain torch attends to packed pages."""
-    if state.packing is not None:
+    """`bpc_calib.method.step.attend`; plain torch attends to packed values."""
+    if state.values_at is not None:
         return step.attend(query, state, rows, indices, scaling)
     with torch.cuda.device_of(query):
         return pipeline.attend(query, state, rows, indices, scaling)

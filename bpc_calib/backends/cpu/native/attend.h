@@ -4,7 +4,7 @@ namespace BPC_ISA {
 constexpr i64 CHUNK = 16;        // tokens whose weights are computed at once; nothing is prefetched meanwhile
 constexpr i64 ROWS_AHEAD = 12;   // how many tokens ahead keys are prefetched
 constexpr i64 SOON = 3;          // how many tokens ahead packed numbers are prefetched
-constexpr i64 PACKED_KEYS = 2, PACKED_VALUES = 16;  // numbers that lie side by side, in vLLM's packing for AMX
+constexpr i64 PACKED = 16;       // numbers of a value that lie side by side, in vLLM's packing for AMX
 
 // Attention of a part of a list, to be put together: `[fours]` heads, whole fours.
 struct Part {
@@ -14,7 +14,7 @@ struct Part {
     float *logits;         // [fours, CHUNK]
     const char **keys;     // [tokens], where they lie
     const char **values;
-    char *unpacked;        // [2, tokens, dim], of packed pages
+    char *unpacked;        // [tokens, dim], values of packed pages
 };
 
 // e^x for x of at most 0, to 2 units in the last place.
@@ -135,23 +135,16 @@ INLINE void add_values(const Part &part, i64 begin, i64 count, i64 dim, const fl
     }
 }
 
-// Where a token of a row lies: its page or its sequence, and its place there.
-struct Where {
-    i64 b, n;
-};
-
 INLINE Where where_of(const bpc::Call &call, i64 b, i64 token) {
     if (!call.page) return {b, token};
     return {((const i32 *)call.table)[b * call.pages + token / call.page], token % call.page};
 }
 
-// Gather a token whose numbers lie apart.
+// Gather a value whose numbers lie apart.
 template <Element E>
-INLINE void unpack(const bpc::Call &call, const char *page, i64 n, char *key, char *value) {
+INLINE void unpack(const char *page, const i64 *at, i64 dim, char *value) {
     using Stored = typename std::conditional<E == FLOAT32, u32, u16>::type;
-    const i64 *keys_at = (const i64 *)call.keys_at + n * call.dim, *values_at = (const i64 *)call.values_at + n * call.dim;
-    for (i64 d = 0; d < call.dim; d++) ((Stored *)key)[d] = ((const Stored *)page)[keys_at[d]];
-    for (i64 d = 0; d < call.dim; d++) ((Stored *)value)[d] = ((const Stored *)page)[values_at[d]];
+    for (i64 d = 0; d < dim; d++) ((Stored *)value)[d] = ((const Stored *)page)[at[d]];
 }
 
 // Attention over the tokens from `begin` to `end` of a list, or of the row itself where no list is given; whether one is
@@ -163,6 +156,7 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
     const u8 *valid = indices ? nullptr : valid_of(call, b);
     if (!indices) end = least_of(end, length_of(call, b));
     const char *keys = (const char *)call.keys, *values = (const char *)call.values;
+    const i64 *places = (const i64 *)call.values_at;
     bool beyond = false;
     i64 found = 0;
     for (i64 i = begin; i < end; i++) {
@@ -173,21 +167,19 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
             continue;
         }
         Where at = where_of(call, b, token);
-        if (call.keys_at) {
-            char *key = part.unpacked + size * dim * 2 * found;
+        part.keys[found] = keys + size * (at.b * call.keys_b + h * call.keys_h + at.n * call.keys_n);
+        const char *page = values + size * (at.b * call.values_b + h * call.values_h);
+        if (places) {
             if (i64 next = i + SOON < end ? (indices ? indices[i + SOON] : i + SOON) : -1; next >= 0) {
                 Where soon = where_of(call, b, next);
-                const char *page = keys + size * (soon.b * call.keys_b + h * call.keys_h);
-                for (i64 d = 0; d < dim; d += PACKED_KEYS)
-                    prefetch(page + size * ((const i64 *)call.keys_at)[soon.n * dim + d]);
-                for (i64 d = 0; d < dim; d += PACKED_VALUES)
-                    prefetch(page + size * ((const i64 *)call.values_at)[soon.n * dim + d]);
+                const char *then = values + size * (soon.b * call.values_b + h * call.values_h);
+                for (i64 d = 0; d < dim; d += PACKED) prefetch(then + size * places[soon.n * dim + d]);
             }
-            unpack<E>(call, keys + size * (at.b * call.keys_b + h * call.keys_h), at.n, key, key + size * dim);
-            part.keys[found] = key, part.values[found] = key + size * dim;
+            char *value = part.unpacked + size * dim * found;
+            unpack<E>(page, places + at.n * dim, dim, value);
+            part.values[found] = value;
         } else {
-            part.keys[found] = keys + size * (at.b * call.keys_b + h * call.keys_h + at.n * call.keys_n);
-            part.values[found] = values + size * (at.b * call.values_b + h * call.values_h + at.n * call.values_n);
+            part.values[found] = page + size * at.n * call.values_n;
         }
         found++;
     }

@@ -34,10 +34,11 @@
     F(codebooks) \
     F(fresh) F(fresh_b) F(fresh_h) F(fresh_n) F(fresh_tokens)  /* keys without codes */ \
     F(slots) F(first)               /* int64 [fresh_tokens], where their codes go; else from slot `first` on */ \
+    F(copied)                       /* whether they are written among the keys, too */ \
     F(matrix) F(matrix_r) F(matrix_element) F(gram) F(gram_r) F(squares) F(metric) F(metric_r) F(mean) F(mean_r) \
     /* Pages: tokens of a sequence lie in pages of `page` tokens, named by int32 `table [B, pages]`. */ \
     F(table) F(pages) F(page) \
-    F(keys_at) F(values_at)         /* int64 [page, dim], where the numbers of a token lie in a page; else in rows */ \
+    F(values_at)                    /* int64 [page, dim], where the numbers of a value lie in a page; else in a row */ \
     /* Results. */ \
     F(entries) F(scale)             /* int16 [rows, heads, bits / 4, 16], float32 [rows], or 0 */ \
     F(indices)                      /* int64 [rows, width], ascending, -1 behind; 0 to attend: to every token */ \

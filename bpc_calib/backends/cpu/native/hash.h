@@ -12,16 +12,25 @@ INLINE float dot(const float *a, const float *b, i64 dim) {
     return total;
 }
 
-// Where the codes of the fresh key `token` of a row go: a slot of the row, or of a page.
-static Place place_of(const bpc::Call &call, i64 row, i64 token, i64 *nowhere) {
+// Where a token lies: its sequence or page, and its place there.
+struct Where {
+    i64 b, n;
+};
+
+// Where what is kept of the fresh key `token` of a row goes; a place below 0: nowhere.
+static Where slot_of(const bpc::Call &call, i64 row, i64 token) {
     i64 slot = call.slots ? ((const i64 *)call.slots)[token] : call.first + token;
-    i64 b = row / call.kv_heads, h = row % call.kv_heads;
-    if (slot < 0) return {nowhere, nullptr, nullptr};
-    if (call.page) b = slot / call.page, slot = slot % call.page;
+    if (call.page && slot >= 0) return {slot / call.page, slot % call.page};
+    return {row / call.kv_heads, slot};
+}
+
+// Where the codes of a fresh key go.
+static Place place_of(const bpc::Call &call, i64 h, Where at, i64 *nowhere) {
+    if (at.n < 0) return {nowhere, nullptr, nullptr};
     return {
-        (i64 *)call.codes + b * call.codes_b + h * call.codes_h + slot * call.words,
-        call.gain ? (u8 *)call.gain + b * call.gain_b + h * call.gain_h + slot : nullptr,
-        call.error ? (float *)call.error + b * call.error_b + h * call.error_h + slot : nullptr,
+        (i64 *)call.codes + at.b * call.codes_b + h * call.codes_h + at.n * call.words,
+        call.gain ? (u8 *)call.gain + at.b * call.gain_b + h * call.gain_h + at.n : nullptr,
+        call.error ? (float *)call.error + at.b * call.error_b + h * call.error_h + at.n : nullptr,
     };
 }
 
@@ -43,8 +52,13 @@ static void hash_row(const bpc::Call &call, i64 row) {
     alignas(64) float key[256], products[MOST_VECTORS];
     i64 nowhere[2];
     for (i64 token = 0; token < call.fresh_tokens; token++) {
-        i64 at = b * call.fresh_b + h * call.fresh_h + token * call.fresh_n;
-        widen_row<E>((const char *)call.fresh + size_of(E) * at, dim, key);
+        const char *given = (const char *)call.fresh + size_of(E) * (b * call.fresh_b + h * call.fresh_h + token * call.fresh_n);
+        Where at = slot_of(call, row, token);
+        if (call.copied && at.n >= 0) {
+            i64 to = at.b * call.keys_b + h * call.keys_h + at.n * call.keys_n;
+            std::memcpy((char *)call.keys + size_of(E) * to, given, size_of(E) * dim);
+        }
+        widen_row<E>(given, dim, key);
         if (mean)
             for (i64 d = 0; d < dim; d++) key[d] -= mean[d];
         if (call.matrix_element == E)
@@ -56,7 +70,7 @@ static void hash_row(const bpc::Call &call, i64 row) {
             for (i64 d = 0; d < dim; d++) norm += key[d] * dot(key, metric + d * dim, dim);
         else
             norm = dot(key, key, dim);
-        Place to = place_of(call, row, token, nowhere);
+        Place to = place_of(call, h, at, nowhere);
         if (call.nibbles)
             search_one(products, norm, {gram, size, NIBBLE, squares}, size / NIBBLE, to);
         else

@@ -78,7 +78,7 @@ static Part part_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
     part.logits = bytes.take<float>(fours * CHUNK);
     part.keys = bytes.take<const char *>(plan.each);
     part.values = bytes.take<const char *>(plan.each);
-    if (call.keys_at) part.unpacked = bytes.take<char>(2 * plan.each * dim * (call.element == FLOAT32 ? 4 : 2));
+    if (call.values_at) part.unpacked = bytes.take<char>(plan.each * dim * (call.element == FLOAT32 ? 4 : 2));
     return part;
 }
 
