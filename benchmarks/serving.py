@@ -48,7 +48,9 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = TINY if arguments.tiny else SETTINGS
     model = str(DEMO_MODEL) if arguments.model == "demo" else arguments.model
-    most, rows = max(settings["requests"]), []
+    most, rows, tokenizer = max(settings["requests"]), [], load_tokenizer(model)
+    sizes = [length * most for length in settings["lengths"]]
+    texts = dict(zip(settings["lengths"], real_models.prompts(tokenizer, arguments.text, sizes), strict=True))
     words = ["--model", model, "--served-model-name", "model", "--dtype", "bfloat16", "--max-num-seqs", str(most)]
     words += ["--max-model-len", str(max(settings["lengths"]) + settings["new"] + 1)]
     asked = {"bpc": {"artifact": str(arguments.artifact.absolute())}}
@@ -59,9 +61,7 @@ def main() -> None:
             for name, options in ((STOCK, None), (PLUGIN, {}), (BPC, asked))
         }
         servers = {name: address(*server, folder / f"{name}.log") for name, server in started.items()}
-        for length in settings["lengths"]:
-            tokenizer = load_tokenizer(model)
-            (text,) = real_models.prompts(tokenizer, arguments.text, [length * most])
+        for length, text in texts.items():
             prompts = [text[i * length : (i + 1) * length] for i in range(most)]
             for count in settings["requests"]:
                 for row in compared(servers, prompts[:count], settings["new"], settings["repeats"]):

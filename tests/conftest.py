@@ -36,10 +36,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # A shell has a job in the background ignore Ctrl-C, and so would the processes that tests start to interrupt them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line(
-        "markers",
-        "seldom(**values): with these values, Triton's interpreter runs it in make test-all alone",
-    )
     # Tests choose among few tokens, where it does not pay; those of the switch-over ask `switch_over` itself.
     from bpc_calib.runtime.layers import GrowingLayer
 
@@ -57,8 +53,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """With `--emulate`, only tests of kernels: those marked `emulated`, or all.
 
-    Without it, Triton's interpreter runs those in `make test-all` alone: a push runs them from their PTX. So it does
-    those marked `seldom`, of which a push runs others that say the same.
+    Without it, Triton's interpreter runs them in `make test-all` alone: a push runs the marked ones from their PTX, which
+    says more and takes less time.
     """
     if config.option.emulate:
         kept = [item for item in items if emulated(item, every=config.option.emulate_all)]
@@ -66,17 +62,17 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
     elif os.environ["TRITON_INTERPRET"] == "1":
         for item in items:
-            if emulated(item, every=False) or emulated(item, every=False, mark="seldom"):
+            if emulated(item, every=True):
                 item.add_marker(pytest.mark.slow)
                 item.add_marker(pytest.mark.rare)
 
 
-def emulated(item, *, every, mark="emulated"):
+def emulated(item, *, every):
     """Whether a test is one of kernels, and is marked; `emulated(shape=["one head"])` is for these values alone."""
     values = item.callspec.params if hasattr(item, "callspec") else {}
     if item.path.name not in ("test_kernels.py", "test_paged_kernels.py") and values.get("pipeline") != "triton":
         return False
-    marks = list(item.iter_markers(mark))
+    marks = item.iter_markers("emulated")
     return every or any(all(values[name] in chosen for name, chosen in each.kwargs.items()) for each in marks)
 
 

@@ -176,8 +176,6 @@ LAYOUTS = [  # layout, padding, fresh tokens
 
 
 @pytest.mark.emulated(fresh=[0, 1], apart=[True])
-@pytest.mark.seldom(fresh=[6], apart=[False])
-@pytest.mark.seldom(fresh=[6], padding=[True])  # padding of one new token, six without padding
 @pytest.mark.parametrize("safeguard", [0.0, 0.4])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize(("layout", "padding", "fresh"), LAYOUTS)
@@ -218,8 +216,6 @@ SHAPES = {  # batch, heads on a KV head, head_dim, bits, tokens
 )
 @pytest.mark.emulated(shape=["five heads"], group=["max"], gain=[False])
 # Every shape with every group and with and without gains; one shape has all.
-@pytest.mark.seldom(shape=set(SHAPES) - {"seven heads"}, group=["relative"], gain=[False])
-@pytest.mark.seldom(shape=set(SHAPES) - {"seven heads"}, group=["max"], gain=[True])
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("group", ["relative", "max"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -231,7 +227,6 @@ def test_shapes(shape, group, gain, pipeline):
 
 @pytest.mark.emulated(heads=[5], dtype=[torch.float32, torch.bfloat16])
 @pytest.mark.emulated(heads=[3], dtype=[torch.float16, torch.float64])
-@pytest.mark.seldom(heads=[16], dtype=[*FLOAT64, torch.float32, torch.float16])  # the widest in one dtype
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "dim", "tokens", "k"), [(16, 256, 300, 300), (5, 80, 200, 65), (3, 72, 200, 131), (2, 8, 40, 20)]
@@ -403,7 +398,6 @@ def test_a_backend_that_forgets_something_fails(fault):
 
 
 @pytest.mark.emulated(bits=[32, 64], tokens=[65], dtype=[torch.float32])
-@pytest.mark.seldom(tokens=[1])  # 65 tokens have a block of one, too
 @pytest.mark.parametrize(
     ("bits", "tokens"),
     [

@@ -144,7 +144,6 @@ def test_scores_and_their_histogram(nibbles):
 
 @pytest.mark.emulated(dtype=[torch.float32])
 @pytest.mark.emulated(dtype=FLOAT64, bits=[32])
-@pytest.mark.seldom(bits=[64, 128])
 @pytest.mark.parametrize("bits", [32, 64, 128])
 @pytest.mark.parametrize("dtype", [*FLOAT64, torch.float32])
 def test_nibbles_from_the_same_products_are_exact(bits, dtype):
@@ -166,7 +165,6 @@ NIBBLES = [  # dtype, head_dim, bits
 
 @pytest.mark.emulated(dtype=[torch.bfloat16, torch.float32], tokens=[3, 70])
 @pytest.mark.emulated(dtype=[torch.float16, *FLOAT64], tokens=[3])
-@pytest.mark.seldom(dtype=[torch.float16, *FLOAT64], tokens=[70])
 @pytest.mark.parametrize("tokens", [3, 70])
 @pytest.mark.parametrize(("dtype", "dim", "bits"), NIBBLES)
 def test_nibbles_of_keys(dtype, dim, bits, tokens, monkeypatch):

@@ -55,7 +55,6 @@ STEPS = {  # lengths, k, heads on a KV head, head_dim, bits, tokens of a page, d
 
 
 @pytest.mark.emulated(gain=[True], step=["usual", "nibbles", "32 bits"])
-@pytest.mark.seldom(gain=[False], step=["float32", "long", "nibbles", "32 bits"])  # as the other steps
 @pytest.mark.parametrize("gain", [True, False])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_over_pages_is_a_step_over_rows(step, gain):
@@ -101,9 +100,6 @@ def test_keys_and_values_of_8_bits(dtype):
 
 @pytest.mark.emulated(tokens=[70], bits=[64])
 @pytest.mark.emulated(tokens=[5], bits=[64], nibbles=[True])
-@pytest.mark.seldom(tokens=[70], bits=[128])  # other words of a code with fewer tokens, a second block with 64 bits
-@pytest.mark.seldom(tokens=[1], bits=[128])
-@pytest.mark.seldom(nibbles=[True], bits=[128])
 @pytest.mark.parametrize("bits", [64, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 70])
 @pytest.mark.parametrize("nibbles", [False, True])
