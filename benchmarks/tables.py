@@ -178,6 +178,14 @@ def offload_plan(results: Results) -> Lines:
             )  # fmt: skip
 
 
+def vllm_pages(results: Results) -> Lines:
+    """A step over vLLM's pages, by where the keys lie."""
+    rows = results["vllm_pages"]["rows"]
+    yield "requests", *(f"{kind}, us" for kind in rows[0]["microseconds"])
+    for row in rows:
+        yield row["requests"], *(f"{each:,.0f}" for each in row["microseconds"].values())
+
+
 def serving(results: Results) -> Lines:
     """vLLM's server, stock and with BPC, and the same model in transformers after one prompt."""
     found = by(results["serving"]["rows"], "prompt", "requests", "server")
@@ -407,7 +415,8 @@ def larger_than_memory(results: Results) -> Lines:
 TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, scaling, switch_over, without_products,
     generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
-    model_bytes, offload_plan, serving, headline, headline_both, adapting, aggregation, key_counts, keys_per_head,
+    model_bytes, offload_plan, serving, vllm_pages, headline, headline_both, adapting, aggregation,
+    key_counts, keys_per_head,
     calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory, additive_codes,
 )  # fmt: skip
 
