@@ -186,6 +186,14 @@ def vllm_pages(results: Results) -> Lines:
         yield row["requests"], *(f"{each:,.0f}" for each in row["microseconds"].values())
 
 
+def vllm_attention(results: Results) -> Lines:
+    """Attention of a layer by vLLM's kernel and by BPC."""
+    yield "shape", "numbers", "threads", "requests", "tokens of each", "vLLM's kernel, us", "BPC, us", "times as fast"
+    for row in results["vllm_pages"]["attention"]["rows"]:
+        about = (row[name] for name in ("shape", "dtype", "threads", "requests", "tokens"))
+        yield *about, f"{row['stock']:,.0f}", f"{row['bpc']:,.0f}", f"{row['stock'] / row['bpc']:.1f}"
+
+
 def serving(results: Results) -> Lines:
     """vLLM's server, stock and with BPC, and the same model in transformers after one prompt."""
     found = by(results["serving"]["rows"], "prompt", "requests", "server")
@@ -415,8 +423,8 @@ def larger_than_memory(results: Results) -> Lines:
 TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, scaling, switch_over, without_products,
     generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
-    model_bytes, offload_plan, serving, vllm_pages, headline, headline_both, adapting, aggregation,
-    key_counts, keys_per_head,
+    model_bytes, offload_plan, serving, vllm_pages, vllm_attention, headline, headline_both, adapting,
+    aggregation, key_counts, keys_per_head,
     calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory, additive_codes,
 )  # fmt: skip
 

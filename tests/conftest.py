@@ -53,8 +53,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """With `--emulate`, only tests of kernels: those marked `emulated`, or all.
 
-    Without it, Triton's interpreter runs them in `make test-all` alone: a push runs the marked ones from their PTX, which
-    says more and takes less time.
+    Without it, Triton's interpreter runs them in `make test-all` alone: a push runs the marked ones from their PTX,
+    which says more and takes less time.
     """
     if config.option.emulate:
         kept = [item for item in items if emulated(item, every=config.option.emulate_all)]

@@ -93,7 +93,7 @@ def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
 
 
 def test_short_requests_stay_vllms_own_unless_asked_for(engine, monkeypatch):
-    prompts = [ids(900), ids(140, seed=1)]
+    prompts = [ids(400), ids(140, seed=1)]
     engine.use(**DENSE)
     dense, _ = engine.generate(*prompts)
     engine.use(min_context=None)

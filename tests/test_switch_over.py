@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from bpc_calib import BPCCache, enable
 from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.dispatch import backend
-from bpc_calib.backends.switch_over import IN_TRANSFORMERS, IN_VLLM, WITHOUT_PRODUCTS, sparse_from
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_PRODUCTS, in_vllm, sparse_from
 from bpc_calib.compat import with_cache
 from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import probe
@@ -41,10 +41,18 @@ def test_the_length_follows_what_dense_attention_reads(threads):
     assert sparse_from(LLAMA // 4, 1, 32, CPU) == pytest.approx(4 * 610, abs=4)
     assert sparse_from(LLAMA, 8, 32, CPU) == 119  # sequences share the work that a step takes once
     assert sparse_from(LLAMA, 1, 1, CPU) == 305  # one query head keeps one thread busy
-    assert sparse_from(LLAMA, 1, 32, CPU, IN_VLLM) > sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS)
     assert sparse_from(LLAMA, 1, 32, CPU, WITHOUT_PRODUCTS) == 390  # dense steps are faster, but by BPC's kernel
     threads(1)
     assert sparse_from(LLAMA, 1, 32, CPU) == 305
+
+
+def test_in_vllm_it_follows_the_vector_instructions(threads, monkeypatch):
+    threads(1)
+    for capability, one, eight in (("AVX512", 1074, 454), ("AVX2", 261, 90)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
+        assert sparse_from(LLAMA, 1, 32, CPU, in_vllm()) == one
+        assert sparse_from(LLAMA, 8, 32, CPU, in_vllm()) == eight
+    assert one < sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS) == 305
 
 
 def test_on_a_gpu_it_follows_the_bandwidth(monkeypatch):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["IN_TRANSFORMERS", "IN_VLLM", "WITHOUT_PRODUCTS", "Costs", "sparse_from"]
+__all__ = ["IN_TRANSFORMERS", "WITHOUT_PRODUCTS", "Costs", "in_vllm", "sparse_from"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Costs:
 
 IN_TRANSFORMERS = Costs(step=1.15e6, sequence=0.1e6)
 WITHOUT_PRODUCTS = Costs(step=0.7e6, sequence=0.1e6)  # of 16-bit numbers: then dense steps run BPC's kernel
-IN_VLLM = Costs(step=2.9e6, sequence=1.5e6)
+IN_VLLM = Costs(step=2.9e6, sequence=1.5e6)  # with AMX, before keys were copied to rows
+IN_VLLM_AVX2 = Costs(step=0.8e6, sequence=0.27e6)  # whose dense kernel is slow without AVX-512
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
 BANDWIDTH = 1e12  # bytes per second of a GPU that does not tell
 
@@ -45,6 +46,11 @@ def sparse_from(
     # torch's attention takes one thread for each query head.
     threads = min(torch.get_num_threads(), sequences * query_heads)
     return int(threads * (costs.step / sequences + costs.sequence) / token)
+
+
+def in_vllm() -> Costs:
+    """Return what choosing costs where vLLM's attention on a CPU is the other choice."""
+    return IN_VLLM_AVX2 if torch.backends.cpu.get_cpu_capability() == "AVX2" else IN_VLLM
 
 
 def _bandwidth(device: torch.device) -> float:

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from bpc_calib.backends.switch_over import IN_VLLM, sparse_from
+from bpc_calib.backends.switch_over import in_vllm, sparse_from
 from bpc_calib.errors import ModelError
 from bpc_calib.method.rules import Rules, spread
 from bpc_calib.method.state import Rows, State
@@ -189,7 +189,7 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         spec = self.kv_cache_spec
         token = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
         heads = self.vllm_config.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
-        start = sparse_from(token, requests, heads, torch.device("cpu"), IN_VLLM)
+        start = sparse_from(token, requests, heads, torch.device("cpu"), in_vllm())
         return dataclasses.replace(found, min_context=start)
 
 
