@@ -273,6 +273,7 @@ def test_all_ties_go_to_the_lowest_indices(group, pipeline):
     assert found[0].tolist() == [[*range(37), 2097, 2098, 2099]] * 2
 
 
+@pytest.mark.emulated
 def test_few_scores_so_many_ties(pipeline):
     for k in (7, 300, 301, 777):
         case = Case(batch=1, bits=32, tokens=1500, k=k, rules={"gain": False})
@@ -287,6 +288,7 @@ def test_few_scores_so_many_ties(pipeline):
         check(pipeline, case)
 
 
+@pytest.mark.emulated
 def test_nothing_behind_the_length_is_read(pipeline):
     query, codebook, state, other, rows, rules = Case("static").made()
     decode = backend_of(pipeline).sparse_decode
@@ -318,6 +320,7 @@ def test_attention_to_everything(layout, padding, pipeline):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.emulated(new=[2, 17])
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize(("new", "heads", "dim"), [(2, 1, 64), (5, 3, 64), (4, 4, 80), (9, 3, 20), (17, 5, 128)])
 def test_attention_of_several_new_tokens(new, heads, dim, padding, pipeline):
@@ -332,6 +335,7 @@ def test_attention_of_several_new_tokens(new, heads, dim, padding, pipeline):
         torch.testing.assert_close(found[:, :, place::new], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.emulated
 def test_what_does_not_fit_is_refused(pipeline):
     query, codebook, state, _, rows, rules = Case(batch=1).made()
     backend = backend_of(pipeline)

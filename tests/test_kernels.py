@@ -105,6 +105,7 @@ def test_rounded_queries(dtype, nibbles):
     torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
 
 
+@pytest.mark.emulated(heads=[9])
 @pytest.mark.parametrize("heads", [1, 4, 9])
 def test_queries_too_small_to_invert(heads):
     """127 over the largest overflows: values go to the ends of their range, and zeros stay zeros."""
@@ -265,6 +266,7 @@ def test_attention_over_lists_of_different_lengths(mean):
     torch.testing.assert_close(found, attend(query, state, rows, indices), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.emulated
 def test_the_same_every_time():
     """Of a GPU: the interpreter runs programs one after the other."""
     given = (draw(1, 2, 4, 64, seed=3), *layer(1, 2, 1500, 64, 64, 300), Rules())
@@ -296,6 +298,7 @@ def test_a_step_in_a_cuda_graph():
         assert all(map(torch.equal, replayed, step()))
 
 
+@pytest.mark.emulated
 def test_operators_tell_their_shapes():
     """What `torch.compile` and CUDA graphs need of an operator, by torch's own check."""
     codebook, state, _ = layer(2, 2, 40, 64, 64, 7)
@@ -323,6 +326,7 @@ def test_operators_tell_their_shapes():
         torch.library.opcheck(operator, tuple(arguments), test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.emulated
 def test_dense_attention_beyond_the_buffer():
     query, keys = draw(1, 2, 4, 64, seed=3), draw(1, 2, 60, 64, seed=2)
     state, rows = State(keys, keys), alike(keys, 60)

@@ -122,6 +122,7 @@ def test_keys_are_hashed_into_their_slots(tokens, bits, nibbles):
     assert torch.equal(found.gain, wanted.gain)
 
 
+@pytest.mark.emulated
 def test_sequences_in_groups(monkeypatch):
     """As many at once as scores have room for: five one by one, two and all give the same."""
     lengths, k, size, dim = (90, 33, 70, 16, 48), (9, 3, 11, 16, 1), 16, 64
@@ -140,6 +141,7 @@ def test_sequences_in_groups(monkeypatch):
         torch.testing.assert_close(out, found[0][0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.emulated
 def test_other_pages_are_left_to_plain_torch(monkeypatch):
     """Pages of 20 tokens, and packed values: the same as the same tokens in pages of 16."""
     monkeypatch.setenv("BPC_BACKEND", "triton")
