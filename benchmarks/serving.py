@@ -64,19 +64,23 @@ def main() -> None:
         for length, text in texts.items():
             prompts = [text[i * length : (i + 1) * length] for i in range(most)]
             for count in settings["requests"]:
-                for row in compared(servers, prompts[:count], settings["new"], settings["repeats"]):
-                    rows.append(row)
-            if arguments.transformers:
-                stock = next(row for row in rows if (row["prompt"], row["requests"]) == (length, 1))
+                rows += told(compared(servers, prompts[:count], settings["new"], settings["repeats"]))
+            stock = next((row for row in rows if (row["prompt"], row["requests"]) == (length, 1)), None)
+            if arguments.transformers and stock is not None:
                 words = ["-m", model, "-a", str(arguments.artifact), "--max-new-tokens", str(settings["new"])]
-                rows += in_transformers(words, tokenizer.decode(prompts[0]), stock, settings["repeats"])
-            for row in (each for each in rows if each["prompt"] == length):
-                count, speed = row["requests"], row["tokens_per_second"]
-                print(f"{length:>6} x {count}  {row['server']:<20}{speed:8.1f} tokens/s", flush=True)
+                rows += told(in_transformers(words, tokenizer.decode(prompts[0]), stock, settings["repeats"]))
     versions = "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__}))"
     found = subprocess.run([arguments.vllm, "-c", versions], capture_output=True, text=True, check=True).stdout
     settings = settings | json.loads(found)
     report.keep(arguments.output, report.about() | {"settings": settings, "rows": rows})
+
+
+def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print the rows, and return them."""
+    for row in rows:
+        about = f"{row['prompt']:>6} x {row['requests']}  {row['server']:<20}"
+        print(f"{about}{row['tokens_per_second']:8.1f} tokens/s", flush=True)
+    return rows
 
 
 @contextlib.contextmanager

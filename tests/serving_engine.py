@@ -116,7 +116,7 @@ class Engine:
                 if state.copied:
                     cache, _, keys_at = attention.over
                     slots = (rows.block_table[row].long()[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
-                    assert torch.equal(keys, unpacked_keys(cache.view(*cache.shape[:2], -1), keys_at, slots))
+                    assert torch.equal(keys, unpacked_keys(cache, keys_at, slots))
                 layer = copy.deepcopy(fresh[names[id(attention)]])
                 layer.update(keys, values)
                 layer.scale(attention.scale)

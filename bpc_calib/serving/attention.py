@@ -70,8 +70,7 @@ class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
         """As `Layer.hash_missing`: first of the cached tokens, then of the newest."""
         assert self.over is not None
         for slots in () if split.older is None else split.older.split(HASHED_AT_ONCE):
-            older = unpacked_keys(kv_cache.view(*kv_cache.shape[:2], -1), self.over[2], slots)
-            self.backend.append(state, self.codebook, older, None, slots)
+            self.backend.append(state, self.codebook, unpacked_keys(kv_cache, self.over[2], slots), None, slots)
         assert split.newest is not None
         self.backend.append(state, self.codebook, key[split.tokens].transpose(0, 1).unsqueeze(0), None, split.newest)
 

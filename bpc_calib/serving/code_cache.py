@@ -1,7 +1,7 @@
 """Where the codes of a layer live in vLLM's memory: in a cache of their own, or behind the keys of each page.
 
-On a CPU, so does a copy of each key, in a row: vLLM's kernels put the numbers of many keys side by side there, and to
-read one of them would take half of a page.
+On a CPU, so does a copy of each key, in a row: vLLM's kernels put the numbers of many keys side by side there, so one
+key lies in as many cache lines as it has numbers.
 
 A cache of its own is an ordinary cache layer to vLLM, as the index of DeepSeek's sparse attention is, in the block
 tables of the layer that it belongs to. That needs one kind of attention in all layers. Models with sliding-window

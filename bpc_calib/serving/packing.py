@@ -36,11 +36,11 @@ def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, 
     return where[0], where[1]
 
 
-def unpacked_keys(pages: Tensor, keys_at: Tensor, slots: Tensor) -> Tensor:
+def unpacked_keys(kv_cache: Tensor, keys_at: Tensor, slots: Tensor) -> Tensor:
     """Copy keys.
 
     Args:
-        pages: what the kernels of vLLM wrote, `[pages, kv_heads, content]`.
+        kv_cache: what the kernels of vLLM wrote, `[pages, kv_heads, size, 2 * dim]`.
         keys_at: as `packing` returns it.
         slots: int64 `[T]`, of the tokens.
 
@@ -48,6 +48,7 @@ def unpacked_keys(pages: Tensor, keys_at: Tensor, slots: Tensor) -> Tensor:
         `[1, kv_heads, T, dim]`.
     """
     page, place = (slots // len(keys_at)).view(-1, 1), slots % len(keys_at)
+    pages = kv_cache.view(*kv_cache.shape[:2], -1)
     return torch.stack([head[page, keys_at[place]] for head in pages.unbind(1)]).unsqueeze(0)
 
 
