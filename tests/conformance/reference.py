@@ -5,6 +5,7 @@ sequence and KV head at a time, and the literal algorithms for codes, scores and
 runtime except `fit` and `score_metric`, which have their own tests.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -138,10 +139,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, **argume
 def _mask_unselected(cache, layer, logits, query, key, attention_mask, group, scaling) -> None:
     rules = cache.rules
     batch, heads, length = key.shape[:3]
-    visible = [
-        [i for i in range(length) if attention_mask is None or attention_mask[row, 0, 0, i] == 0]
-        for row in range(batch)
-    ]
+    hidden = torch.zeros(batch, length) if attention_mask is None else attention_mask[:, 0, 0, :length]
+    visible = [[i for i, masked in enumerate(row) if not masked] for row in hidden.expand(batch, -1).tolist()]
     wanted = [how_many(len(tokens), rules["budget"], rules["min_tokens"], rules["min_context"]) for tokens in visible]
     if all(k == len(tokens) for k, tokens in zip(wanted, visible, strict=True)):
         return
@@ -210,16 +209,13 @@ def score(
     towards = (rounded @ whole).to(keys.dtype).double()
     centred = keys.double() - (0 if mean is None else mean.double())
     projected = queries.double() @ rounded.T
-    codes, unit = literal.encode(centred, rounded, towards)[0], 127
-    if len(projection) != rules["bits"]:
-        codes, unit = literal.encode_nibbles(centred, rounded, towards), 29216 // (rules["bits"] // 4)
-    approximation, largest = codes @ rounded, projected.abs().max()
-    residual = centred - approximation
+    unit = 127 if len(projection) == rules["bits"] else 29216 // (rules["bits"] // 4)
+    codes, gains = _hashed(centred, rounded, towards, whole, nibbles=len(projection) != rules["bits"])
+    residual, largest = centred - codes @ rounded, projected.abs().max()
     quantized = (projected * (unit / largest)).round() if largest else projected
     ranked = (quantized @ codes.T).long()  # [G, N]
     if rules["gain"]:
-        gains = [literal.gain(k, about, whole @ k) for k, about in zip(centred, approximation, strict=True)]
-        ranked = ranked * (torch.tensor(gains) + 32)
+        ranked = ranked * (gains + 32)
     # In the unit of the scores; in float32, like the scale of the query.
     logit = (64 if rules["gain"] else 1) / (
         (largest / unit).float() * (keys.shape[1] ** -0.5 if scaling is None else scaling)
@@ -228,6 +224,26 @@ def score(
     grouped = dict(zip(visible, by_group, strict=True))
     error = (residual @ whole * residual).sum(1).clamp(min=0).sqrt()
     return [int(grouped.get(i, 0)) for i in range(len(keys))], error.float().tolist()
+
+
+def _hashed(centred: Tensor, rounded: Tensor, towards: Tensor, whole: Tensor, nibbles: bool) -> tuple[Tensor, Tensor]:
+    """Return codes and gains of keys; each key is hashed once, because every step meets it again."""
+    known = _known(b"".join(each.numpy().tobytes() for each in (rounded, towards, whole)))
+    names = [key.numpy().tobytes() for key in centred]
+    new = [i for i, name in enumerate(names) if name not in known]
+    if new:
+        keys = centred[new]
+        codes = literal.encode_nibbles(keys, rounded, towards) if nibbles else literal.encode(keys, rounded, towards)[0]
+        for i, key, code in zip(new, keys, codes, strict=True):
+            known[names[i]] = code, literal.gain(key, code @ rounded, whole @ key)
+    codes, gains = zip(*(known[name] for name in names), strict=True)
+    return torch.stack(codes), torch.tensor(gains)
+
+
+@functools.lru_cache(maxsize=16)
+def _known(codebook: bytes) -> dict[bytes, tuple[Tensor, int]]:
+    """Return the codes and gains of one codebook, by the bytes of their keys."""
+    return {}
 
 
 def choose(
