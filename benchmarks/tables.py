@@ -196,14 +196,19 @@ def vllm_attention(results: Results) -> Lines:
 
 def serving(results: Results) -> Lines:
     """vLLM's server, stock and with BPC, and the same model in transformers after one prompt."""
-    found = by(results["serving"]["rows"], "prompt", "requests", "server")
+    found = {
+        (results[name]["settings"]["dtype"], *key): row
+        for name in ("serving", "serving_float32")
+        for key, row in by(results[name]["rows"], "prompt", "requests", "server").items()
+    }
     names = list(dict.fromkeys(server for *_, server in found))
     heads = (f"{name}, tokens/s" for name in names)
-    yield "prompt, tokens", "requests", *heads, *(f"{name}: ratio" for name in names[1:])
-    for prompt, requests in dict.fromkeys((prompt, requests) for prompt, requests, _ in found):
-        same = [found.get((prompt, requests, name)) for name in names]
-        speeds = (row and f"{row['tokens_per_second']:.1f}" for row in same)
-        yield prompt, requests, *speeds, *(row and f"{row['ratio']:.2f}" for row in same[1:])
+    yield "", "prompt, tokens", "requests", "prompts read by stock, s", *heads, *(f"{name}: ratio" for name in names[1:])
+    for case in dict.fromkeys((dtype, prompt, requests) for dtype, prompt, requests, _ in found):
+        same = [found.get((*case, name)) for name in names]
+        speeds = ("" if row is None else f"{row['tokens_per_second']:.1f}" for row in same)
+        read = f"{found[*case, 'stock']['prefill_seconds']:.0f}"
+        yield *case, read, *speeds, *("" if row is None else f"{row['ratio']:.2f}" for row in same[1:])
 
 
 def headline(results: Results) -> Lines:
@@ -408,6 +413,17 @@ def additive_codes(results: Results) -> Lines:
         yield name, f"{error:.3f}", spread, f"{fit:.1f}", f"{encode:.1f}"
 
 
+def nibbles_time(results: Results) -> Lines:
+    """How many times as long as with signs a step, its scores and hashing take with nibbles."""
+    whats = "step", "score", "hash a token", "hash a prompt"
+    yield "shape", "tokens", "a step", "its scores", "to hash a token", "to hash a prompt of 8,192 tokens"
+    found, shown = by(results["nibbles_time"]["rows"], "model", "tokens", "what"), None
+    for model, tokens in dict.fromkeys((model, tokens) for model, tokens, _ in found):
+        rows = [found[model, tokens, what] for what in whats]
+        yield "" if model == shown else model, tokens, *(f"{row['ratio']:.2f}" for row in rows)
+        shown = model
+
+
 def larger_than_memory(results: Results) -> Lines:
     """Steps with keys and values in memory, and in a file with and without room for them."""
     yield "keys and values", "limit of memory", "method", "chosen in the step before, too", "tokens/s", "read per step"
@@ -426,6 +442,7 @@ TABLES = real_tables.TABLES | made_by(
     model_bytes, offload_plan, serving, vllm_pages, vllm_attention, headline, headline_both, adapting,
     aggregation, key_counts, keys_per_head,
     calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory, additive_codes,
+    nibbles_time,
 )  # fmt: skip
 
 

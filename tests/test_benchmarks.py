@@ -329,6 +329,19 @@ def test_nibbles_beside_the_quantizers_of_faiss(tmp_path):
     assert len(list(tables.additive_codes({"additive_codes": found}))) == 4
 
 
+def test_the_times_of_nibbles_and_signs(tmp_path):
+    import tables
+
+    words = [sys.executable, BENCHMARKS / "nibbles_time.py", "--tiny", "-o", tmp_path / "times.json"]
+    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "times.json").read_text())
+    kinds = {(row["model"], row["what"]) for row in found["rows"]}
+    assert len(kinds) == len(found["rows"]) == 2 * 4
+    assert all(min(row["signs"], row["nibbles"], row["ratio"]) > 0 for row in found["rows"])
+    assert len(list(tables.nibbles_time({"nibbles_time": found}))) == 1 + 2
+
+
 @pytest.mark.slow
 def test_exact_texts_are_those_of_full_attention(tmp_path):
     from bpc_calib import calibrate, describe, make_plan
