@@ -202,12 +202,12 @@ def serving(results: Results) -> Lines:
         for key, row in by(results[name]["rows"], "prompt", "requests", "server").items()
     }
     names = list(dict.fromkeys(server for *_, server in found))
-    heads = (f"{name}, tokens/s" for name in names)
-    yield "", "prompt, tokens", "requests", "prompts read by stock, s", *heads, *(f"{name}: ratio" for name in names[1:])
+    heads = [f"{name}, tokens/s" for name in names] + [f"{name}: ratio" for name in names[1:]]
+    yield "numbers", "prompt, tokens", "requests", "prompts read by stock, s", *heads
     for case in dict.fromkeys((dtype, prompt, requests) for dtype, prompt, requests, _ in found):
         same = [found.get((*case, name)) for name in names]
         speeds = ("" if row is None else f"{row['tokens_per_second']:.1f}" for row in same)
-        read = f"{found[*case, 'stock']['prefill_seconds']:.0f}"
+        read = f"{found[(*case, 'stock')]['prefill_seconds']:.0f}"
         yield *case, read, *speeds, *("" if row is None else f"{row['ratio']:.2f}" for row in same[1:])
 
 
