@@ -807,4 +807,4 @@ def test_serve_names_the_dtype_that_reads_prompts_faster(ratio, given, said, bpc
     monkeypatch.setattr(os, "execv", lambda path, words: None)
     monkeypatch.setattr("bpc_calib.models.long_passes.slow_products", lambda dtype: ratio)
     result = bpc("serve", "-m", model_folder, "-a", made, *given)
-    assert ("take 4.2 times as long as in float32" in " ".join(result.stderr.split())) == said
+    assert ("take 4.2 times as long as in float32" in " ".join(result.err.split())) == said
