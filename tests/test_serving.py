@@ -333,7 +333,7 @@ def test_two_ranks_answer_as_one(engine, tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_runs(artifact, tmp_path):
-    """Both servers at once, which do not compile the model: that of `bpc serve` above does."""
+    """Three servers at once, which do not compile the model: that of `bpc serve` above does."""
     script, target = Path(__file__).parent.parent / "benchmarks" / "serving.py", tmp_path / "result.json"
     eager = tmp_path / "python"
     more = "--enforce-eager --distributed-executor-backend uni"  # one process fewer
@@ -342,7 +342,7 @@ def test_the_benchmark_runs(artifact, tmp_path):
     words = [sys.executable, script, "--tiny", "-a", artifact, "-o", target, "--vllm", eager]
     subprocess.run(words, check=True, timeout=900)
     rows = json.loads(target.read_text())["rows"]
-    assert [row["server"] for row in rows] == ["stock", "BPC"]
+    assert [row["server"] for row in rows] == ["stock", "plugin installed", "BPC"]
     assert rows[1]["same_answers"] == 2
 
 

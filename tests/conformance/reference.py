@@ -209,8 +209,9 @@ def score(
     towards = (rounded @ whole).to(keys.dtype).double()
     centred = keys.double() - (0 if mean is None else mean.double())
     projected = queries.double() @ rounded.T
-    unit = 127 if len(projection) == rules["bits"] else 29216 // (rules["bits"] // 4)
-    codes, gains = _hashed(centred, rounded, towards, whole, nibbles=len(projection) != rules["bits"])
+    nibbles = len(projection) != rules["bits"]
+    unit = 29216 // (rules["bits"] // 4) if nibbles else 127
+    codes, gains = _hashed(centred, rounded, towards, whole, nibbles)
     residual, largest = centred - codes @ rounded, projected.abs().max()
     quantized = (projected * (unit / largest)).round() if largest else projected
     ranked = (quantized @ codes.T).long()  # [G, N]
