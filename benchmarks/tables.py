@@ -206,7 +206,8 @@ def serving(results: Results) -> Lines:
     yield "numbers", "prompt, tokens", "requests", "prompts read by stock, s", *heads
     for case in dict.fromkeys((dtype, prompt, requests) for dtype, prompt, requests, _ in found):
         same = [found.get((*case, name)) for name in names]
-        read = round(found[(*case, names[0])]["prefill_seconds"])
+        stock = (*case, names[0])
+        read = round(found[stock]["prefill_seconds"])
         speeds = ("" if row is None else f"{row['tokens_per_second']:.1f}" for row in same)
         yield *case, read, *speeds, *("" if row is None else f"{row['ratio']:.2f}" for row in same[1:])
 
