@@ -61,7 +61,7 @@ def defaults(subject: Subject, settings: Settings) -> list[Row]:
     """BPC as `bpc generate` decodes, and as it did: rules for projections without needs, codes as calibrated."""
     from bpc_calib.method.defaults import DENSE_LAYERS
 
-    without = {"dense_layers": DENSE_LAYERS, "equal_shares": True, "adapt": False}
+    without = {"min_tokens": 128, "dense_layers": DENSE_LAYERS, "equal_shares": True, "adapt": False}
     return [
         row | {"needs": not rules}
         for rules in ({}, without)

@@ -164,7 +164,7 @@ def preset_name(rules: Mapping[str, Any]) -> str | None:
 
 
 def setting_text(rules: Mapping[str, Any]) -> str:
-    """Rules in words, like preset default: 2 % of the tokens, at least 128."""
+    """Rules in words, like preset default: 2 % of the tokens, at least 192."""
     name, budget = preset_name(rules), budget_text(rules["budget"])
     share = "" if isinstance(rules["budget"], int) else " of the tokens"
     return f"{f'preset {name}: ' if name else ''}{budget}{share}, at least {rules['min_tokens']:,}"

@@ -791,7 +791,7 @@ def test_serve_starts_vllm(bpc, made, model_folder, monkeypatch):
     assert words[9:] == ["--port", "8080", "--enforce-eager"]
     given = json.loads(words[6])["bpc"]
     assert given == {
-        "artifact": str(made), "budget": 0.05, "min_tokens": 128, "min_context": None, "dense_layers": None,
+        "artifact": str(made), "budget": 0.05, "min_tokens": 192, "min_context": None, "dense_layers": None,
         "equal_shares": False,
     }  # fmt: skip
     started.clear()

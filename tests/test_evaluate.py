@@ -360,12 +360,12 @@ def test_prompts_are_in_the_chat_template_unless_raw(bpc, tmp_path):
 def test_a_preset_is_that_of_generate(bpc, folder):
     words = ("eval", "-m", folder, *SMALL[2:], "--methods", "bpc-online", "--tasks", "single")
     ran = bpc(*words)
-    assert ran.out.endswith("Preset default. Dense layers: 0, 1. At least 128 tokens are attended.\n")
-    assert "--min-tokens 128 is more than a budget of 8 tokens at 700 tokens: --preset hard measures" in ran.err
+    assert ran.out.endswith("Preset default. Dense layers: 0, 1. At least 192 tokens are attended.\n")
+    assert "--min-tokens 192 is more than a budget of 8 tokens at 700 tokens: --preset hard measures" in ran.err
     given = ([], ["--preset", "fast"], ["--preset", "hard"], ["--preset", "hard", "--min-tokens", "64"])
     settings = [json.loads(bpc(*words, *more, "--json").out)["settings"] for more in given]
     assert [(each["preset"], each["min_tokens"], each["dense_layers"]) for each in settings] == [
-        ("default", 128, [0, 1]),
+        ("default", 192, [0, 1]),
         ("fast", 64, [0, 1]),
         ("hard", 1, []),
         (None, 64, []),

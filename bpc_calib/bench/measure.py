@@ -30,6 +30,7 @@ from bpc_calib.bench.settings import (
 )
 from bpc_calib.bench.timing import bandwidth, reason
 from bpc_calib.errors import BPCError
+from bpc_calib.method.defaults import MIN_TOKENS
 from bpc_calib.method.rules import default_dense_layers, ranking_defaults
 from bpc_calib.models.description import describe
 from bpc_calib.runtime.cache import BPCCache
@@ -110,7 +111,7 @@ def run(
     resolved = asdict(settings) | {
         "lengths": lengths, "decode_lengths": decode_lengths, "prefill_tokens": prefill_tokens, "group_size": group,
         "kv_heads": base.kv_heads, "head_dim": base.dim, "dtype": str(dtype).removeprefix("torch."),
-        "min_tokens": 128,
+        "min_tokens": MIN_TOKENS,
     }  # fmt: skip
     if settings.dense_layers is None:
         resolved["dense_layers"] = default_dense_layers(artifact, description.num_layers)
