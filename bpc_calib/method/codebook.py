@@ -8,7 +8,9 @@ from torch import Tensor
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.errors import InputError
+from bpc_calib.method.codes import unpack_codes
 from bpc_calib.method.metric import adapted
+from bpc_calib.method.nibbles import named, unpack_nibbles
 from bpc_calib.method.numbers import check_bits
 
 __all__ = ["Codebook", "check_rows", "codebook_of", "make_codebook"]
@@ -74,6 +76,13 @@ class Codebook:
         if self.mean is not None:
             wide = wide - self.mean.unsqueeze(-2)
         return wide, wide if self.metric is None else wide @ self.metric
+
+    def used(self, codes: Tensor) -> Tensor:
+        """Return how often codes `[..., N, W]` add each row: `U`, float32 `[..., N, R]` of -1, 0 and 1."""
+        if not self.nibbles:
+            return unpack_codes(codes, self.bits)
+        names = named(unpack_nibbles(codes, self.bits))
+        return torch.zeros(*names.shape[:-1], self.matrix.shape[-1], device=codes.device).scatter_(-1, names, 1.0)
 
     def change(self, how: Callable[[Tensor], Tensor]) -> "Codebook":
         """Return a copy with `how` applied to every tensor `[B, H_KV, ...]`; `how` keeps the last two dimensions."""

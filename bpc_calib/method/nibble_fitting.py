@@ -16,7 +16,7 @@ from bpc_calib.method.decomposition import check_keys, cholesky
 from bpc_calib.method.encoded import Encoded
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.fitting import Fit, Products
-from bpc_calib.method.nibbles import NIBBLE, named, unpack_nibbles
+from bpc_calib.method.nibbles import NIBBLE
 from bpc_calib.method.numbers import check_bits
 
 __all__ = ["fit_nibbles", "nibble_residuals"]
@@ -151,8 +151,7 @@ def _products(keys: Tensor, vectors: Tensor, metric: Tensor | None, encode: Enco
     squares = cross = squared_norm = torch.zeros((), dtype=torch.float64, device=keys.device)
     for block in keys.split(BLOCK, 1):
         codes = encode(codebook, block.unsqueeze(0)).codes[0]
-        names = named(unpack_nibbles(codes, codebook.bits))
-        one_hot = torch.zeros(*block.shape[:-1], vectors.shape[-2], device=keys.device).scatter_(-1, names, 1.0)
+        one_hot = codebook.used(codes)
         squares = squares + (one_hot.mT @ one_hot).double()  # exact
         cross = cross + (one_hot.mT @ block).double()
         along = block if metric is None else block @ metric

@@ -1,17 +1,18 @@
 """What a prompt gives: online projections fitted to some of its keys, and the metric of some of its queries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bpc_calib.backends.dispatch import find
-from bpc_calib.method.fitting import Fit, mean_key
+from bpc_calib.method.codebook import Codebook, make_codebook
+from bpc_calib.method.fitting import Fit, mean_key, pulled
 from bpc_calib.method.metric import score_metric, second_moment
 
 __all__ = [
-    "ASKED", "Asked", "fit_online", "fitted_places", "join", "moment_metric", "observed_places", "prompt_metric",
-    "prompt_moment", "spread",
+    "ASKED", "Asked", "fit_online", "fitted_places", "followed", "join", "moment_metric", "observed_places",
+    "prompt_metric", "prompt_moment", "spread",
 ]  # fmt: skip
 
 # An online fit delays the first step, so it is short: 4 iterations per bit, as in the authors' release, 2 rounds of
@@ -80,6 +81,22 @@ def moment_metric(moment: Tensor) -> Tensor:
 def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor:
     """Return the metric of the queries of each KV head, float32; see `prompt_moment`."""
     return moment_metric(prompt_moment(asked, kv_heads, visible))
+
+
+def followed(codebook: Codebook, keys: Tensor, visible: Tensor | None) -> Codebook:
+    """Return a codebook of each sequence with rows that suit some of its keys better (`pulled`).
+
+    Args:
+        codebook: of each sequence, whose metric counts the prompt's queries.
+        keys: `[batch, kv_heads, N, head_dim]`.
+        visible: bool `[batch, N]`, False for padding, which does not count; None: no padding.
+    """
+    places = fitted_places(keys.shape[2]).to(keys.device)
+    some = keys[:, :, places].to(codebook.matrix.device)
+    weights = None if visible is None else visible[:, places.to(visible.device)].unsqueeze(1)
+    rows = pulled(codebook, some, find(some).encode_with(codebook, some).codes, weights)
+    book = make_codebook(rows, keys.dtype, metric=codebook.metric, nibbles=codebook.nibbles)
+    return replace(book, mean=codebook.mean)
 
 
 def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: int, seed: int) -> Fit:
