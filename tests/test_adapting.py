@@ -13,7 +13,7 @@ from bpc_calib.compat import with_cache
 from bpc_calib.method.codebook import make_codebook
 from bpc_calib.method.fitting import PULL
 from bpc_calib.method.metric import score_metric, second_moment
-from bpc_calib.runtime.online_fit import ASKED, fitted_places, moment_metric, prompt_metric, prompt_moment
+from bpc_calib.runtime.online_fit import ASKED, followed_places, moment_metric, prompt_metric, prompt_moment
 
 LONG = ASKED + 88
 SPARSE = {"budget": 20, "min_tokens": 1, "min_context": 0, "dense_layers": ()}
@@ -53,7 +53,7 @@ def follows(layer, calibrated):
     own = codebook_of(calibrated, slice(None), layer.keys.dtype, layer.device, moment_metric(layer.moments))
     assert torch.equal(layer.codebook.metric, own.metric)
     assert torch.equal(layer.codebook.mean, own.mean)
-    places = fitted_places(layer.get_seq_length())
+    places = followed_places(layer.get_seq_length())
     keys = layer.keys[:, :, places]
     used = own.used(find(keys).encode_with(own, keys).codes).double()
     # The former rows are further equations: each says what one row is, as strongly as `PULL` times the keys with it.
@@ -156,6 +156,7 @@ def test_each_sequence_has_its_own_and_padding_no_part(model, artifact):
     for first, layer in zip(alone[0].layers, cache.layers, strict=True):
         # Evenly spaced queries are others behind padding.
         torch.testing.assert_close(layer.codebook.metric[0], first.codebook.metric[0], rtol=0.2, atol=0.2)
+        torch.testing.assert_close(layer.codebook.projection[0], first.codebook.projection[0], rtol=0.2, atol=0.2)
     different = cache.layers[0].codebook.metric
     assert not torch.allclose(different[0], different[1], atol=0.01)
     changed = together.clone()

@@ -128,7 +128,7 @@ def refine(products: Callable[[Tensor], Products], projection: Tensor, rounds: i
     return best, best_norms
 
 
-def pulled(codebook: Codebook, keys: Tensor, codes: Tensor, weights: Tensor | None = None) -> Tensor:
+def pulled(codebook: Codebook, keys: Tensor, codes: Tensor) -> Tensor:
     """Return the rows that fit some keys best, pulled towards those of the codebook: float32 `[..., R, D]`.
 
     They minimise `|K - mean - U P|^2 + w |P - P_0|^2`. The keys of a prompt say nothing about some directions: there
@@ -138,15 +138,11 @@ def pulled(codebook: Codebook, keys: Tensor, codes: Tensor, weights: Tensor | No
         codebook: of the rows `P_0`.
         keys: `[..., N, D]`.
         codes: of these keys, int64 `[..., N, W]`; they are `U`.
-        weights: `[..., N]` of 0 and 1; a key of weight 0 does not count.
     """
-    used, centred = codebook.used(codes), codebook.centre(keys)[0].to(torch.float64)
+    used, centred = codebook.used(codes), codebook.centre(keys)[0]
     pull = PULL * used.square().sum(-2).mean(-1)[..., None, None].to(torch.float64)
-    if weights is not None:
-        used = used * weights.unsqueeze(-1)
-        centred = torch.where(weights.unsqueeze(-1) > 0, centred, 0.0)
     squares = (used.mT @ used).to(torch.float64)  # exact
-    cross = used.to(torch.float64).mT @ centred + pull * codebook.projection.to(torch.float64)
+    cross = (used.to(centred.dtype).mT @ centred).to(torch.float64) + pull * codebook.projection.to(torch.float64)
     ridge = pull * torch.eye(squares.shape[-1], dtype=torch.float64, device=squares.device)
     # On the CPU: libraries for a GPU take matrices of this size one after the other.
     return torch.linalg.solve((squares + ridge).cpu(), cross.cpu()).float().to(keys.device)

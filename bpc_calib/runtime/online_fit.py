@@ -1,4 +1,4 @@
-"""What a prompt gives: online projections fitted to some of its keys, and the metric of some of its queries."""
+"""What a prompt gives: the metric of its queries, and projections fitted to its keys, or calibrated ones that follow them."""
 
 from dataclasses import dataclass, replace
 
@@ -11,13 +11,14 @@ from bpc_calib.method.fitting import Fit, mean_key, pulled
 from bpc_calib.method.metric import score_metric, second_moment
 
 __all__ = [
-    "ASKED", "Asked", "fit_online", "fitted_places", "followed", "join", "moment_metric", "observed_places",
-    "prompt_metric", "prompt_moment", "spread",
+    "ASKED", "Asked", "fit_online", "fitted_places", "followed", "followed_places", "join", "moment_metric",
+    "observed_places", "prompt_metric", "prompt_moment", "spread",
 ]  # fmt: skip
 
 # An online fit delays the first step, so it is short: 4 iterations per bit, as in the authors' release, 2 rounds of
 # least squares, and at most so many keys: more keys do not improve it (docs/projections.md).
 ITERATIONS, ROUNDS, FITTED = 4, 2, 1024
+FOLLOWED = 1024  # keys of a prompt that calibrated projections follow
 ASKED = 512  # queries that are kept of a prompt, as many as the metric needs
 NEWEST = 64  # of these the last tokens, because the next queries are most like them
 
@@ -83,6 +84,16 @@ def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor
     return moment_metric(prompt_moment(asked, kv_heads, visible))
 
 
+def followed_places(count: int) -> Tensor:
+    """Return the `FOLLOWED` of `count` keys that projections follow, ascending: early ones more, and some twice.
+
+    Their density is in proportion to `1 / (place + 128)`, as that of the keys of calibration: the first keys of a
+    context are unlike the others, and many queries attend to them.
+    """
+    share = (torch.arange(FOLLOWED, dtype=torch.float64) + 0.5) / FOLLOWED
+    return (128 * ((count + 128) / 128) ** share - 128).long()
+
+
 def followed(codebook: Codebook, keys: Tensor, visible: Tensor | None) -> Codebook:
     """Return a codebook of each sequence with rows that suit some of its keys better (`pulled`).
 
@@ -91,10 +102,15 @@ def followed(codebook: Codebook, keys: Tensor, visible: Tensor | None) -> Codebo
         keys: `[batch, kv_heads, N, head_dim]`.
         visible: bool `[batch, N]`, False for padding, which does not count; None: no padding.
     """
-    places = fitted_places(keys.shape[2]).to(keys.device)
-    some = keys[:, :, places].to(codebook.matrix.device)
-    weights = None if visible is None else visible[:, places.to(visible.device)].unsqueeze(1)
-    rows = pulled(codebook, some, find(some).encode_with(codebook, some).codes, weights)
+    batch, kv_heads, length, dim = keys.shape
+    if visible is None:
+        places = followed_places(length).expand(batch, -1)
+    else:
+        tokens = [row.nonzero()[:, 0] for row in visible.cpu()]
+        places = torch.stack([each[followed_places(len(each))] for each in tokens])
+    index = places.to(keys.device)[:, None, :, None].expand(-1, kv_heads, -1, dim)
+    some = keys.gather(2, index).to(codebook.matrix.device)
+    rows = pulled(codebook, some, find(some).encode_with(codebook, some).codes)
     book = make_codebook(rows, keys.dtype, metric=codebook.metric, nibbles=codebook.nibbles)
     return replace(book, mean=codebook.mean)
 
