@@ -1,4 +1,4 @@
-"""What a prompt gives: the metric of its queries, and projections fitted to its keys, or calibrated ones that follow them."""
+"""What a prompt gives: the metric of its queries, and projections that fit its keys, new ones or those of calibration."""
 
 from dataclasses import dataclass, replace
 
