@@ -1,4 +1,4 @@
-"""What a prompt gives: the metric of its queries, and projections that fit its keys, new ones or those of calibration."""
+"""What a prompt gives: the metric of its queries, and projections that fit its keys, new or calibrated ones."""
 
 from dataclasses import dataclass, replace
 
