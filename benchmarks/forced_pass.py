@@ -17,13 +17,13 @@ from torch import Tensor
 from bpc_artifacts import LayerProjection, ProjectionArtifact
 from bpc_calib.calibration.needs import TOKENS, code_ranks, code_scores, visible
 from bpc_calib.compat import with_cache
-from bpc_calib.method.codebook import codebook_of
 from bpc_calib.method.encoded import GAIN_UNIT
+from bpc_calib.method.metric import adapted
 from bpc_calib.method.rules import Rules, ranking_defaults
 from bpc_calib.method.scoring import RELATIVE_LIMIT, group_scores
 from bpc_calib.method.selection import sortable
 from bpc_calib.models.observation import observing
-from bpc_calib.runtime.online_fit import Asked, followed, observed_places, prompt_metric
+from bpc_calib.runtime.online_fit import Asked, observed_places, prompt_metric
 
 __all__ = ["TOKENS", "divergences"]
 
@@ -53,9 +53,9 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
     ids = ids.unsqueeze(0).to(torch.int64)
     cache, asked = DynamicCache(config=model.config), {}
 
-    def ask(module: Any, query: Tensor, key: Tensor, *given: Any) -> None:
+    def ask(module: Any, query: Tensor, *given: Any) -> None:
         places = observed_places(query.shape[2])
-        asked[module.layer_idx] = Asked(query[:, :, places], places), key
+        asked[module.layer_idx] = Asked(query[:, :, places], places)
 
     with observing(model, ask):
         model.base_model(input_ids=ids[:, :-TOKENS], **with_cache(cache))
@@ -68,7 +68,7 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
     @functools.cache  # many cases rank by the same codes
     def layers_of(artifact: ProjectionArtifact | None, adapts: bool) -> Mapping[int, LayerProjection]:
         own = {} if artifact is None else artifact.layers
-        return {index: adapted_layer(each, *asked[index]) for index, each in own.items()} if adapts else own
+        return {index: adapted_layer(each, asked[index]) for index, each in own.items()} if adapts else own
 
     full, found = likely(lambda *given: None), {}
     weight = full.exp()
@@ -99,12 +99,11 @@ def divergences(model: Any, ids: Tensor, cases: Mapping[Case, Way]) -> dict[Case
     return found
 
 
-def adapted_layer(layer: LayerProjection, asked: Asked, keys: Tensor) -> LayerProjection:
-    """Return the layer as a prompt with these queries and keys adapts it."""
-    metric = prompt_metric(asked, keys.shape[1], None)
-    book = followed(codebook_of(layer, slice(None), keys.dtype, keys.device, metric), keys, None)
-    assert book.metric is not None
-    return replace(layer, projection=book.projection[0].float().numpy(), metric=book.metric[0].float().numpy())
+def adapted_layer(layer: LayerProjection, asked: Asked) -> LayerProjection:
+    """Return the layer with the metric in which the queries of a prompt count, too."""
+    assert layer.metric is not None
+    prompt = prompt_metric(asked, len(layer.metric), None)[0]
+    return replace(layer, metric=adapted(torch.from_numpy(layer.metric), prompt).numpy())
 
 
 def counts(rules: Rules, length: int, kv_heads: int) -> Tensor:

@@ -11,9 +11,8 @@ from bpc_calib import BPCCache, codebook_of, enable, static_generate
 from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
 from bpc_calib.method.codebook import make_codebook
-from bpc_calib.method.fitting import PULL
 from bpc_calib.method.metric import score_metric, second_moment
-from bpc_calib.runtime.online_fit import ASKED, followed_places, moment_metric, prompt_metric, prompt_moment
+from bpc_calib.runtime.online_fit import ASKED, moment_metric, prompt_metric, prompt_moment
 
 LONG = ASKED + 88
 SPARSE = {"budget": 20, "min_tokens": 1, "min_context": 0, "dense_layers": ()}
@@ -46,23 +45,6 @@ def filled(model, artifact, tokens, mask=None, *, chunks=1, **rules):
             model(part, attention_mask=seen, **with_cache(cache))
     cache.prepare(mask)
     return cache
-
-
-def follows(layer, calibrated):
-    """Assert that a layer's codebook is that of its queries' moments, with the rows that suit its keys."""
-    own = codebook_of(calibrated, slice(None), layer.keys.dtype, layer.device, moment_metric(layer.moments))
-    assert torch.equal(layer.codebook.metric, own.metric)
-    assert torch.equal(layer.codebook.mean, own.mean)
-    places = followed_places(layer.get_seq_length())
-    keys = layer.keys[:, :, places]
-    used = own.used(find(keys).encode_with(own, keys).codes).double()
-    # The former rows are further equations: each says what one row is, as strongly as `PULL` times the keys with it.
-    strength = (PULL * used.square().sum((-2, -1), keepdim=True) / used.shape[-1]).sqrt()
-    former = strength * torch.eye(used.shape[-1], dtype=torch.float64)
-    wanted = torch.cat([own.centre(keys)[0].double(), strength * own.projection.double()], -2)
-    rows = torch.linalg.lstsq(torch.cat([used, former], -2), wanted).solution
-    torch.testing.assert_close(layer.codebook.projection.double(), rows, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(layer.codebook.projection, own.projection, atol=0.01)
 
 
 def test_both_metrics_count_alike(model, artifact):
@@ -137,8 +119,10 @@ def test_a_prompt_adapts_nibbles_too(model, tmp_path):
     for index, layer in enumerate(cache.layers):
         assert layer.codebook.by_sequence
         assert layer.codebook.nibbles
-        follows(layer, made.layers[index])
-        found = find(layer.keys).encode_with(layer.codebook, layer.keys)
+        whole = moment_metric(layer.moments)
+        own = codebook_of(made.layers[index], slice(None), layer.keys.dtype, layer.device, whole)
+        assert torch.equal(layer.codebook.gram, own.gram)
+        found = find(layer.keys).encode_with(own, layer.keys)
         assert torch.equal(layer.buffers["codes"][:, :, :LONG], found.codes)
     cache.save(tmp_path / "file", model, tokens)
     opened, _ = BPCCache.open(tmp_path / "file", model, made)
@@ -156,7 +140,6 @@ def test_each_sequence_has_its_own_and_padding_no_part(model, artifact):
     for first, layer in zip(alone[0].layers, cache.layers, strict=True):
         # Evenly spaced queries are others behind padding.
         torch.testing.assert_close(layer.codebook.metric[0], first.codebook.metric[0], rtol=0.2, atol=0.2)
-        torch.testing.assert_close(layer.codebook.projection[0], first.codebook.projection[0], rtol=0.2, atol=0.2)
     different = cache.layers[0].codebook.metric
     assert not torch.allclose(different[0], different[1], atol=0.01)
     changed = together.clone()
@@ -164,7 +147,6 @@ def test_each_sequence_has_its_own_and_padding_no_part(model, artifact):
     again = filled(model, artifact, changed, mask)
     for layer, other in zip(cache.layers, again.layers, strict=True):
         assert torch.equal(layer.codebook.metric, other.codebook.metric)
-        assert torch.equal(layer.codebook.projection, other.codebook.projection)
 
 
 def test_a_short_sequence_of_a_batch_leaves_all_as_they_are(model, artifact):
@@ -261,7 +243,10 @@ def test_new_prompts_adapt_the_codes_of_a_cache_that_has_doubled(model, artifact
         parts = [(LONG, before[index]), (LONG + 40, after[index])]
         expected = sum(tokens / ASKED * prompt_moment(asked, 2, None) for tokens, asked in parts)
         torch.testing.assert_close(layer.moments, expected.float())
-        follows(layer, artifact.layers[index])
+        own = codebook_of(
+            artifact.layers[index], slice(None), layer.keys.dtype, layer.device, moment_metric(layer.moments)
+        )
+        assert torch.equal(layer.codebook.gram, own.gram)
         found = find(layer.keys).encode_with(layer.codebook, layer.keys)
         assert torch.equal(layer.buffers["codes"][:, :, : 2 * LONG + 40], found.codes)
         assert torch.equal(layer.buffers["gain"][:, :, : 2 * LONG + 40], found.gain)

@@ -12,10 +12,9 @@ from bpc_calib.method.decomposition import BLOCK, check_keys, decompose
 from bpc_calib.method.encoding import encode_with
 from bpc_calib.method.float32 import float64_is_slow, proven_codes, sum_by_signs
 
-__all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "pulled", "refine", "residual_norms"]
+__all__ = ["Fit", "Products", "fit", "least_squares", "mean_key", "refine", "residual_norms"]
 
 RIDGE = 1e-6  # share of the number of keys, because bits that are always equal make the equations singular
-PULL = 2  # of `pulled`: the former rows count as much as so many times the keys
 
 
 @dataclass(frozen=True)
@@ -126,26 +125,6 @@ def refine(products: Callable[[Tensor], Products], projection: Tensor, rounds: i
         best = torch.where(better.unsqueeze(-1), projection, best)
         best_norms = torch.where(better, norms, best_norms)
     return best, best_norms
-
-
-def pulled(codebook: Codebook, keys: Tensor, codes: Tensor) -> Tensor:
-    """Return the rows that fit some keys best, pulled towards those of the codebook: float32 `[..., R, D]`.
-
-    They minimise `|K - mean - U P|^2 + w |P - P_0|^2`. The keys of a prompt say nothing about some directions: there
-    the rows stay what they are, so that keys of another text still find their codes (docs/algorithm.md).
-
-    Args:
-        codebook: of the rows `P_0`.
-        keys: `[..., N, D]`.
-        codes: of these keys, int64 `[..., N, W]`; they are `U`.
-    """
-    used, centred = codebook.used(codes), codebook.centre(keys)[0]
-    pull = PULL * used.square().sum(-2).mean(-1)[..., None, None].to(torch.float64)
-    squares = (used.mT @ used).to(torch.float64)  # exact
-    cross = (used.to(centred.dtype).mT @ centred).to(torch.float64) + pull * codebook.projection.to(torch.float64)
-    ridge = pull * torch.eye(squares.shape[-1], dtype=torch.float64, device=squares.device)
-    # On the CPU: libraries for a GPU take matrices of this size one after the other.
-    return torch.linalg.solve((squares + ridge).cpu(), cross.cpu()).float().to(keys.device)
 
 
 def residual_norms(

@@ -78,8 +78,8 @@ class BPCCache(Cache):  # type: ignore[misc]
         bits: code length of online projections; None: 64, or 128 where `head_dim` is more than 128.
         seed: random seed of online projections.
         adapt: whether a prompt of at least 512 tokens adapts the artifact's projections before its keys are hashed: in
-            the metric of its keys, its own queries then count as much as those of calibration, and the projections
-            follow its keys. Later prompts adapt them again whenever they have doubled the cache.
+            the metric of its keys, its own queries then count as much as those of calibration. Later prompts adapt them
+            again whenever they have doubled the cache.
         min_context: a sequence with fewer real tokens in the cache attends to all of them; None: up to the length
             where that is faster (`sparse_from`).
         kv_device: where the keys and values of layers with full attention are kept: "cpu", in main memory, or

@@ -19,16 +19,7 @@ from bpc_calib.method.state import Rows, alike
 from bpc_calib.models.description import held_heads, rank_among
 from bpc_calib.runtime.growing import grown
 from bpc_calib.runtime.layers import Common, SparseLayer
-from bpc_calib.runtime.online_fit import (
-    ASKED,
-    Asked,
-    fit_online,
-    fitted_places,
-    followed,
-    join,
-    moment_metric,
-    prompt_moment,
-)  # fmt: skip
+from bpc_calib.runtime.online_fit import ASKED, Asked, fit_online, fitted_places, join, moment_metric, prompt_moment
 
 __all__ = ["BPCLayer", "prepare"]
 
@@ -237,7 +228,7 @@ class BPCLayer(SparseLayer):
         elif self.codebook is None or length >= GROWN * self.made_at:
             metric = self.count_prompts(visible)
             if self.codebook is None or metric is not None:
-                self._take_calibrated(metric, visible)
+                self._take_calibrated(metric)
                 self.buffers.pop("worst", None)
                 self.hashed, self.made_at = 0, length
         assert self.codebook is not None
@@ -274,18 +265,11 @@ class BPCLayer(SparseLayer):
         self.moments = new if self.moments is None else self.moments + new
         return moment_metric(self.moments)
 
-    def _take_calibrated(self, metric: Tensor | None = None, visible: Tensor | None = None) -> None:
-        """Hash with the artifact's projections of this process's KV heads from now on.
-
-        Args:
-            metric: of the prompts; with it the projections follow the cached keys, too.
-            visible: bool `[batch, N]`, False for padding, which they do not follow; None: no padding.
-        """
+    def _take_calibrated(self, metric: Tensor | None = None) -> None:
+        """Hash with the artifact's projections of this process's KV heads from now on; `metric` is the prompt's."""
         assert self.calibrated is not None
         heads = self.heads(len(self.calibrated.projection), self.keys.shape[1])
         self.codebook = codebook_of(self.calibrated, heads, self.keys.dtype, self.device, metric)
-        if metric is not None:
-            self.codebook = followed(self.codebook, self.keys, visible)
         self.asked = None
 
     def heads(self, total: int, held: int) -> slice:

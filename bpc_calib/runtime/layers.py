@@ -38,7 +38,7 @@ class Common:
     model: ModelDescription
     bits: int = 64  # of the codes of online projections
     seed: int = 0  # of online projections
-    adapt: bool = True  # whether calibrated projections follow the prompt's queries and keys
+    adapt: bool = True  # whether calibrated projections take the metric of the prompt's queries, too
     layers: tuple[int, ...] = ()  # indices of the layers that choose tokens
     switches: bool = False  # whether `min_context` is where sparse steps begin to pay
     place: KVPlace | None = None  # of keys and values; None: where the model is

@@ -1,24 +1,22 @@
-"""What a prompt gives: the metric of its queries, and projections that fit its keys, new or calibrated ones."""
+"""What a prompt gives: online projections fitted to some of its keys, and the metric of some of its queries."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bpc_calib.backends.dispatch import find
-from bpc_calib.method.codebook import Codebook, make_codebook
-from bpc_calib.method.fitting import Fit, mean_key, pulled
+from bpc_calib.method.fitting import Fit, mean_key
 from bpc_calib.method.metric import score_metric, second_moment
 
 __all__ = [
-    "ASKED", "Asked", "fit_online", "fitted_places", "followed", "followed_places", "join", "moment_metric",
-    "observed_places", "prompt_metric", "prompt_moment", "spread",
+    "ASKED", "Asked", "fit_online", "fitted_places", "join", "moment_metric", "observed_places", "prompt_metric",
+    "prompt_moment", "spread",
 ]  # fmt: skip
 
 # An online fit delays the first step, so it is short: 4 iterations per bit, as in the authors' release, 2 rounds of
 # least squares, and at most so many keys: more keys do not improve it (docs/projections.md).
 ITERATIONS, ROUNDS, FITTED = 4, 2, 1024
-FOLLOWED = 1024  # keys of a prompt that calibrated projections follow
 ASKED = 512  # queries that are kept of a prompt, as many as the metric needs
 NEWEST = 64  # of these the last tokens, because the next queries are most like them
 
@@ -82,37 +80,6 @@ def moment_metric(moment: Tensor) -> Tensor:
 def prompt_metric(asked: Asked, kv_heads: int, visible: Tensor | None) -> Tensor:
     """Return the metric of the queries of each KV head, float32; see `prompt_moment`."""
     return moment_metric(prompt_moment(asked, kv_heads, visible))
-
-
-def followed_places(count: int) -> Tensor:
-    """Return the `FOLLOWED` of `count` keys that projections follow, ascending: early ones more, and some twice.
-
-    Their density is in proportion to `1 / (place + 128)`, as that of the keys of calibration: the first keys of a
-    context are unlike the others, and many queries attend to them.
-    """
-    share = (torch.arange(FOLLOWED, dtype=torch.float64) + 0.5) / FOLLOWED
-    return (128 * ((count + 128) / 128) ** share - 128).long()
-
-
-def followed(codebook: Codebook, keys: Tensor, visible: Tensor | None) -> Codebook:
-    """Return a codebook of each sequence with rows that suit some of its keys better (`pulled`).
-
-    Args:
-        codebook: of each sequence, whose metric counts the prompt's queries.
-        keys: `[batch, kv_heads, N, head_dim]`.
-        visible: bool `[batch, N]`, False for padding, which does not count; None: no padding.
-    """
-    batch, kv_heads, length, dim = keys.shape
-    if visible is None:
-        places = followed_places(length).expand(batch, -1)
-    else:
-        tokens = [row.nonzero()[:, 0] for row in visible.cpu()]
-        places = torch.stack([each[followed_places(len(each))] for each in tokens])
-    index = places.to(keys.device)[:, None, :, None].expand(-1, kv_heads, -1, dim)
-    some = keys.gather(2, index).to(codebook.matrix.device)
-    rows = pulled(codebook, some, find(some).encode_with(codebook, some).codes)
-    book = make_codebook(rows, keys.dtype, metric=codebook.metric, nibbles=codebook.nibbles)
-    return replace(book, mean=codebook.mean)
 
 
 def fit_online(keys: Tensor, asked: Asked | None, visible: Tensor | None, bits: int, seed: int) -> Fit:
