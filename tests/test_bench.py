@@ -70,7 +70,7 @@ def softmax_attention(query, keys, values):
 @pytest.fixture(scope="module")
 def layer_result():
     """The rows of one shape at two budgets."""
-    return layer_rows(SMALL, [0.5, 140], 1e9, 2, CPU)
+    return layer_rows(SMALL, [0.7, 200], 1e9, 2, CPU)
 
 
 def test_floors_are_the_bytes_of_the_definition():
@@ -84,19 +84,19 @@ def test_floors_are_the_bytes_of_the_definition():
 
 def test_rows_have_the_floors_of_their_shape(layer_result):
     by_stage = {(row["budget"], row["stage"]): row for row in layer_result if row["method"] == "BPC"}
-    # 4 rows, float32: codes of 300 * 9 bytes and 150 tokens of 16 * 2 * 4 bytes, at 1,000 bytes per microsecond.
-    assert by_stage[0.5, "score"]["floor"] == 10.8
-    assert by_stage[0.5, "attend"]["floor"] == 76.8
-    assert by_stage[0.5, "step"]["floor"] == 87.6
-    assert by_stage[140, "attend"]["floor"] == 71.68
-    assert by_stage[140, "step"]["attended"] == 140
-    assert "floor" not in by_stage[0.5, "select"]
+    # 4 rows, float32: codes of 300 * 9 bytes and 210 tokens of 16 * 2 * 4 bytes, at 1,000 bytes per microsecond.
+    assert by_stage[0.7, "score"]["floor"] == 10.8
+    assert by_stage[0.7, "attend"]["floor"] == 107.52
+    assert by_stage[0.7, "step"]["floor"] == 118.32
+    assert by_stage[200, "attend"]["floor"] == 102.4
+    assert by_stage[200, "step"]["attended"] == 200
+    assert "floor" not in by_stage[0.7, "select"]
     assert {row["floor"] for row in layer_result if row["method"] == "dense"} == {153.6}
 
 
 def test_ratios_and_shares_are_computed_from_medians(layer_result):
     steps = [row for row in layer_result if row["method"] == "BPC" and row["stage"] == "step"]
-    assert [row["budget"] for row in steps] == [0.5, 140]
+    assert [row["budget"] for row in steps] == [0.7, 200]
     dense = [row for row in layer_result if row["method"] == "dense"]
     best = min(dense, key=lambda row: row["median"])
     assert [row for row in dense if row["best"]] == [best]
@@ -108,7 +108,7 @@ def test_ratios_and_shares_are_computed_from_medians(layer_result):
 
 
 def test_all_stages_are_present_in_order(layer_result):
-    stages = [row["stage"] for row in layer_result if row["method"] == "BPC" and row["budget"] == 140]
+    stages = [row["stage"] for row in layer_result if row["method"] == "BPC" and row["budget"] == 200]
     assert stages == ["encode", "project", "score", "select", "attend", "step"]
 
 
@@ -276,17 +276,17 @@ def test_the_baseline_of_a_model_is_its_own_attention(family):
     assert model.config._attn_implementation == "sdpa"
 
 
-def rows_of(artifact=None, model=None, layers=3, **settings):
-    """Time decoding after 300 tokens with a tiny model."""
+def rows_of(artifact=None, model=None, layers=3, tokens=300, **settings):
+    """Time decoding after some tokens with a tiny model."""
     model = tiny.model() if model is None else model
     settings = Settings(**{"budgets": (0.5,), "dense_layers": (), "repeats": 2, "compiled": False} | settings)
-    return decode_rows(model, artifact or random_artifact(model.config), 1, 300, settings, layers, 1e9)
+    return decode_rows(model, artifact or random_artifact(model.config), 1, tokens, settings, layers, 1e9)
 
 
 def test_a_model_cut_to_fewer_layers_has_the_bytes_and_times_of_all(monkeypatch):
-    (whole,) = rows_of(model=tiny.model(num_hidden_layers=6), layers=6)
+    (whole,) = rows_of(model=tiny.model(num_hidden_layers=6), layers=6, tokens=600)
     monkeypatch.setattr(decode, "clock", lambda run, device: 0.001)
-    (cut,) = rows_of(model=tiny.model(num_hidden_layers=2), layers=6)
+    (cut,) = rows_of(model=tiny.model(num_hidden_layers=2), layers=6, tokens=600)
     for side in ("transformers", "full", "bpc"):
         assert cut[side]["floor"] == pytest.approx(whole[side]["floor"], abs=2e-3)
         assert cut[side]["milliseconds"] == 1
@@ -397,7 +397,7 @@ def result():
     """A whole run on the tiny model."""
     config = tiny.config()
     settings = Settings(
-        lengths=(200, 300), batch_sizes=(1, 2), budgets=(0.5,), prefill_tokens=60, repeats=2, compiled=False
+        lengths=(300, 400), batch_sizes=(1, 2), budgets=(0.5,), prefill_tokens=60, repeats=2, compiled=False
     )
     shares = []
     subject = Subject(config, tiny.model, torch.float32, CPU)
@@ -416,16 +416,16 @@ def test_result_schema(result):
     assert result["settings"]["kv_heads"] == 2
     assert result["settings"]["dtype"] == "float32"
     shapes = {(row["batch"], row["group"], row["tokens"]) for row in result["layer"]}
-    assert shapes == {(batch, group, tokens) for batch in (1, 2) for group in (2,) for tokens in (200, 300)}
+    assert shapes == {(batch, group, tokens) for batch in (1, 2) for group in (2,) for tokens in (300, 400)}
     assert result["decode"]["projections"] == "random"
     assert result["decode"]["positions_beyond_limit"] is True
-    assert [row["tokens"] for row in result["prefill"]["rows"]] == [60, 60, 200, 300]
+    assert [row["tokens"] for row in result["prefill"]["rows"]] == [60, 60, 300, 400]
 
 
 def test_decoding_rows_are_consistent(result):
     model = tiny.model()
     rows = result["decode"]["rows"]
-    assert [(row["batch"], row["tokens"]) for row in rows] == [(1, 200), (1, 300), (2, 200), (2, 300)]
+    assert [(row["batch"], row["tokens"]) for row in rows] == [(1, 300), (1, 400), (2, 300), (2, 400)]
     rate = result["memory_bandwidth"]["bytes_per_second"]
     for row in rows:
         length = row["tokens"] + 1
