@@ -78,7 +78,7 @@ class Codebook:
         return wide, wide if self.metric is None else wide @ self.metric
 
     def used(self, codes: Tensor) -> Tensor:
-        """Return how often codes `[..., N, W]` add each row: `U`, float32 `[..., N, R]` of -1, 0 and 1."""
+        """Return the factor, -1, 0 or 1, of each row in codes `[..., N, W]`: `U`, float32 `[..., N, R]`."""
         if not self.nibbles:
             return unpack_codes(codes, self.bits)
         names = named(unpack_nibbles(codes, self.bits))

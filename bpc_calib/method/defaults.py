@@ -5,7 +5,7 @@ from typing import Any
 __all__ = ["BUDGET", "DENSE_LAYERS", "MIN_TOKENS", "MOST_DRAFTED", "PRESETS", "budget_text"]
 
 BUDGET = 0.02  # share of the tokens
-MIN_TOKENS = 192
+MIN_TOKENS = 192  # of a short context, 2 % is too few (docs/history.md)
 DENSE_LAYERS = (0, 1)  # the first layers attend to everything
 MOST_DRAFTED = 16  # tokens that one pass of full attention verifies
 
