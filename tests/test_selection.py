@@ -88,7 +88,7 @@ def test_scores_at_the_ends_of_int32_do_not_outweigh_a_rule(extreme):
 
 def test_the_number_of_attended_tokens():
     assert attended(1000, 0.02, 1) == 20
-    assert attended(1000, 0.02) == 128
+    assert attended(1000, 0.02) == 192
     assert attended(100, 0.02) == 100
     assert attended(100, 0.29, 1) == 29  # 0.29 * 100 is 28.999999999999996
     assert attended(100, 1.0, 1) == 100
