@@ -1,10 +1,12 @@
 """Shared fixtures: a tiny model folder, a text folder, and the command line."""
 
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,5 +139,40 @@ def bpc_process(tmp_path):
             check=False,
         )
         return Ran(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from bpc_cli.main import app
+answers = []
+for words in json.loads(sys.argv[1]):
+    ran = CliRunner().invoke(app, words)
+    answers.append([ran.exit_code, ran.stdout, ran.stderr])
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="session")
+def one_process():
+    """Run commands one after the other in one new process: `one_process([words, ...], folder, HF_HOME=...)`.
+
+    A process reads the address of the Hub when it starts, and its start takes seconds.
+    """
+
+    def run(commands: Iterable[Iterable[object]], folder: Path, **environment: str) -> list[Ran]:
+        done = subprocess.run(
+            [sys.executable, "-c", COMMANDS, json.dumps([list(map(str, words)) for words in commands])],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=os.environ | {"COLUMNS": "100"} | environment,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return [Ran(*answer) for answer in json.loads(done.stdout)]
 
     return run

@@ -237,6 +237,7 @@ def test_a_finished_part_does_not_run_again_and_a_failed_one_is_named(tmp_path):
 
 
 @pytest.mark.slow  # a process per part
+@pytest.mark.rare
 def test_the_real_suite_measures_and_its_tables_are_made(tmp_path):
     ran = real_suite(tmp_path)
     assert ran.returncode == 0, ran.stderr
@@ -283,6 +284,7 @@ def test_the_gpu_suite_runs_in_the_interpreter(tmp_path):
 
 
 @pytest.mark.slow  # four processes, which import everything anew
+@pytest.mark.rare
 def test_the_soak_runs(tmp_path):
     words = [sys.executable, BENCHMARKS / "soak.py", "--tiny", "-o", tmp_path / "result.json"]
     ran = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
@@ -329,6 +331,7 @@ def test_nibbles_beside_the_quantizers_of_faiss(tmp_path):
     assert len(list(tables.additive_codes({"additive_codes": found}))) == 4
 
 
+@pytest.mark.slow  # a process
 def test_the_times_of_nibbles_and_signs(tmp_path):
     import tables
 

@@ -1,7 +1,6 @@
 """Versions of other libraries: a part that a later one lacks ends in one line, and an untested one is told."""
 
 import json
-import subprocess
 import sys
 from types import ModuleType
 
@@ -114,15 +113,14 @@ def test_the_name_of_the_cache_is_the_one_that_transformers_takes():
     assert cache.get_seq_length() == 9
 
 
-def test_commands_cause_no_warning_of_a_dependency(folder, tmp_path):
+def test_commands_cause_no_warning_of_a_dependency(one_process, folder, tmp_path):
     """A name that the next release of a library drops is an error here, so that it is seen before users see it."""
-    strict = [sys.executable, "-W", "error::FutureWarning", "-W", "error::DeprecationWarning", "-m", "bpc_cli"]
-    for words in (
+    commands = (
         ["calibrate", "-m", str(folder), "--corpus", "demo-prose", "--samples", "4", "--sequence-length", "128"],
         ["generate", "-m", str(folder), "-a", "tiny-bpc64.safetensors", "--prompt", "a b c", "--max-new-tokens", "3"],
         ["inspect", "tiny-bpc64.safetensors"],
         ["doctor", "-m", str(folder)],
-    ):
-        ran = subprocess.run([*strict, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert ran.returncode == 0, ran.stderr
-        assert "Warning" not in ran.stderr
+    )
+    for ran in one_process(commands, tmp_path, PYTHONWARNINGS="error::FutureWarning,error::DeprecationWarning"):
+        assert ran.code == 0, ran.err
+        assert "Warning" not in ran.err

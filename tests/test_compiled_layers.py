@@ -13,6 +13,7 @@ from bpc_calib import BPCCache, InputError, ModelError, compile_layers, enable
 from bpc_calib.compat import with_cache
 from bpc_calib.runtime import compiled_layers
 
+OFTEN = ("cohere", "glm", "qwen3", "stablelm")  # families whose layers are least like Llama's
 SPARSE = {"budget": 8, "min_tokens": 8, "dense_layers": ()}
 
 
@@ -53,6 +54,7 @@ def sparse(model):
     return BPCCache(model.config, tiny.artifact(model.config), **SPARSE)
 
 
+@pytest.mark.slow  # a compilation
 def test_a_benchmark_decodes_through_compiled_layers():
     from bpc_calib.bench.decode import decode_rows
     from bpc_calib.bench.settings import Settings
@@ -65,7 +67,7 @@ def test_a_benchmark_decodes_through_compiled_layers():
     assert row["compiled"] is False
 
 
-@pytest.mark.parametrize("family", ["llama", "smollm3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("smollm3", marks=pytest.mark.slow), "gemma3_text"])
 def test_steps_give_the_same_logits_and_caches(family):
     plain, compiled = pair(family)
     assert all(compiled_in(compiled))
@@ -83,6 +85,7 @@ def test_steps_give_the_same_logits_and_caches(family):
             torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # two compilations
 def test_bfloat16_steps_are_as_near_to_float32_as_plain_ones():
     wide = tiny.model(hidden_size=128, intermediate_size=256)
     narrow = [tiny.model(hidden_size=128, intermediate_size=256).bfloat16() for _ in range(2)]
@@ -195,7 +198,10 @@ def test_a_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow  # a compilation for each
-@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=[pytest.mark.rare] * (each not in OFTEN)) for each in sorted(tiny.FAMILIES)],
+)
 def test_every_family_decodes_the_same(family):
     plain, compiled = pair(family)
     assert all(compiled_in(compiled))

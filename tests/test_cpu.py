@@ -265,6 +265,7 @@ def test_steps_in_several_threads_at_once():
     assert not wrong
 
 
+@pytest.mark.slow  # plain torch needs seconds
 def test_both_backends_write_the_same_256_tokens(monkeypatch):
     """Greedily, behind 2,000 tokens of text, every layer choosing 2 % of them; in float32.
 

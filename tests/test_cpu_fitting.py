@@ -42,7 +42,8 @@ def arguments(keys, metric=False, weights=False, centred=False, **options):
     [
         (8 * WORD - 1, 8, torch.float32, 32),
         (16 * WORD, 64, torch.bfloat16, 64),
-        pytest.param(5000, 80, torch.float16, 128, marks=pytest.mark.slow),  # plain torch needs half a minute
+        # Plain torch needs half a minute.
+        pytest.param(5000, 80, torch.float16, 128, marks=[pytest.mark.slow, pytest.mark.rare]),
         (4097, 16, torch.bfloat16, 32),
     ],
 )

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import hub
@@ -13,8 +14,6 @@ import test_hub
 import tiny
 
 ROOT = Path(__file__).parent.parent
-# In every push; the other pages' commands, minutes of them, in `make test-slow`.
-TELLING = ("README.md", "docs/artifact-format.md")
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 NOT_RUN = ("pip install ", "make ")  # what they do is the setting of the tests themselves
 
@@ -76,30 +75,42 @@ def run_python(block: str, folder: Path) -> None:
             assert match[1] in ran.stdout
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page not in TELLING)) for page in PAGES]
-)
-def test_examples_run_in_order(page, playground, bpc_process):
+def kind_of(example: tuple[str, str, str]) -> str:
+    """Return "code" of Python, or the program that a command starts."""
+    language, command, _ = example
+    return "code" if language == "python" else command.split()[0]
+
+
+def check_commands(group: list[tuple[str, str, str]], playground, one_process) -> None:
+    """Run commands of `bpc` that follow each other; each must succeed and print what is shown below it."""
     folder, environment = playground
+    commands = [shlex.split(example)[1:] for _, example, _ in group]
+    for (_, example, shown), ran in zip(group, one_process(commands, folder, **environment), strict=True):
+        assert ran.code == 0, f"{example}: {ran.err}"
+        if shown:
+            assert_same(shown, ran.out)
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page != "README.md")) for page in PAGES]
+)
+def test_examples_run_in_order(page, playground, one_process):
+    folder, _ = playground
     for old in [*folder.glob("*.safetensors"), *folder.glob("*.json")]:  # of other pages
         old.unlink()
-    for language, example, shown in examples(page):
-        if language == "python":
-            run_python(example, folder)
+    for kind, group in groupby(examples(page), key=kind_of):
+        if kind == "bpc":
+            check_commands(list(group), playground, one_process)
             continue
-        program, *words = shlex.split(example)
-        if program == "bpc":
-            ran = bpc_process(*words, cwd=folder, **environment)
-            assert ran.code == 0, f"{example}: {ran.err}"
-            printed = ran.out
-        elif program == "python":
-            command = [sys.executable, *words]
-            printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
-        else:
-            assert example.startswith(NOT_RUN), example
-            continue
-        if shown:
-            assert_same(shown, printed)
+        for _, example, shown in group:
+            if kind == "code":
+                run_python(example, folder)
+            elif kind == "python":
+                command = [sys.executable, *shlex.split(example)[1:]]
+                printed = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+                assert_same(shown or printed, printed)
+            else:
+                assert example.startswith(NOT_RUN), example
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -278,6 +278,7 @@ def test_a_backend_that_is_named(bpc, monkeypatch):
     assert "BPC_BACKEND must be one of torch, triton, native" in ran.err
 
 
+@pytest.mark.slow  # processes; tests/test_hub.py reads models of the Hub in every push
 def test_a_model_on_the_hub(bpc_process, tmp_path):
     repositories = {"org/name": tiny.save(tmp_path / "model")}
     with hub.serve(repositories, {}) as server:

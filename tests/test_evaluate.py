@@ -276,6 +276,7 @@ def test_the_command_prints_a_table(bpc, folder, artifact):
     assert len(lines) == 4
 
 
+@pytest.mark.slow  # a process; tests below stop evaluations in this one
 def test_a_stopped_command_goes_on(bpc, folder, artifact, tmp_path):
     output, work = tmp_path / "result.json", tmp_path / "result.json.work"
     words = ["eval", "-m", folder, "-a", artifact[0], "--tasks", "text", *SMALL, "-o", output]
@@ -409,6 +410,7 @@ def test_bpc_decodes_as_generate_does_and_the_others_attend_to_the_same_mean(art
     assert (own[2][1].shares is None) == equal
 
 
+@pytest.mark.slow  # seven evaluations; the test above has the rules
 def test_the_command_takes_the_shares_of_the_artifact(bpc, folder, artifact, needs):
     words = ("eval", "-m", folder, *SMALL[2:], "--budgets", "64", "--tasks", "text", "--methods", "oracle,bpc,random")
     said = "exact top-k and BPC share the budget by what each KV head needs"

@@ -91,7 +91,7 @@ def long_texts(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", [*(pytest.param(length, marks=pytest.mark.rare) for length in (2, 4, 8)), None])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.rare), "gemma3_text"])
 def test_ten_thousand_tokens(family, draft):
     """Behind padding, and with a sliding window."""
     several, how, expected = long_texts(family)

@@ -149,6 +149,7 @@ def test_a_short_context_is_attended_whole_and_a_line_says_so(bpc, model_folder,
     assert "Every step" not in asked.err
 
 
+@pytest.mark.slow  # compilations; tests/test_compiled_layers.py compares the layers
 def test_long_answers_are_decoded_by_compiled_layers(bpc, model_folder, artifact, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("bpc_cli.decoding.COMPILED_FROM", 20)

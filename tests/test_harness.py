@@ -293,7 +293,7 @@ def check_prompts(model, folder, tokenizer, tasks, lengths, chat=False):
     [
         # Two tasks more: `make test-slow`, because lm_eval makes 500 prompts of each.
         pytest.param(("niah_single_1", "niah_multikey_3"), False, id="raw", marks=pytest.mark.slow),
-        pytest.param(("niah_multikey_2",), True, id="chat"),
+        pytest.param(("niah_multikey_2",), True, id="chat", marks=pytest.mark.slow),
     ],
 )
 def test_the_prompts_of_rulers_tasks_are_those_of_lm_eval(tmp_path, quick, names, chat):
@@ -307,6 +307,7 @@ def test_the_prompts_of_rulers_tasks_are_those_of_lm_eval(tmp_path, quick, names
 
 
 @pytest.mark.slow  # lm_eval reads all of its tasks six times
+@pytest.mark.rare
 def test_the_prompts_of_rulers_other_tasks_without_a_network_are_those_of_lm_eval(tmp_path, quick):
     model = tiny.model(max_position_embeddings=4096)
     enable(model)

@@ -2,11 +2,7 @@
 
 import gzip
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import hub
 import pyarrow
@@ -78,49 +74,13 @@ def served(tmp_path_factory):
         yield server, environment(server.url, folder / "home")
 
 
-COMMANDS = """
-import json, sys
-from typer.testing import CliRunner
-from bpc_cli.main import app
-answers = []
-for words in json.loads(sys.argv[1]):
-    ran = CliRunner().invoke(app, words)
-    answers.append([ran.exit_code, ran.stdout, ran.stderr])
-print(json.dumps(answers))
-"""
-
-
-class Ran(NamedTuple):
-    """The result of a command."""
-
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def client(tmp_path, served):
+def client(one_process, tmp_path, served):
     """Run commands one after the other in one new process, in an empty folder: `client([words, ...], HF_HOME=...)`.
 
-    A process reads the address of the Hub when it starts, and its start takes seconds. By default it talks to the local
-    server with the real names.
+    By default it talks to the local server with the real names.
     """
-
-    def run(commands, **variables):
-        words = json.dumps([[str(word) for word in command] for command in commands])
-        done = subprocess.run(
-            [sys.executable, "-c", COMMANDS, words],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | {"COLUMNS": "100"} | served[1] | variables,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return [Ran(*answer) for answer in json.loads(done.stdout)]
-
-    return run
+    return lambda commands, **variables: one_process(commands, tmp_path, **served[1] | variables)
 
 
 def test_the_default_corpora_from_the_hub(bpc_process, served, tmp_path):
@@ -146,6 +106,7 @@ def test_the_default_corpora_from_the_hub(bpc_process, served, tmp_path):
     assert not any("/resolve/main/" in path for path in content)
 
 
+@pytest.mark.slow  # the default corpora are read in every push
 def test_every_other_named_corpus(client, tmp_path):
     names = ("authors-pg19", "authors-proofpile", "authors-codeparrot", "proofpile-parquet")
     words = ("calibrate", "-m", MODEL, "--samples", 2, "--bits", 32)
@@ -201,6 +162,7 @@ def test_without_a_network_the_error_says_what_to_do(client, tmp_path, model_fol
     assert message in no_artifact
 
 
+@pytest.mark.slow  # three processes
 def test_a_cached_model_works_offline(client, tmp_path):
     (tmp_path / "a.txt").write_text(tiny.prose())
     words = ("calibrate", "-m", MODEL, "--samples", 2, "--corpus", "a.txt", "--bits", 32, "-o")

@@ -100,6 +100,7 @@ def test_two_ranks_write_the_file_of_one_process(start, whole, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.safetensors", "whole.safetensors"}
 
 
+@pytest.mark.slow  # processes
 def test_two_ranks_measure_needs(start, whole, tmp_path):
     words = ["-m", tiny.save(tmp_path / "long" / "tiny-llama", max_position_embeddings=2048)]
     words += ["--samples", 4, "--sequence-length", 1024]
@@ -110,6 +111,7 @@ def test_two_ranks_measure_needs(start, whole, tmp_path):
 
 
 @pytest.mark.slow  # another number of ranks
+@pytest.mark.rare
 def test_four_ranks_write_the_same_file(start, whole, tmp_path):
     assert end(start(4, "-o", "a.safetensors"))[0] == 0
     assert (tmp_path / "a.safetensors").read_bytes() == whole()
@@ -121,7 +123,7 @@ def test_four_ranks_write_the_same_file(start, whole, tmp_path):
     [
         ("0:keys:1:kill", r"torchrun has ended the run \(SIGTERM\)", 2),
         pytest.param("1:layers:0:kill", r"torchrun has ended the run \(SIGTERM\)", 1, marks=pytest.mark.rare),
-        ("1:keys:2:stop", r"waited \d+ s for rank 1 \(dead, stopped or stuck\)", 1),
+        pytest.param("1:keys:2:stop", r"waited \d+ s for rank 1 \(dead, stopped or stuck\)", 1, marks=pytest.mark.rare),
         pytest.param(
             "0:layers:1:stop", r"waited \d+ s for rank 0 \(dead, stopped or stuck\)", 2, marks=pytest.mark.rare
         ),
@@ -179,7 +181,10 @@ ARRAYS = ("projection", "residual", "metric", "mean")
 
 
 @pytest.mark.slow  # processes; tests/test_tensor_parallel.py compares keys and moments in every push
-@pytest.mark.parametrize(("ranks", "family"), [(2, "llama"), (4, "llama"), (2, "phi3")])
+@pytest.mark.parametrize(
+    ("ranks", "family"),
+    [(2, "llama"), *(pytest.param(*each, marks=pytest.mark.rare) for each in ((4, "llama"), (2, "phi3")))],
+)
 def test_ranks_that_shard_the_model_write_the_projections_of_one_process(bpc, start, words, tmp_path, ranks, family):
     """Four ranks have each of the two KV heads twice.
 
@@ -216,7 +221,8 @@ def test_ranks_that_shard_the_model_write_the_projections_of_one_process(bpc, st
 
 
 @pytest.mark.slow  # processes
-@pytest.mark.parametrize("fault", ["1:keys:2:kill", pytest.param("0:keys:2:stop", marks=pytest.mark.rare)])
+@pytest.mark.rare
+@pytest.mark.parametrize("fault", ["1:keys:2:kill", "0:keys:2:stop"])
 def test_a_rank_with_a_shard_of_the_model_that_is_gone_ends_the_run(start, tmp_path, fault):
     assert end(start(2, "--tensor-parallel", "-o", "whole.safetensors"))[0] == 0
     code, out, errors = end(start(2, "--tensor-parallel", "-o", "a.safetensors", fault=fault))
@@ -262,6 +268,7 @@ def test_two_machines(start, whole, tmp_path):
 
 
 @pytest.mark.slow  # processes
+@pytest.mark.rare
 def test_two_machines_that_do_not_share_the_folder(start, tmp_path):
     (tmp_path / "second").mkdir()
     launches = zip((tmp_path, tmp_path / "second"), machines(free_port()), strict=True)

@@ -211,6 +211,7 @@ def test_heads_that_cannot_be_shared_out_are_refused_in_one_line(two_ranks):
 
 
 @pytest.mark.slow  # four processes; two show the same rules
+@pytest.mark.rare
 def test_four_ranks_choose_and_answer_as_one_process(tmp_path):
     cases = {
         "a head each": {"model": saved(tmp_path, 8, 4), "codes": "signs"},
@@ -227,6 +228,7 @@ def test_four_ranks_choose_and_answer_as_one_process(tmp_path):
         compare_kept(alone, [each[name]["kept"] for each in found], ROUNDING["float64"])
 
 
+@pytest.mark.slow  # every start of processes takes seconds
 def test_the_command_line_prints_one_answer_the_same_as_one_process(bpc, tmp_path):
     (tmp_path / "prompt.txt").write_text(tiny.prose(300))
     words = ["generate", "-m", "demo", "--dtype", "float32", "--prompt-file", tmp_path / "prompt.txt", "--budget", "8"]
@@ -284,6 +286,7 @@ def test_the_command_line_says_in_one_line_what_cannot_be_shared_out(tmp_path, m
     assert "the processes of torchrun cannot share a pipe" in " ".join(ran.stderr.replace("│", " ").split())
 
 
+@pytest.mark.slow  # every start of processes takes seconds
 def test_an_error_of_one_rank_alone_is_said_once(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
