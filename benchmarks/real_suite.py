@@ -113,13 +113,14 @@ def shares(subject: Subject, settings: Settings) -> list[Row]:
 
 
 def answers(subject: Subject, settings: Settings) -> list[Row]:
-    """Questions at small budgets, with shares by head and with equal shares."""
+    """Questions at small budgets: signs with equal shares and with shares by head, and nibbles."""
     common = {name: settings[name] for name in ("tasks", "budgets", "prompts")} | {"lengths": subject.lengths[:1]}
-    return [
-        row | {"equal_shares": equal}
-        for equal in (False, True)
-        for row in evaluated(subject, "bpc", methods=["full", "bpc"], rules=hard(equal_shares=equal), **common)
-    ]
+    rows = []
+    for artifact, equal in (("bpc", False), ("bpc", True), ("nibbles", False)):
+        methods = ["bpc"] if rows else ["full", "bpc"]
+        found = evaluated(subject, artifact, methods=methods, rules=hard(equal_shares=equal), **common)
+        rows += [row | {"equal_shares": equal} for row in found]
+    return rows
 
 
 def tasks(subject: Subject, settings: Settings) -> dict[str, Any]:

@@ -175,21 +175,20 @@ def kinds(results: Results) -> Lines:
 
 
 def answers(results: Results) -> Lines:
-    """Right answers with shares by head and with equal shares."""
+    """Right answers with shares by head and with equal shares, and with nibbles."""
     found = models(results, "answers")
     budgets = sorted({row["budget"] for made in found.values() for row in made["rows"] if row["budget"]}, reverse=True)
-    yield (
-        "model",
-        "task",
-        "full attention",
-        *(f"{budget_text(each)}: {how}" for each in budgets for how in ("equal", "by head")),
-    )
+    yield "model", "task", "full attention", "codes", *(f"at {budget_text(each)}" for each in budgets)
+    kinds = {("bpc", True): "signs, equal shares", ("bpc", False): "signs", ("nibbles", False): "nibbles"}
     for model, made in found.items():
-        own = by(made["rows"], "task", "budget", "equal_shares")
-        for task in dict.fromkeys(row["task"] for row in made["rows"]):
-            rows = [own[task, None, True], *(own[task, each, equal] for each in budgets for equal in (True, False))]
-            yield model, task, *(_score(row) for row in rows)
-            model = ""
+        own = by(made["rows"], "task", "budget", "method", "equal_shares")
+        full = {row["task"]: _score(row) for row in made["rows"] if row["method"] == "full"}
+        for task in full:
+            where = model, task, full[task]
+            for (method, equal), name in kinds.items():
+                if rows := [own[key] for each in budgets if (key := (task, each, method, equal)) in own]:
+                    yield *where, name, *map(_score, rows)
+                    model, where = "", ("", "", "")
 
 
 def tasks(results: Results) -> Lines:

@@ -417,12 +417,13 @@ def additive_codes(results: Results) -> Lines:
 def nibbles_time(results: Results) -> Lines:
     """How many times as long as with signs a step, its scores and hashing take with nibbles."""
     whats = "step", "score", "hash a token", "hash a prompt"
-    yield "shape", "tokens", "a step", "its scores", "to hash a token", "to hash a prompt of 8,192 tokens"
-    found, shown = by(results["nibbles_time"]["rows"], "model", "tokens", "what"), None
-    for model, tokens in dict.fromkeys((model, tokens) for model, tokens, _ in found):
-        rows = [found[model, tokens, what] for what in whats]
-        yield "" if model == shown else model, tokens, *(f"{row['ratio']:.2f}" for row in rows)
-        shown = model
+    yield "", "shape", "tokens", "a step", "its scores", "to hash a token", "to hash a prompt of 8,192 tokens"
+    for name, where in (("nibbles_time", "without AVX-512"), ("nibbles_time_avx512", "with AVX-512")):
+        found, shown = by(results.get(name, {"rows": []})["rows"], "model", "tokens", "what"), None
+        for model, tokens in dict.fromkeys((model, tokens) for model, tokens, _ in found):
+            rows = [found[model, tokens, what] for what in whats]
+            yield where, "" if model == shown else model, tokens, *(f"{row['ratio']:.2f}" for row in rows)
+            where, shown = "", model
 
 
 def larger_than_memory(results: Results) -> Lines:
