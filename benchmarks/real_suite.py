@@ -41,7 +41,7 @@ def bpc(*words: object, prompt: str = "") -> dict[str, Any]:
 
 def calibrate(subject: Subject, settings: Settings) -> list[Row]:
     """Make all projections of a model, with the defaults of `bpc calibrate` but for the amount of text."""
-    rows: list[Row] = []
+    rows = []
     words = [word for spec in subject.corpora("calibration") for word in ("--corpus", spec)]
     words += [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     for name, options in PROJECTIONS.items():
@@ -144,7 +144,7 @@ def generate(subject: Subject, settings: Settings) -> list[Row]:
     tokenizer, new = load_tokenizer(subject.model), settings["new"]
     room = 2 * new + 64  # also for a chat template
     cut = prompts(tokenizer, subject.corpora("held-out")[0], [length - room for length in settings["lengths"]])
-    rows: list[Row] = []
+    rows = []
     for text in (tokenizer.decode(ids, skip_special_tokens=True) for ids in cut):
         for projections, artifact in (("calibrated", subject.artifact("bpc")), ("online", "online")):
             words = ["--raw", "-m", subject.model, "-a", artifact, "--max-new-tokens", new, "--compare"]

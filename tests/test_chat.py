@@ -417,6 +417,6 @@ def test_lines_pasted_while_an_answer_is_written_are_one_message(keyboard, tmp_p
     chat.type(b"\x1b[200~one\rtwo\x1b[201~\r")
     chat.until(b'{"message": "Tell me of the bridge.", ')
     chat.until(b'{"message": "one\\ntwo", ')
-    chat.until(b"> ")
+    chat.until(b"\x1b[?2004h> ")  # the answer itself has "> "
     chat.type(b"\x04")
     assert chat.ends() == 0
