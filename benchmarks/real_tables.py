@@ -203,14 +203,14 @@ def tasks(results: Results) -> Lines:
             yield model, task, rows[0]["prompts"], *map(_score, rows)
 
 
-def generate(results: Results) -> Lines:
+def generate(results: Results, part: str = "generate") -> Lines:
     """What `bpc generate --compare` prints, with compiled and with plain layers."""
     yield (
         "model", "tokens", "projections", "KV read", "plain layers: full attention, tokens/s", "BPC", "speedup",
         "compiled layers: full attention", "BPC", "speedup", "with the prompt",
         "BPC over transformers",
     )  # fmt: skip
-    for model, found in models(results, "generate").items():
+    for model, found in models(results, part).items():
         for row in found["rows"]:
             plain = row["plain"]
             share = "" if row["kv_bytes_share"] is None else f"{percent(row['kv_bytes_share'])} %"
@@ -220,6 +220,11 @@ def generate(results: Results) -> Lines:
                 f"{most:.2f}",
             )  # fmt: skip
             model = ""
+
+
+def generate_avx512(results: Results) -> Lines:
+    """The same on another machine."""
+    yield from generate(results, "generate_avx512")
 
 
 def exact(results: Results) -> Lines:
@@ -274,8 +279,8 @@ def files(results: Results) -> Lines:
 
 
 TABLES = made_by(
-    short, headline, lengths, methods, defaults, shares, kinds, answers, tasks, generate, exact, decode, engines, files,
-    prefix="real-",
+    short, headline, lengths, methods, defaults, shares, kinds, answers, tasks, generate, generate_avx512, exact,
+    decode, engines, files, prefix="real-",
 )  # fmt: skip
 
 

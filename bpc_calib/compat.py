@@ -30,6 +30,7 @@ __all__ = [
     "eager_attention",
     "gguf_tokenizer_is_wrong",
     "keep_lm_eval_from_git",
+    "lacks_amx",
     "load_program",
     "read_gguf",
     "sampling_loop",
@@ -170,6 +171,14 @@ def attention_with_sums(query: Any, keys: Any, values: Any, scaling: float) -> t
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     found: tuple[Any, Any] = attend(query, keys, values, scale=scaling)
     return found
+
+
+def lacks_amx() -> bool:
+    """Whether this is a processor with AVX-512 and without AMX; False where torch does not tell."""
+    import torch
+
+    told = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return told is not None and torch.backends.cpu.get_cpu_capability() == "AVX512" and not told()
 
 
 def set_torch_threads(count: int) -> None:

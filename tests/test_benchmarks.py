@@ -247,7 +247,7 @@ def test_the_real_suite_measures_and_its_tables_are_made(tmp_path):
     results = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("real_*.json")}
     assert set(results) == {f"real_{part}" for part in real_tables.PARTS}
     for name, make in real_tables.TABLES.items():
-        if name in ("real-decode", "real-engines"):  # finished studies
+        if name in ("real-decode", "real-engines", "real-generate-avx512"):  # finished studies, another machine
             continue
         lines = make(results).splitlines()
         assert len({line.replace("\\|", "").count("|") for line in lines if line}) == 1, name

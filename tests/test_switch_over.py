@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from bpc_calib import BPCCache, enable
 from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.dispatch import backend
-from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_PRODUCTS, in_vllm, sparse_from
-from bpc_calib.compat import with_cache
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_AMX, in_vllm, sparse_from
+from bpc_calib.compat import lacks_amx, with_cache
 from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import probe
 from bpc_calib.evaluation.forcing import prefill
@@ -41,7 +41,7 @@ def test_the_length_follows_what_dense_attention_reads(threads):
     assert sparse_from(LLAMA // 4, 1, 32, CPU) == pytest.approx(4 * 610, abs=4)
     assert sparse_from(LLAMA, 8, 32, CPU) == 119  # sequences share the work that a step takes once
     assert sparse_from(LLAMA, 1, 1, CPU) == 305  # one query head keeps one thread busy
-    assert sparse_from(LLAMA, 1, 32, CPU, WITHOUT_PRODUCTS) == 390  # dense steps are faster, but by BPC's kernel
+    assert sparse_from(LLAMA, 1, 32, CPU, WITHOUT_AMX) == 390  # dense steps are faster, but by BPC's kernel
     threads(1)
     assert sparse_from(LLAMA, 1, 32, CPU) == 305
 
@@ -88,8 +88,19 @@ def test_a_cache_attends_to_all_until_choosing_pays(switching, monkeypatch):
 
 def test_it_follows_what_attends_to_all_on_the_processor():
     assert costs_of(CPU, torch.float32) is IN_TRANSFORMERS
-    slow = backend(CPU) == "native" and slow_products(torch.bfloat16) is not None
-    assert costs_of(CPU, torch.bfloat16) is (WITHOUT_PRODUCTS if slow else IN_TRANSFORMERS)
+    slow = backend(CPU) == "native" and (lacks_amx() or slow_products(torch.bfloat16) is not None)
+    assert costs_of(CPU, torch.bfloat16) is (WITHOUT_AMX if slow else IN_TRANSFORMERS)
+
+
+def test_a_processor_with_amx_runs_torchs_attention(monkeypatch):
+    monkeypatch.setattr("bpc_calib.runtime.layers.slow_products", lambda dtype: None)
+    for amx in (True, False):
+        monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda amx=amx: amx, raising=False)
+        for capability in ("AVX512", "AVX2", "DEFAULT"):  # the last is an Arm processor's
+            monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda told=capability: told)
+            own = capability == "AVX512" and not amx and backend(CPU) == "native"
+            assert costs_of(CPU, torch.bfloat16) is (WITHOUT_AMX if own else IN_TRANSFORMERS)
+            assert costs_of(CPU, torch.float32) is IN_TRANSFORMERS
 
 
 @torch.inference_mode()

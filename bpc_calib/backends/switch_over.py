@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["IN_TRANSFORMERS", "WITHOUT_PRODUCTS", "Costs", "in_vllm", "sparse_from"]
+__all__ = ["IN_TRANSFORMERS", "WITHOUT_AMX", "Costs", "in_vllm", "sparse_from"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Costs:
 
 
 IN_TRANSFORMERS = Costs(step=1.15e6, sequence=0.1e6)
-WITHOUT_PRODUCTS = Costs(step=0.7e6, sequence=0.1e6)  # of 16-bit numbers: then dense steps run BPC's kernel
+WITHOUT_AMX = Costs(step=0.7e6, sequence=0.1e6)  # in 16 bits: then dense steps run BPC's kernel
 IN_VLLM = Costs(step=2.9e6, sequence=1.5e6)  # with AMX, before keys were copied to rows
 IN_VLLM_AVX2 = Costs(step=0.8e6, sequence=0.27e6)  # whose dense kernel is slow without AVX-512
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200

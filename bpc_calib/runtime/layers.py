@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicLayer
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import backend, find
-from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_PRODUCTS, Costs, sparse_from
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_AMX, Costs, sparse_from
+from bpc_calib.compat import lacks_amx
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
@@ -48,13 +49,15 @@ class Common:
 
 
 def own_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether BPC's kernel attends to all tokens faster than torch: on a CPU without products of 16-bit numbers."""
-    return device.type == "cpu" and backend(device) == "native" and slow_products(dtype) is not None
+    """Whether BPC's kernel attends to all tokens faster than torch: to 16-bit numbers, on a CPU without AMX."""
+    if device.type != "cpu" or backend(device) != "native":
+        return False
+    return slow_products(dtype) is not None or (dtype in (torch.bfloat16, torch.float16) and lacks_amx())
 
 
 def costs_of(device: torch.device, dtype: torch.dtype) -> Costs:
     """Return what choosing costs beside the dense steps of keys on this device and of this dtype."""
-    return WITHOUT_PRODUCTS if own_is_faster(device, dtype) else IN_TRANSFORMERS
+    return WITHOUT_AMX if own_is_faster(device, dtype) else IN_TRANSFORMERS
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
