@@ -179,13 +179,13 @@ def answers(results: Results) -> Lines:
     found = models(results, "answers")
     budgets = sorted({row["budget"] for made in found.values() for row in made["rows"] if row["budget"]}, reverse=True)
     yield "model", "task", "full attention", "codes", *(f"at {budget_text(each)}" for each in budgets)
-    kinds = {("bpc", True): "signs, equal shares", ("bpc", False): "signs", ("nibbles", False): "nibbles"}
+    names = {("bpc", True): "signs, equal shares", ("bpc", False): "signs", ("nibbles", False): "nibbles"}
     for model, made in found.items():
         own = by(made["rows"], "task", "budget", "method", "equal_shares")
         full = {row["task"]: _score(row) for row in made["rows"] if row["method"] == "full"}
-        for task in full:
-            where = model, task, full[task]
-            for (method, equal), name in kinds.items():
+        for task, score in full.items():
+            where = model, task, score
+            for (method, equal), name in names.items():
                 if rows := [own[key] for each in budgets if (key := (task, each, method, equal)) in own]:
                     yield *where, name, *map(_score, rows)
                     model, where = "", ("", "", "")
@@ -223,7 +223,7 @@ def generate(results: Results, part: str = "generate") -> Lines:
 
 
 def generate_avx512(results: Results) -> Lines:
-    """The same on another machine."""
+    """What `generate` measured on a machine with AVX-512 and without AMX."""
     yield from generate(results, "generate_avx512")
 
 

@@ -124,20 +124,27 @@ def bpc(monkeypatch):
     logging.getLogger("bpc_calib").setLevel(logging.WARNING)  # later tests read warnings, too
 
 
+def started(
+    program: str, *words: object, folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a new process, in a folder."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"COLUMNS": "100"} | environment,
+        timeout=300,
+        check=False,
+    )
+
+
 @pytest.fixture
 def bpc_process(tmp_path):
     """Run the command line in a new process, in an empty folder: `bpc_process("--version", HF_HOME=...)`."""
 
     def run(*words: object, cwd: Path = tmp_path, **environment: str) -> Ran:
-        done = subprocess.run(
-            [sys.executable, "-c", "from bpc_cli.main import main; main()", *map(str, words)],
-            capture_output=True,
-            text=True,
-            cwd=cwd,
-            env=os.environ | {"COLUMNS": "100"} | environment,
-            timeout=300,
-            check=False,
-        )
+        done = started("from bpc_cli.main import main; main()", *words, folder=cwd, environment=environment)
         return Ran(done.returncode, done.stdout, done.stderr)
 
     return run
@@ -163,15 +170,8 @@ def one_process():
     """
 
     def run(commands: Iterable[Iterable[object]], folder: Path, **environment: str) -> list[Ran]:
-        done = subprocess.run(
-            [sys.executable, "-c", COMMANDS, json.dumps([list(map(str, words)) for words in commands])],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            env=os.environ | {"COLUMNS": "100"} | environment,
-            timeout=600,
-            check=False,
-        )
+        words = json.dumps([list(map(str, each)) for each in commands])
+        done = started(COMMANDS, words, folder=folder, environment=environment)
         assert done.returncode == 0, done.stderr
         return [Ran(*answer) for answer in json.loads(done.stdout)]
 

@@ -267,17 +267,6 @@ def test_a_file_that_is_no_evaluation_is_refused(text, tmp_path):
 
 # The Hub
 
-COMMANDS = """
-import json, sys
-from typer.testing import CliRunner
-from bpc_cli.main import app
-answers = []
-for words in json.loads(sys.argv[1]):
-    ran = CliRunner().invoke(app, words)
-    answers.append([ran.exit_code, ran.stdout, ran.stderr])
-print(json.dumps(answers))
-"""
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -287,24 +276,24 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def client(folder):
+def client(one_process, folder):
     """Run commands one after the other in one new process: `client(url, [words, ...], HF_TOKEN=...)`."""
-
-    def run(url, commands, **variables):
-        words = [[str(word) for word in command] for command in commands]
-        return json.loads(python(COMMANDS, json.dumps(words), url=url, folder=folder, **variables))
-
-    return run
+    return lambda url, commands, **variables: one_process(commands, folder, **as_alice(url, folder) | variables)
 
 
-def python(program, *words, url, folder, **variables) -> str:
+def as_alice(url, folder) -> dict[str, str]:
+    """The environment of a process that talks to the local server as alice."""
+    return environment(url, folder / "home") | {"HF_TOKEN": "hf_alice"}
+
+
+def python(program, url, folder) -> str:
     """Run a program in a new process that talks to the local server as alice; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *words],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**os.environ, **environment(url, folder / "home"), "HF_TOKEN": "hf_alice", **variables},
+        env=os.environ | as_alice(url, folder),
         timeout=300,
         check=False,
     )
