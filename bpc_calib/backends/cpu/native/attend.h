@@ -2,7 +2,7 @@
 namespace BPC_ISA {
 
 constexpr i64 CHUNK = 16;        // tokens whose weights are computed at once; nothing is prefetched meanwhile
-constexpr i64 ROWS_AHEAD = 12;   // how many tokens ahead keys are prefetched
+constexpr i64 ROWS_AHEAD = 16;   // how many tokens ahead keys and values are prefetched
 constexpr i64 SOON = 3;          // how many tokens ahead packed numbers are prefetched
 constexpr i64 PACKED = 16;       // numbers of a value that lie side by side, in vLLM's packing for AMX
 
@@ -59,15 +59,18 @@ INLINE void sum_four(floats a, floats b, floats c, floats d, float *out, i64 str
 #endif
 }
 
+template <Element E>
+INLINE void prefetch_token(const Part &part, i64 i, i64 dim) {
+    prefetch_row(part.keys[i], size_of(E) * dim);
+    prefetch_row(part.values[i], size_of(E) * dim);
+}
+
 // Logits `[4, CHUNK]` of the keys from `begin` on with the queries of 4 heads, `[4, dim]`.
 template <Element E>
 INLINE void logits_of(const Part &part, i64 begin, i64 count, i64 found, i64 dim, const float *queries, float *logits,
                       bool ahead) {
     for (i64 i = begin; i < begin + count; i++) {
-        if (ahead) {
-            prefetch_row(part.values[i], dim * size_of(E));
-            prefetch_row(part.keys[least_of(i + ROWS_AHEAD, found - 1)], dim * size_of(E));
-        }
+        if (ahead) prefetch_token<E>(part, least_of(i + ROWS_AHEAD, found - 1), dim);
         const char *key = part.keys[i];
         floats a = {}, b = {}, c = {}, d = {};
         i64 at = 0;
@@ -194,7 +197,7 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
     std::memset(part.sums, 0, 4 * fours * dim);
     std::memset(part.logits, 0, 4 * fours * CHUNK);  // heads that are not there weigh nothing
     for (i64 g = 0; g < heads; g++) part.most[g] = -INFINITY, part.total[g] = 0;
-    for (i64 i = 0; i < least_of(ROWS_AHEAD, found); i++) prefetch_row(part.keys[i], size * dim);
+    for (i64 i = 0; i < least_of(ROWS_AHEAD, found); i++) prefetch_token<E>(part, i, dim);
     for (i64 first = 0; first < found; first += CHUNK) {
         i64 count = least_of(CHUNK, found - first);
         for (i64 g = 0; g < fours; g += 4)

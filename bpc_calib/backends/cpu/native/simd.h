@@ -216,12 +216,12 @@ INLINE void widen_row(const void *from, i64 dim, float *to) {
     for (; d < dim; d++) to[d] = number<E>((const char *)from + size_of(E) * d);
 }
 
-INLINE void prefetch(const void *at) { __builtin_prefetch(at, 0, 3); }
+// Into the second cache: an EPYC fetches rows that lie apart a third faster so than into the nearest one.
+INLINE void prefetch(const void *at) { __builtin_prefetch(at, 0, 2); }
 
 // All cache lines of a row of so many bytes.
 INLINE void prefetch_row(const void *at, i64 bytes) {
-    for (i64 i = 0; i < bytes; i += 64) prefetch((const char *)at + i);
-    prefetch((const char *)at + bytes - 1);
+    for (u64 line = (u64)at & -64; line < (u64)at + bytes; line += 64) prefetch((const void *)line);
 }
 
 INLINE i64 least_of(i64 a, i64 b) { return a < b ? a : b; }
