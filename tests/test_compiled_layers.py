@@ -9,9 +9,9 @@ import tiny
 import torch
 from transformers import DynamicCache
 
-from bpc_calib import BPCCache, InputError, ModelError, compile_layers, enable
+from bpc_calib import BPCCache, InputError, ModelError, compat, compile_layers, enable
 from bpc_calib.compat import with_cache
-from bpc_calib.runtime import compiled_layers
+from bpc_calib.runtime import compiled_layers, layer_package
 
 OFTEN = ("cohere", "glm", "qwen3", "stablelm")  # families whose layers are least like Llama's
 SPARSE = {"budget": 8, "min_tokens": 8, "dense_layers": ()}
@@ -94,6 +94,41 @@ def test_bfloat16_steps_are_as_near_to_float32_as_plain_ones():
     compile_layers(narrow[1])
     exact, plain, found = (decoded(each, BPCCache(each.config), steps=1)[1].double() for each in (wide, *narrow))
     assert (found - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("lacks_amx", [False, True])
+def test_a_bfloat16_head_is_compiled_where_torch_reads_it_slowly(lacks_amx, monkeypatch, tmp_path):
+    monkeypatch.setattr(compat, "lacks_amx", lambda: lacks_amx)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain, compiled = (tiny.model().bfloat16() for _ in range(2))
+    enable(compiled)
+    before = torch.get_rng_state()
+    compile_layers(compiled)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(list((tmp_path / "bpc").iterdir())) == 1 + lacks_amx
+    hidden = torch.randn(1, 1, plain.config.hidden_size).bfloat16()
+    with torch.inference_mode():
+        expected, found = (each.lm_head(hidden) for each in (plain, compiled))
+        several = torch.cat([hidden, hidden])
+        assert torch.equal(plain.lm_head(several), compiled.lm_head(several))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("lacks_amx", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("columns", [96, 4096, 11008])  # a longer row than 4,096 is summed in pieces
+def test_the_product_of_one_row_is_that_of_a_linear_layer(columns, added, lacks_amx, large, monkeypatch):
+    monkeypatch.setattr(compat, "lacks_amx", lambda: lacks_amx)
+    monkeypatch.setattr(layer_package, "LARGE", 0 if large else 1 << 30)
+    generator = torch.Generator().manual_seed(columns)
+    row, weight, bias = (torch.randn(shape, generator=generator) for shape in ((1, 1, columns), (5, columns), (5,)))
+    given = [each.bfloat16() for each in ((row, weight, bias) if added else (row, weight))]
+    with layer_package._OneRow():
+        found = torch.nn.functional.linear(*given)
+    exact = torch.nn.functional.linear(*(each.double() for each in given))
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() <= 2**-8 * exact.norm()
 
 
 def test_what_is_no_step_of_one_sequence_stays_plain():

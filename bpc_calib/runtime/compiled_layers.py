@@ -20,7 +20,7 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import observing
 from bpc_calib.runtime.enabling import is_enabled
-from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged, weights_of
+from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged, slow_in_torch, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,9 +120,11 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
             left = [each for each in waiting if each[0] not in same and each[0] != index]
     if not made:
         raise ModelError(f"{describe(model.config).id}: compiled layers do not reproduce its layers")
+    head = _head_of(model, compiling)
     for layer, run in made:
         layer.module.forward = partial(_forward, layer, run, layer.module.forward)
-    _compile_head(model)
+    if head is not None:
+        model.get_output_embeddings().__dict__["forward"] = head
 
 
 def _check(model: Any) -> None:
@@ -231,10 +233,14 @@ def _alike(layer: _Layer, other: _Layer) -> bool:
 @torch.no_grad()
 def _reproduces(layer: _Layer, run: Callable[[Inputs], Tensor]) -> bool:
     assert layer.inputs is not None
-    found = _run(run, layer.inputs, _stand_in).double()
-    plain, hidden = layer.output.double(), layer.inputs[0].double()
-    dtype = layer.output.dtype
+    return _near(_run(run, layer.inputs, _stand_in), layer.output, layer.inputs[0])
+
+
+def _near(found: Tensor, plain: Tensor, hidden: Tensor) -> bool:
+    """Whether a result is the plain one but for rounding, in units of what the layer changes."""
+    dtype = plain.dtype
     tolerance = TOLERANCE.get(dtype, TOLERANCE_16)
+    found, plain, hidden = found.double(), plain.double(), hidden.double()
     return bool((found - plain).norm() <= tolerance * (plain - hidden).norm() + torch.finfo(dtype).eps * plain.norm())
 
 
@@ -278,17 +284,28 @@ def _forward(layer: _Layer, run: Callable[[Inputs], Tensor], plain: Any, *given:
     return _run(run, (given[0], tuple(positions)), attend)
 
 
-def _compile_head(model: Any) -> None:
-    """Read the weights of the language model's head at the speed of memory, in steps of one token."""
+def _head_of(model: Any, compiling: Callable[[], None]) -> Callable[[Tensor], Tensor] | None:
+    """Return a forward of the language model's head that reads the weights of one token at the speed of memory."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        return
-    plain = head.forward
+        return None
+    plain, generator = head.forward, torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 1, head.in_features, generator=generator).to(head.weight.dtype)
+
+    def by_torch(inputs: Inputs) -> Tensor:
+        row = torch.mv(head.weight, inputs[0].reshape(-1))
+        return (row if head.bias is None else row + head.bias).view(1, 1, -1)
+
+    run: Callable[[Inputs], Tensor] = by_torch
+    if slow_in_torch(head.weight):
+        with torch.no_grad():
+            loop = load_layer(packaged(head, model.config, (hidden, ()), {}, 0, compiling), head)
+            if _near(loop((hidden, ())), plain(hidden), torch.zeros(())):
+                run = loop
 
     def forward(hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled() or hidden.numel() != hidden.shape[-1]:
             return plain(hidden)
-        row = torch.mv(head.weight, hidden.reshape(-1))
-        return (row if head.bias is None else row + head.bias).view(*hidden.shape[:-1], -1)
+        return run((hidden.view(1, 1, -1), ())).view(*hidden.shape[:-1], -1)
 
-    head.__dict__["forward"] = forward
+    return forward

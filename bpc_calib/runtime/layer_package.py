@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -19,9 +20,10 @@ from bpc_calib import compat
 from bpc_calib.compat import compile_program, load_program
 from bpc_calib.errors import BPCError, ModelError, first_line
 
-__all__ = ["Inputs", "load_layer", "packaged", "weights_of"]
+__all__ = ["Inputs", "load_layer", "packaged", "slow_in_torch", "weights_of"]
 
 LARGE = 1 << 21  # numbers of a matrix from which torch's product with a vector is faster than a loop
+LONG = 4096  # numbers of a row that inductor sums at full speed; of a longer one it also keeps the sum of each block
 
 Inputs = tuple[Tensor, tuple[Tensor, ...]]  # hidden states [1, 1, hidden_size], and the position embeddings
 
@@ -97,6 +99,15 @@ def load_layer(file: Path, layer: nn.Module) -> Callable[[Inputs], Tensor]:
     return run
 
 
+def slow_in_torch(weight: Tensor) -> bool:
+    """Whether torch's product of this matrix and a vector takes several times as long as a compiled loop.
+
+    With AVX-512 and without AMX it calls oneDNN in bfloat16, which reads the matrix at a third of the speed of memory
+    (docs/performance.md).
+    """
+    return weight.dtype == torch.bfloat16 and compat.lacks_amx()
+
+
 def weights_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers of a layer by name, in its own order."""
     return [*layer.named_parameters(), *layer.named_buffers()]
@@ -122,7 +133,8 @@ class _OneRow(TorchFunctionMode):
     """Inside this block, a linear layer of one row is a product of a matrix and a vector.
 
     torch's own linear layer reads 16-bit weights of one row at half of the speed of memory, or at a quarter. A large
-    matrix is read by torch's product with a vector, a small one by a compiled loop, which starts faster.
+    matrix is read by torch's product with a vector, unless it is `slow_in_torch`, a small one by a compiled loop, which
+    starts faster.
     """
 
     def __torch_function__(
@@ -131,13 +143,15 @@ class _OneRow(TorchFunctionMode):
         if function is torch.nn.functional.linear and not named and given[0].numel() == given[0].shape[-1]:
             row, weight, added = given if len(given) == 3 else (*given, None)
             flat = row.reshape(-1)
-            if weight.numel() >= LARGE and added is None:
-                product = torch.addmv(flat[:1], weight, flat, beta=0)
-            elif weight.numel() >= LARGE:
-                product = torch.addmv(added, weight, flat)
-            else:
-                product = (flat.float() * weight.float()).sum(-1)
+            if weight.numel() < LARGE or slow_in_torch(weight):
+                columns = weight.shape[1]
+                piece = math.gcd(columns, LONG) if columns > LONG else columns
+                product = (flat.float() * weight.float()).unflatten(-1, (-1, piece)).sum(-1).sum(-1)
                 product = (product if added is None else product + added.float()).to(row.dtype)
+            elif added is None:
+                product = torch.addmv(flat[:1], weight, flat, beta=0)
+            else:
+                product = torch.addmv(added, weight, flat)
             return product.view(*row.shape[:-1], -1)
         return function(*given, **(named or {}))
 
