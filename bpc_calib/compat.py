@@ -32,6 +32,7 @@ __all__ = [
     "keep_lm_eval_from_git",
     "lacks_amx",
     "load_program",
+    "only_avx2",
     "read_gguf",
     "sampling_loop",
     "set_torch_threads",
@@ -179,6 +180,13 @@ def lacks_amx() -> bool:
 
     told = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return told is not None and torch.backends.cpu.get_cpu_capability() == "AVX512" and not told()
+
+
+def only_avx2() -> bool:
+    """Whether this is a processor with AVX2 and without AVX-512."""
+    import torch
+
+    return bool(torch.backends.cpu.get_cpu_capability() == "AVX2")
 
 
 def set_torch_threads(count: int) -> None:

@@ -97,8 +97,9 @@ def test_bfloat16_steps_are_as_near_to_float32_as_plain_ones():
 
 
 @pytest.mark.parametrize("lacks_amx", [False, True])
-def test_a_bfloat16_head_is_compiled_where_torch_reads_it_slowly(lacks_amx, monkeypatch, tmp_path):
+def test_a_large_head_is_compiled_where_torch_reads_it_slowly(lacks_amx, monkeypatch, tmp_path):
     monkeypatch.setattr(compat, "lacks_amx", lambda: lacks_amx)
+    monkeypatch.setattr(layer_package, "LARGE", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plain, compiled = (tiny.model().bfloat16() for _ in range(2))
     enable(compiled)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bpc_calib.compat import only_avx2
+
 __all__ = ["IN_TRANSFORMERS", "WITHOUT_AMX", "Costs", "in_vllm", "sparse_from"]
 
 
@@ -50,7 +52,7 @@ def sparse_from(
 
 def in_vllm() -> Costs:
     """Return what choosing costs where vLLM's attention on a CPU is the other choice."""
-    return IN_VLLM_AVX2 if torch.backends.cpu.get_cpu_capability() == "AVX2" else IN_VLLM
+    return IN_VLLM_AVX2 if only_avx2() else IN_VLLM
 
 
 def _bandwidth(device: torch.device) -> float:

@@ -100,12 +100,13 @@ def load_layer(file: Path, layer: nn.Module) -> Callable[[Inputs], Tensor]:
 
 
 def slow_in_torch(weight: Tensor) -> bool:
-    """Whether torch's product of this matrix and a vector takes several times as long as a compiled loop.
+    """Whether torch's product of a matrix and a vector takes longer than a compiled loop, though the matrix is large.
 
-    With AVX-512 and without AMX it calls oneDNN in bfloat16, which reads the matrix at a third of the speed of memory
-    (docs/performance.md).
+    In bfloat16 with AVX-512 and without AMX it calls oneDNN, which reads the matrix at a third of the speed of memory,
+    and in float32 MKL, which reads it at one to two thirds on an AMD EPYC (docs/performance.md).
     """
-    return weight.dtype == torch.bfloat16 and compat.lacks_amx()
+    slow = {torch.bfloat16: compat.lacks_amx(), torch.float32: compat.lacks_amx() or compat.only_avx2()}
+    return weight.numel() >= LARGE and slow.get(weight.dtype, False)
 
 
 def weights_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
