@@ -79,6 +79,25 @@ def _speedups(row: Row) -> list[str]:
     return [f"{over:.1f}", f"{row['times_full']:.2f}", f"{row['limit_times_full']:.2f}"]
 
 
+def whole_models_avx512(results: Results) -> Lines:
+    """One of those on a processor with AVX-512 and without AMX."""
+    yield (
+        "model", "tokens", "transformers, tokens/s", "full attention at its best", "BPC", "limit by bytes",
+        "BPC over transformers", "over full at its best", "limit of that",
+    )  # fmt: skip
+    for row in results["bench_cpu_llama-3.2-1b_1_avx512"]["decode"]["rows"]:
+        yield SHAPES["llama-3.2-1b"], row["tokens"], *_speeds(row), *_speedups(row)
+
+
+def row_products(results: Results) -> Lines:
+    """How fast a matrix is read that is multiplied with a vector."""
+    found = by(results["row_products"]["rows"], "dtype", "rows", "columns", "threads")
+    yield "matrix", "threads", "bfloat16: torch, GB/s", "a loop", "float32: torch", "a loop"
+    for height, width, threads in dict.fromkeys(case[1:] for case in found):
+        both = [found[dtype, height, width, threads] for dtype in ("bfloat16", "float32")]
+        yield f"{height:,} x {width:,}", threads, *(row[form] for row in both for form in ("torch", "loop"))
+
+
 def scaling(results: Results) -> Lines:
     """A step by query heads per KV head and by budget, at 32,768 tokens and batch 1."""
     rows = results["bench_cpu_scaling"]["layer"]
@@ -439,7 +458,7 @@ def larger_than_memory(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, whole_models, whole_models_short, scaling, switch_over, without_products,
+    layer, whole_models, whole_models_short, whole_models_avx512, row_products, scaling, switch_over, without_products,
     generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
     model_bytes, offload_plan, serving, vllm_pages, vllm_attention, headline, headline_both, adapting,
     aggregation, key_counts, keys_per_head,

@@ -103,10 +103,13 @@ def slow_in_torch(weight: Tensor) -> bool:
     """Whether torch's product of a matrix and a vector takes longer than a compiled loop, though the matrix is large.
 
     In bfloat16 with AVX-512 and without AMX it calls oneDNN, which reads the matrix at a third of the speed of memory,
-    and in float32 MKL, which reads it at one to two thirds on an AMD EPYC (docs/performance.md).
+    and in float32 MKL, which reads short rows at one to two thirds of it on an AMD EPYC (docs/performance.md).
     """
-    slow = {torch.bfloat16: compat.lacks_amx(), torch.float32: compat.lacks_amx() or compat.only_avx2()}
-    return weight.numel() >= LARGE and slow.get(weight.dtype, False)
+    if weight.numel() < LARGE or weight.dtype == torch.float16:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return compat.lacks_amx()
+    return weight.shape[1] <= LONG and (compat.lacks_amx() or compat.only_avx2())
 
 
 def weights_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
