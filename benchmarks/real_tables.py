@@ -186,8 +186,9 @@ def answers(results: Results) -> Lines:
         for task, score in full.items():
             where = model, task, score
             for (method, equal), name in names.items():
-                if rows := [own[key] for each in budgets if (key := (task, each, method, equal)) in own]:
-                    yield *where, name, *map(_score, rows)
+                rows = [own.get((task, each, method, equal)) for each in budgets]
+                if any(rows):
+                    yield *where, name, *("" if row is None else _score(row) for row in rows)
                     model, where = "", ("", "", "")
 
 
