@@ -104,7 +104,9 @@ def test_a_large_head_is_compiled_where_torch_reads_it_slowly(lacks_amx, monkeyp
     plain, compiled = (tiny.model().bfloat16() for _ in range(2))
     enable(compiled)
     before = torch.get_rng_state()
-    compile_layers(compiled)
+    told = []
+    compile_layers(compiled, partial(told.append, "compiling"))
+    assert told == ["compiling"]
     assert torch.equal(torch.get_rng_state(), before)
     assert len(list((tmp_path / "bpc").iterdir())) == 1 + lacks_amx
     hidden = torch.randn(1, 1, plain.config.hidden_size).bfloat16()

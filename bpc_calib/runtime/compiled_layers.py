@@ -5,10 +5,10 @@ caches, masks and budgets work as without it. A layer is compiled once for all l
 (`bpc_calib.runtime.layer_package`). Each is compared with the plain layer before it is used.
 """
 
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +92,7 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
 
     Args:
         model: an enabled model (`bpc_calib.enable`) on a CPU.
-        compiling: is called before each compilation.
+        compiling: is called before the first compilation.
 
     Raises:
         InputError: the model is not enabled.
@@ -104,6 +104,7 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
     layers = _layers(model)
     if any("forward" in vars(layer.module) for layer in layers):
         return
+    compiling = functools.cache(compiling)
     _check(model)
     _move_weights(model)
     _observe(model, layers)
@@ -122,7 +123,7 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
         raise ModelError(f"{describe(model.config).id}: compiled layers do not reproduce its layers")
     head = _head_of(model, compiling)
     for layer, run in made:
-        layer.module.forward = partial(_forward, layer, run, layer.module.forward)
+        layer.module.forward = functools.partial(_forward, layer, run, layer.module.forward)
     if head is not None:
         model.get_output_embeddings().__dict__["forward"] = head
 
@@ -198,8 +199,8 @@ def _observe(model: Any, layers: list[_Layer]) -> None:
     hooks: list[Any] = []
     try:
         for layer in layers:
-            hooks.append(layer.module.register_forward_pre_hook(partial(before, layer), with_kwargs=True))
-            hooks.append(layer.module.register_forward_hook(partial(after, layer)))
+            hooks.append(layer.module.register_forward_pre_hook(functools.partial(before, layer), with_kwargs=True))
+            hooks.append(layer.module.register_forward_hook(functools.partial(after, layer)))
         with observing(model, attend), torch.no_grad():
             one = torch.ones(1, 1, dtype=torch.int64)
             model.base_model(input_ids=one, position_ids=POSITION * one, **with_cache(cache), use_cache=True)
