@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 import pytest
 import tiny
+from processes import started
 from typer.testing import CliRunner
 
 
@@ -122,21 +122,6 @@ def bpc(monkeypatch):
 
     yield run
     logging.getLogger("bpc_calib").setLevel(logging.WARNING)  # later tests read warnings, too
-
-
-def started(
-    program: str, *words: object, folder: Path, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in a new process, in a folder."""
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, words)],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"COLUMNS": "100"} | environment,
-        timeout=300,
-        check=False,
-    )
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import test_artifact
 import tiny
+from processes import started
 from test_artifact import held_out
 from test_hub import environment
 
@@ -286,21 +287,6 @@ def as_alice(url, folder) -> dict[str, str]:
     return environment(url, folder / "home") | {"HF_TOKEN": "hf_alice"}
 
 
-def python(program, url, folder) -> str:
-    """Run a program in a new process that talks to the local server as alice; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | as_alice(url, folder),
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def uploads(server) -> list[str]:
     return [request for request in server.requests if request.split()[0] not in ("GET", "HEAD")]
 
@@ -481,7 +467,9 @@ publish(other, {"notes.md": b"other"})
 
 def test_what_changes_between_the_check_and_the_commit_is_not_replaced(folder):
     with hub.serve({}, {}) as server:
-        lines = python(CHANGES, url=server.url, folder=folder).splitlines()
+        done = started(CHANGES, folder=folder, environment=as_alice(server.url, folder))
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
         assert lines == ["alice/name was changed meanwhile: run the command again to see what it holds now"] * 3
         versions = server.repos["models", "alice/name"]
         held = {branch: versions.at(branch).files for branch in versions.branches}
