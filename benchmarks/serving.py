@@ -32,7 +32,7 @@ from bpc_calib.models.loading import load_tokenizer
 PATIENCE = 1800  # seconds until a server must be ready: three at once compile the model on two cores
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
 # Tokens of a prompt, requests at once, tokens to decode, and repeats.
-SETTINGS: dict[str, Any] = {"lengths": [2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
+SETTINGS: dict[str, Any] = {"lengths": [500, 2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
 TINY: dict[str, Any] = {"lengths": [200], "requests": [2], "new": 4, "repeats": 1}
 STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
 IN_TRANSFORMERS = "transformers", "BPC in transformers"

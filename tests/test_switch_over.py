@@ -48,8 +48,13 @@ def test_the_length_follows_what_dense_attention_reads(threads):
 
 def test_in_vllm_it_follows_the_vector_instructions(threads, monkeypatch):
     threads(1)
-    for capability, one, eight in (("AVX512", 1074, 454), ("AVX2", 261, 90)):
+    for capability, amx, one, eight in (
+        ("AVX512", True, 1074, 454),
+        ("AVX512", False, 280, 109),
+        ("AVX2", False, 280, 109),
+    ):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)  # noqa: B023
         assert sparse_from(LLAMA, 1, 32, CPU, in_vllm()) == one
         assert sparse_from(LLAMA, 8, 32, CPU, in_vllm()) == eight
     assert one < sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS) == 305

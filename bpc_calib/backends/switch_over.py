@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bpc_calib.compat import only_avx2
+from bpc_calib.compat import lacks_amx, only_avx2
 
 __all__ = ["IN_TRANSFORMERS", "WITHOUT_AMX", "Costs", "in_vllm", "sparse_from"]
 
@@ -23,7 +23,7 @@ class Costs:
 IN_TRANSFORMERS = Costs(step=1.15e6, sequence=0.1e6)
 WITHOUT_AMX = Costs(step=0.7e6, sequence=0.1e6)  # in 16 bits: then dense steps run BPC's kernel
 IN_VLLM = Costs(step=2.9e6, sequence=1.5e6)  # with AMX, before keys were copied to rows
-IN_VLLM_AVX2 = Costs(step=0.8e6, sequence=0.27e6)  # whose dense kernel is slow without AVX-512
+IN_VLLM_WITHOUT_AMX = Costs(step=0.8e6, sequence=0.35e6)  # where vLLM's dense kernel is slower
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
 BANDWIDTH = 1e12  # bytes per second of a GPU that does not tell
 
@@ -52,7 +52,7 @@ def sparse_from(
 
 def in_vllm() -> Costs:
     """Return what choosing costs where vLLM's attention on a CPU is the other choice."""
-    return IN_VLLM_AVX2 if only_avx2() else IN_VLLM
+    return IN_VLLM_WITHOUT_AMX if only_avx2() or lacks_amx() else IN_VLLM
 
 
 def _bandwidth(device: torch.device) -> float:
