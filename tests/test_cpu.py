@@ -308,7 +308,7 @@ INSTRUCTIONS = """
 import sys, torch
 from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
-import test_cpu
+import test_cpu, test_few_tokens
 from bpc_calib.backends.cpu import native
 assert native.isa() == sys.argv[2], native.isa()
 for bits in (32, 64, 128):
@@ -324,6 +324,8 @@ for bits in (32, 64, 128):
                 assert torch.equal(found, expected), (bits, heads, group, kept.gain is None)
     test_cpu.check_search(bits, 37)
 test_cpu.check_widening()
+for dtype in test_few_tokens.DTYPES:
+    test_few_tokens.check(dtype, range(1, 18), 7, 96)
 test_cpu.test_exponentials()
 test_cpu.test_many_tokens_attended_by_several_threads()
 """

@@ -20,7 +20,8 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import observing
 from bpc_calib.runtime.enabling import is_enabled
-from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged, slow_in_torch, weights_of
+from bpc_calib.runtime.few_tokens import serve_few_tokens
+from bpc_calib.runtime.layer_package import Inputs, library, load_layer, packaged, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,9 +46,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
-# Not `torch.library.custom_op`, whose wrappers cost tens of microseconds per call.
-_library = torch.library.Library("bpc", "FRAGMENT")
-_library.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
+library.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
 
 
 def _layer_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -64,8 +63,8 @@ def _like_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return query.new_empty(batch, tokens, heads, value.shape[-1])
 
 
-_library.impl("layer_attention", _layer_attention, "CPU")
-torch.library.register_fake("bpc::layer_attention", _like_output, lib=_library)
+library.impl("layer_attention", _layer_attention, "CPU")
+torch.library.register_fake("bpc::layer_attention", _like_output, lib=library)
 
 
 @dataclass(eq=False)
@@ -84,8 +83,9 @@ class _Layer:
 def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lambda: None) -> None:
     """Run one-token steps of a model on a CPU through compiled decoder layers, from now on.
 
-    A step of one sequence uses them; batches, passes of several tokens and passes with gradients stay plain. Results
-    differ from plain steps by rounding: products of one row are summed in float32. The first call for a model compiles
+    A step of one sequence uses them. In other passes layers stay plain, but for a few tokens without gradients their
+    products are computed where weights are read fastest (`bpc_calib.runtime.few_tokens`). Results differ from plain
+    ones by rounding: products are summed in float32. The first call for a model compiles
     for 8 to 15 seconds and keeps the code on disk (`packaged`). Layers whose compiled code does not reproduce them
     stay plain. A second call does nothing. Weights are moved to pages of 2 MB, from which all steps read them faster;
     they must stay there afterwards.
@@ -121,11 +121,9 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
             left = [each for each in waiting if each[0] not in same and each[0] != index]
     if not made:
         raise ModelError(f"{describe(model.config).id}: compiled layers do not reproduce its layers")
-    head = _head_of(model, compiling)
     for layer, run in made:
         layer.module.forward = functools.partial(_forward, layer, run, layer.module.forward)
-    if head is not None:
-        model.get_output_embeddings().__dict__["forward"] = head
+    serve_few_tokens(model)
 
 
 def _check(model: Any) -> None:
@@ -283,30 +281,3 @@ def _forward(layer: _Layer, run: Callable[[Inputs], Tensor], plain: Any, *given:
         return out
 
     return _run(run, (given[0], tuple(positions)), attend)
-
-
-def _head_of(model: Any, compiling: Callable[[], None]) -> Callable[[Tensor], Tensor] | None:
-    """Return a forward of the language model's head that reads the weights of one token at the speed of memory."""
-    head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        return None
-    plain, generator = head.forward, torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 1, head.in_features, generator=generator).to(head.weight.dtype)
-
-    def by_torch(inputs: Inputs) -> Tensor:
-        row = torch.mv(head.weight, inputs[0].reshape(-1))
-        return (row if head.bias is None else row + head.bias).view(1, 1, -1)
-
-    run: Callable[[Inputs], Tensor] = by_torch
-    if slow_in_torch(head.weight):
-        with torch.no_grad():
-            loop = load_layer(packaged(head, model.config, (hidden, ()), {}, 0, compiling), head)
-            if _near(loop((hidden, ())), plain(hidden), torch.zeros(())):
-                run = loop
-
-    def forward(hidden: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or hidden.numel() != hidden.shape[-1]:
-            return plain(hidden)
-        return run((hidden.view(1, 1, -1), ())).view(*hidden.shape[:-1], -1)
-
-    return forward

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import platform
 import tempfile
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bpc_calib import compat
+from bpc_calib.backends.linear import linear, slow_in_torch
 from bpc_calib.compat import compile_program, load_program
 from bpc_calib.errors import BPCError, ModelError, first_line
 
-__all__ = ["Inputs", "load_layer", "packaged", "slow_in_torch", "weights_of"]
+__all__ = ["Inputs", "load_layer", "packaged", "weights_of"]
 
-LARGE = 1 << 21  # numbers of a matrix from which torch's product with a vector is faster than a loop
-LONG = 4096  # numbers of a row that inductor sums at full speed; of a longer one it also keeps the sum of each block
+LARGE = 1 << 21  # numbers of a matrix from which a kernel's product with a vector takes less time than a loop
 
 Inputs = tuple[Tensor, tuple[Tensor, ...]]  # hidden states [1, 1, hidden_size], and the position embeddings
 
@@ -99,19 +98,6 @@ def load_layer(file: Path, layer: nn.Module) -> Callable[[Inputs], Tensor]:
     return run
 
 
-def slow_in_torch(weight: Tensor) -> bool:
-    """Whether torch's product of a matrix and a vector takes longer than a compiled loop, though the matrix is large.
-
-    In bfloat16 with AVX-512 and without AMX it calls oneDNN, which reads the matrix at a third of the speed of memory,
-    and in float32 MKL, which reads short rows at one to two thirds of it on an AMD EPYC (docs/performance.md).
-    """
-    if weight.numel() < LARGE or weight.dtype == torch.float16:
-        return False
-    if weight.dtype == torch.bfloat16:
-        return compat.lacks_amx()
-    return weight.shape[1] <= LONG and (compat.lacks_amx() or compat.only_avx2())
-
-
 def weights_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the parameters and buffers of a layer by name, in its own order."""
     return [*layer.named_parameters(), *layer.named_buffers()]
@@ -137,8 +123,8 @@ class _OneRow(TorchFunctionMode):
     """Inside this block, a linear layer of one row is a product of a matrix and a vector.
 
     torch's own linear layer reads 16-bit weights of one row at half of the speed of memory, or at a quarter. A large
-    matrix is read by torch's product with a vector, unless it is `slow_in_torch`, a small one by a compiled loop, which
-    starts faster.
+    matrix is read by a kernel, torch's product with a vector or BPC's, a small one by a compiled loop, which starts
+    faster.
     """
 
     def __torch_function__(
@@ -147,17 +133,30 @@ class _OneRow(TorchFunctionMode):
         if function is torch.nn.functional.linear and not named and given[0].numel() == given[0].shape[-1]:
             row, weight, added = given if len(given) == 3 else (*given, None)
             flat = row.reshape(-1)
-            if weight.numel() < LARGE or slow_in_torch(weight):
-                columns = weight.shape[1]
-                piece = math.gcd(columns, LONG) if columns > LONG else columns
-                product = (flat.float() * weight.float()).unflatten(-1, (-1, piece)).sum(-1).sum(-1)
-                product = (product if added is None else product + added.float()).to(row.dtype)
-            elif added is None:
-                product = torch.addmv(flat[:1], weight, flat, beta=0)
+            if weight.numel() >= LARGE and 1 not in slow_in_torch(weight):
+                if added is None:
+                    product = torch.addmv(flat[:1], weight, flat, beta=0)
+                else:
+                    product = torch.addmv(added, weight, flat)
             else:
-                product = torch.addmv(added, weight, flat)
+                if weight.numel() < LARGE:
+                    wide = (flat.float() * weight.float()).sum(-1)
+                else:
+                    wide = torch.ops.bpc.linear(flat.unsqueeze(0), weight).squeeze(0)
+                product = (wide if added is None else wide + added.float()).to(row.dtype)
             return product.view(*row.shape[:-1], -1)
         return function(*given, **(named or {}))
+
+
+# Not `torch.library.custom_op`, whose wrappers cost tens of microseconds per call.
+library = torch.library.Library("bpc", "FRAGMENT")
+library.define("linear(Tensor tokens, Tensor weight) -> Tensor")
+library.impl("linear", linear, "CPU")
+
+
+@torch.library.register_fake("bpc::linear", lib=library)
+def _like_linear(tokens: Tensor, weight: Tensor) -> Tensor:
+    return tokens.new_empty(len(tokens), len(weight), dtype=torch.float32)
 
 
 def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, Any], index: int) -> str:

@@ -12,7 +12,8 @@ from torch import Tensor
 from bpc_calib.errors import first_line
 
 __all__ = [
-    "ATTEND", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
+    "ATTEND", "ELEMENTS", "HASH", "MOST_THREADS", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library",
+    "run",
 ]  # fmt: skip
 
 HASH, PROJECT, SCORE, SELECT, ATTEND = 1, 2, 4, 8, 16  # stages of a call
@@ -40,6 +41,7 @@ def library() -> Any:
         lib.bpc_squared_norm.argtypes = [number, pointer, number, number, pointer, pointer]
         lib.bpc_decompose.argtypes = [number, pointer, number, number, *[pointer] * 3, number, number, pointer]
         lib.bpc_products.argtypes = [number, pointer, number, number, *[pointer] * 3, number, pointer, pointer]
+        lib.bpc_linear.argtypes = [number, number, pointer, number, pointer, number, number, pointer]
     except (OSError, AttributeError) as fault:  # for another machine, or of older sources
         raise ImportError(f"the kernels for CPUs cannot be loaded: {first_line(fault)}") from fault
     with contextlib.suppress(AttributeError):  # a torch without OpenMP

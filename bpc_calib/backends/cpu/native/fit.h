@@ -30,13 +30,6 @@ struct Zeros {
     operator T *() const { return at; }
 };
 
-template <class Work>
-INLINE auto with_element(i64 element, const Work &work) {
-    if (element == BFLOAT16) return work(std::integral_constant<Element, BFLOAT16>());
-    if (element == FLOAT16) return work(std::integral_constant<Element, FLOAT16>());
-    return work(std::integral_constant<Element, FLOAT32>());
-}
-
 // Calls `work(vectors, column)` until it has had all columns, a multiple of `WIDE`.
 template <class Work>
 INLINE void by_vectors(i64 columns, const Work &work) {

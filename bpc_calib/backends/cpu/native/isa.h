@@ -14,8 +14,9 @@
 #include "attend.h"
 #include "step.h"
 #include "fit.h"
+#include "linear.h"
 
 namespace BPC_ISA {
 extern const bpc::Kernels kernels;
-const bpc::Kernels kernels = {step, greedy, search_codes, squared_norm, decompose, products};
+const bpc::Kernels kernels = {step, greedy, search_codes, squared_norm, decompose, products, linear};
 }  // namespace BPC_ISA

@@ -61,6 +61,7 @@ extern const bpc::Kernels kernels;
 namespace {
 
 const char *name = "base";
+bool bf16_dots = false;  // whether the processor has AVX512-BF16
 
 #if defined(__x86_64__)
 bool all(unsigned found, unsigned wanted) { return (found & wanted) == wanted; }
@@ -84,7 +85,10 @@ const bpc::Kernels &chosen() {
                     all(more, bit_AVX2 | bit_BMI | bit_BMI2) && all(extended, bit_LZCNT) && saved(0x06);
     bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) && saved(0xE6);
     std::string_view wanted = most && *most ? most : "avx512";
-    if (has_avx512 && wanted == "avx512") return name = "avx512", avx512::kernels;
+    if (has_avx512 && wanted == "avx512") {
+        bf16_dots = __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+        return name = "avx512", avx512::kernels;
+    }
     if (has_avx2 && wanted != "base") return name = "avx2", avx2::kernels;
 #endif
     return base::kernels;
@@ -149,6 +153,12 @@ EXPORT void bpc_search(int64_t threads, const float *products, const float *norm
                        float *errors, uint8_t *gains) {
     std::lock_guard<std::mutex> lock(one_at_a_time);
     kernels.search(threads, products, norms, gram, squares, codebooks, rows, tokens, bits, codes, errors, gains);
+}
+
+EXPORT void bpc_linear(int64_t threads, int64_t element, const char *tokens, int64_t count, const char *matrix,
+                       int64_t outputs, int64_t columns, float *out) {
+    std::lock_guard<std::mutex> lock(one_at_a_time);
+    kernels.linear(threads, element, tokens, count, matrix, outputs, columns, bf16_dots, out, memory);
 }
 
 // Fitting: each call is one head's, and several threads call at once.

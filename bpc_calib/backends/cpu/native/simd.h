@@ -206,6 +206,13 @@ INLINE floats numbers(const void *at) {
 #endif
 }
 
+template <class Work>
+INLINE auto with_element(i64 element, const Work &work) {
+    if (element == BFLOAT16) return work(std::integral_constant<Element, BFLOAT16>());
+    if (element == FLOAT16) return work(std::integral_constant<Element, FLOAT16>());
+    return work(std::integral_constant<Element, FLOAT32>());
+}
+
 constexpr i64 size_of(Element e) { return e == FLOAT32 ? 4 : 2; }
 
 // A row of `dim` numbers as float32.

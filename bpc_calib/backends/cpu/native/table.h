@@ -23,6 +23,9 @@ struct Kernels {
                       const double *root, const double *draws, int64_t bits, int64_t iterations, double *projection);
     void (*products)(int64_t element, const void *keys, int64_t count, int64_t dim, const double *mean,
                      const double *matrix, const double *gram, int64_t bits, double *squares, double *cross);
+    // Linear layers of a few tokens, see linear.h.
+    void (*linear)(int64_t threads, int64_t element, const char *tokens, int64_t count, const char *matrix,
+                   int64_t outputs, int64_t columns, bool dots, float *out, Memory memory);
 };
 
 }  // namespace bpc

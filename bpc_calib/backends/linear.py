@@ -1,0 +1,59 @@
+"""Linear layers of a few tokens on a CPU, by a kernel where torch reads their weights far below the memory's speed."""
+
+import torch
+from torch import Tensor
+
+from bpc_calib import compat
+from bpc_calib.backends import dispatch
+from bpc_calib.errors import InputError
+
+__all__ = ["linear", "slow_in_torch"]
+
+MOST = 31  # tokens; of more, torch reads the weights fast enough, or `widen_long_passes` helps it
+UNIT = 32  # numbers: the kernel needs rows of a multiple
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def slow_in_torch(weight: Tensor) -> range:
+    """Return the numbers of tokens for which `linear` takes less time than torch; it serves no others.
+
+    On a processor without AMX torch calls oneDNN or MKL, or computes 16-bit tokens one after the other, except for a
+    token that its own product of a matrix and a vector serves (docs/performance.md).
+
+    Args:
+        weight: `[outputs, columns]`.
+    """
+    without_avx512 = compat.only_avx2()
+    served = weight.dtype in DTYPES and weight.shape[1] % UNIT == 0 and weight.is_contiguous()
+    if not served or not (compat.lacks_amx() or without_avx512) or dispatch.backend(weight.device) != "native":
+        return range(0)
+    fast = weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and without_avx512)
+    return range(2 if fast else 1, MOST + 1)
+
+
+def linear(tokens: Tensor, weight: Tensor) -> Tensor:
+    """`torch.nn.functional.linear(tokens.float(), weight.float())`, with sums in another order.
+
+    Args:
+        tokens: `[T, columns]`, of the weight's dtype.
+        weight: `[outputs, columns]`, for so many tokens `slow_in_torch`.
+
+    Returns:
+        float32 `[T, outputs]`.
+
+    Raises:
+        InputError: the tokens do not fit the weight.
+    """
+    from bpc_calib.backends.cpu.native import ELEMENTS, MOST_THREADS, library
+
+    (count, columns), outputs = tokens.shape, len(weight)
+    if weight.shape[1] != columns or weight.dtype != tokens.dtype:
+        raise InputError(
+            f"tokens {list(tokens.shape)} of {tokens.dtype} do not fit weights {list(weight.shape)} of {weight.dtype}"
+        )
+    tokens, found = tokens.contiguous(), tokens.new_empty(count, outputs, dtype=torch.float32)
+    library().bpc_linear(
+        min(torch.get_num_threads(), MOST_THREADS), ELEMENTS[weight.dtype], tokens.data_ptr(), count,
+        weight.data_ptr(), outputs, columns, found.data_ptr(),
+    )  # fmt: skip
+    return found
