@@ -148,15 +148,15 @@ class _OneRow(TorchFunctionMode):
         return function(*given, **(named or {}))
 
 
+def _like_linear(tokens: Tensor, weight: Tensor) -> Tensor:
+    return tokens.new_empty(len(tokens), len(weight), dtype=torch.float32)
+
+
 # Not `torch.library.custom_op`, whose wrappers cost tens of microseconds per call.
 library = torch.library.Library("bpc", "FRAGMENT")
 library.define("linear(Tensor tokens, Tensor weight) -> Tensor")
 library.impl("linear", linear, "CPU")
-
-
-@torch.library.register_fake("bpc::linear", lib=library)
-def _like_linear(tokens: Tensor, weight: Tensor) -> Tensor:
-    return tokens.new_empty(len(tokens), len(weight), dtype=torch.float32)
+torch.library.register_fake("bpc::linear", _like_linear, lib=library)
 
 
 def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, Any], index: int) -> str:
