@@ -37,7 +37,7 @@ ROOMS = {
     "sharing": {"errors", "hub", "method", "evaluation"},
 }
 # The only modules of `backends` that other subpackages may import.
-OPEN_BACKENDS = {"dispatch", "limits", "pages", "sizes", "switch_over"}
+OPEN_BACKENDS = {"dispatch", "limits", "linear", "pages", "sizes", "switch_over"}
 TIMES_STAGES = Path("bench/stages.py")  # times parts of a step, which no backend offers
 # What the help of the commands shows, and what they check their options with: none of the large libraries.
 CHEAP = {

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
+from bpc_calib.backends.linear import linear, slow_in_torch
+from bpc_calib.backends.pages import in_huge_pages
 from bpc_calib.bench.machine import cache_bytes
 
-__all__ = ["Call", "bandwidth", "captured", "clock", "copies", "reason", "summary", "synchronize", "timed"]
+__all__ = ["Call", "bandwidth", "captured", "clock", "reason", "summary", "synchronize", "timed"]
 
 STEPS = 32  # minimum number of calls per timed sample on a GPU
 WARM_UP = 3
 REPEATS = 7  # of a measurement of the bandwidth
+COLUMNS = 4096
 
 Call = Callable[[], Any]
 
@@ -96,7 +99,7 @@ def timed(forms: Mapping[str, Sequence[Call]], repeats: int, device: torch.devic
     return samples | taken
 
 
-def copies(size: int, device: torch.device) -> list[float]:
+def _copies(size: int, device: torch.device) -> list[float]:
     """Return bytes per second of copies of `size` bytes in the device's memory, counting reads and writes."""
     source = torch.ones(size // 4, device=device)
     copy = functools.partial(torch.empty_like(source).copy_, source)
@@ -104,20 +107,31 @@ def copies(size: int, device: torch.device) -> list[float]:
     return [2 * source.nbytes / clock(copy, device) for _ in range(REPEATS)]
 
 
+def _reads(size: int, device: torch.device) -> dict[str, list[float]]:
+    """Return bytes per second of ways to read `size` bytes of the device's memory."""
+    source = in_huge_pages(torch.empty(size // COLUMNS // 4, COLUMNS, device=device)).fill_(1)
+    ways: dict[str, Call] = {"streaming read": source.sum}
+    if 1 in slow_in_torch(source):
+        ways["product with a token"] = functools.partial(linear, source[:1], source)
+    rates = {}
+    for name, way in ways.items():
+        way()
+        rates[name] = [source.nbytes / clock(way, device) for _ in range(REPEATS)]
+    return rates
+
+
 @functools.cache  # seconds of work, and a machine does not change
 def bandwidth(device: torch.device) -> dict[str, Any]:
-    """Measure the memory bandwidth for the byte floors, once per process: the faster of a streaming read and a copy.
+    """Measure the memory bandwidth for the byte floors, once per process: the fastest of several ways.
+
+    These are a streaming read, a copy, and BPC's product of a matrix and a token where BPC uses it.
 
     Returns:
-        `bytes_per_second`, its `spread` (minimum and maximum of the repeats), `by` (the faster of the two), and
+        `bytes_per_second`, its `spread` (minimum and maximum of the repeats), `by` (the fastest way), and
         `working_set_bytes`, much larger than the last-level cache.
     """
     size = max(1 << 28, 4 * cache_bytes(device)) if device.type != "cuda" else 1 << 31
-    source = torch.ones(size // 8, dtype=torch.int64, device=device)
-    source.sum()
-    rates = {"streaming read": [source.nbytes / clock(source.sum, device) for _ in range(REPEATS)]}
-    del source
-    rates["copy, bytes read and written"] = copies(size, device)
+    rates = _reads(size, device) | {"copy, bytes read and written": _copies(size, device)}
     best = max(rates, key=lambda name: statistics.median(rates[name]))
     rate, spread = summary(rates[best], 0).values()
     return {"bytes_per_second": rate, "spread": spread, "by": best, "working_set_bytes": size}
