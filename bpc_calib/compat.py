@@ -197,16 +197,24 @@ def set_torch_threads(count: int) -> None:
         torch._C.set_num_threads(count)
 
 
-def compile_program(program: Any, file: Path) -> None:
-    """Compile an exported program for the CPU without its weights, and write the code as a file `*.pt2`."""
+def compile_program(program: Any, file: Path, calls: dict[Any, str]) -> None:
+    """Compile an exported program for the CPU without its weights, and write the code as a file `*.pt2`.
+
+    Args:
+        program: exported.
+        file: to write.
+        calls: C++ code by operators: functions that serve them; a torch that cannot call these calls Python.
+    """
     with _needed("torch", "compile layers ahead of time"):
         import torch
-        from torch._inductor import aoti_compile_and_package
+        from torch._inductor import aoti_compile_and_package, config
 
-    settings = {
+    settings: dict[str, Any] = {
         "aot_inductor.package_constants_in_so": False,
         "cpp.dynamic_threads": True,  # as many as torch has when the code runs
     }
+    if hasattr(config.aot_inductor, "custom_ops_to_c_shims"):
+        settings["aot_inductor.custom_ops_to_c_shims"] = {operator: [code] for operator, code in calls.items()}
     with _calling(torch.ops.aten.addmv.default):
         aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
 

@@ -21,7 +21,7 @@ from bpc_calib.models.description import describe
 from bpc_calib.models.observation import observing
 from bpc_calib.runtime.enabling import is_enabled
 from bpc_calib.runtime.few_tokens import serve_few_tokens
-from bpc_calib.runtime.layer_package import Inputs, library, load_layer, packaged, weights_of
+from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +46,9 @@ class _Running(threading.local):
 
 
 _running = _Running()
-library.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
+# Not `torch.library.custom_op`, whose wrappers cost tens of microseconds per call.
+_library = torch.library.Library("bpc", "FRAGMENT")
+_library.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tensor")
 
 
 def _layer_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -63,8 +65,8 @@ def _like_output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return query.new_empty(batch, tokens, heads, value.shape[-1])
 
 
-library.impl("layer_attention", _layer_attention, "CPU")
-torch.library.register_fake("bpc::layer_attention", _like_output, lib=library)
+_library.impl("layer_attention", _layer_attention, "CPU")
+torch.library.register_fake("bpc::layer_attention", _like_output, lib=_library)
 
 
 @dataclass(eq=False)

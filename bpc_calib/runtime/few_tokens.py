@@ -9,7 +9,50 @@ from torch import Tensor, nn
 
 from bpc_calib.backends.linear import linear, slow_in_torch
 
-__all__ = ["serve_few_tokens"]
+__all__ = ["IN_COMPILED_CODE", "product_with_row", "serve_few_tokens"]
+
+_library = torch.library.Library("bpc", "FRAGMENT")
+_library.define("few_tokens(Tensor tokens, Tensor weight) -> Tensor")
+_library.impl("few_tokens", linear, "CPU")
+torch.library.register_fake(
+    "bpc::few_tokens",
+    lambda tokens, weight: tokens.new_empty(len(tokens), len(weight), dtype=torch.float32),
+    lib=_library,
+)
+# By operators, the functions that compiled code calls, under the names that torch gives them, because a call through
+# Python takes 12 us. They need the kernel's library to be loaded.
+IN_COMPILED_CODE = {
+    torch.ops.bpc.few_tokens.default: """
+void bpc_linear(int64_t, int64_t, const void *, int64_t, const void *, int64_t, int64_t, float *);
+extern int omp_get_max_threads();
+extern AOTITorchError aoti_torch_cpu_few_tokens(
+    AtenTensorHandle tokens, AtenTensorHandle weight, AtenTensorHandle *made
+) {
+    int64_t count, outputs, columns;
+    int32_t dtype;
+    void *from, *matrix, *to;
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_size(tokens, 0, &count));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_size(weight, 0, &outputs));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_size(weight, 1, &columns));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(weight, &dtype));
+    const int64_t sizes[] = {count, outputs}, strides[] = {outputs, 1};
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+        2, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, made));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tokens, &from));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(weight, &matrix));
+    AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(*made, &to));
+    int64_t element = dtype == aoti_torch_dtype_bfloat16() ? 0 : dtype == aoti_torch_dtype_float16() ? 1 : 2;
+    bpc_linear(omp_get_max_threads(), element, from, count, matrix, outputs, columns, static_cast<float *>(to));
+    return AOTI_TORCH_SUCCESS;
+}
+"""
+}
+
+
+def product_with_row(row: Tensor, weight: Tensor) -> Tensor:
+    """Return float32 `[outputs]`, the product of a weight and a row `[columns]`, in code that torch traces."""
+    found: Tensor = torch.ops.bpc.few_tokens(row.unsqueeze(0), weight).squeeze(0)
+    return found
 
 
 def serve_few_tokens(model: Any) -> None:

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bpc_calib import compat
-from bpc_calib.backends.linear import linear, slow_in_torch
+from bpc_calib.backends import dispatch, linear
+from bpc_calib.backends.linear import slow_in_torch
 from bpc_calib.compat import compile_program, load_program
 from bpc_calib.errors import BPCError, ModelError, first_line
+from bpc_calib.runtime import few_tokens
+from bpc_calib.runtime.few_tokens import IN_COMPILED_CODE, product_with_row
 
 __all__ = ["Inputs", "load_layer", "packaged", "weights_of"]
 
-LARGE = 1 << 21  # numbers of a matrix from which a kernel's product with a vector takes less time than a loop
+LARGE = 1 << 21  # numbers of a matrix from which torch's product with a vector is faster than a loop
+
+SOURCES = (__file__, compat.__file__, few_tokens.__file__, linear.__file__)  # what the code depends on
 
 Inputs = tuple[Tensor, tuple[Tensor, ...]]  # hidden states [1, 1, hidden_size], and the position embeddings
 
@@ -67,7 +72,7 @@ def packaged(
         with tempfile.TemporaryDirectory(dir=folder) as unfinished, _quiet():
             program = torch.export.export(_Called(layer, arguments), inputs, strict=False)
             made = Path(unfinished) / file.name
-            compile_program(program, made)
+            compile_program(program, made, IN_COMPILED_CODE)
             os.replace(made, file)
     except BPCError:
         raise
@@ -122,9 +127,9 @@ class _Called(nn.Module):
 class _OneRow(TorchFunctionMode):
     """Inside this block, a linear layer of one row is a product of a matrix and a vector.
 
-    torch's own linear layer reads 16-bit weights of one row at half of the speed of memory, or at a quarter. A large
-    matrix is read by a kernel, torch's product with a vector or BPC's, a small one by a compiled loop, which starts
-    faster.
+    torch's own linear layer reads 16-bit weights of one row at half of the speed of memory, or at a quarter. Where
+    torch's product with a vector is slow, too, BPC's kernel computes it. Elsewhere that product serves large matrices,
+    and a compiled loop, which starts faster, small ones.
     """
 
     def __torch_function__(
@@ -133,30 +138,16 @@ class _OneRow(TorchFunctionMode):
         if function is torch.nn.functional.linear and not named and given[0].numel() == given[0].shape[-1]:
             row, weight, added = given if len(given) == 3 else (*given, None)
             flat = row.reshape(-1)
-            if weight.numel() >= LARGE and 1 not in slow_in_torch(weight):
-                if added is None:
-                    product = torch.addmv(flat[:1], weight, flat, beta=0)
-                else:
-                    product = torch.addmv(added, weight, flat)
-            else:
-                if weight.numel() < LARGE:
-                    wide = (flat.float() * weight.float()).sum(-1)
-                else:
-                    wide = torch.ops.bpc.linear(flat.unsqueeze(0), weight).squeeze(0)
+            own = 1 in slow_in_torch(weight)
+            if own or weight.numel() < LARGE:
+                wide = product_with_row(flat, weight) if own else (flat.float() * weight.float()).sum(-1)
                 product = (wide if added is None else wide + added.float()).to(row.dtype)
+            elif added is None:
+                product = torch.addmv(flat[:1], weight, flat, beta=0)
+            else:
+                product = torch.addmv(added, weight, flat)
             return product.view(*row.shape[:-1], -1)
         return function(*given, **(named or {}))
-
-
-def _like_linear(tokens: Tensor, weight: Tensor) -> Tensor:
-    return tokens.new_empty(len(tokens), len(weight), dtype=torch.float32)
-
-
-# Not `torch.library.custom_op`, whose wrappers cost tens of microseconds per call.
-library = torch.library.Library("bpc", "FRAGMENT")
-library.define("linear(Tensor tokens, Tensor weight) -> Tensor")
-library.impl("linear", linear, "CPU")
-torch.library.register_fake("bpc::linear", _like_linear, lib=library)
 
 
 def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, Any], index: int) -> str:
@@ -169,7 +160,8 @@ def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, 
         torch.__version__,
         transformers.__version__,
         _processor(),
-        [hashlib.sha256(Path(each).read_bytes()).hexdigest() for each in (__file__, compat.__file__)],
+        dispatch.backend(hidden.device),  # which also loads the kernel that the code calls
+        [hashlib.sha256(Path(each).read_bytes()).hexdigest() for each in SOURCES],
         f"{kind.__module__}.{kind.__qualname__}",
         config.to_json_string(use_diff=False),
         index,

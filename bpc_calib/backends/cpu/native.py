@@ -32,7 +32,7 @@ def library() -> Any:
     if not path.exists():
         raise ImportError("the kernels for CPUs are not built (install a C++ compiler, then bpc-calib again)")
     try:
-        lib = ctypes.CDLL(str(path))
+        lib = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled layers call `bpc_linear`
         lib.bpc_fields.restype = lib.bpc_isa.restype = ctypes.c_char_p
         lib.bpc_squared_norm.restype = ctypes.c_double
         lib.bpc_step.argtypes, lib.bpc_step.restype = [pointer], number
