@@ -207,10 +207,20 @@ def vllm_pages(results: Results) -> Lines:
 
 def vllm_attention(results: Results) -> Lines:
     """Attention of a layer by vLLM's kernel and by BPC."""
-    yield "shape", "numbers", "threads", "requests", "tokens of each", "vLLM's kernel, us", "BPC, us", "times as fast"
-    for row in results["vllm_pages"]["attention"]["rows"]:
-        about = (row[name] for name in ("shape", "dtype", "threads", "requests", "tokens"))
-        yield *about, f"{row['stock']:,.0f}", f"{row['bpc']:,.0f}", f"{row['stock'] / row['bpc']:.1f}"
+    processors = {"attention": "AVX2", "attention_avx512": "AVX-512"}
+    found = {
+        name: by(results["vllm_pages"][name]["rows"], "shape", "dtype", "threads", "requests", "tokens")
+        for name in processors
+    }
+    heads = (f"{name}: {what}" for name in processors.values() for what in ("vLLM's kernel, us", "BPC, us", "ratio"))
+    yield "shape", "numbers", "threads", "requests", "tokens of each", *heads
+    for case in dict.fromkeys(case for rows in found.values() for case in rows):
+        cells: list[str] = []
+        for rows in found.values():
+            row = rows.get(case)
+            times = ("", "") if row is None else (f"{row['stock']:,.0f}", f"{row['bpc']:,.0f}")
+            cells += (*times, "" if row is None else f"{row['stock'] / row['bpc']:.1f}")
+        yield *case, *cells
 
 
 def serving(results: Results) -> Lines:
