@@ -89,13 +89,14 @@ def whole_models_avx512(results: Results) -> Lines:
         yield SHAPES["llama-3.2-1b"], row["tokens"], *_speeds(row), *_speedups(row)
 
 
-def row_products(results: Results) -> Lines:
-    """How fast a matrix is read that is multiplied with a vector."""
-    found = by(results["row_products"]["rows"], "dtype", "rows", "columns", "threads")
-    yield "matrix", "threads", "bfloat16: torch, GB/s", "a loop", "float32: torch", "a loop"
-    for height, width, threads in dict.fromkeys(case[1:] for case in found):
-        both = [found[dtype, height, width, threads] for dtype in ("bfloat16", "float32")]
-        yield f"{height:,} x {width:,}", threads, *(row[form] for row in both for form in ("torch", "loop"))
+def few_tokens(results: Results) -> Lines:
+    """How fast weights are read that are multiplied with a few tokens."""
+    found = by(results["few_tokens"]["rows"], "processor", "outputs", "columns", "tokens", "dtype")
+    dtypes = ("bfloat16", "float16", "float32")
+    yield "processor", "weights", "tokens", *(f"{dtype}: {form}" for dtype in dtypes for form in ("torch, GB/s", "BPC"))
+    for processor, outputs, columns, tokens in dict.fromkeys(case[:4] for case in found):
+        rows = [found[processor, outputs, columns, tokens, dtype] for dtype in dtypes]
+        yield processor, f"{outputs:,} x {columns:,}", tokens, *(row[form] for row in rows for form in ("torch", "bpc"))
 
 
 def scaling(results: Results) -> Lines:
@@ -468,7 +469,7 @@ def larger_than_memory(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, whole_models, whole_models_short, whole_models_avx512, row_products, scaling, switch_over, without_products,
+    layer, whole_models, whole_models_short, whole_models_avx512, few_tokens, scaling, switch_over, without_products,
     generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
     model_bytes, offload_plan, serving, vllm_pages, vllm_attention, headline, headline_both, adapting,
     aggregation, key_counts, keys_per_head,

@@ -1,15 +1,18 @@
 """Compiled decoder layers: the same text as plain ones, from the same caches, and what stays plain."""
 
 import re
+import sys
 import threading
 from functools import partial
 
 import pytest
 import tiny
 import torch
+from torch._inductor.config import aot_inductor
 from transformers import DynamicCache
 
 from bpc_calib import BPCCache, InputError, ModelError, compat, compile_layers, enable
+from bpc_calib.backends.linear import linear
 from bpc_calib.compat import with_cache
 from bpc_calib.runtime import compiled_layers, layer_package
 
@@ -126,6 +129,28 @@ def test_what_is_no_step_of_one_sequence_stays_plain(processor, monkeypatch):
         assert torch.equal(plain(ids).logits, compiled(ids).logits)
         compiled(ids).logits.sum().backward()
     assert compiled.get_decoder().layers[0].mlp.up_proj.weight.grad is not None
+
+
+@pytest.mark.skipif(
+    not hasattr(aot_inductor, "custom_ops_to_c_shims"), reason="this torch calls operators through Python"
+)
+def test_compiled_code_multiplies_without_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compat, "lacks_amx", lambda: True)
+    plain, compiled = pair()
+    caches = [BPCCache(each.config) for each in (plain, compiled)]
+    decoded(compiled, caches[1], steps=1)
+    called = []
+    sys.setprofile(lambda frame, event, _: event == "call" and called.append(frame.f_code))
+    try:
+        found = decoded(compiled, caches[1], steps=1, prompt=1)
+    finally:
+        sys.setprofile(None)
+    assert called.count(linear.__code__) == 2  # of the head, in each of two steps
+    (file,) = (tmp_path / "bpc").iterdir()
+    assert b"aoti_torch_cpu_few_tokens" in file.read_bytes()
+    decoded(plain, caches[0], steps=1)
+    torch.testing.assert_close(found, decoded(plain, caches[0], steps=1, prompt=1), rtol=1e-4, atol=1e-4)
 
 
 def test_the_code_is_compiled_once_and_has_no_weights(tmp_path, monkeypatch):

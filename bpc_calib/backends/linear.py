@@ -7,28 +7,22 @@ from bpc_calib import compat
 from bpc_calib.backends import dispatch
 from bpc_calib.errors import InputError
 
-__all__ = ["linear", "slow_in_torch"]
+__all__ = ["MOST", "linear", "slow_in_torch"]
 
 MOST = 31  # tokens; of more, torch reads the weights fast enough, or `widen_long_passes` helps it
 UNIT = 32  # numbers: the kernel needs rows of a multiple
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def slow_in_torch(weight: Tensor) -> range:
-    """Return the numbers of tokens for which `linear` takes less time than torch; it serves no others.
+def slow_in_torch(weight: Tensor) -> bool:
+    """Whether `linear` takes less time than torch for up to `MOST` tokens, and serves this weight `[outputs, columns]`.
 
-    On a processor without AMX torch calls oneDNN or MKL, or computes 16-bit tokens one after the other, except for a
-    token that its own product of a matrix and a vector serves (docs/performance.md).
-
-    Args:
-        weight: `[outputs, columns]`.
+    On a processor without AMX torch calls oneDNN or MKL, or computes 16-bit tokens one after the other
+    (docs/performance.md).
     """
-    without_avx512 = compat.only_avx2()
     served = weight.dtype in DTYPES and weight.shape[1] % UNIT == 0 and weight.is_contiguous()
-    if not served or not (compat.lacks_amx() or without_avx512) or dispatch.backend(weight.device) != "native":
-        return range(0)
-    fast = weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and without_avx512)
-    return range(2 if fast else 1, MOST + 1)
+    without_amx = compat.lacks_amx() or compat.only_avx2()
+    return bool(served and without_amx and dispatch.backend(weight.device) == "native")
 
 
 def linear(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -36,7 +30,7 @@ def linear(tokens: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         tokens: `[T, columns]`, of the weight's dtype.
-        weight: `[outputs, columns]`, for so many tokens `slow_in_torch`.
+        weight: `[outputs, columns]`, `slow_in_torch`.
 
     Returns:
         float32 `[T, outputs]`.

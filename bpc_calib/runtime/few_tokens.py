@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bpc_calib.backends.linear import linear, slow_in_torch
+from bpc_calib.backends.linear import MOST, linear, slow_in_torch
 
 __all__ = ["IN_COMPILED_CODE", "product_with_row", "serve_few_tokens"]
 
@@ -70,12 +70,12 @@ def serve_few_tokens(model: Any) -> None:
             layer.__dict__["forward"] = functools.partial(_forward, layer, layer.forward, slow, layer is head)
 
 
-def _forward(layer: nn.Linear, plain: Callable[[Tensor], Tensor], slow: range, is_head: bool, hidden: Tensor) -> Tensor:
+def _forward(layer: nn.Linear, plain: Callable[[Tensor], Tensor], slow: bool, is_head: bool, hidden: Tensor) -> Tensor:
     """Stand in for the forward of a linear layer."""
     weight, tokens = layer.weight, hidden.shape[:-1].numel()
     if torch.is_grad_enabled() or hidden.dtype != weight.dtype:
         return plain(hidden)
-    if tokens in slow:
+    if slow and 0 < tokens <= MOST:
         found = linear(hidden.reshape(tokens, -1), weight)
     elif is_head and tokens == 1:  # torch's linear layer reads 16-bit weights of one token slowly
         found = torch.mv(weight, hidden.reshape(-1))

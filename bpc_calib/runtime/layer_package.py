@@ -138,7 +138,7 @@ class _OneRow(TorchFunctionMode):
         if function is torch.nn.functional.linear and not named and given[0].numel() == given[0].shape[-1]:
             row, weight, added = given if len(given) == 3 else (*given, None)
             flat = row.reshape(-1)
-            own = 1 in slow_in_torch(weight)
+            own = slow_in_torch(weight)
             if own or weight.numel() < LARGE:
                 wide = product_with_row(flat, weight) if own else (flat.float() * weight.float()).sum(-1)
                 product = (wide if added is None else wide + added.float()).to(row.dtype)
