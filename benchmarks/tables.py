@@ -82,11 +82,12 @@ def _speedups(row: Row) -> list[str]:
 def whole_models_avx512(results: Results) -> Lines:
     """One of those on a processor with AVX-512 and without AMX."""
     yield (
-        "model", "tokens", "transformers, tokens/s", "full attention at its best", "BPC", "limit by bytes",
+        "model", "sequences", "tokens of each", "transformers, tokens/s", "full attention at its best", "BPC", "limit by bytes",
         "BPC over transformers", "over full at its best", "limit of that",
     )  # fmt: skip
-    for row in results["bench_cpu_llama-3.2-1b_1_avx512"]["decode"]["rows"]:
-        yield SHAPES["llama-3.2-1b"], row["tokens"], *_speeds(row), *_speedups(row)
+    for batch in (1, 8):
+        for row in results[f"bench_cpu_llama-3.2-1b_{batch}_avx512"]["decode"]["rows"]:
+            yield SHAPES["llama-3.2-1b"], batch, row["tokens"], *_speeds(row), *_speedups(row)
 
 
 def few_tokens(results: Results) -> Lines:
@@ -226,15 +227,16 @@ def vllm_attention(results: Results) -> Lines:
 
 def serving(results: Results) -> Lines:
     """vLLM's server, stock and with BPC, and the same model in transformers after one prompt."""
+    files = {"serving_avx512": "AVX-512", "serving": "AVX2", "serving_float32": "AVX2"}
     found = {
-        (results[name]["settings"]["dtype"], *key): row
-        for name in ("serving", "serving_float32")
+        (processor, results[name]["settings"]["dtype"], *key): row
+        for name, processor in files.items()
         for key, row in by(results[name]["rows"], "prompt", "requests", "server").items()
     }
     names = list(dict.fromkeys(server for *_, server in found))
     heads = [f"{name}, tokens/s" for name in names] + [f"{name}: ratio" for name in names[1:]]
-    yield "numbers", "prompt, tokens", "requests", "prompts read by stock, s", *heads
-    for case in dict.fromkeys((dtype, prompt, requests) for dtype, prompt, requests, _ in found):
+    yield "processor", "numbers", "prompt, tokens", "requests", "prompts read by stock, s", *heads
+    for case in dict.fromkeys(case[:-1] for case in found):
         same = [found.get((*case, name)) for name in names]
         stock = (*case, names[0])
         read = round(found[stock]["prefill_seconds"])
