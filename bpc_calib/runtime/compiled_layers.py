@@ -85,12 +85,11 @@ class _Layer:
 def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lambda: None) -> None:
     """Run one-token steps of a model on a CPU through compiled decoder layers, from now on.
 
-    A step of one sequence uses them. In other passes layers stay plain, but for a few tokens without gradients their
-    products are computed where weights are read fastest (`bpc_calib.runtime.few_tokens`). Results differ from plain
-    ones by rounding: products are summed in float32. The first call for a model compiles
-    for 8 to 15 seconds and keeps the code on disk (`packaged`). Layers whose compiled code does not reproduce them
-    stay plain. A second call does nothing. Weights are moved to pages of 2 MB, from which all steps read them faster;
-    they must stay there afterwards.
+    A step of one sequence uses them. In other passes layers stay plain, but those of a few tokens without gradients
+    read the weights faster (`bpc_calib.runtime.few_tokens`). Results differ from plain ones by rounding: products are
+    summed in float32. The first call for a model compiles for 8 to 15 seconds and keeps the code on disk (`packaged`).
+    Layers whose compiled code does not reproduce them stay plain. A second call does nothing. Weights are moved to
+    pages of 2 MB, from which all steps read them faster; they must stay there afterwards.
 
     Args:
         model: an enabled model (`bpc_calib.enable`) on a CPU.
