@@ -82,8 +82,8 @@ def _speedups(row: Row) -> list[str]:
 def whole_models_avx512(results: Results) -> Lines:
     """One of those on a processor with AVX-512 and without AMX."""
     yield (
-        "model", "sequences", "tokens of each", "transformers, tokens/s", "full attention at its best", "BPC", "limit by bytes",
-        "BPC over transformers", "over full at its best", "limit of that",
+        "model", "sequences", "tokens of each", "transformers, tokens/s", "full attention at its best", "BPC",
+        "limit by bytes", "BPC over transformers", "over full at its best", "limit of that",
     )  # fmt: skip
     for batch in (1, 8):
         for row in results[f"bench_cpu_llama-3.2-1b_{batch}_avx512"]["decode"]["rows"]:
