@@ -55,10 +55,14 @@ def full_attention(decoder: Decoder) -> Any:
 
 
 def compile_decoder(model: Any, new: int, quiet: bool) -> None:
-    """Have a model on a CPU decode with compiled layers, if it is to make enough new tokens."""
+    """Have a model on a CPU decode with compiled layers, or if it makes few new tokens, with faster linear layers."""
     from bpc_calib import BPCError, compile_layers, describe
+    from bpc_calib.runtime.few_tokens import serve_few_tokens
 
-    if model.device.type != "cpu" or new * describe(model.config).num_layers < COMPILED_FROM:
+    if model.device.type != "cpu":
+        return
+    if new * describe(model.config).num_layers < COMPILED_FROM:
+        serve_few_tokens(model)
         return
 
     def compiling() -> None:
@@ -70,6 +74,7 @@ def compile_decoder(model: Any, new: int, quiet: bool) -> None:
     except BPCError as fault:
         if not quiet:
             note(f"Decoding without compiled layers: {fault}")
+        serve_few_tokens(model)
 
 
 def warm_up(decoder: Decoder, ids: Any, cache: Any, new: int, *, compare: bool, quiet: bool) -> tuple[Decoder, float]:

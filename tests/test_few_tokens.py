@@ -5,7 +5,7 @@ import tiny
 import torch
 from torch.nn.functional import linear as plain_linear
 
-from bpc_calib import InputError, compat
+from bpc_calib import InputError, compat, compile_layers, enable
 from bpc_calib.backends.linear import MOST, linear, slow_in_torch
 from bpc_calib.runtime import few_tokens
 from bpc_calib.runtime.few_tokens import serve_few_tokens
@@ -60,6 +60,27 @@ def test_where_torch_is_slow(monkeypatch):
         assert not slow_in_torch(other)
     monkeypatch.setenv("BPC_BACKEND", "torch")
     assert not slow_in_torch(draw(8, 64))
+
+
+def test_weights_that_are_loaded_when_they_are_used_stay_torchs(monkeypatch):
+    on_processor(monkeypatch, "AVX2")
+    model = tiny.model()
+    model.lm_head._hf_hook = object()  # as accelerate marks them
+    serve_few_tokens(model)
+    assert not any("forward" in vars(each) for each in model.modules())
+
+
+def test_a_served_model_is_compiled_like_any_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    on_processor(monkeypatch, "AVX-512")
+    plain, served = tiny.model(), tiny.model()
+    enable(served)
+    serve_few_tokens(served)
+    compile_layers(served)
+    ids = torch.tensor([[5]])
+    with torch.inference_mode():
+        torch.testing.assert_close(served(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    assert all("forward" in vars(each) for each in served.get_decoder().layers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

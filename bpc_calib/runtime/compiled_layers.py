@@ -20,7 +20,7 @@ from bpc_calib.errors import InputError, ModelError
 from bpc_calib.models.description import describe
 from bpc_calib.models.observation import observing
 from bpc_calib.runtime.enabling import is_enabled
-from bpc_calib.runtime.few_tokens import serve_few_tokens
+from bpc_calib.runtime.few_tokens import serve_few_tokens, unread
 from bpc_calib.runtime.layer_package import Inputs, load_layer, packaged, weights_of
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
     if any("forward" in vars(layer.module) for layer in layers):
         return
     compiling = functools.cache(compiling)
-    _check(model)
+    if fault := unread(model):
+        raise ModelError(f"{fault}, so its layers cannot be compiled")
     _move_weights(model)
     _observe(model, layers)
     left, made = list(enumerate(layers)), []
@@ -125,16 +126,6 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
     for layer, run in made:
         layer.module.forward = functools.partial(_forward, layer, run, layer.module.forward)
     serve_few_tokens(model)
-
-
-def _check(model: Any) -> None:
-    name = describe(model.config).id
-    if any(each.device.type != "cpu" for each in model.parameters()):
-        raise ModelError(f"{name} is not on a CPU, and only there its layers are compiled")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise ModelError(f"{name} has weights that are loaded when they are used, so its layers cannot be compiled")
-    if describe(model.config).ranks > 1:
-        raise ModelError(f"{name}: several processes shard it, so its layers cannot be compiled")
 
 
 def _move_weights(model: Any) -> None:

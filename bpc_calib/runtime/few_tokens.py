@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bpc_calib.backends.linear import MOST, linear, slow_in_torch
+from bpc_calib.models.description import describe
 
-__all__ = ["IN_COMPILED_CODE", "product_with_row", "serve_few_tokens"]
+__all__ = ["IN_COMPILED_CODE", "product_with_row", "serve_few_tokens", "unread"]
 
 _library = torch.library.Library("bpc", "FRAGMENT")
 _library.define("few_tokens(Tensor tokens, Tensor weight) -> Tensor")
@@ -55,17 +56,27 @@ def product_with_row(row: Tensor, weight: Tensor) -> Tensor:
     return found
 
 
+def unread(model: Any) -> str | None:
+    """Say why this process cannot read the weights of a model where they are, on a CPU; None: it can."""
+    name = describe(model.config).id
+    if any(each.device.type != "cpu" for each in model.parameters()):
+        return f"{name} is not on a CPU"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return f"{name} has weights that are loaded when they are used"
+    return f"{name}: several processes shard it" if describe(model.config).ranks > 1 else None
+
+
 def serve_few_tokens(model: Any) -> None:
     """Read the weights of decoder layers and head at the speed of memory from now on, where torch alone does not.
 
-    Results differ by rounding. Passes with gradients and of many tokens stay torch's.
-
-    Args:
-        model: on a CPU; its weights stay where they are.
+    Results differ by rounding. Passes with gradients and of many tokens stay torch's, and so do those of a model
+    that is `unread`. A second call does nothing.
     """
+    if unread(model) is not None:
+        return
     head = model.get_output_embeddings()
-    for layer in (*model.get_decoder().layers.modules(), head):
-        if type(layer) is nn.Linear:
+    for layer in (*model.get_decoder().modules(), head):
+        if type(layer) is nn.Linear and "forward" not in vars(layer):
             slow = slow_in_torch(layer.weight)
             layer.__dict__["forward"] = functools.partial(_forward, layer, layer.forward, slow, layer is head)
 
@@ -73,7 +84,7 @@ def serve_few_tokens(model: Any) -> None:
 def _forward(layer: nn.Linear, plain: Callable[[Tensor], Tensor], slow: bool, is_head: bool, hidden: Tensor) -> Tensor:
     """Stand in for the forward of a linear layer."""
     weight, tokens = layer.weight, hidden.shape[:-1].numel()
-    if torch.is_grad_enabled() or hidden.dtype != weight.dtype:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or hidden.dtype != weight.dtype:
         return plain(hidden)
     if slow and 0 < tokens <= MOST:
         found = linear(hidden.reshape(tokens, -1), weight)
