@@ -121,6 +121,8 @@ def test_what_is_no_step_of_one_sequence_stays_plain(processor, monkeypatch):
     monkeypatch.setattr(compat, "lacks_amx", lambda: processor == "AVX-512")
     monkeypatch.setattr(compat, "only_avx2", lambda: False)
     plain, compiled = pair()
+    both = [decoded(each, sparse(each), batch=2) for each in (plain, compiled)]
+    assert torch.equal(*both) or processor == "AVX-512"  # there a rounding may change a choice
     found, expected = (decoded(each, BPCCache(each.config), batch=2) for each in (compiled, plain))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found, expected) == (processor == "with AMX")

@@ -38,7 +38,7 @@ def linear(tokens: Tensor, weight: Tensor) -> Tensor:
     Raises:
         InputError: the tokens do not fit the weight.
     """
-    from bpc_calib.backends.cpu.native import ELEMENTS, MOST_THREADS, library
+    from bpc_calib.backends.cpu.native import ELEMENTS, library
 
     (count, columns), outputs = tokens.shape, len(weight)
     if weight.shape[1] != columns or weight.dtype != tokens.dtype:
@@ -47,7 +47,7 @@ def linear(tokens: Tensor, weight: Tensor) -> Tensor:
         )
     tokens, found = tokens.contiguous(), tokens.new_empty(count, outputs, dtype=torch.float32)
     library().bpc_linear(
-        min(torch.get_num_threads(), MOST_THREADS), ELEMENTS[weight.dtype], tokens.data_ptr(), count,
+        torch.get_num_threads(), ELEMENTS[weight.dtype], tokens.data_ptr(), count,
         weight.data_ptr(), outputs, columns, found.data_ptr(),
     )  # fmt: skip
     return found

@@ -12,8 +12,7 @@ from torch import Tensor
 from bpc_calib.errors import first_line
 
 __all__ = [
-    "ATTEND", "ELEMENTS", "HASH", "MOST_THREADS", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library",
-    "run",
+    "ATTEND", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
 ]  # fmt: skip
 
 HASH, PROJECT, SCORE, SELECT, ATTEND = 1, 2, 4, 8, 16  # stages of a call
