@@ -270,7 +270,7 @@ def say(what: str) -> None:
 
 # In this order; each with its settings. `generate` wants a machine that does nothing else.
 PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
-    "calibrate": (calibrate, {"samples": 32, "sequence_length": 8192, "keys_per_head": 32_768}),
+    "calibrate": (calibrate, {"samples": 24, "sequence_length": 2048}),
     "quality": (partial(on_text, methods=FIRST), {"budgets": [0.02], "forced": 512, "texts": 4}),
     "budgets": (partial(on_text, methods=BEST), {"budgets": [0.05, 0.01, 0.005], "forced": 128, "texts": 4}),
     "losses": (
