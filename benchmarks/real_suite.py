@@ -167,7 +167,7 @@ def exact(subject: Subject, settings: Settings) -> list[Row]:
     from bpc_calib import compile_layers
 
     (model, tokenizer), artifact, new, rows = opened(subject), load(subject.artifact("bpc")), settings["new"], []
-    compile_layers(model)  # as `bpc generate` does
+    compile_layers(model, several=True)  # as `bpc generate --exact` does
     for spec in subject.corpora("held-out"):
         corpus = spec.partition("=")[0]
         for ids in prompts(tokenizer, spec, [length - new for length in subject.lengths[:2]]):

@@ -107,7 +107,7 @@ def chat(
     enable(loaded)
     decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed, verify.arguments())
     if not no_compile:
-        decoding.compile_decoder(loaded, sampling.max_new_tokens, quiet)
+        decoding.compile_decoder(decoder, sampling.max_new_tokens, quiet)
     decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
     conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
     with keeping(conversation, session, kept, quiet):

@@ -54,11 +54,12 @@ def full_attention(decoder: Decoder) -> Any:
     return BPCCache(decoder.model.config, budget=1.0, dense_layers=()) if decoder.static else None
 
 
-def compile_decoder(model: Any, new: int, quiet: bool) -> None:
+def compile_decoder(decoder: Decoder, new: int, quiet: bool) -> None:
     """Have a model on a CPU decode with compiled layers, or if it makes few new tokens, with faster linear layers."""
     from bpc_calib import BPCError, compile_layers, describe
     from bpc_calib.runtime.few_tokens import serve_few_tokens
 
+    model = decoder.model
     if model.device.type != "cpu":
         return
     if new * describe(model.config).num_layers < COMPILED_FROM:
@@ -70,7 +71,7 @@ def compile_decoder(model: Any, new: int, quiet: bool) -> None:
             note("Compiling the model's layers for this processor, once: some 10 s (--no-compile goes without)")
 
     try:
-        compile_layers(model, compiling)
+        compile_layers(model, compiling, several="draft" in decoder.verifying)
     except BPCError as fault:
         if not quiet:
             note(f"Decoding without compiled layers: {fault}")

@@ -87,7 +87,7 @@ def generate(
             note(f"Sending the prompt in the chat template of {name}; --raw continues it as it is")
         decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed, verify.arguments())
         if not no_compile:
-            decoding.compile_decoder(loaded, new, quiet)
+            decoding.compile_decoder(decoder, new, quiet)
         decoder, seconds = decoding.warm_up(decoder, ids, cache, new, compare=compare, quiet=quiet)
 
         show = not as_json

@@ -11,7 +11,7 @@ import torch
 from torch._inductor.config import aot_inductor
 from transformers import DynamicCache
 
-from bpc_calib import BPCCache, InputError, ModelError, compat, compile_layers, enable
+from bpc_calib import BPCCache, InputError, ModelError, compat, compile_layers, enable, exact_decoding
 from bpc_calib.backends.linear import linear
 from bpc_calib.compat import with_cache
 from bpc_calib.runtime import compiled_layers, layer_package
@@ -28,12 +28,12 @@ def folder(tmp_path_factory):
         yield tmp_path_factory.getbasetemp()
 
 
-def pair(family="llama", **changes):
+def pair(family="llama", several=False, **changes):
     """The same model twice: plain, and with compiled layers."""
     plain, compiled = (tiny.model(family, **changes) for _ in range(2))
     for each in (plain, compiled):
         enable(each)
-    compile_layers(compiled)
+    compile_layers(compiled, several=several)
     return plain, compiled
 
 
@@ -66,7 +66,7 @@ def test_a_benchmark_decodes_through_compiled_layers():
     (row,) = decode_rows(model, tiny.artifact(model.config), 1, 300, Settings(repeats=1), 3, 1e9)
     assert row["compiled"] is True
     assert not any(compiled_in(model))  # so that stock transformers runs plain layers
-    (row,) = decode_rows(model, tiny.artifact(model.config), 2, 300, Settings(repeats=1), 3, 1e9)
+    (row,) = decode_rows(model, tiny.artifact(model.config), 32, 300, Settings(repeats=1), 3, 1e9)
     assert row["compiled"] is False
 
 
@@ -109,11 +109,72 @@ def test_the_product_of_one_row_is_that_of_a_linear_layer(columns, added, lacks_
     generator = torch.Generator().manual_seed(columns)
     row, weight, bias = (torch.randn(shape, generator=generator) for shape in ((1, 1, columns), (5, columns), (5,)))
     given = [each.bfloat16() for each in ((row, weight, bias) if added else (row, weight))]
-    with layer_package._OneRow():
+    with layer_package._FewTokens():
         found = torch.nn.functional.linear(*given)
     exact = torch.nn.functional.linear(*(each.double() for each in given))
     assert found.dtype == torch.bfloat16
     assert (found.double() - exact).norm() <= 2**-8 * exact.norm()
+
+
+def runs(model):
+    """Count the runs of compiled code from now on, by the number of its tokens."""
+    found = []
+    for layer in model.get_decoder().layers:
+        for call in layer.forward.args[0].calls.values():
+            call.run = lambda inputs, run=call.run: found.append(inputs[0].shape[1]) or run(inputs)
+    return found
+
+
+@pytest.mark.parametrize("processor", ["with AMX", "AVX-512"])
+@pytest.mark.parametrize(("batch", "new"), [(2, 1), (8, 1), (31, 1), (1, 5), (3, 4)])
+def test_passes_of_several_tokens_give_the_same_logits_and_caches(batch, new, processor, monkeypatch, folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / processor))  # one processor has one cache folder
+    monkeypatch.setattr(compat, "lacks_amx", lambda: processor == "AVX-512")
+    monkeypatch.setattr(compat, "only_avx2", lambda: False)
+    plain, compiled = pair(several=True)
+    ids = torch.arange(batch * 64).view(batch, 64) * 7 % tiny.VOCAB
+    caches = [BPCCache(each.config, budget=1.0) for each in (plain, compiled)]
+    found = runs(compiled)
+    with torch.inference_mode():
+        for begin, end in ((0, 40), (40, 40 + new), (40 + new, 40 + 2 * new)):
+            logits = [
+                each(ids[:, begin:end], **with_cache(cache)).logits
+                for each, cache in zip((plain, compiled), caches, strict=True)
+            ]
+            torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert found == [batch * new] * 2 * len(caches[0].layers)  # all but the prompt
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
+
+
+def test_a_padded_batch_and_verified_drafts_give_the_same_text():
+    plain, compiled = pair(several=True)
+    found = runs(compiled)
+    ids = torch.arange(80).view(2, 40) * 7 % tiny.VOCAB
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    texts = [
+        each.generate(ids, **how, **more, **with_cache(sparse(each)))
+        for each in (plain, compiled)
+        for more in ({}, {"custom_generate": exact_decoding, "draft": 4})
+    ]
+    assert torch.equal(texts[2], texts[0])
+    assert torch.equal(texts[3], texts[1])
+    assert {2, 10} <= set(found)
+
+
+def test_passes_of_several_tokens_can_be_compiled_later():
+    plain, compiled = pair()
+    expected = decoded(plain, BPCCache(plain.config), batch=2)
+    for several in (False, True, True, False):
+        compile_layers(compiled, several=several)
+    found = runs(compiled)
+    torch.testing.assert_close(decoded(compiled, BPCCache(compiled.config), batch=2), expected, rtol=1e-4, atol=1e-4)
+    assert found == [2] * 12 * len(compiled.get_decoder().layers)
+    decoded(compiled, BPCCache(compiled.config), steps=1)
+    assert found[-1] == 1
 
 
 @pytest.mark.parametrize("processor", ["with AMX", "AVX-512"])
@@ -184,7 +245,7 @@ def test_the_code_is_compiled_once_and_has_no_weights(tmp_path, monkeypatch):
 def test_layers_that_the_code_does_not_reproduce_stay_plain(monkeypatch):
     model = tiny.model("smollm3")  # one of its three layers has no RoPE
     enable(model)
-    monkeypatch.setattr(compiled_layers, "MOST", 1)
+    monkeypatch.setattr(compiled_layers, "KINDS", 1)
     compile_layers(model)
     assert compiled_in(model) == [True, False, True]
     torch.testing.assert_close(
@@ -253,8 +314,10 @@ def test_a_folder_that_others_may_write_is_not_used(monkeypatch, tmp_path):
     [pytest.param(each, marks=[pytest.mark.rare] * (each not in OFTEN)) for each in sorted(tiny.FAMILIES)],
 )
 def test_every_family_decodes_the_same(family):
-    plain, compiled = pair(family)
+    plain, compiled = pair(family, several=True)
     assert all(compiled_in(compiled))
-    torch.testing.assert_close(
-        decoded(compiled, BPCCache(plain.config)), decoded(plain, BPCCache(plain.config)), rtol=1e-4, atol=1e-4
-    )
+    found = runs(compiled)
+    for batch in (1, 2):
+        logits = [decoded(each, BPCCache(plain.config), batch=batch) for each in (compiled, plain)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert set(found) == {1, 2}

@@ -159,6 +159,9 @@ def test_long_answers_are_decoded_by_compiled_layers(bpc, model_folder, artifact
     assert len(list((tmp_path / "bpc").iterdir())) == 1
     tokens = [as_json(run)["tokens"] for run in runs]
     assert tokens == [tokens[0]] * 4  # in float32 their roundings change no token of this answer
+    exact = [bpc(*words, "--exact", "--draft", "2", *more) for more in ((), ("--no-compile",))]
+    assert len(list((tmp_path / "bpc").iterdir())) == 2  # passes that verify drafts, too
+    assert len({tuple(as_json(run)["tokens"]) for run in exact}) == 1
 
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))

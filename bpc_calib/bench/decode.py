@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
+from bpc_calib.backends.linear import MOST
 from bpc_calib.bench import dense
 from bpc_calib.bench.inputs import least_microseconds, repeated, room
 from bpc_calib.bench.machine import available_memory
@@ -99,7 +100,7 @@ def decode_rows(
     present, on_cpu = description.num_layers, device.type == "cpu"
     measured = _copy(model)  # because its layers are replaced by compiled ones
     with baseline(measured, forms[best]) as switch:
-        compiled = settings.compiled and on_cpu and _compile(measured)  # for batches this moves weights alone
+        compiled = settings.compiled and on_cpu and _compile(measured)
         fill(cache, model.config, batch, tokens, dtype, device)
 
         def variant(budget: float | int, form: str = best) -> Variant:
@@ -167,7 +168,7 @@ def decode_rows(
                 "tokens": tokens,
                 "budget": budget,
                 "attended": sparse[0].count(length),
-                "compiled": compiled and batch == 1,
+                "compiled": compiled and batch <= MOST,
                 "bpc": ours,
                 "full": full,
                 "dense_forms": compared | {name: {"milliseconds": None, "note": why} for name, why in faults.items()},
@@ -252,7 +253,7 @@ def _copy(model: Any, *, without_layers: bool = False) -> Any:
 def _compile(model: Any) -> bool:
     """Decode through compiled layers from now on; return whether that is possible."""
     try:
-        compile_layers(model)
+        compile_layers(model, several=True)
     except ModelError:
         return False
     return True

@@ -1,8 +1,9 @@
-"""Compile a model's decoder layers for steps of one token on a CPU, where Python and small operations cost the most.
+"""Compile a model's decoder layers for passes of a few tokens on a CPU, where Python and small operations cost most.
 
 The machine code has everything of a layer but its attention and its cache. Those stay Python: the code calls back, so
-caches, masks and budgets work as without it. A layer is compiled once for all layers that are alike
-(`bpc_calib.runtime.layer_package`). Each is compared with the plain layer before it is used.
+caches, masks and budgets work as without it. For the code a batch is one sequence, because only attention tells
+sequences apart. A layer is compiled once for all layers that are alike (`bpc_calib.runtime.layer_package`). Each is
+compared with the plain layer before it is used.
 """
 
 import functools
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bpc_calib.backends.linear import MOST
 from bpc_calib.backends.pages import copied_to_huge_pages
 from bpc_calib.compat import attention_name, cache_name, with_cache
 from bpc_calib.errors import InputError, ModelError
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["compile_layers"]
 
 MOVED_AT_ONCE = 1 << 26  # bytes of weights, or one matrix
-MOST = 3  # compilations of a model: some layers may have no RoPE, or a sliding window
-POSITION = 7  # of the token of the comparison
+KINDS = 3  # of layers in a model: some may have no RoPE, or a sliding window
+POSITION = 7  # of the first token of the comparison
+SEVERAL = 3  # tokens of the comparison that stands for all passes of more than one
 # Largest distance of a compiled layer's result, in units of what the layer changes: rounding in other places.
 TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16 = 0.03
@@ -70,30 +73,42 @@ torch.library.register_fake("bpc::layer_attention", _like_output, lib=_library)
 
 
 @dataclass(eq=False)
+class _Call:
+    """A call of a decoder layer with random hidden states, what it returned, and the code that may stand in for it."""
+
+    inputs: Inputs | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)  # beside tensors and the cache
+    output: Any = None
+    run: Callable[[Inputs], Tensor] | None = None
+
+
+@dataclass(eq=False)
 class _Layer:
-    """A decoder layer, and one call of it."""
+    """A decoder layer, and one call of it for each number of tokens that was compiled: 1, and `SEVERAL` for more."""
 
     module: nn.Module
     attention: Any = None
     # What its attention module passes to the attention function beside tensors.
     passed: dict[str, Any] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)  # of the call, beside tensors and the cache
-    inputs: Inputs | None = None
-    output: Any = None
+    calls: dict[int, _Call] = field(default_factory=dict)
 
 
-def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lambda: None) -> None:
-    """Run one-token steps of a model on a CPU through compiled decoder layers, from now on.
+def compile_layers(
+    model: "PreTrainedModel", compiling: Callable[[], None] = lambda: None, *, several: bool = False
+) -> None:
+    """Run passes of a few tokens of a model on a CPU through compiled decoder layers, from now on.
 
-    A step of one sequence uses them. In other passes layers stay plain, but those of a few tokens without gradients
-    read the weights faster (`bpc_calib.runtime.few_tokens`). Results differ from plain ones by rounding: products are
-    summed in float32. The first call for a model compiles for 8 to 15 seconds and keeps the code on disk (`packaged`).
-    Layers whose compiled code does not reproduce them stay plain. A second call does nothing. Weights are moved to
-    pages of 2 MB, from which all steps read them faster; they must stay there afterwards.
+    Steps of one sequence use them, and with `several` also steps of a batch and passes that verify drafts, of up to 31
+    tokens in all. In other passes layers stay plain, but those of a few tokens without gradients read the weights
+    faster (`bpc_calib.runtime.few_tokens`). Results differ from plain ones by rounding: products are summed in float32.
+    The first call for a model compiles for 8 to 15 seconds, with `several` for twice as long, and keeps the code on
+    disk (`packaged`). Layers whose compiled code does not reproduce them stay plain. A second call adds what is
+    missing. Weights are moved to pages of 2 MB, from which all steps read them faster; they must stay there afterwards.
 
     Args:
         model: an enabled model (`bpc_calib.enable`) on a CPU.
         compiling: is called before the first compilation.
+        several: also compile passes of 2 to 31 tokens.
 
     Raises:
         InputError: the model is not enabled.
@@ -103,29 +118,49 @@ def compile_layers(model: "PreTrainedModel", compiling: Callable[[], None] = lam
     if not is_enabled(model):
         raise InputError("call bpc_calib.enable(model) before compile_layers")
     layers = _layers(model)
-    if any("forward" in vars(layer.module) for layer in layers):
+    needed = [
+        tokens for tokens in ((1, SEVERAL) if several else (1,)) if not any(tokens in each.calls for each in layers)
+    ]
+    if not needed:
         return
     compiling = functools.cache(compiling)
     if fault := unread(model):
         raise ModelError(f"{fault}, so its layers cannot be compiled")
-    _move_weights(model)
-    _observe(model, layers)
-    left, made = list(enumerate(layers)), []
-    for _ in range(MOST):
+    if not any(each.calls for each in layers):
+        _move_weights(model)
+    made = [each for tokens in needed for each in _compiled(model, layers, tokens, compiling)]
+    for layer, tokens, call in made:
+        if not layer.calls:
+            layer.module.__dict__["forward"] = functools.partial(_forward, layer, layer.module.forward)
+        layer.calls[tokens] = call
+    serve_few_tokens(model)
+
+
+def _compiled(
+    model: Any, layers: list[_Layer], tokens: int, compiling: Callable[[], None]
+) -> list[tuple[_Layer, int, _Call]]:
+    """Return the layers that compiled code reproduces in passes of so many tokens, and the code.
+
+    Raises:
+        ModelError: it reproduces none.
+    """
+    left, made = list(enumerate(zip(layers, _observed(model, layers, tokens), strict=True))), []
+    for _ in range(KINDS):
         if left:
-            (index, first), waiting = left[0], left
-            assert first.inputs is not None
+            (index, (first, call)), waiting = left[0], left
+            assert call.inputs is not None
             with _attending(model, torch.ops.bpc.layer_attention), torch.no_grad():
-                file = packaged(first.module, model.config, first.inputs, first.arguments, index, compiling)
-            found = {at: load_layer(file, layer.module) for at, layer in waiting if _alike(layer, first)}
-            same = {at: run for at, run in found.items() if _reproduces(layers[at], run)}
-            made += [(layers[at], run) for at, run in same.items()]
-            left = [each for each in waiting if each[0] not in same and each[0] != index]
+                file = packaged(first.module, model.config, call.inputs, call.arguments, index, compiling)
+            for at, (layer, own) in waiting:
+                if _alike(layer, first):
+                    own.run = load_layer(file, layer.module)
+                    if _reproduces(own):
+                        made.append((layer, tokens, own))
+                        left = [each for each in left if each[0] != at]
+            left = [each for each in left if each[0] != index]
     if not made:
         raise ModelError(f"{describe(model.config).id}: compiled layers do not reproduce its layers")
-    for layer, run in made:
-        layer.module.forward = functools.partial(_forward, layer, run, layer.module.forward)
-    serve_few_tokens(model)
+    return made
 
 
 def _move_weights(model: Any) -> None:
@@ -151,7 +186,11 @@ def _layers(model: Any) -> list[_Layer]:
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(f"{describe(model.config).id} has no list of decoder layers, so they cannot be compiled")
-    return [_Layer(module) for module in layers]
+    compiled = [getattr(vars(module).get("forward"), "args", ()) for module in layers]
+    return [
+        own[0] if own and isinstance(own[0], _Layer) else _Layer(module)
+        for own, module in zip(compiled, layers, strict=True)
+    ]
 
 
 def _attending(model: Any, attend: Attend) -> Any:
@@ -159,10 +198,11 @@ def _attending(model: Any, attend: Attend) -> Any:
     return observing(model, lambda module, query, key, value, arguments: attend(query, key, value))
 
 
-def _observe(model: Any, layers: list[_Layer]) -> None:
-    """Run one token through the model, with random hidden states and a stand-in for attention, and keep the calls."""
+def _observed(model: Any, layers: list[_Layer], tokens: int) -> list[_Call]:
+    """Run tokens through the model, with random hidden states and a stand-in for attention, and keep the calls."""
     from transformers import DynamicCache
 
+    calls = [_Call() for _ in layers]
     owner = {part: layer for layer in layers for part in layer.module.modules()}
     generator, cache = torch.Generator().manual_seed(0), DynamicCache(config=model.config)
 
@@ -174,31 +214,34 @@ def _observe(model: Any, layers: list[_Layer]) -> None:
             layer.attention, layer.passed = module, _without_tensors(arguments)
         return _stand_in(query, key, value)
 
-    def before(layer: _Layer, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def before(call: _Call, module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if len(given) != 1:
             raise ModelError(f"{type(module).__name__} takes more than the hidden states, so it cannot be compiled")
         hidden = torch.randn(given[0].shape, generator=generator).to(given[0].dtype)
-        layer.inputs = (hidden, tuple(named.get("position_embeddings") or ()))
-        layer.arguments = _without_tensors(named)
-        layer.arguments.pop("position_embeddings", None)
+        call.inputs = (hidden, tuple(named.get("position_embeddings") or ()))
+        call.arguments = _without_tensors(named)
+        call.arguments.pop("position_embeddings", None)
         return (hidden,), named
 
-    def after(layer: _Layer, module: Any, given: tuple[Any, ...], output: Any) -> None:
-        layer.output = output
+    def after(call: _Call, module: Any, given: tuple[Any, ...], output: Any) -> None:
+        call.output = output
 
     hooks: list[Any] = []
     try:
-        for layer in layers:
-            hooks.append(layer.module.register_forward_pre_hook(functools.partial(before, layer), with_kwargs=True))
-            hooks.append(layer.module.register_forward_hook(functools.partial(after, layer)))
+        for layer, call in zip(layers, calls, strict=True):
+            hooks.append(layer.module.register_forward_pre_hook(functools.partial(before, call), with_kwargs=True))
+            hooks.append(layer.module.register_forward_hook(functools.partial(after, call)))
         with observing(model, attend), torch.no_grad():
-            one = torch.ones(1, 1, dtype=torch.int64)
-            model.base_model(input_ids=one, position_ids=POSITION * one, **with_cache(cache), use_cache=True)
+            places = torch.arange(POSITION, POSITION + tokens).unsqueeze(0)
+            model.base_model(
+                input_ids=torch.ones_like(places), position_ids=places, **with_cache(cache), use_cache=True
+            )
     finally:
         for hook in hooks:
             hook.remove()
-    if any(layer.attention is None or not isinstance(layer.output, Tensor) for layer in layers):
+    if any(layer.attention is None for layer in layers) or not all(isinstance(call.output, Tensor) for call in calls):
         raise ModelError(f"{describe(model.config).id}: its layers cannot be compiled")
+    return calls
 
 
 def _without_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -222,9 +265,10 @@ def _alike(layer: _Layer, other: _Layer) -> bool:
 
 
 @torch.no_grad()
-def _reproduces(layer: _Layer, run: Callable[[Inputs], Tensor]) -> bool:
-    assert layer.inputs is not None
-    return _near(_run(run, layer.inputs, _stand_in), layer.output, layer.inputs[0])
+def _reproduces(call: _Call) -> bool:
+    assert call.inputs is not None
+    assert call.run is not None
+    return _near(_run(call.run, call.inputs, _stand_in), call.output, call.inputs[0])
 
 
 def _near(found: Tensor, plain: Tensor, hidden: Tensor) -> bool:
@@ -247,19 +291,14 @@ def _run(run: Callable[[Inputs], Tensor], inputs: Inputs, attend: Attend) -> Ten
         _running.attend, _running.fault = before, None
 
 
-def _forward(layer: _Layer, run: Callable[[Inputs], Tensor], plain: Any, *given: Any, **named: Any) -> Any:
+def _forward(layer: _Layer, plain: Any, *given: Any, **named: Any) -> Any:
     """Stand in for the forward of a decoder layer."""
-    positions = named.get("position_embeddings") or ()
-    tensors = (*given, *positions)
-    assert layer.inputs is not None
-    expected = (layer.inputs[0], *layer.inputs[1])
+    (hidden, *more), positions = given, tuple(named.get("position_embeddings") or ())
+    batch, new = hidden.shape[:2]
+    tokens = batch * new
+    call = None if more or tokens > MOST else layer.calls.get(SEVERAL if tokens > 1 else 1)
     name = attention_name(layer.attention.config)
-    if (
-        torch.is_grad_enabled()
-        or name == "eager"
-        or len(tensors) != len(expected)
-        or any(own.shape != each.shape or own.dtype != each.dtype for own, each in zip(tensors, expected, strict=True))
-    ):
+    if call is None or torch.is_grad_enabled() or name == "eager" or not _fit((hidden, *positions), call):
         return plain(*given, **named)
     from transformers import AttentionInterface
 
@@ -267,9 +306,28 @@ def _forward(layer: _Layer, run: Callable[[Inputs], Tensor], plain: Any, *given:
     passed = {name: named.get(name, each) for name, each in layer.passed.items()}
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if tokens > 1:  # [1, heads, tokens, head_dim] in the code
+            query, key, value = (each[0].unflatten(1, (batch, new)).transpose(0, 1) for each in (query, key, value))
         if cache is not None:
             key, value = cache.update(key, value, layer.attention.layer_idx)
         out: Tensor = function(layer.attention, query, key, value, named.get("attention_mask"), **passed)[0]
-        return out
+        return out.flatten(0, 1).unsqueeze(0) if tokens > 1 else out
 
-    return _run(run, (given[0], tuple(positions)), attend)
+    if tokens > 1:
+        hidden = hidden.reshape(1, tokens, -1).contiguous()
+        positions = tuple(each.expand(batch, -1, -1).reshape(1, tokens, -1).contiguous() for each in positions)
+    assert call.run is not None
+    return _run(call.run, (hidden, positions), attend).view(batch, new, -1)
+
+
+def _fit(tensors: tuple[Tensor, ...], call: _Call) -> bool:
+    """Whether hidden states and position embeddings are like those of a call, but for the number of tokens."""
+    assert call.inputs is not None
+    expected, (batch, new, _) = (call.inputs[0], *call.inputs[1]), tensors[0].shape
+    return len(tensors) == len(expected) and all(
+        own.dtype == each.dtype
+        and own.shape[-1] == each.shape[-1]
+        and own.shape[0] in (1, batch)
+        and own.shape[1] == new
+        for own, each in zip(tensors, expected, strict=True)
+    )

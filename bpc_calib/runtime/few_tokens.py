@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from bpc_calib.backends.linear import MOST, linear, slow_in_torch
 from bpc_calib.models.description import describe
 
-__all__ = ["IN_COMPILED_CODE", "product_with_row", "serve_few_tokens", "unread"]
+__all__ = ["IN_COMPILED_CODE", "product", "serve_few_tokens", "unread"]
 
 _library = torch.library.Library("bpc", "FRAGMENT")
 _library.define("few_tokens(Tensor tokens, Tensor weight) -> Tensor")
 _library.impl("few_tokens", linear, "CPU")
 torch.library.register_fake(
     "bpc::few_tokens",
-    lambda tokens, weight: tokens.new_empty(len(tokens), len(weight), dtype=torch.float32),
+    lambda tokens, weight: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=torch.float32),
     lib=_library,
 )
 # By operators, the functions that compiled code calls, under the names that torch gives them, because a call through
@@ -50,9 +50,9 @@ extern AOTITorchError aoti_torch_cpu_few_tokens(
 }
 
 
-def product_with_row(row: Tensor, weight: Tensor) -> Tensor:
-    """Return float32 `[outputs]`, the product of a weight and a row `[columns]`, in code that torch traces."""
-    found: Tensor = torch.ops.bpc.few_tokens(row.unsqueeze(0), weight).squeeze(0)
+def product(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return float32 `[T, outputs]`, the products of a weight and tokens `[T, columns]`, in code that torch traces."""
+    found: Tensor = torch.ops.bpc.few_tokens(tokens, weight)
     return found
 
 
@@ -83,9 +83,10 @@ def serve_few_tokens(model: Any) -> None:
 
 def _forward(layer: nn.Linear, plain: Callable[[Tensor], Tensor], slow: bool, is_head: bool, hidden: Tensor) -> Tensor:
     """Stand in for the forward of a linear layer."""
-    weight, tokens = layer.weight, hidden.shape[:-1].numel()
+    weight = layer.weight
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or hidden.dtype != weight.dtype:
         return plain(hidden)
+    tokens = hidden.shape[:-1].numel()
     if slow and 0 < tokens <= MOST:
         found = linear(hidden.reshape(tokens, -1), weight)
     elif is_head and tokens == 1:  # torch's linear layer reads 16-bit weights of one token slowly

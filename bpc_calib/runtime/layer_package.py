@@ -1,4 +1,4 @@
-"""A decoder layer as machine code for one new token, compiled once by torch and kept on disk for all that are alike."""
+"""A decoder layer as machine code for a few new tokens, compiled once by torch and kept on disk for all alike."""
 
 import hashlib
 import json
@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from bpc_calib import compat
 from bpc_calib.backends import dispatch, linear
-from bpc_calib.backends.linear import slow_in_torch
+from bpc_calib.backends.linear import MOST, slow_in_torch
 from bpc_calib.compat import compile_program, load_program
 from bpc_calib.errors import BPCError, ModelError, first_line
 from bpc_calib.runtime import few_tokens
-from bpc_calib.runtime.few_tokens import IN_COMPILED_CODE, product_with_row
+from bpc_calib.runtime.few_tokens import IN_COMPILED_CODE, product
 
 __all__ = ["Inputs", "load_layer", "packaged", "weights_of"]
 
@@ -29,7 +29,7 @@ LARGE = 1 << 21  # numbers of a matrix from which torch's product with a vector 
 
 SOURCES = (__file__, compat.__file__, few_tokens.__file__, linear.__file__)  # what the code depends on
 
-Inputs = tuple[Tensor, tuple[Tensor, ...]]  # hidden states [1, 1, hidden_size], and the position embeddings
+Inputs = tuple[Tensor, tuple[Tensor, ...]]  # hidden states [1, T, hidden_size], and the position embeddings
 
 
 def packaged(
@@ -48,7 +48,8 @@ def packaged(
     Args:
         layer: called as `layer(hidden, position_embeddings=(..), **arguments)`.
         config: of the model.
-        inputs: an example; only the shapes and dtypes count.
+        inputs: an example; only the shapes and dtypes count. The code serves passes of one token if that has one, else
+            passes of 2 to `MOST`.
         arguments: neither tensors nor the cache.
         index: of the layer in its model.
         compiling: is called before a compilation, which takes some seconds.
@@ -70,7 +71,7 @@ def packaged(
     compiling()
     try:
         with tempfile.TemporaryDirectory(dir=folder) as unfinished, _quiet():
-            program = torch.export.export(_Called(layer, arguments), inputs, strict=False)
+            program = torch.export.export(_Called(layer, arguments), inputs, dynamic_shapes=_free(inputs), strict=False)
             made = Path(unfinished) / file.name
             compile_program(program, made, IN_COMPILED_CODE)
             os.replace(made, file)
@@ -108,6 +109,15 @@ def weights_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
     return [*layer.named_parameters(), *layer.named_buffers()]
 
 
+def _free(inputs: Inputs) -> Any:
+    """Return which sizes of the inputs the code leaves open: of several tokens, their number."""
+    hidden, positions = inputs
+    if hidden.shape[1] == 1:
+        return None
+    tokens = {1: torch.export.Dim("tokens", min=2, max=MOST)}
+    return tokens, tuple(tokens for _ in positions)
+
+
 class _Called(nn.Module):
     """A layer as a function of tensors alone."""
 
@@ -117,37 +127,38 @@ class _Called(nn.Module):
 
     def forward(self, hidden: Tensor, positions: tuple[Tensor, ...]) -> Tensor:
         named = {"position_embeddings": positions} if positions else {}
-        with _OneRow():
+        with _FewTokens():
             found = self.layer(hidden, **named, **self.arguments)
         if not isinstance(found, Tensor):
             raise ModelError(f"a layer returned a {type(found).__name__}, not a tensor")
         return found
 
 
-class _OneRow(TorchFunctionMode):
-    """Inside this block, a linear layer of one row is a product of a matrix and a vector.
+class _FewTokens(TorchFunctionMode):
+    """Inside this block, linear layers read their weights at the speed of memory.
 
-    torch's own linear layer reads 16-bit weights of one row at half of the speed of memory, or at a quarter. Where
-    torch's product with a vector is slow, too, BPC's kernel computes it. Elsewhere that product serves large matrices,
-    and a compiled loop, which starts faster, small ones.
+    torch's own linear layer reads 16-bit weights of one token at half of that speed, or at a quarter. Where torch's
+    product with a vector is slow, too, BPC's kernel computes it, and that of several tokens. Elsewhere torch's product
+    serves large matrices, and a compiled loop, which starts faster, small ones.
     """
 
     def __torch_function__(
         self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        if function is torch.nn.functional.linear and not named and given[0].numel() == given[0].shape[-1]:
-            row, weight, added = given if len(given) == 3 else (*given, None)
-            flat = row.reshape(-1)
-            own = slow_in_torch(weight)
-            if own or weight.numel() < LARGE:
-                wide = product_with_row(flat, weight) if own else (flat.float() * weight.float()).sum(-1)
-                product = (wide if added is None else wide + added.float()).to(row.dtype)
-            elif added is None:
-                product = torch.addmv(flat[:1], weight, flat, beta=0)
-            else:
-                product = torch.addmv(added, weight, flat)
-            return product.view(*row.shape[:-1], -1)
-        return function(*given, **(named or {}))
+        if function is not torch.nn.functional.linear or named:
+            return function(*given, **(named or {}))
+        tokens, weight, added = given if len(given) == 3 else (*given, None)
+        own, flat = slow_in_torch(weight), tokens.reshape(-1, tokens.shape[-1])
+        if not own and flat.shape[0] > 1:
+            return function(*given)
+        if own or weight.numel() < LARGE:
+            wide = product(flat, weight) if own else (flat.float() * weight.float()).sum(-1).unsqueeze(0)
+            found = (wide if added is None else wide + added.float()).to(tokens.dtype)
+        elif added is None:
+            found = torch.addmv(flat[0, :1], weight, flat[0], beta=0)
+        else:
+            found = torch.addmv(added, weight, flat[0])
+        return found.view(*tokens.shape[:-1], -1)
 
 
 def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, Any], index: int) -> str:
