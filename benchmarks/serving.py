@@ -4,8 +4,8 @@
 
     python benchmarks/serving.py --vllm PYTHON --model FOLDER --artifact FILE
 
-All servers run at once, and every measurement goes to one after the other. Answers of one token and of many are timed,
-with prompts that are cached from the first of them; their difference is the decoding.
+All servers run at once, and every measurement goes to one after the other. Whole answers to new prompts are timed, then
+answers of one token and of many to cached ones; the difference of the last two is the decoding.
 """
 
 import contextlib
@@ -34,6 +34,8 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the ser
 # Tokens of a prompt, requests at once, tokens to decode, and repeats.
 SETTINGS: dict[str, Any] = {"lengths": [500, 2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
 TINY: dict[str, Any] = {"lengths": [200], "requests": [2], "new": 4, "repeats": 1}
+READ_AGAIN = 20_000  # tokens of the prompts; longer ones are read anew only once
+FIRST = 100  # instead of the first token of a prompt, this and the next ones in turn: no cache holds such a prompt
 STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
 IN_TRANSFORMERS = "transformers", "BPC in transformers"
 
@@ -122,17 +124,21 @@ def address(port: int, process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def compared(servers: Mapping[str, str], prompts: Sequence[list[int]], new: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per server: the first, uncached prefill; tokens per second of decoding; the median ratio to stock."""
-    firsts: dict[str, float] = {}
+    """One row per server: seconds to read the prompts and for whole answers, tokens per second, the ratios to stock.
+
+    Whole answers count from the arrival of prompts that no cache holds, and so hash their keys, too.
+    """
+    firsts = {name: answered(server, prompts, 1)[0] for name, server in servers.items()}
     texts: dict[str, list[str]] = {}
-    speeds: dict[str, list[float]] = {name: [] for name in servers}
-    for name, server in servers.items():
-        firsts[name], _ = answered(server, prompts, 1)
-        _, texts[name] = answered(server, prompts, new + 1)
-    for _ in range(repeats):
+    speeds, wholes = ({name: list[float]() for name in servers} for _ in range(2))
+    for turn in range(repeats):
+        if turn == 0 or len(prompts) * len(prompts[0]) <= READ_AGAIN:
+            asked = [[FIRST + turn, *prompt[1:]] for prompt in prompts]
+            for name, server in servers.items():
+                wholes[name].append(answered(server, asked, new + 1)[0])
         for name, server in servers.items():
-            short, _ = answered(server, prompts, 1)
-            long, _ = answered(server, prompts, new + 1)
+            short, _ = answered(server, asked, 1)
+            long, texts[name] = answered(server, asked, new + 1)
             speeds[name].append(len(prompts) * new / (long - short))
     return [
         {
@@ -140,6 +146,10 @@ def compared(servers: Mapping[str, str], prompts: Sequence[list[int]], new: int,
             "prompt": len(prompts[0]),
             "requests": len(prompts),
             "prefill_seconds": round(firsts[name], 3),
+            "whole_seconds": round(median(wholes[name]), 3),
+            "whole_ratio": round(
+                median(stock / own for own, stock in zip(wholes[name], wholes[STOCK], strict=True)), 3
+            ),
             "tokens_per_second": round(median(speeds[name]), 2),
             "ratio": round(median(own / stock for own, stock in zip(speeds[name], speeds[STOCK], strict=True)), 3),
             "same_answers": sum(own == stock for own, stock in zip(texts[name], texts[STOCK], strict=True)),
