@@ -32,7 +32,6 @@ __all__ = [
     "keep_lm_eval_from_git",
     "lacks_amx",
     "load_program",
-    "only_avx2",
     "read_gguf",
     "sampling_loop",
     "set_torch_threads",
@@ -175,18 +174,12 @@ def attention_with_sums(query: Any, keys: Any, values: Any, scaling: float) -> t
 
 
 def lacks_amx() -> bool:
-    """Whether this is a processor with AVX-512 and without AMX; False where torch does not tell."""
+    """Whether this is an x86 processor with AVX2 or AVX-512 and without AMX; False where torch does not tell."""
     import torch
 
     told = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return told is not None and torch.backends.cpu.get_cpu_capability() == "AVX512" and not told()
-
-
-def only_avx2() -> bool:
-    """Whether this is a processor with AVX2 and without AVX-512."""
-    import torch
-
-    return bool(torch.backends.cpu.get_cpu_capability() == "AVX2")
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability == "AVX2" or (capability == "AVX512" and told is not None and not told())
 
 
 def set_torch_threads(count: int) -> None:

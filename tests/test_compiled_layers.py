@@ -130,7 +130,6 @@ def runs(model):
 def test_passes_of_several_tokens_give_the_same_logits_and_caches(batch, new, processor, monkeypatch, folder):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / processor))  # one processor has one cache folder
     monkeypatch.setattr(compat, "lacks_amx", lambda: processor == "AVX-512")
-    monkeypatch.setattr(compat, "only_avx2", lambda: False)
     plain, compiled = pair(several=True)
     ids = torch.arange(batch * 64).view(batch, 64) * 7 % tiny.VOCAB
     caches = [BPCCache(each.config, budget=1.0) for each in (plain, compiled)]
@@ -180,7 +179,6 @@ def test_passes_of_several_tokens_can_be_compiled_later():
 @pytest.mark.parametrize("processor", ["with AMX", "AVX-512"])
 def test_what_is_no_step_of_one_sequence_stays_plain(processor, monkeypatch):
     monkeypatch.setattr(compat, "lacks_amx", lambda: processor == "AVX-512")
-    monkeypatch.setattr(compat, "only_avx2", lambda: False)
     plain, compiled = pair()
     both = [decoded(each, sparse(each), batch=2) for each in (plain, compiled)]
     assert torch.equal(*both) or processor == "AVX-512"  # there a rounding may change a choice

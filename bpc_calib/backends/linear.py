@@ -21,8 +21,7 @@ def slow_in_torch(weight: Tensor) -> bool:
     (docs/performance.md).
     """
     served = weight.dtype in DTYPES and weight.shape[1] % UNIT == 0 and weight.is_contiguous()
-    without_amx = compat.lacks_amx() or compat.only_avx2()
-    return bool(served and without_amx and dispatch.backend(weight.device) == "native")
+    return served and compat.lacks_amx() and dispatch.backend(weight.device) == "native"
 
 
 def linear(tokens: Tensor, weight: Tensor) -> Tensor:

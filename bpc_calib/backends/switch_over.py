@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bpc_calib.compat import lacks_amx, only_avx2
+from bpc_calib.compat import lacks_amx
 
 __all__ = ["IN_TRANSFORMERS", "WITHOUT_AMX", "Costs", "in_vllm", "sparse_from"]
 
@@ -52,7 +52,7 @@ def sparse_from(
 
 def in_vllm() -> Costs:
     """Return what choosing costs where vLLM's attention on a CPU is the other choice."""
-    return IN_VLLM_WITHOUT_AMX if only_avx2() or lacks_amx() else IN_VLLM
+    return IN_VLLM_WITHOUT_AMX if lacks_amx() else IN_VLLM
 
 
 def _bandwidth(device: torch.device) -> float:
