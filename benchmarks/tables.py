@@ -9,6 +9,7 @@ table: a test compares the two.
 import json
 import re
 import statistics
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,14 @@ def _speedups(row: Row) -> list[str]:
 
 
 def whole_models_avx512(results: Results) -> Lines:
-    """One of those on a processor with AVX-512 and without AMX."""
+    """Those that ran on a processor with AVX-512 and without AMX."""
     yield (
         "model", "sequences", "tokens of each", "transformers, tokens/s", "full attention at its best", "BPC",
         "limit by bytes", "BPC over transformers", "over full at its best", "limit of that",
     )  # fmt: skip
-    for batch in (1, 8):
-        for row in results[f"bench_cpu_llama-3.2-1b_{batch}_avx512"]["decode"]["rows"]:
-            yield SHAPES["llama-3.2-1b"], batch, row["tokens"], *_speeds(row), *_speedups(row)
+    for shape, batch in product(SHAPES, BATCHES):
+        for row in results.get(f"bench_cpu_{shape}_{batch}_avx512", {"decode": {"rows": []}})["decode"]["rows"]:
+            yield SHAPES[shape], batch, row["tokens"], *_speeds(row), *_speedups(row)
 
 
 def few_tokens(results: Results) -> Lines:
@@ -242,6 +243,21 @@ def serving(results: Results) -> Lines:
         read = round(found[stock]["prefill_seconds"])
         speeds = ("" if row is None else f"{row['tokens_per_second']:.1f}" for row in same)
         yield *case, read, *speeds, *("" if row is None else f"{row['ratio']:.2f}" for row in same[1:])
+
+
+def serving_arrival(results: Results) -> Lines:
+    """vLLM's server from the arrival of prompts that it has not seen, stock and with BPC."""
+    yield (
+        "model", "prompt, tokens", "requests", "stock, s", "BPC, s", "stock over BPC",
+        "decoding alone: stock, tokens/s", "BPC, tokens/s", "BPC over stock",
+    )  # fmt: skip
+    for model, run in results["serving_arrival"]["models"].items():
+        found = by(run["rows"], "prompt", "requests", "server")
+        for prompt, requests in dict.fromkeys(case[:2] for case in found):
+            stock, own = (found[prompt, requests, server] for server in ("stock", "BPC"))
+            whole = (f"{row['whole_seconds']:.1f}" for row in (stock, own))
+            speeds = (f"{row['tokens_per_second']:.1f}" for row in (stock, own))
+            yield model, prompt, requests, *whole, f"{own['whole_ratio']:.2f}", *speeds, f"{own['ratio']:.2f}"
 
 
 def headline(results: Results) -> Lines:
@@ -473,7 +489,7 @@ def larger_than_memory(results: Results) -> Lines:
 TABLES = real_tables.TABLES | made_by(
     layer, whole_models, whole_models_short, whole_models_avx512, few_tokens, scaling, switch_over, without_products,
     generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
-    model_bytes, offload_plan, serving, vllm_pages, vllm_attention, headline, headline_both, adapting,
+    model_bytes, offload_plan, serving, serving_arrival, vllm_pages, vllm_attention, headline, headline_both, adapting,
     aggregation, key_counts, keys_per_head,
     calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory, additive_codes,
     nibbles_time,

@@ -66,12 +66,15 @@ def compile_decoder(decoder: Decoder, new: int, quiet: bool) -> None:
         serve_few_tokens(model)
         return
 
+    several = "draft" in decoder.verifying  # passes that verify drafts, too
+
     def compiling() -> None:
         if not quiet:
-            note("Compiling the model's layers for this processor, once: some 10 s (--no-compile goes without)")
+            seconds = 20 if several else 10
+            note(f"Compiling the model's layers for this processor, once: some {seconds} s (--no-compile goes without)")
 
     try:
-        compile_layers(model, compiling, several="draft" in decoder.verifying)
+        compile_layers(model, compiling, several=several)
     except BPCError as fault:
         if not quiet:
             note(f"Decoding without compiled layers: {fault}")

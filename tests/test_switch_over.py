@@ -50,8 +50,8 @@ def test_in_vllm_it_follows_the_vector_instructions(threads, monkeypatch):
     threads(1)
     for capability, amx, one, eight in (
         ("AVX512", True, 1074, 454),
-        ("AVX512", False, 280, 109),
-        ("AVX2", False, 280, 109),
+        ("AVX512", False, 366, 141),
+        ("AVX2", False, 366, 141),
     ):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)  # noqa: B023

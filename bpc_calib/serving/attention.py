@@ -126,10 +126,12 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         options = read_options(self.vllm_config)
         if options is None or not self.chooses:
             return whole
-        self.overwrite(common.slot_mapping)
+        self.forget(common.slot_mapping)
         requests, starts = common.num_reqs, common.query_start_loc_cpu
-        lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
         rules = self.rules(options, requests)
+        if rules.count(common.max_seq_len) == common.max_seq_len:  # then no shorter request chooses, either
+            return whole
+        lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
         k = torch.tensor([rules.count(length) for length in lengths.tolist()], dtype=torch.int64)
         chosen = choosing(common, k)
         if not chosen.any():
@@ -159,12 +161,10 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             whole.bpc = dataclasses.replace(whole.bpc, others=built, other_tokens=others)
         return whole
 
-    def overwrite(self, slots: Tensor) -> None:
+    def forget(self, slots: Tensor) -> None:
         """Forget the codes of slots that get other tokens, integers `[tokens]`; negative ones are padding."""
-        slots = slots[slots >= 0]
-        if slots.numel() and (most := int(slots.max())) >= len(self.coded):
-            self.coded = torch.cat([self.coded, self.coded.new_zeros(2 * (most + 1) - len(self.coded))])
-        self.coded[slots] = False
+        if len(self.coded):
+            self.coded[slots[(slots >= 0) & (slots < len(self.coded))]] = False
 
     def without_codes(self, rows: Rows, newest: Tensor) -> Tensor | None:
         """Return the slots of the sequences whose tokens have no codes yet, without the `newest`; None: there are none.
@@ -174,7 +174,9 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         assert rows.block_table is not None
         places, size = torch.arange(rows.longest), self.block_size
         slots = rows.block_table[:, places // size].long() * size + places % size
-        slots = slots[places < rows.lengths.unsqueeze(1)]
+        slots = slots[places < rows.lengths.unsqueeze(1)]  # the newest are among them
+        if (most := int(slots.max())) >= len(self.coded):
+            self.coded = torch.cat([self.coded, self.coded.new_zeros(2 * (most + 1) - len(self.coded))])
         self.coded[newest] = True
         missing = slots[~self.coded[slots]].unique()  # sequences may share pages
         self.coded[missing] = True
