@@ -88,7 +88,7 @@ test-vllm: .venv-vllm/ready
 gpu: .venv/ready
 	.venv/bin/python benchmarks/gpu_suite.py $(GPU_OPTIONS)
 
-# Two small trained models on real text, in some sixteen hours on two cores; a stopped run goes on where it stopped.
+# Two small trained models on real text, in some fifteen hours on two cores; a stopped run goes on where it stopped.
 # REAL_OPTIONS='--parts quality tasks' selects parts, docs/real-models.md lists them.
 real: .venv/ready
 	.venv/bin/python benchmarks/real_suite.py $(REAL_OPTIONS)
