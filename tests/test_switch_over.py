@@ -57,7 +57,7 @@ def test_in_vllm_it_follows_the_vector_instructions(threads, monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)  # noqa: B023
         assert sparse_from(LLAMA, 1, 32, CPU, in_vllm()) == one
         assert sparse_from(LLAMA, 8, 32, CPU, in_vllm()) == eight
-    assert one < sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS) == 305
+    assert sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS) == 305
 
 
 def test_on_a_gpu_it_follows_the_bandwidth(monkeypatch):
