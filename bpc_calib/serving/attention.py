@@ -128,10 +128,8 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             return whole
         self.forget(common.slot_mapping)
         requests, starts = common.num_reqs, common.query_start_loc_cpu
-        rules = self.rules(options, requests)
-        if rules.count(common.max_seq_len) == common.max_seq_len:  # then no shorter request chooses, either
-            return whole
         lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
+        rules = self.rules(options, requests)
         k = torch.tensor([rules.count(length) for length in lengths.tolist()], dtype=torch.int64)
         chosen = choosing(common, k)
         if not chosen.any():
