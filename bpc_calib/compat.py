@@ -208,7 +208,7 @@ def compile_program(program: Any, file: Path, calls: dict[Any, str]) -> None:
     }
     if hasattr(config.aot_inductor, "custom_ops_to_c_shims"):
         settings["aot_inductor.custom_ops_to_c_shims"] = {operator: [code] for operator, code in calls.items()}
-    with _calling(torch.ops.aten.addmv.default):
+    with _calling(torch.ops.aten.addmv.default), _key_of_triton():
         aoti_compile_and_package(program, package_path=str(file), inductor_configs=settings)
 
 
@@ -227,6 +227,25 @@ def _calling(operator: Any) -> Iterator[None]:
     finally:
         if loop is not None:
             table[operator] = loop
+
+
+@contextmanager
+def _key_of_triton() -> Iterator[None]:
+    """Let an older torch find a function of Triton where an older Triton has it."""
+    try:
+        from triton.compiler import compiler
+        from triton.runtime.cache import triton_key
+    except ImportError:  # no Triton, or one that has it there
+        yield
+        return
+    moved = not hasattr(compiler, "triton_key")
+    if moved:
+        compiler.triton_key = triton_key
+    try:
+        yield
+    finally:
+        if moved:
+            del compiler.triton_key
 
 
 def load_program(file: Path, weights: dict[str, Any]) -> Callable[[list[Any]], list[Any]]:
