@@ -186,11 +186,14 @@ def _layers(model: Any) -> list[_Layer]:
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(f"{describe(model.config).id} has no list of decoder layers, so they cannot be compiled")
-    compiled = [getattr(vars(module).get("forward"), "args", ()) for module in layers]
-    return [
-        own[0] if own and isinstance(own[0], _Layer) else _Layer(module)
-        for own, module in zip(compiled, layers, strict=True)
-    ]
+    return [_compiled_before(module) or _Layer(module) for module in layers]
+
+
+def _compiled_before(module: nn.Module) -> _Layer | None:
+    """Return what an earlier call of `compile_layers` made of a layer."""
+    forward: Any = vars(module).get("forward")
+    found: _Layer | None = forward.args[0] if getattr(forward, "func", None) is _forward else None
+    return found
 
 
 def _attending(model: Any, attend: Attend) -> Any:
