@@ -106,7 +106,6 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Finds BPC's rows of a step, once for all layers that share block tables, and their tokens without codes."""
 
     shares: tuple[Options, Tensor | None] | None = None  # of these options (`shares_on`)
-    coded: Tensor = torch.zeros(0, dtype=torch.bool)  # [slots]: whether the token there has codes in every layer
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -116,6 +115,8 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         self.chooses = choosing_layers(vllm_config, layer_names) > 0  # not for a model that drafts
         if options is not None and self.chooses:
             announce(vllm_config, self.rules(options, 1))
+        self.coded = torch.zeros(0, self.block_size, dtype=torch.bool)  # [pages, block_size]: these tokens have codes
+        self.whole = self.coded.all(1)  # [pages]: all tokens of the page have
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -161,8 +162,9 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
     def forget(self, slots: Tensor) -> None:
         """Forget the codes of slots that get other tokens, integers `[tokens]`; negative ones are padding."""
-        if len(self.coded):
-            self.coded[slots[(slots >= 0) & (slots < len(self.coded))]] = False
+        slots = slots[(slots >= 0) & (slots < self.coded.numel())]
+        self.coded.view(-1)[slots] = False
+        self.whole[slots // self.block_size] = False
 
     def without_codes(self, rows: Rows, newest: Tensor) -> Tensor | None:
         """Return the slots of the sequences whose tokens have no codes yet, without the `newest`; None: there are none.
@@ -170,14 +172,21 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         From now on they count as hashed, for this step hashes them in every layer.
         """
         assert rows.block_table is not None
-        places, size = torch.arange(rows.longest), self.block_size
-        slots = rows.block_table[:, places // size].long() * size + places % size
-        slots = slots[places < rows.lengths.unsqueeze(1)]  # the newest are among them
-        if (most := int(slots.max())) >= len(self.coded):
-            self.coded = torch.cat([self.coded, self.coded.new_zeros(2 * (most + 1) - len(self.coded))])
-        self.coded[newest] = True
-        missing = slots[~self.coded[slots]].unique()  # sequences may share pages
-        self.coded[missing] = True
+        size = self.block_size
+        used = torch.arange(rows.block_table.shape[1]) * size < rows.lengths.unsqueeze(1)
+        table = rows.block_table.long() * used
+        if (most := int(table.max())) >= len(self.coded):
+            self.coded = torch.cat([self.coded, self.coded.new_zeros(2 * (most + 1) - len(self.coded), size)])
+            self.whole = self.coded.all(1)
+        coded = self.coded.view(-1)
+        coded[newest] = True
+        sequences, places = (used & ~self.whole[table]).nonzero(as_tuple=True)
+        pages, offsets = table[sequences, places], torch.arange(size)
+        written = places.unsqueeze(1) * size + offsets < rows.lengths[sequences].unsqueeze(1)
+        slots = (pages.unsqueeze(1) * size + offsets)[written]
+        missing = slots[~coded[slots]].unique()  # sequences may share pages
+        coded[missing] = True
+        self.whole[pages] = self.coded[pages].all(1)
         return missing if len(missing) else None
 
     def rules(self, options: Options, requests: int) -> Rules:
