@@ -7,8 +7,10 @@ a prompt.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -115,8 +117,9 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         self.chooses = choosing_layers(vllm_config, layer_names) > 0  # not for a model that drafts
         if options is not None and self.chooses:
             announce(vllm_config, self.rules(options, 1))
-        self.coded = torch.zeros(0, self.block_size, dtype=torch.bool)  # [pages, block_size]: these tokens have codes
-        self.whole = self.coded.all(1)  # [pages]: all tokens of the page have
+        # In NumPy, whose calls take less time than torch's.
+        self.coded = np.zeros((0, self.block_size), dtype=bool)  # [pages, block_size]: whether the token has codes
+        self.whole = np.zeros(0, dtype=bool)  # [pages]: whether all tokens of the page have
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -162,9 +165,10 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
     def forget(self, slots: Tensor) -> None:
         """Forget the codes of slots that get other tokens, integers `[tokens]`; negative ones are padding."""
-        slots = slots[(slots >= 0) & (slots < self.coded.numel())]
-        self.coded.view(-1)[slots] = False
-        self.whole[slots // self.block_size] = False
+        changed = slots.numpy()
+        changed = changed[(changed >= 0) & (changed < self.coded.size)]
+        self.coded.reshape(-1)[changed] = False
+        self.whole[changed // self.block_size] = False
 
     def without_codes(self, rows: Rows, newest: Tensor) -> Tensor | None:
         """Return the slots of the sequences whose tokens have no codes yet, without the `newest`; None: there are none.
@@ -172,33 +176,46 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         From now on they count as hashed, for this step hashes them in every layer.
         """
         assert rows.block_table is not None
-        size = self.block_size
-        used = torch.arange(rows.block_table.shape[1]) * size < rows.lengths.unsqueeze(1)
-        table = rows.block_table.long() * used
-        if (most := int(table.max())) >= len(self.coded):
-            self.coded = torch.cat([self.coded, self.coded.new_zeros(2 * (most + 1) - len(self.coded), size)])
-            self.whole = self.coded.all(1)
-        coded = self.coded.view(-1)
-        coded[newest] = True
-        sequences, places = (used & ~self.whole[table]).nonzero(as_tuple=True)
-        pages, offsets = table[sequences, places], torch.arange(size)
-        written = places.unsqueeze(1) * size + offsets < rows.lengths[sequences].unsqueeze(1)
-        slots = (pages.unsqueeze(1) * size + offsets)[written]
-        missing = slots[~coded[slots]].unique()  # sequences may share pages
+        table, lengths, size = rows.block_table.numpy(), rows.lengths.numpy()[:, None], self.block_size
+        used = np.arange(table.shape[1]) * size < lengths
+        if (most := int(table[used].max())) >= len(self.coded):
+            more = 2 * (most + 1) - len(self.coded)
+            self.coded = np.concatenate([self.coded, np.zeros((more, size), dtype=bool)])
+            self.whole = np.concatenate([self.whole, np.zeros(more, dtype=bool)])
+        coded = self.coded.reshape(-1)
+        coded[newest.numpy()] = True
+        sequences, places = (used & ~self.whole[np.where(used, table, 0)]).nonzero()
+        pages, offsets = table[sequences, places], np.arange(size)
+        written = places[:, None] * size + offsets < lengths[sequences]
+        slots = (pages[:, None].astype(np.int64) * size + offsets)[written]
+        missing = np.unique(slots[~coded[slots]])  # sequences may share pages
         coded[missing] = True
         self.whole[pages] = self.coded[pages].all(1)
-        return missing if len(missing) else None
+        return torch.from_numpy(missing) if len(missing) else None
 
     def rules(self, options: Options, requests: int) -> Rules:
         """Return the rules of a step with so many requests."""
-        found = settings(options)
-        if options.min_context is not None:
-            return found
         spec = self.kv_cache_spec
         token = 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
         heads = self.vllm_config.model_config.get_num_attention_heads(self.vllm_config.parallel_config)
-        start = sparse_from(token, requests, heads, torch.device("cpu"), in_vllm())
-        return dataclasses.replace(found, min_context=start)
+        return rules_of(options, requests, token, heads)
+
+
+@functools.cache
+def rules_of(options: Options, requests: int, token: int, heads: int) -> Rules:
+    """Return the rules of a step on a CPU.
+
+    Args:
+        options: of the model.
+        requests: of the step.
+        token: bytes of the keys and values that one layer keeps of a token.
+        heads: query heads of a layer.
+    """
+    found = settings(options)
+    if options.min_context is not None:
+        return found
+    start = sparse_from(token, requests, heads, torch.device("cpu"), in_vllm())
+    return dataclasses.replace(found, min_context=start)
 
 
 def choosing(common: CommonAttentionMetadata, k: Tensor) -> Tensor:

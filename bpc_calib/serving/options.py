@@ -39,6 +39,9 @@ class Options:
     group: str | None = None
 
 
+NAMES = tuple(field.name for field in fields(Options))
+
+
 def given_options(vllm_config: Any) -> Mapping[str, Any] | None:
     """Return what the user gave; None: nothing, so vLLM stays as it is."""
     given = vllm_config.additional_config
@@ -54,11 +57,10 @@ def read_options(vllm_config: Any) -> Options | None:
     given = given_options(vllm_config)
     if given is None:
         return None
-    known = [field.name for field in fields(Options)]
     if not isinstance(given, Mapping) or "artifact" not in given:
         raise InputError("additional_config.bpc needs an artifact: the file that bpc calibrate wrote")
-    if unknown := sorted(set(given) - set(known)):
-        raise InputError(f"additional_config.bpc has no {unknown[0]!r}; it has {', '.join(known)}")
+    if unknown := sorted(given.keys() - NAMES):
+        raise InputError(f"additional_config.bpc has no {unknown[0]!r}; it has {', '.join(NAMES)}")
     if not isinstance(given["artifact"], str) or given["artifact"] == "online":
         raise InputError(
             "additional_config.bpc.artifact must be a file that bpc calibrate wrote: requests share cached prompts, so "
