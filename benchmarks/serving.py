@@ -1,24 +1,18 @@
-"""Tokens per second of a model that vLLM serves on a CPU: stock, with the plugin installed only, and with BPC.
+"""Tokens per second of a model that vLLM runs on a CPU, without BPC and with it: in turns, in one engine.
 
-`--transformers` also times the model in transformers, with full attention and with BPC, after the first of the prompts.
+    .venv-vllm/bin/python benchmarks/serving.py --model FOLDER --artifact FILE
 
-    python benchmarks/serving.py --vllm PYTHON --model FOLDER --artifact FILE
-
-All servers run at once, and every measurement goes to one after the other. Whole answers to new prompts are timed, then
-answers of one token and of many to cached ones; the difference of the last two is the decoding.
+Two engines differ by several per cent from start to start; the same engine with its options taken away does not, and
+is vLLM's own path. Whole answers to new prompts are timed, then answers of one token and of many to cached ones; the
+difference of the last two is the decoding. `--transformers` also times the model in transformers, with full attention
+and with BPC, after the first of the prompts.
 """
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
-import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,15 +23,45 @@ import report
 from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.loading import load_tokenizer
 
-PATIENCE = 1800  # seconds until a server must be ready: three at once compile the model on two cores
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the servers are on this machine
+os.environ |= {
+    "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "5", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "bpc",
+    "THP_MEM_ALLOC_ENABLE": "1",  # large pages, as `bpc serve` asks
+}  # fmt: skip
 # Tokens of a prompt, requests at once, tokens to decode, and repeats.
-SETTINGS: dict[str, Any] = {"lengths": [500, 2000, 7500], "requests": [1, 8], "new": 64, "repeats": 3}
+SETTINGS: dict[str, Any] = {"lengths": [500, 2000, 7500], "requests": [1, 8], "new": 64, "repeats": 5}
 TINY: dict[str, Any] = {"lengths": [200], "requests": [2], "new": 4, "repeats": 1}
-READ_AGAIN = 20_000  # tokens of the prompts; longer ones are read anew only once
+READ_AGAIN = 20_000  # tokens of the prompts; longer ones are timed only once
 FIRST = 100  # instead of the first token of a prompt, this and the next ones in turn: no cache holds such a prompt
-STOCK, PLUGIN, BPC = "stock", "plugin installed", "BPC"
+STOCK, BPC = "stock", "BPC"
 IN_TRANSFORMERS = "transformers", "BPC in transformers"
+
+
+class Engine:
+    """vLLM's engine in this process, which BPC can leave and enter again."""
+
+    def __init__(self, model: str, artifact: Path, **settings: Any) -> None:
+        from vllm import LLM
+
+        self.options = {"bpc": {"artifact": str(artifact.absolute())}}
+        settings |= {"skip_tokenizer_init": True, "distributed_executor_backend": "uni"}
+        self.llm = LLM(model, additional_config=dict(self.options), **settings)
+
+    def use(self, name: str) -> None:
+        """Answer by vLLM alone, or with BPC; cached prompts are forgotten."""
+        given = self.llm.llm_engine.vllm_config.additional_config
+        given.clear()
+        given.update(self.options if name == BPC else {})
+        self.llm.reset_prefix_cache()
+
+    def answered(self, prompts: Sequence[list[int]], new: int) -> tuple[float, list[list[int]]]:
+        """Ask with all prompts at once; the seconds until the last answer, and the answers."""
+        from vllm import SamplingParams
+
+        asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        made = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False)
+        return time.perf_counter() - began, [list(each.outputs[0].token_ids) for each in made]
 
 
 def main() -> None:
@@ -46,36 +70,31 @@ def main() -> None:
     parser.add_argument("--artifact", "-a", type=Path, required=True)
     parser.add_argument("--text", default="demo-prose", help="corpus of the prompts")
     parser.add_argument("--dtype", default="bfloat16", help="float32 reads prompts faster without AVX-512")
-    parser.add_argument("--transformers", action="store_true", help="time the model there, too")
-    parser.add_argument("--vllm", metavar="PYTHON", default=sys.executable, help="an interpreter with vllm-cpu and BPC")
+    parser.add_argument(
+        "--transformers", metavar="PYTHON", help="time the model there, too, by BPC of this interpreter"
+    )
     arguments = parser.parse_args()
     settings = TINY if arguments.tiny else SETTINGS
     model = str(DEMO_MODEL) if arguments.model == "demo" else arguments.model
     most, rows, tokenizer = max(settings["requests"]), [], load_tokenizer(model)
     sizes = [length * most for length in settings["lengths"]]
     texts = dict(zip(settings["lengths"], real_models.prompts(tokenizer, arguments.text, sizes), strict=True))
-    words = ["--model", model, "--served-model-name", "model", "--dtype", arguments.dtype, "--max-num-seqs", str(most)]
-    words += ["--max-model-len", str(max(settings["lengths"]) + settings["new"] + 1)]
-    asked = {"bpc": {"artifact": str(arguments.artifact.absolute())}}
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        started = {  # all at once: each takes long
-            name: stack.enter_context(served(arguments.vllm, words, options, folder / f"{name}.log"))
-            for name, options in ((STOCK, None), (PLUGIN, {}), (BPC, asked))
-        }
-        servers = {name: address(*server, folder / f"{name}.log") for name, server in started.items()}
-        for length, text in texts.items():
-            prompts = [text[i * length : (i + 1) * length] for i in range(most)]
-            for count in settings["requests"]:
-                rows += told(compared(servers, prompts[:count], settings["new"], settings["repeats"]))
-            stock = next((row for row in rows if (row["prompt"], row["requests"]) == (length, 1)), None)
-            if arguments.transformers and stock is not None:
-                words = ["-m", model, "-a", str(arguments.artifact), "--max-new-tokens", str(settings["new"])]
-                words += ["--dtype", arguments.dtype]
-                rows += told(in_transformers(words, tokenizer.decode(prompts[0]), stock, settings["repeats"]))
-    versions = "import json, torch, vllm; print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__}))"
-    found = subprocess.run([arguments.vllm, "-c", versions], capture_output=True, text=True, check=True).stdout
-    settings = settings | {"dtype": arguments.dtype} | json.loads(found)
+    room = max(settings["lengths"]) + settings["new"] + 1
+    asked = {"dtype": arguments.dtype, "max_num_seqs": most, "max_model_len": room, "enforce_eager": arguments.tiny}
+    engine = Engine(model, arguments.artifact, **asked)
+    for length, text in texts.items():
+        prompts = [text[i * length : (i + 1) * length] for i in range(most)]
+        for count in settings["requests"]:
+            rows += told(compared(engine, prompts[:count], settings["new"], settings["repeats"]))
+        stock = next((row for row in rows if (row["prompt"], row["requests"]) == (length, 1)), None)
+        if arguments.transformers and stock is not None:
+            words = [arguments.transformers, "-m", "bpc_cli", "generate", "-m", model, "-a", str(arguments.artifact)]
+            words += ["--max-new-tokens", str(settings["new"]), "--dtype", arguments.dtype]
+            rows += told(in_transformers(words, tokenizer.decode(prompts[0]), stock, settings["repeats"]))
+    import torch
+    import vllm
+
+    settings = settings | {"dtype": arguments.dtype, "vllm": vllm.__version__, "torch": torch.__version__}
     report.keep(arguments.output, report.about() | {"settings": settings, "rows": rows})
 
 
@@ -87,65 +106,30 @@ def told(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-@contextlib.contextmanager
-def served(
-    python: str, words: Sequence[str], options: Mapping[str, Any] | None, log: Path
-) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Start a server with these additional options; None: without the plugin. It ends when the context does."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    # Not `vllm serve`, which looks for a package of the name vllm.
-    start = [python, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    start += ["--host", "127.0.0.1", "--port", str(port), *words]
-    start += [] if options is None else ["--additional-config", json.dumps(options)]
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "5", "VLLM_PLUGINS": "" if options is None else "bpc",
-        "VLLM_NO_USAGE_STATS": "1", "THP_MEM_ALLOC_ENABLE": "1",  # large pages for all, as `bpc serve` asks
-    }  # fmt: skip
-    environment.pop("OMP_NUM_THREADS", None)  # vLLM keeps a core for the server, and takes the others
-    with log.open("w") as out:
-        process = subprocess.Popen(start, stdout=out, stderr=out, env=environment)
-        try:
-            yield port, process
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def address(port: int, process: subprocess.Popen[bytes], log: Path) -> str:
-    """The address of a server when it is ready; end this script with the last line of its log if it is not."""
-    end = time.monotonic() + PATIENCE
-    while process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(OSError), OPENER.open(f"http://127.0.0.1:{port}/health", timeout=10):
-            return f"http://127.0.0.1:{port}"
-        time.sleep(1)
-    sys.exit(f"{log.stem}: no server: {(log.read_text().strip().splitlines() or ['no log'])[-1]}")
-
-
-def compared(servers: Mapping[str, str], prompts: Sequence[list[int]], new: int, repeats: int) -> list[dict[str, Any]]:
-    """One row per server: seconds to read the prompts and for whole answers, tokens per second, the ratios to stock.
+def compared(engine: Engine, prompts: Sequence[list[int]], new: int, repeats: int) -> list[dict[str, Any]]:
+    """One row without BPC and one with it: seconds of whole answers, tokens per second, the ratios to stock.
 
     Whole answers count from the arrival of prompts that no cache holds, and so hash their keys, too.
     """
-    firsts = {name: answered(server, prompts, 1)[0] for name, server in servers.items()}
-    texts: dict[str, list[str]] = {}
-    speeds, wholes = ({name: list[float]() for name in servers} for _ in range(2))
-    for turn in range(repeats):
-        if turn == 0 or len(prompts) * len(prompts[0]) <= READ_AGAIN:
-            asked = [[FIRST + turn, *prompt[1:]] for prompt in prompts]
-            for name, server in servers.items():
-                wholes[name].append(answered(server, asked, new + 1)[0])
-        for name, server in list(servers.items())[:: 1 - turn % 2 * 2]:  # the other way round in every other turn
-            short, _ = answered(server, asked, 1)
-            long, texts[name] = answered(server, asked, new + 1)
+    names, tokens = (STOCK, BPC), len(prompts) * len(prompts[0])
+    texts: dict[str, list[list[int]]] = {}
+    reads, wholes, speeds = ({name: list[float]() for name in names} for _ in range(3))
+    for turn in range(repeats if tokens <= READ_AGAIN else 1):
+        asked = [[FIRST + turn, *prompt[1:]] for prompt in prompts]
+        for name in names[:: 1 - turn % 2 * 2]:  # the other way round in every other turn
+            engine.use(name)
+            whole, _ = engine.answered(asked, new + 1)
+            short, _ = engine.answered(asked, 1)
+            long, texts[name] = engine.answered(asked, new + 1)
+            reads[name].append(whole - (long - short))
+            wholes[name].append(whole)
             speeds[name].append(len(prompts) * new / (long - short))
     return [
         {
             "server": name,
             "prompt": len(prompts[0]),
             "requests": len(prompts),
-            "prefill_seconds": round(firsts[name], 3),
+            "prefill_seconds": round(median(reads[name]), 3),
             "whole_seconds": round(median(wholes[name]), 3),
             "whole_ratio": round(
                 median(stock / own for own, stock in zip(wholes[name], wholes[STOCK], strict=True)), 3
@@ -154,13 +138,13 @@ def compared(servers: Mapping[str, str], prompts: Sequence[list[int]], new: int,
             "ratio": round(median(own / stock for own, stock in zip(speeds[name], speeds[STOCK], strict=True)), 3),
             "same_answers": sum(own == stock for own, stock in zip(texts[name], texts[STOCK], strict=True)),
         }
-        for name in servers
+        for name in names
     ]
 
 
 def in_transformers(words: Sequence[str], text: str, stock: Mapping[str, Any], repeats: int) -> list[dict[str, Any]]:
     """Rows of full attention and of BPC in transformers, by `bpc generate --compare` alone: medians of several runs."""
-    start = [sys.executable, "-m", "bpc_cli", "generate", *words, "--raw", "-p", text, "--compare", "--json", "-q"]
+    start = [*words, "--raw", "-p", text, "--compare", "--json", "-q"]
     runs = [json.loads(subprocess.run(start, capture_output=True, check=True).stdout) for _ in range(repeats)]
     rows = []
     for name, each in zip(IN_TRANSFORMERS, ([run["full_attention"] for run in runs], runs), strict=True):
@@ -171,22 +155,6 @@ def in_transformers(words: Sequence[str], text: str, stock: Mapping[str, Any], r
             "tokens_per_second": round(speed, 2), "ratio": round(speed / stock["tokens_per_second"], 3),
         })  # fmt: skip
     return rows
-
-
-def answered(server: str, prompts: Sequence[list[int]], new: int) -> tuple[float, list[str]]:
-    """Send all prompts at once; the seconds until the last answer, and the answers."""
-
-    def ask(prompt: list[int]) -> str:
-        body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{server}/v1/completions", json.dumps(body).encode(), headers)
-        with OPENER.open(request, timeout=PATIENCE) as answer:
-            return str(json.load(answer)["choices"][0]["text"])
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        began = time.perf_counter()
-        texts = list(pool.map(ask, prompts))
-        return time.perf_counter() - began, texts
 
 
 if __name__ == "__main__":

@@ -69,9 +69,10 @@ def test_without_options_vllm_is_stock(engine):
         assert attention.CPUBackend.get_impl_cls() is attention.CPUAttention
 
 
-def every_step(common, k):
+def every_step(common, counts):
     """In the place of `choosing`: every decoding step, also one that attends to everything."""
-    return (common.query_start_loc_cpu.diff()[: common.num_reqs] == 1) & ~common.is_prefilling[: common.num_reqs]
+    one = common.query_start_loc_cpu.diff()[: len(counts)] == 1
+    return (one & ~common.is_prefilling[: len(counts)]).numpy()
 
 
 def test_the_sparse_path_over_all_tokens_is_dense(engine, monkeypatch):
@@ -333,17 +334,11 @@ def test_two_ranks_answer_as_one(engine, tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_runs(artifact, tmp_path):
-    """Three servers at once, which do not compile the model: that of `bpc serve` above does."""
     script, target = Path(__file__).parent.parent / "benchmarks" / "serving.py", tmp_path / "result.json"
-    eager = tmp_path / "python"
-    more = "--enforce-eager --distributed-executor-backend uni"  # one process fewer
-    eager.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@" {more}\n')
-    eager.chmod(0o700)
-    words = [sys.executable, script, "--tiny", "-a", artifact, "-o", target, "--vllm", eager]
+    words = [sys.executable, script, "--tiny", "-a", artifact, "-o", target]
     subprocess.run(words, check=True, timeout=900)
     rows = json.loads(target.read_text())["rows"]
-    assert [row["server"] for row in rows] == ["stock", "plugin installed", "BPC"]
-    assert rows[1]["same_answers"] == 2
+    assert [row["server"] for row in rows] == ["stock", "BPC"]
 
 
 def test_a_model_that_drafts_leaves_no_step_that_chooses(engine, artifact, monkeypatch):

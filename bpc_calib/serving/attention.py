@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -128,16 +129,16 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common = common_attn_metadata
         whole = super().build(common_prefix_len, common, fast_build)
         options = read_options(self.vllm_config)
+        self.forget(common.slot_mapping)
         if options is None or not self.chooses:
             return whole
-        self.forget(common.slot_mapping)
         requests, starts = common.num_reqs, common.query_start_loc_cpu
         lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
         rules = self.rules(options, requests)
-        k = torch.tensor([rules.count(length) for length in lengths.tolist()], dtype=torch.int64)
-        chosen = choosing(common, k)
-        if not chosen.any():
+        counts = np.array([rules.count(length) for length in lengths.tolist()])
+        if not (choose := choosing(common, counts)).any():
             return whole
+        chosen, k = torch.from_numpy(choose), torch.from_numpy(counts)
         tokens, most = starts[:requests][chosen].long(), int(lengths[chosen].max())
         table, ks = table[:, : -(-most // self.block_size)][chosen].contiguous(), k[chosen]
         rows = Rows(lengths[chosen].long(), ks.unsqueeze(1), most, int(ks.max()), block_table=table)
@@ -218,16 +219,16 @@ def rules_of(options: Options, requests: int, token: int, heads: int) -> Rules:
     return dataclasses.replace(found, min_context=start)
 
 
-def choosing(common: CommonAttentionMetadata, k: Tensor) -> Tensor:
-    """Return which requests choose tokens in this step, of which each may attend to `k`: bool `[requests]`.
+def choosing(common: CommonAttentionMetadata, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which requests choose tokens in this step, of which each may attend to `counts`: `[requests]`.
 
     A single token can also be the rest of a prompt, whose other tokens were cached: it attends to everything, as in a
     prefill.
     """
-    one = common.query_start_loc_cpu.diff()[: common.num_reqs] == 1
+    one = np.diff(common.query_start_loc_cpu.numpy())[: len(counts)] == 1
     if common.is_prefilling is not None:
-        one &= ~common.is_prefilling[: common.num_reqs]
-    return one & (k < common.seq_lens[: common.num_reqs])
+        one &= ~common.is_prefilling.numpy()[: len(counts)]
+    return one & (counts < common.seq_lens.numpy()[: len(counts)])
 
 
 class GPUBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
