@@ -246,7 +246,7 @@ def serving(results: Results) -> Lines:
 
 
 def serving_arrival(results: Results) -> Lines:
-    """vLLM's server from the arrival of prompts that it has not seen, stock and with BPC."""
+    """vLLM from the arrival of prompts that it has not seen, stock and with BPC."""
     yield (
         "model", "prompt, tokens", "requests", "stock, s", "BPC, s", "stock over BPC",
         "decoding alone: stock, tokens/s", "BPC, tokens/s", "BPC over stock",
@@ -399,6 +399,14 @@ def switch_over(results: Results) -> Lines:
         yield *_layer_step(row), f"{dense:.2f}", f"{sparse:.2f}", f"{(dense - sparse) / 4 * 1e3:.0f}"
 
 
+def switch_over_avx512(results: Results) -> Lines:
+    """What choosing gains in whole models, in short contexts, without AMX."""
+    yield "shape", "sequences", "tokens", "all tokens at their best, ms", "chosen tokens, ms", "ratio"
+    for row in results["switch_over_avx512"]["rows"]:
+        times = (f"{row[name]:.1f}" for name in ("full_milliseconds", "bpc_milliseconds"))
+        yield row["shape"], row["sequences"], row["tokens"], *times, f"{row['times_full']:.2f}"
+
+
 def without_products(results: Results) -> Lines:
     """Steps on a processor without products of 16-bit numbers: what attends to all tokens, and chosen ones."""
     heads = "torch on all tokens, ms", "BPC's kernel on all tokens", "chosen tokens"
@@ -487,7 +495,8 @@ def larger_than_memory(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, whole_models, whole_models_short, whole_models_avx512, few_tokens, scaling, switch_over, without_products,
+    layer, whole_models, whole_models_short, whole_models_avx512, few_tokens, scaling, switch_over, switch_over_avx512,
+    without_products,
     generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
     model_bytes, offload_plan, serving, serving_arrival, vllm_pages, vllm_attention, headline, headline_both, adapting,
     aggregation, key_counts, keys_per_head,

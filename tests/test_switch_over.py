@@ -37,27 +37,27 @@ def threads():
 
 def test_the_length_follows_what_dense_attention_reads(threads):
     threads(2)
-    assert sparse_from(LLAMA, 1, 32, CPU) == 610
-    assert sparse_from(LLAMA // 4, 1, 32, CPU) == pytest.approx(4 * 610, abs=4)
-    assert sparse_from(LLAMA, 8, 32, CPU) == 119  # sequences share the work that a step takes once
-    assert sparse_from(LLAMA, 1, 1, CPU) == 305  # one query head keeps one thread busy
-    assert sparse_from(LLAMA, 1, 32, CPU, WITHOUT_AMX) == 390  # dense steps are faster, but by BPC's kernel
+    assert sparse_from(LLAMA, 1, 32, CPU) == 350 + 561
+    assert sparse_from(LLAMA // 4, 1, 32, CPU) == pytest.approx(350 + 4 * 561, abs=4)
+    assert sparse_from(LLAMA, 8, 32, CPU) == 350 + 70  # sequences share the work that a step takes once
+    assert sparse_from(LLAMA, 1, 1, CPU) == 350 + 280  # one query head keeps one thread busy
+    assert sparse_from(LLAMA, 1, 32, CPU, WITHOUT_AMX) == 750 + 244  # dense steps are faster, by BPC's kernel
     threads(1)
-    assert sparse_from(LLAMA, 1, 32, CPU) == 305
+    assert sparse_from(LLAMA, 1, 32, CPU) == 350 + 280
 
 
 def test_in_vllm_it_follows_the_vector_instructions(threads, monkeypatch):
     threads(1)
     for capability, amx, one, eight in (
-        ("AVX512", True, 1074, 454),
-        ("AVX512", False, 366, 141),
-        ("AVX2", False, 366, 141),
+        ("AVX512", True, 2708, 2088),
+        ("AVX512", False, 856, 632),
+        ("AVX2", False, 856, 632),
     ):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)  # noqa: B023
         assert sparse_from(LLAMA, 1, 32, CPU, in_vllm()) == one
         assert sparse_from(LLAMA, 8, 32, CPU, in_vllm()) == eight
-    assert sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS) == 305
+    assert sparse_from(LLAMA, 1, 32, CPU, IN_TRANSFORMERS) == 630
 
 
 def test_on_a_gpu_it_follows_the_bandwidth(monkeypatch):

@@ -11,20 +11,17 @@ __all__ = ["IN_TRANSFORMERS", "WITHOUT_AMX", "Costs", "in_vllm", "sparse_from"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What choosing takes on a CPU, as the bytes of keys and values that one thread attends to in that time.
+    """What choosing takes on a CPU. Measured on two cores (docs/performance.md), rounded up."""
 
-    Measured on two cores (docs/performance.md), rounded up.
-    """
-
-    step: float  # of each layer, shared by the sequences of a step
-    sequence: float
+    step: float  # of each layer, shared by the sequences of a step: bytes that one thread attends to in that time
+    tokens: int  # of each sequence: tokens that as many threads as a step has attend to in that time
 
 
-IN_TRANSFORMERS = Costs(step=1.15e6, sequence=0.1e6)
-WITHOUT_AMX = Costs(step=0.7e6, sequence=0.1e6)  # in 16 bits: then dense steps run BPC's kernel
-IN_VLLM = Costs(step=2.9e6, sequence=1.5e6)  # with AMX, before keys were copied to rows
+IN_TRANSFORMERS = Costs(step=1.15e6, tokens=350)
+WITHOUT_AMX = Costs(step=0.5e6, tokens=750)  # in 16 bits: then dense steps run BPC's kernel
+IN_VLLM = Costs(step=2.9e6, tokens=2000)  # with AMX, before keys were copied to rows
 # Where vLLM's dense kernel is slower. A third more than where a step pays: an answer has to pay for hashing, too.
-IN_VLLM_WITHOUT_AMX = Costs(step=1.05e6, sequence=0.45e6)
+IN_VLLM_WITHOUT_AMX = Costs(step=1.05e6, tokens=600)
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
 BANDWIDTH = 1e12  # bytes per second of a GPU that does not tell
 
@@ -48,7 +45,7 @@ def sparse_from(
         return int(SECONDS * _bandwidth(device) / (sequences * token))
     # torch's attention takes one thread for each query head.
     threads = min(torch.get_num_threads(), sequences * query_heads)
-    return int(threads * (costs.step / sequences + costs.sequence) / token)
+    return costs.tokens + int(threads * costs.step / (sequences * token))
 
 
 def in_vllm() -> Costs:
