@@ -384,7 +384,7 @@ REAL = Path(__file__).parent.parent / "build" / "real"
 @pytest.mark.parametrize("model", ["SmolLM2-135M-Instruct", "gemma-3-270m"])
 def test_models_trained_by_others(model, monkeypatch):
     """Five requests at once choose what the layer chooses; all tokens through the sparse path answer as vLLM alone."""
-    artifact = REAL / f"{model}-score-aware.safetensors"
+    artifact = REAL / f"{model}-bpc.safetensors"
     if not artifact.exists():
         pytest.skip("make real fetches the model and makes its projections")
     engine = Engine(REAL / model, artifact)
