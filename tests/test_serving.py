@@ -339,6 +339,7 @@ def test_the_benchmark_runs(artifact, tmp_path):
     subprocess.run(words, check=True, timeout=900)
     rows = json.loads(target.read_text())["rows"]
     assert [row["server"] for row in rows] == ["stock", "BPC"]
+    assert rows[1]["same_answers"] == 2  # so short a prompt is attended to by vLLM alone
 
 
 def test_a_model_that_drafts_leaves_no_step_that_chooses(engine, artifact, monkeypatch):

@@ -129,7 +129,7 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common = common_attn_metadata
         whole = super().build(common_prefix_len, common, fast_build)
         options = read_options(self.vllm_config)
-        self.forget(common.slot_mapping)
+        self.forget(common.slot_mapping)  # without options, too: they can come back
         if options is None or not self.chooses:
             return whole
         requests, starts = common.num_reqs, common.query_start_loc_cpu
