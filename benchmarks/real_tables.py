@@ -18,7 +18,6 @@ LENGTH = 8192  # tokens per prompt of the first table
 HEADLINE = ("full", "oracle", "bpc", "bpc-online", "paper", "random")
 SHOWN = {name: FIGURES[name] for name in ("loss_difference", "kl", "mass", "cosine")}
 LABELS = {"oracle": "the exact best tokens", "paper": "BPC, `--method paper`"}
-ENGINES = {"transformers": "transformers, full attention", "bpc": "BPC in transformers"}
 
 
 def models(results: Results, part: str) -> dict[str, Row]:
@@ -100,28 +99,27 @@ def lengths(results: Results) -> Lines:
 
 
 def methods(results: Results) -> Lines:
-    """All methods of `bpc eval` by budget: what each learns beforehand, and its figures by length."""
+    """All methods of `bpc eval` at the least budget: what each learns beforehand, and its figures by length."""
     found = models(results, "methods")
     lengths = sorted({row["tokens"] for each in found.values() for row in each["rows"]})
-    heads = [f"{tokens:,}: {name}" for tokens in lengths for name in ("KV read", "loss", "KL", "right, %")]
-    yield "model", "budget", "method", "learned, s", *heads
+    heads = [f"{tokens:,}: {name}" for tokens in lengths for name in ("KV read", "KL", "right, %")]
+    yield "model", "method", "learned, s", *heads
     for model, made in found.items():
         seconds = made.get("learned", {}).get("seconds", {})
-        for budget in sorted({row["budget"] for row in made["rows"] if row["budget"]}):
-            rows = [row for row in made["rows"] if row["budget"] in (budget, None)]
-            for name in sorted({row["method"] for row in rows}, key=list(METHODS).index):
-                cells = [cell for tokens in lengths for cell in _at(rows, name, tokens)]
-                took = f"{seconds[name]:.0f}" if name in seconds else ""
-                yield model, budget_text(budget), label(name), took, *cells
-                model = ""
+        least = min(row["budget"] for row in made["rows"] if row["budget"])
+        rows = [row for row in made["rows"] if row["budget"] in (least, None)]
+        for name in sorted({row["method"] for row in rows}, key=list(METHODS).index):
+            cells = [cell for tokens in lengths for cell in _at(rows, name, tokens)]
+            yield model, label(name), f"{seconds[name]:.0f}" if name in seconds else "", *cells
+            model = ""
 
 
 def _at(rows: list[Row], method: str, tokens: int) -> Iterator[str]:
-    """What a method reads and loses at a length, and how many of all questions it answers."""
+    """What a method reads at a length, its KL, and how many of all questions it answers."""
     text, *asked = sorted(
         (row for row in rows if (row["method"], row["tokens"]) == (method, tokens)), key=lambda row: "score" in row
     )
-    yield from _figures(text)[:3]
+    yield from (f"{percent(text['read'])} %", spread(text["kl"]))
     right = sum(round(row["score"]["value"] * row["prompts"]) for row in asked)
     value, low, high = (percent(share, 0) for share in proportion(right, sum(row["prompts"] for row in asked)).values())
     yield f"{value} ({low} to {high})"
@@ -140,22 +138,20 @@ def defaults(results: Results) -> Lines:
 
 
 def shares(results: Results) -> Lines:
-    """KL with shares by head and with equal shares, by both group rules, of the exact best tokens and of BPC."""
-    yield (
-        "model",
-        "tokens",
-        "budget",
-        "distances below the",
-        *(f"{who}, {how}" for who in ("exact best", "BPC") for how in ("equal", "by head")),
-        "by head, not adapted",
-    )
+    """KL with shares by head and with equal shares, of the exact best tokens and of BPC."""
+    heads = (f"{who}, {how}" for who in ("exact best", "BPC") for how in ("equal", "by head"))
+    yield "model", "tokens", "budget", *heads, "by head, not adapted"
+    kinds = [("oracle", True), ("oracle", False), ("bpc", True), ("bpc", False), ("calibrated", False)]
     for model, found in models(results, "shares").items():
-        own = by(found["rows"], "tokens", "budget", "below_best", "method", "equal_shares")
-        for tokens, budget, below in sorted({place[:3] for place in own}, key=lambda at: (at[0], -at[1], -at[2])):
-            kinds = [("oracle", True), ("oracle", False), ("bpc", True), ("bpc", False), ("calibrated", False)]
-            rows = (own.get((tokens, budget, below, *kind)) for kind in kinds)
-            rule = "best score" if below else "denominator"
-            yield model, tokens, budget_text(budget), rule, *(spread(row["kl"]) if row else "" for row in rows)
+        rows = (row for row in found["rows"] if not row["below_best"])
+        own = by(rows, "tokens", "budget", "method", "equal_shares")
+        for tokens, budget in sorted({place[:2] for place in own}, key=lambda at: (at[0], -at[1])):
+            yield (
+                model,
+                tokens,
+                budget_text(budget),
+                *(spread(own[key]["kl"]) for key in ((tokens, budget, *kind) for kind in kinds)),
+            )
             model = ""
 
 
@@ -229,44 +225,19 @@ def generate_avx512(results: Results) -> Lines:
 
 
 def exact(results: Results) -> Lines:
-    """How many drafted tokens full attention chooses too, and tokens per second with and without drafts."""
+    """How many drafted tokens full attention chooses too at 2 %, and tokens per second with and without drafts."""
     yield (
-        "model", "text", "tokens", "budget", "drafted tokens that are right", "KL", "full attention, tokens/s", "BPC",
+        "model", "text", "tokens", "drafted tokens that are right", "full attention, tokens/s", "BPC",
         "exact, 4 drafted", "expected", "exact, adaptive",
     )  # fmt: skip
     for model, found in models(results, "exact").items():
-        for row in found["rows"]:
-            right = f"{percent(row['right'] / row['checked'])} % of {row['checked']}"
-            taken = dict(row["tokens_per_second"])
-            if "bpc" in taken:  # a sparse step and a quarter of a dense one for each token
-                taken["expected"] = 1 / (1 / taken["bpc"] + 1 / taken["full"] / 4)
+        for row in (row for row in found["rows"] if row["budget"] == 0.02):
+            right, taken = f"{percent(row['right'] / row['checked'])} % of {row['checked']}", row["tokens_per_second"]
+            # A sparse step and a quarter of a dense one for each token.
+            expected = {"expected": 1 / (1 / taken["bpc"] + 1 / taken["full"] / 4)}
             names = "full", "bpc", "exact", "expected", "adaptive"
-            speeds = (f"{taken[name]:.1f}" if name in taken else "" for name in names)
-            about = model, row["corpus"], row["tokens"] + row["new"], budget_text(row["budget"])
-            yield *about, right, f"{row['kl']:.3f}", *speeds
-            model = ""
-
-
-def decode(results: Results) -> Lines:
-    """What a step takes after 8,000 tokens, and the same model without attention, on two machines."""
-    heads = [f"{machine}, ms: {products}" for machine in ("AMX", "no AMX") for products in ("oneDNN", "torch's own")]
-    yield "SmolLM2-135M-Instruct", *heads
-    forms: dict[str, list[str]] = {}
-    for part in ("decode", "decode_epyc"):
-        for found in models(results, part).values():
-            for row in (row for row in found["rows"] if row["length"] == 8000):  # both kinds of products in turn
-                forms.setdefault(row["form"], []).append(f"{row['milliseconds']:.1f}")
-    yield from ([form, *cells] for form, cells in forms.items())
-
-
-def engines(results: Results) -> Lines:
-    """What a user of a CPU would take instead."""
-    yield "model, 8,000 tokens", "engine", "prefill, tokens/s", "decoding, tokens/s"
-    for model, found in models(results, "engines").items():
-        for engine in found["engines"]:
-            row, name = engine["rows"][-1], ENGINES.get(engine["engine"], engine["engine"])
-            speeds = f"{row['prefill_tokens_per_second']:,.0f}", f"{row['decode_tokens_per_second']:.1f}"
-            yield model, f"{name} ({engine['version']})", *speeds
+            speeds = (f"{(taken | expected)[name]:.1f}" for name in names)
+            yield model, row["corpus"], row["tokens"] + row["new"], right, *speeds
             model = ""
 
 
@@ -281,7 +252,7 @@ def files(results: Results) -> Lines:
 
 TABLES = made_by(
     short, headline, lengths, methods, defaults, shares, kinds, answers, tasks, generate, generate_avx512, exact,
-    decode, engines, files, prefix="real-",
+    files, prefix="real-",
 )  # fmt: skip
 
 

@@ -23,17 +23,8 @@ __all__ = ["BLOCK", "TABLES", "fill", "load", "pages"]
 BLOCK = re.compile(r"(?<=<!-- table: )([\w-]+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
 SDPA = "SDPA, group folded"
 SPEEDUPS = ("speedup over SDPA", "over the best dense form")
-LENGTHS = (8_192, 32_768, 131_072, 524_288)
 SHAPES = {"llama-3.2-1b": "Llama 3.2 1B", "qwen3-4b": "Qwen3 4B", "llama-3.1-8b": "Llama 3.1 8B"}
 BATCHES = (1, 8)
-STUDY = {"as in the paper": "as in the paper", "score-aware": "BPC", "exact": "the exact best tokens"}
-
-# Llama 3.1 8B in bf16: bytes per token and layer of keys and values, and of codes and gains; bytes of the weights that
-# a step reads (one row of the embedding is nothing beside them).
-KEYS_AND_VALUES, CODES = 8 * 128 * 2 * 2, 8 * (8 + 1)
-LAYERS, DENSE_LAYERS = 32, 2
-LAYER_WEIGHTS = 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 4096 + 3 * 4096 * 14336
-WEIGHTS = 2 * (LAYERS * LAYER_WEIGHTS + 128_256 * 4096)
 
 
 def layer(results: Results) -> Lines:
@@ -92,13 +83,14 @@ def whole_models_avx512(results: Results) -> Lines:
 
 
 def few_tokens(results: Results) -> Lines:
-    """How fast weights are read that are multiplied with a few tokens."""
-    found = by(results["few_tokens"]["rows"], "processor", "outputs", "columns", "tokens", "dtype")
+    """How fast weights of one shape are read that are multiplied with a few tokens."""
+    one_shape = (row for row in results["few_tokens"]["rows"] if (row["outputs"], row["columns"]) == (8192, 2048))
+    found = by(one_shape, "processor", "tokens", "dtype")
     dtypes = ("bfloat16", "float16", "float32")
-    yield "processor", "weights", "tokens", *(f"{dtype}: {form}" for dtype in dtypes for form in ("torch, GB/s", "BPC"))
-    for processor, outputs, columns, tokens in dict.fromkeys(case[:4] for case in found):
-        rows = [found[processor, outputs, columns, tokens, dtype] for dtype in dtypes]
-        yield processor, f"{outputs:,} x {columns:,}", tokens, *(row[form] for row in rows for form in ("torch", "bpc"))
+    yield "processor", "tokens", *(f"{dtype}: {form}" for dtype in dtypes for form in ("torch, GB/s", "BPC"))
+    for processor, tokens in dict.fromkeys(case[:2] for case in found):
+        rows = [found[processor, tokens, dtype] for dtype in dtypes]
+        yield processor, tokens, *(row[form] for row in rows for form in ("torch", "bpc"))
 
 
 def scaling(results: Results) -> Lines:
@@ -163,22 +155,6 @@ def gpu_serving(results: Results) -> Lines:
             yield what, *(times[f"{what}: {each}"] for each in steps), times[f"{what}, FP8 cache: {steps[0]}"]
 
 
-def model_bytes(results: Results) -> Lines:
-    """What a step of the whole model reads, counted."""
-    heads = ["tokens", "full, GB", "free, GB", "BPC, GB", "largest speedup of any sparse attention"]
-    yield *heads, "largest speedup of BPC"
-    for tokens in LENGTHS:
-        attended = max(128, tokens * 2 // 100)
-        full = WEIGHTS + LAYERS * KEYS_AND_VALUES * tokens
-        free = WEIGHTS + DENSE_LAYERS * KEYS_AND_VALUES * tokens
-        bpc = free + (LAYERS - DENSE_LAYERS) * (CODES * tokens + KEYS_AND_VALUES * attended)
-        yield (
-            tokens,
-            *(f"{each / 1e9:.2f}" for each in (full, free, bpc)),
-            *(f"{full / each:.2f}" for each in (free, bpc)),
-        )
-
-
 def offload_plan(results: Results) -> Lines:
     """Keys and values in main memory: what is held and moved, and computed tokens per second."""
     yield (
@@ -188,7 +164,7 @@ def offload_plan(results: Results) -> Lines:
         "at most: full attention by the CPU",
     )  # fmt: skip
     for row in results["offload_plan"]["rows"]:
-        if row["fits"]:
+        if row["fits"] and row["tokens"] in (1 << 17, 1 << 20):
             held, moved, seconds = row["held"].values(), row["moved"], row["seconds"]
             steps = (moved["card"] / 1e9, moved["pcie"] / 1e6, moved["main"] / 1e9)
             yield (
@@ -209,21 +185,18 @@ def vllm_pages(results: Results) -> Lines:
 
 
 def vllm_attention(results: Results) -> Lines:
-    """Attention of a layer by vLLM's kernel and by BPC."""
-    processors = {"attention": "AVX2", "attention_avx512": "AVX-512"}
-    found = {
-        name: by(results["vllm_pages"][name]["rows"], "shape", "dtype", "threads", "requests", "tokens")
-        for name in processors
-    }
+    """Attention of a layer of SmolLM2's shape by vLLM's kernel and by BPC, on one thread."""
+    processors, usual = {"attention": "AVX2", "attention_avx512": "AVX-512"}, ("SmolLM2 135M", "bfloat16", 1)
     heads = (f"{name}: {what}" for name in processors.values() for what in ("vLLM's kernel, us", "BPC, us", "ratio"))
-    yield "shape", "numbers", "threads", "requests", "tokens of each", *heads
-    for case in dict.fromkeys(case for rows in found.values() for case in rows):
-        cells: list[str] = []
-        for rows in found.values():
-            row = rows.get(case)
-            times = ("", "") if row is None else (f"{row['stock']:,.0f}", f"{row['bpc']:,.0f}")
-            cells += (*times, "" if row is None else f"{row['stock'] / row['bpc']:.1f}")
-        yield *case, *cells
+    yield "requests", "tokens of each", *heads
+    found = by(
+        [{"processor": each} | row for each in processors for row in results["vllm_pages"][each]["rows"]],
+        "processor", "shape", "dtype", "threads", "requests", "tokens",
+    )  # fmt: skip
+    for case in product((1, 8), (500, 2000, 7500)):
+        rows = [found[key] for key in ((processor, *usual, *case) for processor in processors)]
+        cells = ((f"{row['stock']:,.0f}", f"{row['bpc']:,.0f}", f"{row['stock'] / row['bpc']:.1f}") for row in rows)
+        yield *case, *(cell for each in cells for cell in each)
 
 
 def serving(results: Results) -> Lines:
@@ -282,27 +255,6 @@ def headline(results: Results) -> Lines:
 
 def _right(row: Row) -> str:
     return f"{percent(row['score']['value'])} %"
-
-
-def headline_both(results: Results) -> Lines:
-    """Both small models at two lengths."""
-    budgets = (0.0025, 0.005, 0.02)
-    yield "model, tokens", "full attention", "", *(f"{100 * budget:g} %" for budget in budgets)
-    for model, name in (("bundled", "demo"), ("second", "second")):
-        for length in (2048, 8192):
-            study = _study(results, f"{name}_{length}")
-            about, full = f"{model}, {length:,}", _answers(study["full attention", None])
-            for variant, label in STUDY.items():
-                yield about, full, label, *(_answers(study[f"headline: {variant}", budget]) for budget in budgets)
-                about = full = ""
-
-
-def _study(results: Results, name: str) -> dict[Any, Row]:
-    return by(results[f"projections_{name}"]["rows"], "variant", "budget")
-
-
-def _answers(row: Row) -> str:
-    return percent(row["needle"]["value"])
 
 
 def adapting(results: Results) -> Lines:
@@ -374,46 +326,6 @@ def fitting_time(results: Results) -> Lines:
     for row in results["fitting_time"]["rows"]:
         about = f"{row['kv_heads']}, {row['keys_per_head']:,}, {row['head_dim']}"
         yield about, f"{row['torch_seconds']:.2f} s", f"{row['numba_seconds']:.2f} s", f"{row['speedup']:.1f}"
-
-
-def _layer_step(row: Row) -> tuple[object, ...]:
-    """What a step of layers in 16 bits is about, and the megabytes of keys and values of each layer."""
-    size = 4 * row["kv_heads"] * row["head_dim"] * row["tokens"] * row["sequences"] / 1e6
-    return *(row[name] for name in ("shape", "sequences", "threads", "tokens")), f"{size:.1f}"
-
-
-def switch_over(results: Results) -> Lines:
-    """What choosing costs and gains a layer of a step, by the bytes of keys and values."""
-    yield (
-        "shape",
-        "sequences",
-        "threads",
-        "tokens",
-        "MB per layer",
-        "all tokens, ms",
-        "chosen tokens, ms",
-        "gain per layer, us",
-    )
-    for row in results["switch_over"]["rows"]:
-        dense, sparse = (row["milliseconds"][name] for name in ("dense", "sparse"))
-        yield *_layer_step(row), f"{dense:.2f}", f"{sparse:.2f}", f"{(dense - sparse) / 4 * 1e3:.0f}"
-
-
-def switch_over_avx512(results: Results) -> Lines:
-    """What choosing gains in whole models, in short contexts, without AMX."""
-    yield "shape", "sequences", "tokens", "all tokens at their best, ms", "chosen tokens, ms", "ratio"
-    for row in results["switch_over_avx512"]["rows"]:
-        times = (f"{row[name]:.1f}" for name in ("full_milliseconds", "bpc_milliseconds"))
-        yield row["shape"], row["sequences"], row["tokens"], *times, f"{row['times_full']:.2f}"
-
-
-def without_products(results: Results) -> Lines:
-    """Steps on a processor without products of 16-bit numbers: what attends to all tokens, and chosen ones."""
-    heads = "torch on all tokens, ms", "BPC's kernel on all tokens", "chosen tokens"
-    yield "shape", "sequences", "threads", "tokens", "MB per layer", *heads
-    for row in results["without_products"]["rows"]:
-        taken = (f"{row['milliseconds'][name]:.1f}" for name in ("dense", "own_dense_kernel", "sparse"))
-        yield *_layer_step(row), *taken
 
 
 def generate_without_products(results: Results) -> Lines:
@@ -495,13 +407,10 @@ def larger_than_memory(results: Results) -> Lines:
 
 
 TABLES = real_tables.TABLES | made_by(
-    layer, whole_models, whole_models_short, whole_models_avx512, few_tokens, scaling, switch_over, switch_over_avx512,
-    without_products,
-    generate_without_products, kernel_cost, gpu_layer, gpu_models, gpu_serving,
-    model_bytes, offload_plan, serving, serving_arrival, vllm_pages, vllm_attention, headline, headline_both, adapting,
-    aggregation, key_counts, keys_per_head,
-    calibration_plan, fitting_time, exact_layers, exact_texts, larger_than_memory, additive_codes,
-    nibbles_time,
+    layer, whole_models, whole_models_short, whole_models_avx512, few_tokens, scaling, generate_without_products,
+    kernel_cost, gpu_layer, gpu_models, gpu_serving, offload_plan, serving, serving_arrival, vllm_pages, vllm_attention,
+    headline, adapting, aggregation, key_counts, keys_per_head, calibration_plan, fitting_time, exact_layers,
+    exact_texts, larger_than_memory, additive_codes, nibbles_time,
 )  # fmt: skip
 
 
