@@ -143,15 +143,11 @@ def shares(results: Results) -> Lines:
     yield "model", "tokens", "budget", *heads, "by head, not adapted"
     kinds = [("oracle", True), ("oracle", False), ("bpc", True), ("bpc", False), ("calibrated", False)]
     for model, found in models(results, "shares").items():
-        rows = (row for row in found["rows"] if not row["below_best"])
-        own = by(rows, "tokens", "budget", "method", "equal_shares")
+        todays = (row for row in found["rows"] if not row["below_best"])
+        own = by(todays, "tokens", "budget", "method", "equal_shares")
         for tokens, budget in sorted({place[:2] for place in own}, key=lambda at: (at[0], -at[1])):
-            yield (
-                model,
-                tokens,
-                budget_text(budget),
-                *(spread(own[key]["kl"]) for key in ((tokens, budget, *kind) for kind in kinds)),
-            )
+            rows = [own[tokens, budget, method, equal] for method, equal in kinds]
+            yield model, tokens, budget_text(budget), *(spread(row["kl"]) for row in rows)
             model = ""
 
 
