@@ -1,5 +1,6 @@
 """Compiled decoder layers: the same text as plain ones, from the same caches, and what stays plain."""
 
+import copy
 import re
 import sys
 import threading
@@ -319,3 +320,44 @@ def test_every_family_decodes_the_same(family):
         logits = [decoded(each, BPCCache(plain.config), batch=batch) for each in (compiled, plain)]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert set(found) == {1, 2}
+
+
+def test_under_autocast_values_come_back_in_the_dtype_of_the_code():
+    _, compiled = pair()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = decoded(compiled, BPCCache(compiled.config, budget=1.0), steps=4)
+    expected = decoded(compiled, BPCCache(compiled.config, budget=1.0), steps=4)
+    torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_a_layer_whose_weights_are_others_runs_plain_until_it_is_compiled_again():
+    plain, compiled = pair()
+    trained = copy.deepcopy(compiled)
+    with torch.no_grad():
+        for each in trained.model.layers.parameters():
+            each.mul_(1.5)
+    plain.load_state_dict(trained.state_dict())
+    for again in (False, True):
+        if again:
+            compile_layers(trained)
+        torch.testing.assert_close(*(decoded(each, sparse(each), steps=3) for each in (trained, plain)))
+    compiled.load_state_dict(trained.state_dict(), assign=True)
+    torch.testing.assert_close(*(decoded(each, sparse(each), steps=3) for each in (compiled, plain)))
+
+
+def test_a_layer_with_another_module_runs_plain():
+    """As adapters replace a linear layer by one of their own."""
+    plain, compiled = pair()
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return 2 * self.inner(x)
+
+    for each in (plain, compiled):
+        mlp = each.model.layers[1].mlp
+        mlp.down_proj = Adapted(mlp.down_proj)
+    torch.testing.assert_close(*(decoded(each, sparse(each), steps=3) for each in (compiled, plain)))

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import threading
 
 import pytest
 import tiny
@@ -480,3 +481,37 @@ def test_a_slow_first_step_decides_only_for_a_while():
         pace.saw(4, 0.4, 1.2)
         rounds += 1
     assert rounds == 64  # then a step of full attention shows whether drafts still pay
+
+
+def test_a_processor_that_cannot_be_copied_is_named():
+    class Locked(LogitsProcessor):
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def __call__(self, text, scores):
+            return scores
+
+    model = enabled()
+    with pytest.raises(InputError, match=r"copy the logits processors, and one cannot be copied \(cannot pickle"):
+        generate(
+            model, prompt(40), BPCCache(model.config, **FEW), exact_decoding,
+            logits_processor=LogitsProcessorList([Locked()]),
+        )  # fmt: skip
+
+
+def test_the_model_of_a_processor_is_not_copied():
+    """That of classifier-free guidance holds the model: a copy would take its memory twice."""
+    model, copied = enabled(), []
+
+    class Guided(LogitsProcessor):
+        def __init__(self, model):
+            self.model = model
+
+        def __call__(self, text, scores):
+            copied.append(self.model is not model)
+            return scores
+
+    processors = LogitsProcessorList([Guided(model)])
+    generate(model, prompt(40), BPCCache(model.config, **FEW), exact_decoding, logits_processor=processors)
+    assert copied
+    assert not any(copied)

@@ -127,6 +127,14 @@ def test_other_projections_hash_the_keys_again(tmp_path):
         assert torch.equal(one.contents()["codes"], two.contents()["codes"])
 
 
+def test_another_number_of_bits_hashes_the_keys_again(tmp_path):
+    model, text, mask, _ = written(tmp_path / "a.cache")
+    cache, _ = BPCCache.open(tmp_path / "a.cache", model, bits=128)
+    assert cache.layers[2].hashed == 0
+    logits(model, text, mask, cache, 1)
+    assert cache.layers[2].codebook.bits == 128
+
+
 def test_an_opened_cache_does_what_any_cache_does(tmp_path):
     """Crop and other text; a copy; exact decoding; saved once more."""
     model, _, mask, cache = written(tmp_path / "a.cache")

@@ -5,7 +5,7 @@ from numbers import Integral
 from bpc_artifacts.bits import BITS
 from bpc_calib.errors import InputError
 
-__all__ = ["check_bits", "check_count", "check_seed"]
+__all__ = ["check_bits", "check_count", "check_flag", "check_seed"]
 
 
 def check_count(name: str, value: int, least: int = 1, most: int | None = None) -> None:
@@ -14,6 +14,12 @@ def check_count(name: str, value: int, least: int = 1, most: int | None = None) 
     if not whole or value < least or (most is not None and value > most):
         allowed = f"an integer of at least {least}" if most is None else f"{least:,} to {most:,}"
         raise InputError(f"{name} must be {allowed}, not {f'{value:,}' if whole else repr(value)}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raise `InputError` unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, not {value!r}")
 
 
 def check_seed(seed: int) -> None:

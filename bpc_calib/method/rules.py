@@ -11,7 +11,7 @@ from bpc_artifacts import ProjectionArtifact
 from bpc_calib.errors import InputError
 from bpc_calib.method.budget import attended
 from bpc_calib.method.defaults import BUDGET, DENSE_LAYERS, MIN_TOKENS
-from bpc_calib.method.numbers import check_count
+from bpc_calib.method.numbers import check_count, check_flag
 from bpc_calib.method.scoring import GROUPS, check_group
 from bpc_calib.method.shares import LEAST, LEVELS, LONG_FROM, Shares, counts, most, rounded, share_out
 
@@ -55,8 +55,7 @@ class Rules:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise InputError(f"safeguard must be a share in [0, 1], not {share!r}")
         check_group(self.group)
-        if not isinstance(self.gain, bool):
-            raise InputError(f"gain must be True or False, not {self.gain!r}")
+        check_flag("gain", self.gain)
 
     def count(self, length: int) -> int:
         """Return the number of attended tokens at `length` tokens, the mean of all KV heads of all layers."""

@@ -164,7 +164,7 @@ def rank(
 
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
-    """Attend to listed tokens only, int64 `[B, H_KV, k]`; -1 is no token. Returns `[B, H_KV, G, D]`."""
+    """Attend to listed tokens only, int64 `[B, H_KV, k]`, with -1 behind the last. Returns `[B, H_KV, G, D]`."""
     keys, values = (each.to(query.dtype) for each in read_tokens(state, rows, indices))
     none = indices < 0
     mask = ~none.unsqueeze(-2) if none.any() else None

@@ -16,8 +16,8 @@ from bpc_artifacts import LayerProjection, ProjectionArtifact, check_model
 from bpc_calib.compat import attention_name
 from bpc_calib.errors import InputError, ModelError
 from bpc_calib.method.codes import default_bits
-from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
-from bpc_calib.method.numbers import check_bits, check_seed
+from bpc_calib.method.defaults import BUDGET, MIN_TOKENS, MOST_DRAFTED
+from bpc_calib.method.numbers import check_bits, check_flag, check_seed
 from bpc_calib.method.rules import Ranking, Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.models.description import ModelDescription, describe, sparse_layers
 from bpc_calib.runtime import saved_cache
@@ -29,7 +29,7 @@ from bpc_calib.runtime.hashed_layer import BPCLayer, prepare
 from bpc_calib.runtime.kv_device import kv_place
 from bpc_calib.runtime.layers import Common, DenseLayer, GrowingLayer, SparseLayer
 from bpc_calib.runtime.mapped import check_folder, check_room
-from bpc_calib.runtime.served_layers import check_layers
+from bpc_calib.runtime.served_layers import check_layers, check_undoable, with_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -116,9 +116,14 @@ class BPCCache(Cache):  # type: ignore[misc]
             raise TypeError(f"BPCCache got an unexpected argument {min(unknown)!r}")
         model = describe(config)
         rules = Rules(
-            budget=budget, min_tokens=min_tokens, min_context=min_context or 0, **(ranking_defaults(artifact) | given)
+            budget=budget,
+            min_tokens=min_tokens,
+            min_context=0 if min_context is None else min_context,
+            **(ranking_defaults(artifact) | given),
         )
         check_seed(seed)
+        for name, flag in (("equal_shares", equal_shares), ("adapt", adapt)):
+            check_flag(name, flag)
         place = kv_place(kv_device)
         if place is not None and place.folder is not None:
             check_folder(place.folder)
@@ -158,7 +163,7 @@ class BPCCache(Cache):  # type: ignore[misc]
             return layers
 
         self._fresh, self.kv_device = fresh, kv_device
-        self._first, self._end, self._sparse = model.full_layers[0], model.full_layers[-1], sparse[0]
+        self._full, self._sparse = model.full_layers[0], sparse[0]
         self._last: SparseLayer | None = None  # updated last; its attention must run before the next layer's update
         self._thread: int | None = None  # began the last pass
         self._verified: int | None = None  # passes in a row that verified drafts; None: there are no drafts
@@ -167,6 +172,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         self._advised = False  # whether a warning said that the projections hardly fit
         self.agreement = Agreement()  # of `exact_decoding` and `checked_decoding`
         super().__init__(layers=fresh())
+        self._keeping = with_tokens(self.layers)  # whose update a pass calls, in this order
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -185,18 +191,18 @@ class BPCCache(Cache):  # type: ignore[misc]
                 the disk is full.
         """
         layer, last = self.layers[layer_idx], self._last
-        if self.kv_device is not None:
-            self._take_room(layer_idx, key_states)
-        if layer_idx == self._first:
+        if layer_idx == self._keeping[0]:
             self._begin(layer, key_states)
         elif last is not None and not last.served:
             raise _unserved(last)
+        if self.kv_device is not None:
+            self._take_room(layer_idx, key_states)
         self._last = layer if isinstance(layer, SparseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _take_room(self, layer_idx: int, keys: Tensor) -> None:
         """Take disk space for a pass in all layers, before the first of them changes."""
-        if layer_idx == (0 if self.layers[self._first].get_seq_length() else self._first):
+        if layer_idx == (self._keeping[0] if self.layers[self._full].get_seq_length() else self._full):
             growing = [each for each in self.layers if isinstance(each, GrowingLayer)]
             check_room([each.file for each in growing if each.file], growing[0].get_seq_length() + keys.shape[2])
             for each in growing:
@@ -210,7 +216,8 @@ class BPCCache(Cache):  # type: ignore[misc]
                 f"the attention of the model of this cache is now {name}, not BPC's (set_attn_implementation undoes "
                 "enable): call bpc_calib.enable(model) again; the cache is as before"
             )
-        most, least = first.get_seq_length(), self.layers[self._end].get_seq_length()
+        held = [self.layers[index].get_seq_length() for index in self._keeping]
+        most, least = max(held), min(held)
         last, thread = self._last, get_ident()
         unserved = last is not None and not last.served
         if unserved or most != least:  # a failed pass leaves its tokens in the first layers only
@@ -225,12 +232,14 @@ class BPCCache(Cache):  # type: ignore[misc]
                 f"an earlier pass with this cache failed, whose first layer holds {most} tokens and the last {least}: "
                 f"{AGAIN}"
             )
-        begun = isinstance(first, GrowingLayer) and first.is_initialized
-        dtype, device = (first.keys.dtype, first.device) if begun else (keys.dtype, keys.device)
-        if (dtype, device) != (keys.dtype, keys.device):
-            raise InputError(
-                f"the cache holds {dtype} on {device}, but the new keys are {keys.dtype} on {keys.device}: {AGAIN}"
-            )
+        if most:
+            batch, dtype, device = first.keys.shape[0], first.keys.dtype, first.device
+            if (dtype, device) != (keys.dtype, keys.device):
+                raise InputError(
+                    f"the cache holds {dtype} on {device}, but the new keys are {keys.dtype} on {keys.device}: {AGAIN}"
+                )
+            if batch != keys.shape[0]:
+                raise InputError(f"the cache holds {batch} sequences, but the new tokens are of {keys.shape[0]}")
         self._thread = thread
         self._count_drafts(keys.shape[2])
         self._watch()
@@ -245,12 +254,13 @@ class BPCCache(Cache):  # type: ignore[misc]
 
         Raises:
             InputError: the number is positive, or a sliding-window layer no longer has the tokens that come before.
+            ModelError: a layer keeps one state of all tokens.
         """
         if tokens_to_remove > 0:
             raise InputError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number")
+        check_undoable(self.layers, "no token can be removed; call reset")
         for index, layer in enumerate(self.layers):
-            full = isinstance(layer, DynamicSlidingWindowLayer) and layer.get_seq_length() >= layer.sliding_window
-            if full and not layer.record_past:
+            if isinstance(layer, DynamicSlidingWindowLayer) and not _has_before(layer, -tokens_to_remove):
                 raise InputError(
                     f"crop: layer {index} has a sliding window of {layer.sliding_window} and no longer has the earlier "
                     "tokens; call cache.activate_past_recording() before you feed tokens that you may remove"
@@ -259,9 +269,16 @@ class BPCCache(Cache):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every token, the online projections and the model; keep the settings."""
+        self._check_free()
         self.layers = self._fresh()  # because the reset of transformers 5.17 keeps the length
         self._last, self._verified, self._thread = None, None, None
         self.agreement = Agreement()
+        self.set_budget(self.settings["budget"])
+
+    def _check_free(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, GrowingLayer):
+                layer.check_free()
 
     def activate_past_recording(self) -> None:
         """Prepare for removing drafted tokens; transformers calls this when it starts a generation with drafts."""
@@ -275,7 +292,7 @@ class BPCCache(Cache):  # type: ignore[misc]
         """
         if self._verified is None:
             return
-        self._verified = self._verified + 1 if tokens > 1 else 0
+        self._verified = self._verified + 1 if 1 < tokens <= MOST_DRAFTED + 1 else 0  # longer passes are prompts
         if self._verified > DRAFTED:
             self._verified = None
             logger.warning(
@@ -365,24 +382,41 @@ class BPCCache(Cache):  # type: ignore[misc]
     @property
     def min_context(self) -> int:
         """A sequence with fewer real tokens attends to all of them; known after the first tokens, where not given."""
-        return next(int(layer.rules.min_context) for layer in self.layers if isinstance(layer, SparseLayer))
+        return next(int(layer.rules.min_context) for layer in self.layers if isinstance(layer, GrowingLayer))
 
     def set_budget(self, budget: float | int) -> None:
-        """Change the budget (share or number of tokens) from the next step on."""
+        """Change the budget (share or number of tokens) from the next step on.
+
+        Raises:
+            InputError: the budget is out of range, or the cache is in a `static_steps` block; nothing changed.
+        """
+        self._check_free()
+        growing = [layer for layer in self.layers if isinstance(layer, GrowingLayer)]
+        changed = [replace(layer.rules, budget=budget) for layer in growing]
+        for layer, rules in zip(growing, changed, strict=True):
+            layer.rules = rules
         self.settings["budget"] = budget
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer | DenseLayer):
-                layer.rules = replace(layer.rules, budget=budget)
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length`, without moving a buffer, so that the same step can run again.
 
         Codes and the safeguard's list stay as they are; use `crop` before other text follows. Sliding-window layers
-        do not change: they keep the same number of newest tokens.
+        keep the same tokens, as if they were those before.
+
+        Raises:
+            InputError: the cache has fewer tokens, or is in a `static_steps` block.
+            ModelError: a layer keeps one state of all tokens.
         """
+        self._check_free()
+        check_undoable(self.layers, "the cache cannot be rewound")
+        if not 0 <= length <= self.get_seq_length():
+            raise InputError(f"rewind({length}): the cache has {self.get_seq_length()} tokens")
         for layer in self.layers:
             if isinstance(layer, GrowingLayer):
                 layer.rewind(length)
+            else:
+                layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+                layer.cumulative_length = length
 
     @contextmanager
     def full_attention(self, on: bool = True) -> Iterator[None]:
@@ -454,6 +488,13 @@ class BPCCache(Cache):  # type: ignore[misc]
             InputError: the mask does not fit the cache.
         """
         prepare([layer for layer in self.layers if isinstance(layer, BPCLayer)], attention_mask)
+
+
+def _has_before(layer: DynamicSlidingWindowLayer, removed: int) -> bool:
+    """Whether a sliding window has the tokens that it had before the newest `removed` ones came."""
+    length, window = layer.get_seq_length(), layer.sliding_window
+    recorded = layer.record_past or length < window
+    return bool(recorded and layer.keys.shape[2] - removed >= min(window - 1, length - removed))
 
 
 def _unserved(layer: SparseLayer) -> ModelError:

@@ -52,7 +52,7 @@ def checked_decoding(
     if every < 1:
         raise InputError(f"every must be 1 or more steps, not {every}")
     cache = verified_cache(model, arguments.get(cache_name()), fallback)
-    chosen, agreement, steps = Chosen(input_ids, logits_processor, generation_config, model.device), cache.agreement, 0
+    chosen, agreement, steps = Chosen(model, input_ids, logits_processor, generation_config), cache.agreement, 0
     fell_back = False
 
     def check(inputs: dict[str, Any]) -> Tensor:

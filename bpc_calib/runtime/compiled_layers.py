@@ -6,6 +6,7 @@ sequences apart. A layer is compiled once for all layers that are alike (`bpc_ca
 compared with the plain layer before it is used.
 """
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -39,6 +40,7 @@ TOLERANCE = {torch.float32: 1e-3}
 TOLERANCE_16 = 0.03
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Held = tuple[dict[str, Any], str, Any, int]  # a part of a layer: where it is, its name, itself, and its address or 0
 
 
 class _Running(threading.local):
@@ -57,7 +59,7 @@ _library.define("layer_attention(Tensor query, Tensor key, Tensor value) -> Tens
 def _layer_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     try:
         assert _running.attend is not None
-        return _running.attend(query, key, value).contiguous()
+        return _running.attend(query, key, value).to(query.dtype).contiguous()  # autocast may change it
     except BaseException as fault:  # C++ would turn it into a RuntimeError
         _running.fault = fault
         return _like_output(query, key, value)
@@ -80,6 +82,7 @@ class _Call:
     arguments: dict[str, Any] = field(default_factory=dict)  # beside tensors and the cache
     output: Any = None
     run: Callable[[Inputs], Tensor] | None = None
+    held: list["_Held"] = field(default_factory=list)  # what the code read when it was loaded
 
 
 @dataclass(eq=False)
@@ -92,6 +95,13 @@ class _Layer:
     passed: dict[str, Any] = field(default_factory=dict)
     calls: dict[int, _Call] = field(default_factory=dict)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Layer":
+        """Return that of a copied module, which is plain: the code has the weights of this one."""
+        memo[id(self)] = made = _Layer(self.module)
+        made.module, made.attention = copy.deepcopy((self.module, self.attention), memo)
+        made.passed = dict(self.passed)
+        return made
+
 
 def compile_layers(
     model: "PreTrainedModel", compiling: Callable[[], None] = lambda: None, *, several: bool = False
@@ -103,7 +113,9 @@ def compile_layers(
     faster (`bpc_calib.runtime.few_tokens`). Results differ from plain ones by rounding: products are summed in float32.
     The first call for a model compiles for 8 to 15 seconds, with `several` for twice as long, and keeps the code on
     disk (`packaged`). Layers whose compiled code does not reproduce them stay plain. A second call adds what is
-    missing. Weights are moved to pages of 2 MB, from which all steps read them faster; they must stay there afterwards.
+    missing, and what other weights need: a layer whose weights or modules are no longer those that were compiled, as
+    after training adapters or loading others, runs plain. Weights are moved to pages of 2 MB, from which all steps read
+    them faster.
 
     Args:
         model: an enabled model (`bpc_calib.enable`) on a CPU.
@@ -130,7 +142,7 @@ def compile_layers(
         _move_weights(model)
     made = [each for tokens in needed for each in _compiled(model, layers, tokens, compiling)]
     for layer, tokens, call in made:
-        if not layer.calls:
+        if _compiled_before(layer.module) is None:
             layer.module.__dict__["forward"] = functools.partial(_forward, layer, layer.module.forward)
         layer.calls[tokens] = call
     serve_few_tokens(model)
@@ -153,7 +165,7 @@ def _compiled(
                 file = packaged(first.module, model.config, call.inputs, call.arguments, index, compiling)
             for at, (layer, own) in waiting:
                 if _alike(layer, first):
-                    own.run = load_layer(file, layer.module)
+                    own.run, own.held = load_layer(file, layer.module), _held(layer.module)
                     if _reproduces(own):
                         made.append((layer, tokens, own))
                         left = [each for each in left if each[0] != at]
@@ -190,10 +202,32 @@ def _layers(model: Any) -> list[_Layer]:
 
 
 def _compiled_before(module: nn.Module) -> _Layer | None:
-    """Return what an earlier call of `compile_layers` made of a layer."""
+    """Return what an earlier call of `compile_layers` made of a layer, without code for other weights."""
     forward: Any = vars(module).get("forward")
-    found: _Layer | None = forward.args[0] if getattr(forward, "func", None) is _forward else None
+    if getattr(forward, "func", None) is not _forward:
+        return None
+    found: _Layer = forward.args[0]
+    found.calls = {tokens: call for tokens, call in found.calls.items() if _unchanged(call)}
     return found
+
+
+def _held(module: nn.Module) -> list[_Held]:
+    """Return the modules and tensors of a layer, to see later whether they are still the same."""
+    found: list[_Held] = []
+    for part in module.modules():
+        found += [(part._modules, name, each, 0) for name, each in part._modules.items()]
+        for held in (part._parameters, part._buffers):
+            tensors: dict[str, Any] = {name: each for name, each in held.items() if each is not None}
+            found += [(held, name, each, each.data_ptr()) for name, each in tensors.items()]
+    return found
+
+
+def _unchanged(call: _Call) -> bool:
+    """Whether a layer has the modules and the weights that its code reads; the numbers may be others."""
+    for where, name, each, address in call.held:  # a loop: this runs for each layer of a step
+        if (address and each.data_ptr() != address) or where.get(name) is not each:
+            return False
+    return True
 
 
 def _attending(model: Any, attend: Attend) -> Any:
@@ -324,8 +358,10 @@ def _forward(layer: _Layer, plain: Any, *given: Any, **named: Any) -> Any:
 
 
 def _fit(tensors: tuple[Tensor, ...], call: _Call) -> bool:
-    """Whether hidden states and position embeddings are like those of a call, but for the number of tokens."""
+    """Whether tensors are like the hidden states and position embeddings of a call, and the layer is still the same."""
     assert call.inputs is not None
+    if not _unchanged(call):
+        return False
     expected, (batch, new, _) = (call.inputs[0], *call.inputs[1]), tensors[0].shape
     return len(tensors) == len(expected) and all(
         own.dtype == each.dtype

@@ -44,12 +44,13 @@ def enable(model: "PreTrainedModel") -> None:
         ModelError: BPC cannot serve the model; the message says why.
         InputError: the environment variable `BPC_BACKEND` does not name a backend.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionMaskInterface
 
     from bpc_calib.runtime.served_layers import check_layers
 
     part, base = _implementation(model)
-    if _base(base) is not None:
+    if (own := _base(base)) is not None:
+        _register(own)  # another process may have enabled it
         return
     named()
     description = describe(model.config)
@@ -60,12 +61,20 @@ def enable(model: "PreTrainedModel") -> None:
             f"{description.id}: its attention ({base}) registers no mask function, so BPC cannot recognize padding"
         )
     verify(model, description)
-    name = _name(base)
-    AttentionInterface.register(name, functools.partial(_attention, base))
-    AttentionMaskInterface.register(name, masks[base])
+    name = _register(base)
     model.set_attn_implementation({part: name})
     if _implementation(model)[1] != name:
         raise ModelError(f"{description.id} ignores set_attn_implementation, so BPC cannot serve it")
+
+
+def _register(base: str) -> str:
+    """Tell transformers of BPC's form of this attention; return its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = _name(base)
+    AttentionInterface.register(name, functools.partial(_attention, base))
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[base])
+    return name
 
 
 def disable(model: "PreTrainedModel") -> None:
@@ -104,10 +113,10 @@ def _base(name: str) -> str | None:
     """Return the model's own attention under BPC's name; None if the name is not one of BPC's."""
     from transformers import AttentionInterface
 
-    function = AttentionInterface().get(name)
-    if isinstance(function, functools.partial) and function.func is _attention:
-        return str(function.args[0])
-    return None
+    if not name.startswith(PREFIX):
+        return None
+    known = (base for base in ("eager", *AttentionInterface()) if not base.startswith(PREFIX))
+    return next((base for base in known if _name(base) == name), None)
 
 
 def _attention(

@@ -49,7 +49,8 @@ def exact_decoding(
     have nearly equal logits: a pass over several tokens rounds differently from a pass over one, which shows now and
     then in 16 bits, and hardly ever in float32. A batch accepts as many tokens as the sequence that accepts least.
 
-    `generate` passes no streamer on: give `custom_generate=functools.partial(exact_decoding, streamer=streamer)`.
+    `generate` gives its streamer the prompt alone: pass the same to both, `generate(..., streamer=streamer,
+    custom_generate=functools.partial(exact_decoding, streamer=streamer))`.
 
     Args:
         model: an enabled model (`bpc_calib.enable`).
@@ -73,7 +74,7 @@ def exact_decoding(
     cache = verified_cache(model, arguments.get(cache_name()), fallback)
     if draft is None and describe(model.config).ranks > 1:
         draft = FIXED
-    chosen = Chosen(input_ids, logits_processor, generation_config, model.device)
+    chosen = Chosen(model, input_ids, logits_processor, generation_config)
     run = _Exact(model, cache, chosen, draft, fallback, on_check)
     try:
         return run_loop(model, run, chosen, stopping_criteria, streamer, arguments)

@@ -15,7 +15,7 @@ from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import backend, find
 from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_AMX, Costs, sparse_from
 from bpc_calib.compat import lacks_amx
-from bpc_calib.errors import InputError, ModelError
+from bpc_calib.errors import ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
 from bpc_calib.method.state import Rows, State
@@ -76,18 +76,14 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Append keys and values `[batch, kv_heads, new, head_dim]`; return all keys and values.
 
         Raises:
-            InputError: the batch size differs from that of the cache, or the disk is full.
+            InputError: the disk is full.
         """
+        value_states = value_states.to(key_states.dtype)  # autocast may leave them in another one
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             if self.common.switches:
                 self.rules = replace(self.rules, min_context=self.switch_over(key_states))
-        length = self.get_seq_length()
-        if length and key_states.shape[0] != self.keys.shape[0]:
-            raise InputError(
-                f"the cache holds {self.keys.shape[0]} sequences, but the new tokens are of {key_states.shape[0]}"
-            )
-        new = key_states, value_states
+        length, new = self.get_seq_length(), (key_states, value_states)
         if self.apart:
             key_states, value_states = key_states.cpu(), value_states.cpu()
         self.take_room(key_states)
@@ -208,6 +204,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def counts(self, length: int) -> tuple[int, ...]:
         """Return `count` by KV head; one number where all have the same."""
         return self.rules.by_head(self.count(length), length)
+
+    def check_free(self) -> None:
+        """Raise `InputError` while something else uses the layer."""
 
     def rewind(self, length: int) -> None:
         """Forget the tokens after the first `length` without moving a buffer.
@@ -363,7 +362,7 @@ class SparseLayer(GrowingLayer):
 
     def contents(self) -> dict[str, Tensor]:
         """Return what the layer holds, by name."""
-        return super().contents() | {"guarded": torch.tensor([self.guarded])}
+        return super().contents() | {"guarded": torch.tensor([min(self.guarded, self.get_seq_length())])}
 
     def take(self, contents: Mapping[str, Tensor]) -> None:
         """Begin with what the `contents` of another layer were; the layer is empty."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from bpc_calib.compat import cache_name, sampling_loop
 from bpc_calib.errors import InputError
 from bpc_calib.runtime.enabling import is_enabled
+from bpc_calib.runtime.served_layers import check_undoable
 
 __all__ = ["Chosen", "calling", "check_loop", "check_tokens", "run_loop", "verified_cache"]
 
@@ -50,10 +51,15 @@ def check_loop(settings: Any, assistant: Any, serves: str, returns: str) -> None
 class Chosen:
     """What a loop has chosen so far, and how it chooses: by its processors and its generation config."""
 
-    def __init__(self, prompt: Tensor, processors: Any, settings: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, prompt: Tensor, processors: Any, settings: Any) -> None:
         self.processors, self.settings = processors, settings
-        self.guessing = copy.deepcopy(processors)  # one may keep a state, which guesses may not change
-        self.devices = [device] if device.type == "cuda" else []
+        try:  # one may keep a state, which guesses may not change; and the model, which is not copied
+            self.guessing = copy.deepcopy(processors, {id(model): model})
+        except TypeError as fault:
+            raise InputError(
+                f"exact and checked decoding copy the logits processors, and one cannot be copied ({fault})"
+            ) from fault
+        self.devices = [model.device] if model.device.type == "cuda" else []
         self.text = prompt  # int64 [B, tokens], and what was chosen
         self.begun = False  # whether a token was chosen
         self.ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)  # sequences that have ended
@@ -85,6 +91,7 @@ def verified_cache(model: Any, cache: Any, fallback: float) -> Any:
 
     Raises:
         InputError: the cache is not a `BPCCache`, the model is not enabled, or the share is out of range.
+        ModelError: a layer keeps one state of all tokens.
     """
     from bpc_calib.runtime.cache import BPCCache
 
@@ -94,6 +101,7 @@ def verified_cache(model: Any, cache: Any, fallback: float) -> Any:
         raise InputError("call bpc_calib.enable(model) before exact or checked decoding")
     if not 0 <= fallback <= 1:
         raise InputError(f"fallback must be a share from 0 to 1, not {fallback}")
+    check_undoable(cache.layers, "exact and checked decoding could not undo what they try")
     return cache
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -19,6 +20,7 @@ from bpc_calib.models.description import ModelDescription, describe
 from bpc_calib.models.loading import weights_identity
 from bpc_calib.runtime.hashed_layer import BPCLayer
 from bpc_calib.runtime.layers import GrowingLayer
+from bpc_calib.runtime.served_layers import with_tokens
 
 __all__ = ["Saved", "opened", "write"]
 
@@ -44,7 +46,7 @@ def write(
     description, length = describe(model.config), cache.get_seq_length()
     if description.ranks > 1:
         raise ModelError("each of several processes holds a part of this cache, and such a cache cannot be saved")
-    if not length or any(layer.get_seq_length() != length for layer in cache.layers):
+    if not length or any(cache.layers[index].get_seq_length() != length for index in with_tokens(cache.layers)):
         raise InputError("the cache is empty, or a pass failed in it: feed the whole text first")
     batch = len(cache.layers[description.full_layers[0]].keys)
     if tokens.dim() != 2 or len(tokens) != batch or tokens.shape[1] < length:
@@ -60,10 +62,15 @@ def write(
         "dtype": str(model.dtype),
         "projections_sha256": _projections_sha256(cache.artifact),
         "length": length,
-        "settings": cache.settings,
+        "settings": {name: _plain(value) for name, value in cache.settings.items()},
         "about": dict(about),
     }
     return files.write(Path(path), KIND, KEY, metadata, tensors, overwrite)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, which JSON can hold."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _contents(layer: Any, index: int) -> dict[str, Tensor]:
@@ -117,6 +124,7 @@ class Saved:
         assert self.model is not None
         size, names = (len(self.tokens), self.metadata["length"]), set(self.metadata[files.HASHES])
         same = self.metadata["projections_sha256"] == _projections_sha256(cache.artifact)
+        same &= self.metadata["settings"].get("bits") == cache.settings["bits"]
         for index, layer in enumerate(cache.layers):
             wanted = {
                 f"layers.{index}.{name}": (name, part)

@@ -1,11 +1,12 @@
 """Whether BPC can replace the cache layers of a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from bpc_calib.errors import ModelError
 from bpc_calib.models.description import ModelDescription
 
-__all__ = ["check_layers"]
+__all__ = ["check_layers", "check_undoable", "with_tokens"]
 
 
 def check_layers(config: Any, model: ModelDescription) -> list[Any]:
@@ -27,3 +28,17 @@ def check_layers(config: Any, model: ModelDescription) -> list[Any]:
                 f"{name}: layer {index} keeps its keys in a {type(layers[index]).__name__}, which BPC does not serve"
             )
     return layers
+
+
+def with_tokens(layers: Sequence[Any]) -> list[int]:
+    """Return the indices of the cache layers that keep the keys and values of tokens, in order."""
+    from transformers.cache_utils import DynamicLayer
+
+    return [index for index, layer in enumerate(layers) if isinstance(layer, DynamicLayer)]
+
+
+def check_undoable(layers: Sequence[Any], what: str) -> None:
+    """Raise `ModelError` unless all cache layers keep tokens alone, which can be removed."""
+    if others := sorted({*range(len(layers))} - {*with_tokens(layers)}):
+        kind = type(layers[others[0]]).__name__
+        raise ModelError(f"layer {others[0]} keeps one state of all tokens ({kind}): {what}")

@@ -139,7 +139,7 @@ class StaticLayer(GrowingLayer):
         """Raise `InputError`."""
         self._rebatch()
 
-    def reset(self) -> None:
+    def check_free(self) -> None:
         """Raise `InputError`."""
         self._rebatch()
 

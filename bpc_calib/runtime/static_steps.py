@@ -89,7 +89,8 @@ def check_static(model: Any, cache: Any) -> None:
         if isinstance(layer, StaticLayer):
             raise InputError("the cache is already in a `static_steps` block")
         if not isinstance(layer, GrowingLayer):
-            raise ModelError(f"{name}: layer {index} has a sliding window, which static steps do not serve")
+            kept = "a sliding window" if getattr(layer, "is_sliding", False) else "one state of all tokens"
+            raise ModelError(f"{name}: layer {index} has {kept}, which static steps do not serve")
         place = layer.common.place
         if place is not None and (place.folder is not None or model.device.type != "cpu"):
             raise InputError("static steps read keys and values where the model is: leave kv_device out")

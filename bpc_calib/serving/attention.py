@@ -77,12 +77,6 @@ class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
         assert split.newest is not None
         self.backend.append(state, self.codebook, key[split.tokens].transpose(0, 1).unsqueeze(0), None, split.newest)
 
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """As vLLM: the first step that chooses among tokens hashes them (`CPUBuilder`)."""
-        CPUAttentionBackendImpl.do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping)
-
 
 class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
     """A layer over pages that hold the key of a token, and then its value."""
@@ -103,6 +97,18 @@ class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
                 raise ModelError("BPC serves FP8 caches with one scale per layer, and this model has one per head")
         keys, values = kv_cache.chunk(2, -1)
         return State(keys, values, codes, gain, scales=scales)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write keys and values `[tokens, kv_heads, head_dim]` to `slot_mapping [tokens]` as vLLM does, and codes.
+
+        The codes are those of the keys as they are, before an FP8 cache rounds them.
+        """
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if self.codebook is not None:
+            keys = key[: len(slot_mapping)].transpose(0, 1).unsqueeze(0)
+            self.backend.append(self.state(layer, kv_cache), self.codebook, keys, None, slot_mapping.to(torch.int64))
 
 
 class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]

@@ -34,7 +34,7 @@ from bpc_calib.serving.options import (
 )
 
 __all__ = [
-    "Layer", "Split", "announce", "asked", "check", "choosing_layers", "is_hybrid", "settings", "sized",
+    "Layer", "Split", "announce", "asked", "check", "choosing_layers", "settings", "sized",
 ]  # fmt: skip
 
 logger = logging.getLogger("vllm.bpc")  # vLLM shows what loggers below its own say
@@ -68,6 +68,8 @@ def check(config: VllmConfig, options: Options) -> None:
         raise ModelError(f"{config.model_config.model}: BPC does not serve multi-head latent attention")
     if config.parallel_config.decode_context_parallel_size > 1:
         raise ModelError("BPC does not serve contexts split over ranks: leave out --decode-context-parallel-size")
+    if config.kv_transfer_config is not None:
+        raise ModelError("BPC does not serve KV connectors, which move no codes: leave out --kv-transfer-config")
     if "linear_attention" in describe(config.model_config.hf_config).layer_types:
         raise ModelError(f"{config.model_config.model}: BPC does not serve layers of linear attention in vLLM")
 
@@ -249,18 +251,6 @@ class Layer:
             kv_cache: `[pages, kv_heads, size, 2 * head_dim]`.
         """
         raise NotImplementedError
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Write keys and values `[tokens, kv_heads, head_dim]` to `slot_mapping [tokens]` as vLLM does, and codes.
-
-        The codes are those of the keys as they are, before an FP8 cache rounds them.
-        """
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
-        if self.codebook is not None:
-            keys = key[: len(slot_mapping)].transpose(0, 1).unsqueeze(0)
-            self.backend.append(self.state(layer, kv_cache), self.codebook, keys, None, slot_mapping.to(torch.int64))
 
     def forward(
         self,

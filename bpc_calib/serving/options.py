@@ -12,6 +12,7 @@ from bpc_artifacts import ProjectionArtifact, check_model, load
 from bpc_calib.errors import InputError
 from bpc_calib.method.codebook import Codebook, codebook_of
 from bpc_calib.method.defaults import BUDGET, MIN_TOKENS
+from bpc_calib.method.numbers import check_flag
 from bpc_calib.method.rules import Rules, default_dense_layers, ranking_defaults, shares_of
 from bpc_calib.method.shares import Shares
 from bpc_calib.models.description import describe, sparse_layers
@@ -79,8 +80,8 @@ def rules(options: Options, artifact: ProjectionArtifact) -> Rules:
     asked = {name: getattr(options, name) for name in ("recent", "sink", "group")}
     chosen = ranking_defaults(artifact) | {name: value for name, value in asked.items() if value is not None}
     return Rules(
-        budget=options.budget, min_tokens=options.min_tokens, min_context=options.min_context or 0,
-        **(chosen | {"safeguard": 0.0}),
+        budget=options.budget, min_tokens=options.min_tokens,
+        min_context=0 if options.min_context is None else options.min_context, **(chosen | {"safeguard": 0.0}),
     )  # fmt: skip
 
 
@@ -117,6 +118,7 @@ def check_options(options: Options, config: Any) -> None:
         InputError: a value is out of range, or leaves no layer that chooses.
         ModelError: BPC cannot serve the model.
     """
+    check_flag("equal_shares", options.equal_shares)
     artifact, model = open_artifact(options.artifact), describe(config)
     for warning in check_model(artifact, model.metadata()):
         _warn_once(warning)

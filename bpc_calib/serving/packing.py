@@ -22,10 +22,10 @@ def packing(isa: str, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, 
         dim: head_dim.
         dtype: of the cache.
     """
-    places = torch.arange(size)
+    places, shifts = torch.arange(size), range(0, max(size, dim).bit_length(), 4)
     numbers = torch.arange(dim).expand(size, dim), places.unsqueeze(-1).expand(size, dim)
     dims, tokens = (
-        torch.stack([_written(number >> shift & 15, isa, dtype) << shift for shift in (0, 4, 8)]).sum(0)
+        torch.stack([_written(number >> shift & 15, isa, dtype) << shift for shift in shifts]).sum(0)
         for number in numbers
     )
     dims, tokens = dims.view(2, size * dim), tokens.view(2, size * dim)

@@ -145,7 +145,9 @@ def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: R
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
     """`bpc_calib.method.step.attend`: over listed tokens, int64 `[B, H_KV, k]`."""
-    return _attend(query, state, rows, indices.contiguous(), scaling)
+    check(query, None, state, rows)
+    listed = indices.to(torch.int64).expand(*query.shape[:2], indices.shape[-1]).contiguous()
+    return _attend(query, state, rows, listed, scaling)
 
 
 def _attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, scaling: float | None) -> Tensor:
@@ -172,6 +174,9 @@ def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> Non
         return
     assert state.codes is not None
     keys, at = tight(keys), at.to(torch.int64).contiguous()
+    slots, room = at.tolist(), state.room * (state.keys.shape[0] if paged else 1)
+    if slots and (max(slots) >= room or (min(slots) < 0 and not paged)):
+        raise IndexError(f"slots {slots} are not all within the room for {room} tokens")
     record, kept = _records.get(state), None
     if record is not None and record.codebook is codebook and record.dtype == keys.dtype:
         call = Call.from_buffer_copy(record.fields)
@@ -220,8 +225,8 @@ def encode_gram(scores: Tensor, gram: Tensor, squared_norm: Tensor) -> Encoded:
     scores, norms = scores.contiguous(), squared_norm.expand(scores.shape[:-1]).contiguous()
     gram, encoded = gram.expand(*lead, bits, bits).contiguous(), _empty(lead, tokens, bits)
     library().bpc_greedy(
-        torch.get_num_threads(), scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), bits * bits, lead.numel(),
-        tokens, bits, encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
+        torch.get_num_threads(), scores.data_ptr(), norms.data_ptr(), gram.data_ptr(), lead.numel(), tokens, bits,
+        encoded.codes.data_ptr(), encoded.error.data_ptr(), encoded.gain.data_ptr(),
     )  # fmt: skip
     return encoded
 

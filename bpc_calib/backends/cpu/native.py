@@ -3,13 +3,14 @@
 import contextlib
 import ctypes
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bpc_calib.errors import first_line
+from bpc_calib.errors import InputError, first_line
 
 __all__ = [
     "ATTEND", "ELEMENTS", "HASH", "PROJECT", "SCORE", "SELECT", "Call", "address", "isa", "library", "run",
@@ -18,6 +19,7 @@ __all__ = [
 HASH, PROJECT, SCORE, SELECT, ATTEND = 1, 2, 4, 8, 16  # stages of a call
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST_THREADS = 256
+INSTRUCTIONS = ("avx512", "avx2", "base")  # what BPC_ISA may name
 
 
 @functools.cache
@@ -26,7 +28,10 @@ def library() -> Any:
 
     Raises:
         ImportError: It has not been built, or not for this machine; so does the import of this module.
+        InputError: the environment variable `BPC_ISA` does not name instructions.
     """
+    if (wanted := os.environ.get("BPC_ISA")) and wanted not in INSTRUCTIONS:
+        raise InputError(f"the environment variable BPC_ISA must be one of {', '.join(INSTRUCTIONS)}, not {wanted!r}")
     path, number, pointer = Path(__file__).with_name("libbpc_cpu.so"), ctypes.c_int64, ctypes.c_void_p
     if not path.exists():
         raise ImportError("the kernels for CPUs are not built (install a C++ compiler, then bpc-calib again)")
@@ -35,7 +40,7 @@ def library() -> Any:
         lib.bpc_fields.restype = lib.bpc_isa.restype = ctypes.c_char_p
         lib.bpc_squared_norm.restype = ctypes.c_double
         lib.bpc_step.argtypes, lib.bpc_step.restype = [pointer], number
-        lib.bpc_greedy.argtypes = [number, *[pointer] * 3, *[number] * 4, *[pointer] * 3]
+        lib.bpc_greedy.argtypes = [number, *[pointer] * 3, *[number] * 3, *[pointer] * 3]
         lib.bpc_search.argtypes = [number, *[pointer] * 4, *[number] * 4, *[pointer] * 3]
         lib.bpc_squared_norm.argtypes = [number, pointer, number, number, pointer, pointer]
         lib.bpc_decompose.argtypes = [number, pointer, number, number, *[pointer] * 3, number, number, pointer]

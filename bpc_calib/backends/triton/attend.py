@@ -169,7 +169,7 @@ def reduce_kernel(
         # All loads first: none waits for another, but where that reads the parts of empty splits.
         tops = tl.load(largest + at, mask=split < splits, other=float("-inf"))
         weights = tl.load(weight + at, mask=split < splits, other=0)
-        mask = (weights[:, None] > 0 if RAGGED else split[:, None] < splits) & (d[None, :] < D)
+        mask = (weights[:, None] != 0 if RAGGED else split[:, None] < splits) & (d[None, :] < D)
         parts = tl.load(part + at[:, None] * D + d[None, :], mask=mask, other=0)
         next_top = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(next_top == float("-inf"), 0.0, next_top)
@@ -179,7 +179,7 @@ def reduce_kernel(
         sums = sums * fade + tl.sum(part_fade[:, None] * parts, 0)
         top = next_top
     out += (row.to(tl.int64) * tl.num_programs(0) + head) * D
-    mean = tl.where(total > 0, sums / tl.where(total > 0, total, 1), 0)  # without any token: 0
+    mean = tl.where(total == 0, 0, sums / tl.where(total == 0, 1, total))  # without any token: 0; NaN stays
     tl.store(out + d, mean.to(out.dtype.element_ty), mask=d < D)
 
 

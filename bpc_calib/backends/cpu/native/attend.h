@@ -23,7 +23,7 @@ INLINE floats exponential(floats given) {
     constexpr float LEAST_LOGIT = -87;  // e^-87 is nearly 0, and still a normal number
     constexpr float ROUND = 12582912;   // adding it to a small number rounds that to an integer
     // 2^n e^r with r in [-ln 2 / 2, ln 2 / 2], ln 2 in two parts, and the Taylor series of the latter.
-    given = given > LEAST_LOGIT ? given : splat(LEAST_LOGIT);
+    given = given < LEAST_LOGIT ? splat(LEAST_LOGIT) : given;  // NaN stays
     floats whole = (given * LOG2E + ROUND) - ROUND;
     floats r = (given - whole * LN2_HIGH) - whole * LN2_LOW;
     floats series = splat(1.0f / 5040);

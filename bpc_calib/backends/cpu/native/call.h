@@ -24,7 +24,7 @@
     F(valid) F(valid_b)             /* bool [B, tokens] */ \
     F(lengths)                      /* int64 [B] */ \
     F(worst) F(worst_count)         /* int32 [rows, worst_count] */ \
-    F(ks) F(ks_b) F(ks_h) F(k)      /* int64; `k` where it is not given */ \
+    F(ks) F(ks_b) F(ks_h)           /* int64 [B, H_KV] */ \
     F(width)                        /* of the lists */ \
     F(gained)                       /* whether scores count the gain */ \
     F(group)                        /* 0: relative, 1: max */ \

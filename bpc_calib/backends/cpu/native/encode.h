@@ -6,14 +6,14 @@ constexpr float GAIN_OFFSET = 32, GAIN_UNIT = 64, GAIN_ONE = 32, GAIN_MAX = 255;
 
 INLINE u8 gain_of(float norm, float dot) {
     float byte = GAIN_MAX;
-    if (norm <= 0)
+    if (!(norm > 0))  // NaN, too
         byte = GAIN_ONE;
     else if (dot > 0)
         byte = __builtin_rintf(GAIN_UNIT * norm / dot - GAIN_OFFSET);
     return (u8)(byte < 0 ? 0 : byte > GAIN_MAX ? GAIN_MAX : byte);
 }
 
-INLINE float error_of(float left) { return (float)__builtin_sqrt((double)(left > 0 ? left : 0)); }
+INLINE float error_of(float left) { return (float)__builtin_sqrt((double)(left < 0 ? 0 : left)); }
 
 // Where the code, the gain and the error of one key go; the latter two may be missing.
 struct Place {

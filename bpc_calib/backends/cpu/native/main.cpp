@@ -15,6 +15,7 @@
 #if defined(_WIN32)
 static int getpid() { return 0; }  // no fork there
 #else
+#include <pthread.h>
 #include <unistd.h>
 #endif
 
@@ -135,6 +136,10 @@ EXPORT const char *bpc_isa() { return name; }
 EXPORT void bpc_share_threads(bpc::Region found) {
     bpc::region = found;
     bpc::process = getpid();
+#if !defined(_WIN32)
+    // A fork waits for the step that runs: its child would wait for ever.
+    pthread_atfork([] { one_at_a_time.lock(); }, [] { one_at_a_time.unlock(); }, [] { one_at_a_time.unlock(); });
+#endif
 }
 
 EXPORT int64_t bpc_step(const bpc::Call *call) {
@@ -142,10 +147,10 @@ EXPORT int64_t bpc_step(const bpc::Call *call) {
     return kernels.step(*call, memory);
 }
 
-EXPORT void bpc_greedy(int64_t threads, const float *products, const float *norms, const float *gram, int64_t gram_r,
-                       int64_t rows, int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains) {
+EXPORT void bpc_greedy(int64_t threads, const float *products, const float *norms, const float *gram, int64_t rows,
+                       int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains) {
     std::lock_guard<std::mutex> lock(one_at_a_time);
-    kernels.greedy(threads, products, norms, gram, gram_r, rows, tokens, bits, codes, errors, gains);
+    kernels.greedy(threads, products, norms, gram, rows, tokens, bits, codes, errors, gains);
 }
 
 EXPORT void bpc_search(int64_t threads, const float *products, const float *norms, const float *gram,

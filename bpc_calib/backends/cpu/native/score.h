@@ -246,7 +246,7 @@ static Ranker ranker_of(const bpc::Call &call, const Room &room) {
 
 // Tokens in use of a sequence.
 INLINE i64 length_of(const bpc::Call &call, i64 b) {
-    return call.lengths ? least_of(call.tokens, ((const i64 *)call.lengths)[b]) : call.tokens;
+    return least_of(call.tokens, ((const i64 *)call.lengths)[b]);
 }
 
 INLINE i64 sample_step(i64 length) { return most_of(16, (length + SAMPLE - 1) / SAMPLE); }

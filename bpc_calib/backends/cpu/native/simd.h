@@ -21,7 +21,6 @@
 
 namespace BPC_ISA {
 
-using i8 = int8_t;
 using u8 = uint8_t;
 using i16 = int16_t;
 using u16 = uint16_t;
@@ -34,8 +33,7 @@ typedef float floats __attribute__((vector_size(BPC_BYTES)));
 typedef double doubles __attribute__((vector_size(BPC_BYTES)));
 typedef i32 ints __attribute__((vector_size(BPC_BYTES)));
 typedef u32 words __attribute__((vector_size(BPC_BYTES)));
-typedef i16 shorts __attribute__((vector_size(BPC_BYTES / 2)));  // as many as `floats`
-typedef u16 halves __attribute__((vector_size(BPC_BYTES / 2)));
+typedef u16 halves __attribute__((vector_size(BPC_BYTES / 2)));  // as many as `floats`
 typedef float single_halves __attribute__((vector_size(BPC_BYTES / 2)));
 
 constexpr i64 LANES = BPC_BYTES / 4;   // numbers of 32 bits in a vector

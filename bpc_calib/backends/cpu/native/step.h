@@ -222,12 +222,12 @@ static bool step(const bpc::Call &call, char *(*memory)(i64)) {
 }
 
 // The greedy pass over float32 products `[rows, tokens, bits]`; results `[rows, tokens, ..]`.
-static void greedy(i64 threads, const float *products, const float *norms, const float *gram, i64 gram_r, i64 rows,
-                   i64 tokens, i64 bits, i64 *codes, float *errors, u8 *gains) {
+static void greedy(i64 threads, const float *products, const float *norms, const float *gram, i64 rows, i64 tokens,
+                   i64 bits, i64 *codes, float *errors, u8 *gains) {
     i64 blocks = (tokens + SIDE - 1) / SIDE;
     bpc::parallel(threads, rows * blocks, [&](i64 task) {
         i64 row = task / blocks, first = task % blocks * SIDE, begin = row * tokens + first;
-        greedy_many(products + begin * bits, norms + begin, gram + row * gram_r, least_of(SIDE, tokens - first), bits,
+        greedy_many(products + begin * bits, norms + begin, gram + row * bits * bits, least_of(SIDE, tokens - first), bits,
                     codes + begin * ((bits + 63) / 64), errors + begin, gains + begin);
     });
 }

@@ -10,8 +10,8 @@ struct Kernels {
     // The stages of a call in turn; whether an index was beyond the tokens there are.
     bool (*step)(const Call &, Memory);
     // The greedy pass over products `[rows, tokens, bits]`.
-    void (*greedy)(int64_t threads, const float *products, const float *norms, const float *gram, int64_t gram_r,
-                   int64_t rows, int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains);
+    void (*greedy)(int64_t threads, const float *products, const float *norms, const float *gram, int64_t rows,
+                   int64_t tokens, int64_t bits, int64_t *codes, float *errors, uint8_t *gains);
     // The search for nibbles over products `[rows, tokens, 4 * bits]`. Of a Gram matrix `gram`, the products with the
     // vectors of each nibble lie together; `squares` is its diagonal.
     void (*search)(int64_t threads, const float *products, const float *norms, const float *gram, const float *squares,

@@ -73,7 +73,7 @@ static void force(const bpc::Call &call, i64 row, i64 length, i64 k, const u8 *v
 // How many tokens to choose for a row.
 INLINE i64 wanted_of(const bpc::Call &call, i64 row) {
     i64 place = row / call.kv_heads * call.ks_b + row % call.kv_heads * call.ks_h;
-    return least_of(call.width, call.ks ? ((const i64 *)call.ks)[place] : call.k);
+    return least_of(call.width, ((const i64 *)call.ks)[place]);
 }
 
 // Mark the forced tokens of a row, and find the rank from which on a key is a candidate.
