@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 
-from bpc_calib import BPCCache, enable, quantize_query
+from bpc_calib import BPCCache, InputError, enable, quantize_query
 from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.cpu import native
 from bpc_calib.compat import with_cache
@@ -243,6 +243,100 @@ def test_an_index_beyond_the_tokens_is_refused():
     indices = torch.tensor([[[0, 1], [2, 50]]])
     with pytest.raises(IndexError, match=r"^a token is beyond the 50 there are: 50$"):
         attend(query, keys, keys, indices)
+
+
+@pytest.mark.parametrize("nibbles", [False, True])
+@pytest.mark.parametrize(("slots", "batch"), [([50], 1), ([3, 100_000], 1), ([-1], 2), ([50], 2)])
+def test_a_slot_that_is_not_there_is_refused(slots, batch, nibbles):
+    """Codes alone are written by a kernel, which would write beyond its buffers."""
+    keys, codes = draw(batch, 2, 50, 64), torch.zeros(batch, 2, 50, 1, dtype=torch.int64)
+    state, new = State(keys, keys, codes), draw(batch, 2, len(slots), 64, seed=1)
+    codebook = make_codebook(draw(2, 256 if nibbles else 64, 64) / 8, torch.float32, nibbles=nibbles)
+    with pytest.raises(IndexError, match="are not all within the room"):
+        kernels.append(state, codebook, new, None, torch.tensor(slots))
+    assert not codes.any()
+    with pytest.raises((IndexError, RuntimeError)):
+        step.append(state, codebook, new, None, torch.tensor(slots))
+
+
+@pytest.mark.parametrize("module", [kernels, step])
+@pytest.mark.parametrize("listed", [torch.arange(8).expand(1, 2, -1), torch.arange(8.0).expand(2, 2, -1)])
+def test_lists_that_do_not_fit_are_refused(module, listed):
+    """One list for two sequences would name tokens of the first."""
+    query, keys = draw(2, 2, 4, 64), draw(2, 2, 50, 64, seed=1)
+    with pytest.raises(InputError, match=r"indices must be int64 \[2, 2, k\]"):
+        module.attend(query, State(keys, keys), alike(keys, 8), listed)
+
+
+@pytest.mark.parametrize("what", ["dtype", "batch", "length"])
+def test_attention_refuses_what_does_not_fit(what):
+    query, keys, rows = draw(2, 2, 4, 64), draw(2, 2, 50, 64, seed=1), None
+    if what == "dtype":
+        keys = keys.bfloat16()
+    elif what == "batch":
+        keys, rows = keys[:1], alike(keys, 8)
+    else:
+        rows = replace(alike(keys, 8), longest=5_000)
+    with pytest.raises(InputError, match="not fit"):
+        kernels.attend(query, State(keys, keys), rows or alike(keys, 8), torch.arange(8).expand(2, 2, -1))
+
+
+@pytest.mark.parametrize("of", ["key", "value"])
+def test_what_is_no_number_stays_none(of):
+    """A broken model must not look healthy."""
+    query, keys, values = draw(1, 2, 4, 64), draw(1, 2, 60, 64, seed=1), draw(1, 2, 60, 64, seed=2)
+    (keys if of == "key" else values)[0, 1, 7, 3] = float("nan")
+    state, rows = State(keys, values), alike(keys, 60)
+    every = torch.arange(60).expand(1, 2, -1)
+    for found in (kernels.dense_decode(query, state, rows), kernels.attend(query, state, rows, every)):
+        expected = step.attend(query, state, rows, every)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert found[:, 1].isnan().any()
+        assert not found[:, 0].isnan().any()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_of_a_fork_amid_a_step_can_step():
+    """It would wait for ever for a step of a thread that it does not have."""
+    script = """
+import os, threading, warnings
+import torch
+from bpc_calib.backends.cpu import backend as kernels
+from bpc_calib.method.codebook import make_codebook
+from bpc_calib.method.rules import Rules
+from bpc_calib.method.state import State, alike
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+keys = torch.randn(1, 2, 1, 64).expand(1, 2, 200_000, 64)
+codes = torch.randint(-(1 << 62), 1 << 62, (1, 2, 200_000, 1))
+query, codebook, rows = torch.randn(1, 2, 4, 64), make_codebook(torch.randn(2, 64, 64), torch.float32), alike(keys, 500)
+def step():
+    kernels.rank(query, codebook, State(keys, keys, codes), rows, Rules(gain=False))
+over = threading.Event()
+def steps():
+    while not over.is_set():
+        step()
+thread = threading.Thread(target=steps)
+thread.start()
+for _ in range(12):
+    if not (child := os.fork()):
+        step()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+over.set()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_instructions_that_do_not_exist_are_refused():
+    """Any other word used to stand for AVX2."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import bpc_calib.backends.cpu.native"],
+        env=os.environ | {"BPC_ISA": "AVX512"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "InputError: the environment variable BPC_ISA must be one of avx512, avx2, base, not 'AVX512'" in done.stderr
 
 
 def test_steps_in_several_threads_at_once():

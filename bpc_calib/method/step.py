@@ -22,8 +22,8 @@ from bpc_calib.method.selection import select
 from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within, write_codes, write_newest, write_tokens
 
 __all__ = [
-    "append", "attend", "best", "check", "check_append", "check_rows", "check_state", "choose", "dense_decode",
-    "newest", "rank", "sparse_decode",
+    "append", "attend", "best", "check", "check_append", "check_listed", "check_rows", "check_state", "choose",
+    "dense_decode", "newest", "rank", "sparse_decode",
 ]  # fmt: skip
 
 
@@ -165,10 +165,18 @@ def rank(
 
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
     """Attend to listed tokens only, int64 `[B, H_KV, k]`, with -1 behind the last. Returns `[B, H_KV, G, D]`."""
+    check_listed(query, indices)
     keys, values = (each.to(query.dtype) for each in read_tokens(state, rows, indices))
     none = indices < 0
     mask = ~none.unsqueeze(-2) if none.any() else None
     return torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+
+
+def check_listed(query: Tensor, indices: Tensor) -> None:
+    """Raise `InputError` unless there is a list for each KV head of the queries `[B, H_KV, G, D]`."""
+    if indices.dtype != torch.int64 or indices.dim() != 3 or indices.shape[:2] != query.shape[:2]:
+        wanted = f"int64 [{query.shape[0]}, {query.shape[1]}, k]"
+        raise InputError(f"indices must be {wanted}, not {indices.dtype} {list(indices.shape)}")
 
 
 def check(query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fresh: int = 0) -> None:

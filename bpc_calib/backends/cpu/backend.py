@@ -34,7 +34,7 @@ from bpc_calib.method.rules import Rules
 from bpc_calib.method.scoring import QuantizedQuery
 from bpc_calib.method.selection import as_fraction
 from bpc_calib.method.state import Rows, State, write_codes, write_newest, write_tokens
-from bpc_calib.method.step import check, check_append, check_rows, check_state, newest
+from bpc_calib.method.step import check, check_append, check_listed, check_rows, check_state, newest
 
 __all__ = ["append", "attend", "choose", "dense_decode", "encode_with", "fit", "serves", "sparse_decode"]
 
@@ -146,8 +146,8 @@ def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: R
 def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: float | None = None) -> Tensor:
     """`bpc_calib.method.step.attend`: over listed tokens, int64 `[B, H_KV, k]`."""
     check(query, None, state, rows)
-    listed = indices.to(torch.int64).expand(*query.shape[:2], indices.shape[-1]).contiguous()
-    return _attend(query, state, rows, listed, scaling)
+    check_listed(query, indices)
+    return _attend(query, state, rows, indices.contiguous(), scaling)
 
 
 def _attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, scaling: float | None) -> Tensor:
