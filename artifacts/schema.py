@@ -48,6 +48,11 @@ class LayerProjection:
         return self.projection.shape[1] // (4 if self.nibbles else 1)
 
     @property
+    def mean_residual(self) -> float:
+        """The residual after all steps, the mean over KV heads."""
+        return float(self.residual[:, -1].mean(dtype=np.float64))
+
+    @property
     def steps(self) -> int:
         """Signs or nibbles of a code."""
         return self.bits // (4 if self.nibbles else 1)
@@ -68,7 +73,7 @@ class LayerProjection:
         found = dict(arrays)
         vectors = found.pop("vectors", None)
         if vectors is not None and "projection" not in found and vectors.ndim == 4 and vectors.shape[2] == NIBBLE:
-            found["projection"] = vectors.reshape(len(vectors), -1, vectors.shape[-1])
+            found["projection"] = vectors.reshape(vectors.shape[0], vectors.shape[1] * NIBBLE, vectors.shape[3])
         elif vectors is not None:
             raise ArtifactError(
                 f"vectors: expected [kv_heads, nibbles, 16, head_dim] alone, found {list(vectors.shape)}"

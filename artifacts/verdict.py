@@ -57,7 +57,7 @@ def _weak_layers(artifact: "ProjectionArtifact", held_out: dict[str, Any]) -> li
     overall = max(held_out["residual"] / (_mean(artifact) or 1), 1)
     weak = []
     for index, layer in artifact.layers.items():
-        own, other = float(layer.residual[:, -1].mean()), held_out["residual_by_layer"][str(index)]
+        own, other = layer.mean_residual, held_out["residual_by_layer"][str(index)]
         if other > LAYER_HOLDS * overall * own > 0:
             weak.append(f"{index} ({other:.3f}, {own:.3f} on the fitted keys)")
     if not weak:
@@ -92,7 +92,7 @@ def _holds(artifact: "ProjectionArtifact", held_out: dict[str, Any]) -> bool:
 
 
 def _mean(artifact: "ProjectionArtifact") -> float:
-    means = [float(layer.residual[:, -1].mean()) for layer in artifact.layers.values()]
+    means = [layer.mean_residual for layer in artifact.layers.values()]
     return sum(means) / len(means)
 
 

@@ -78,7 +78,7 @@ def residual_rows(artifact: "ProjectionArtifact", most_heads: int | None = None)
     for index, layer in artifact.layers.items():
         last = layer.residual[:, -1]
         other = [] if new_text is None else [new_text[index]]
-        cells = [last.mean(), *other, last.min(), last.max(), *(last[head] for head in heads)]
+        cells = [layer.mean_residual, *other, last.min(), last.max(), *(last[head] for head in heads)]
         rows.append((str(index), *(f"{value:.3f}" for value in cells)))
     title = f"{residual_title(algorithm)}, after {algorithm['bits']} bits"
     return TextTable(title, (*columns, *(f"head {head}" for head in heads)), rows)
@@ -93,7 +93,7 @@ def residual_title(algorithm: dict[str, Any]) -> str:
 
 def fitted_residuals(artifact: "ProjectionArtifact") -> dict[int, float]:
     """The residual after all bits on the fitted keys: for each layer the mean over KV heads."""
-    return {index: float(layer.residual[:, -1].mean()) for index, layer in artifact.layers.items()}
+    return {index: layer.mean_residual for index, layer in artifact.layers.items()}
 
 
 def new_text_residuals(artifact: "ProjectionArtifact") -> dict[int, float] | None:

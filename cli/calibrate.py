@@ -159,7 +159,7 @@ def calibrate(
                 device = torch.device(opened.device)
                 help_calibrate(work.folder(target), plan, device, lambda: open_weights(opened, quiet=True), ranks)
             return
-        _may_replace(target, work, plan, force)
+        _may_replace(target, work, plan, opened.device, force)
         for message in () if quiet else _idle_options(plan, corpora, text.text_field, numbers):
             note(message)
         if dry_run:
@@ -181,7 +181,7 @@ def calibrate(
                 return loaded
 
             # An earlier fit of the same keys may have been finished, not this one.
-            overwrite = _may_replace(target, work, plan, force)
+            overwrite = _may_replace(target, work, plan, opened.device, force)
             again = {"reused": reused(target, work, folder)}
             tokenizer = open_tokenizer(opened)
             times.add("load")  # so far of libraries
@@ -196,11 +196,11 @@ def calibrate(
         print_report(result)
 
 
-def _may_replace(target: Path, work: WorkOptions, plan: "Plan", force: bool) -> bool:
+def _may_replace(target: Path, work: WorkOptions, plan: "Plan", device: str, force: bool) -> bool:
     """Refuse a target that cannot be written; whether a file there may be replaced."""
     from bpc_artifacts import check_writable
 
-    overwrite = force or was_finished(target, work)
+    overwrite = force or was_finished(target, work, plan, device)
     check_writable(target, plan.artifact_bytes + (1 << 20), overwrite=overwrite)
     return overwrite
 

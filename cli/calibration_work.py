@@ -37,10 +37,18 @@ class WorkOptions:
         return self.work_dir or Path(f"{target}.work")
 
 
-def was_finished(target: Path, options: WorkOptions) -> bool:
-    """Whether the work folder has the artifact that is the output file, so that only its removal is left."""
-    from bpc_calib.calibration.work_folder import ARTIFACT
+def was_finished(target: Path, options: WorkOptions, plan: "Plan | None" = None, device: str = "cpu") -> bool:
+    """Whether the work folder has the artifact that is the output file, so that only its removal is left.
 
+    With a plan, also whether it is of this plan on this device.
+    """
+    from bpc_calib.calibration.work_folder import ARTIFACT, is_same_work
+
+    if plan is not None:
+        import torch
+
+        if not is_same_work(options.folder(target), plan, torch.device(device)):
+            return False
     kept = options.folder(target) / ARTIFACT
     try:
         return kept.read_bytes() == target.read_bytes()
@@ -74,8 +82,11 @@ def open_work(
 
     from bpc_calib.calibration.durable import locked
     from bpc_calib.calibration.work_folder import open_work_folder
+    from bpc_calib.errors import InputError
 
     folder, real = options.folder(target), Path(os.path.realpath(target))
+    if Path(os.path.realpath(folder)) in real.parents:
+        raise InputError(f"{target} is in the work folder {folder}, whose files are removed at the end: choose another")
     # A killed run leaves this file, unlocked: to lock the folder instead would stop runs of its other files.
     lock = real.with_name(f".{real.name}.lock")
     try:

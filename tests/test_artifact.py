@@ -1,6 +1,7 @@
 """The artifact: round trips, same bytes, and the refusal of damaged files."""
 
 import copy
+import dataclasses
 import errno
 import hashlib
 import json
@@ -160,6 +161,14 @@ def test_vectors_that_are_not_as_they_should_be(tmp_path, change, message):
     rewrite(path, lambda *parts: change(*parts) and None)
     with pytest.raises(ArtifactError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16, 64), (2, 16, 16, 0)])
+def test_vectors_without_numbers_are_refused(tmp_path, shape):
+    made = artifact(nibbles=True)
+    broken = LayerProjection.of(made.layers[0].arrays() | {"vectors": np.zeros(shape, np.float32)})
+    with pytest.raises(ArtifactError, match=r"layers\.0"):
+        save(dataclasses.replace(made, layers={**made.layers, 0: broken}), tmp_path / "n.safetensors")
 
 
 @pytest.fixture

@@ -297,6 +297,15 @@ def test_keys_that_overflow_are_refused(text_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_queries_that_overflow_are_refused(text_folder):
+    """By the first sample, before sums of them are kept."""
+    model = tiny.model()
+    with torch.no_grad():
+        model.model.layers[2].self_attn.q_proj.weight.fill_(torch.inf)
+    with pytest.raises(ModelError, match="layer 2: queries hold NaN or infinity; try another dtype"):
+        tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2)
+
+
 def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):
     model = tiny.model()
     with torch.no_grad():

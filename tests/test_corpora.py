@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tiny
 
 from bpc_calib import CorpusError
 from bpc_calib.text.corpora import MAX_DOCUMENT, documents, open_corpus
@@ -245,3 +246,11 @@ def test_few_files_are_open_at_a_time(tmp_path):
         assert len(read(tmp_path)) == 50
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+def test_a_file_whose_name_is_not_utf_8_is_read(tmp_path):
+    path = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    path.write_text("words " * 400)
+    model = tiny.model()
+    tiny.calibrated(model, tiny.tokenizer(), corpora=[str(path)], samples=2)

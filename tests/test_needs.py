@@ -90,6 +90,19 @@ def test_a_loss_is_the_change_behind_the_output_projection():
     assert chosen.shape == (1, TOKENS, 4, 8)
 
 
+def test_a_layer_that_adds_nothing_needs_nothing():
+    """As layers of merged models, whose output projection is 0."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(n, TOKENS, 8, generator=generator) for n in (4, 2, 2))
+    module = torch.nn.Module()
+    module.last = torch.nn.Linear(32, 12)
+    torch.nn.init.zeros_(module.last.weight)
+    ranks = torch.zeros(2, TOKENS, TOKENS, dtype=torch.int32)
+    with torch.no_grad():
+        curve, _ = losses(query, key, value, ranks, 0.5, output_projection(module))
+    assert torch.equal(curve, torch.zeros(2, len(GRID), dtype=torch.float64))
+
+
 def test_an_artifact_with_needs(model, artifact, tmp_path):
     made = [joined(artifact, [428, 428], [text_needs(model, artifact, text) for text in IDS]) for _ in range(2)]
     for i, each in enumerate(made):

@@ -20,7 +20,9 @@ import torch
 from bpc_artifacts import save
 from bpc_calib import WorkError, describe, make_plan
 from bpc_calib.calibration.calibrate import calibrate
+from bpc_calib.calibration.durable import write_file
 from bpc_calib.calibration.stored import DamagedError, read_tensors, write_tensors
+from bpc_calib.calibration.work_folder import remove_work
 from bpc_calib.text.known_corpora import HUB_CORPORA
 
 SETTINGS = {"samples": 5, "bits": 32, "keys_per_head": 200}
@@ -228,6 +230,63 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(run, tmp_path):
     with pytest.raises(WorkError, match="file: is not a folder that can be read"):
         run("file")
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"text/book.txt": "words", "samples/table.csv": "1,2"}, r"samples"),
+        ({"artifact.safetensors": "mine"}, r"artifact\.safetensors"),
+        ({"journal.json": "[1]", "text/book.txt": "words"}, r"journal\.json"),
+    ],
+)
+def test_a_folder_whose_names_are_those_of_a_work_folder_is_left_alone(run, tmp_path, files, named):
+    """Such names are common, and what is in them may be the user's own."""
+    for name, text in files.items():
+        (tmp_path / "work" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "work" / name).write_text(text)
+    with pytest.raises(WorkError, match=rf"work: holds other files \({named}\)"):
+        run()
+    assert {name: (tmp_path / "work" / name).read_text() for name in files} == files
+
+
+def test_only_files_of_the_calibration_are_removed_with_its_folder(run, tmp_path):
+    with pytest.raises(StoppedError):
+        run(stop=("keys", 3))
+    (tmp_path / "work" / "samples" / "notes.csv").write_text("mine")
+    expected, _ = run(None)
+    assert run()[0] == expected
+    remove_work(tmp_path / "work")
+    assert [path.name for path in (tmp_path / "work").rglob("*") if path.is_file()] == ["notes.csv"]
+
+
+def test_a_folder_that_vanishes_during_a_run_is_one_error(tmp_path):
+    with pytest.raises(WorkError, match=r"cannot be written: No such file or directory; make room"):
+        write_file(tmp_path / "gone" / "file", b"a")
+
+
+def test_an_output_in_the_work_folder_is_refused(bpc, model_folder, text_folder, tmp_path):
+    """It would be removed with the folder, after a line that says that it was written."""
+    (tmp_path / "work").mkdir()
+    ran = bpc(
+        "calibrate", "-m", model_folder, "--corpus", text_folder, "--samples", 5, "--sequence-length", 128,
+        "--keys-per-head", 200, "-o", tmp_path / "work" / "a.safetensors", "--work-dir", tmp_path / "work",
+    )  # fmt: skip
+    assert ran.code == 1
+    assert "a.safetensors is in the work folder" in ran.err
+
+
+def test_a_refused_fit_leaves_the_work_of_the_first(bpc, model_folder, text_folder, tmp_path):
+    words = [
+        "calibrate", "-m", model_folder, "--corpus", text_folder, "--samples", 5, "--sequence-length", 128,
+        "--keys-per-head", 400, "--keep-work", "-q", "-o", tmp_path / "a.safetensors",
+    ]  # fmt: skip
+    assert bpc(*words).code == 0
+    files = {path: path.read_bytes() for path in (tmp_path / "a.safetensors.work").rglob("*") if path.is_file()}
+    ran = bpc(*words, "--bits", 32)
+    assert (ran.code, "exists; pass --force" in ran.err) == (1, True)
+    assert {path: path.read_bytes() for path in files} == files
+    assert bpc(*words).code == 0  # nothing is left to do
 
 
 def test_a_layer_of_a_version_that_kept_no_lengths_is_fitted_again(run, tmp_path, caplog):

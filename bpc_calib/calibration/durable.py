@@ -34,6 +34,7 @@ def write_file(path: Path, blob: bytes) -> None:
     except OSError as fault:
         with suppress(OSError):
             temporary.unlink()
+        room = ""
         with suppress(OSError):
             free = shutil.disk_usage(path.parent).free
             room = f" ({len(blob):,} bytes are needed and {free:,} are free)"

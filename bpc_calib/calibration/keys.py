@@ -97,6 +97,8 @@ def sample_keys(
     for layer, each in joined.items():
         if not each.isfinite().all():
             raise ModelError(f"{description.id}: layer {layer}: keys hold NaN or infinity; try another dtype")
+        if layer in summed and not summed[layer].isfinite().all():
+            raise ModelError(f"{description.id}: layer {layer}: queries hold NaN or infinity; try another dtype")
     return SampleKeys(joined, summed)
 
 

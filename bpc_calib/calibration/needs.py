@@ -234,6 +234,7 @@ def losses(
     few = slice(EVERY - 1, None, EVERY)
     best = order[:, few].sort(-1, descending=True).values
     whole = project(full[:, :, few].to(value.dtype)).float().sum(0).square().sum(-1)
+    whole = whole.clamp(min=torch.finfo(torch.float32).tiny)  # a layer that adds nothing needs nothing
     curve = []
     for share in GRID:
         change = project((attended(share, best, few) - full[:, :, few]).to(value.dtype)).float()

@@ -13,6 +13,7 @@ Every file is written in one step and has checksums.
 
 import hashlib
 import json
+import re
 import secrets
 import shutil
 import time
@@ -42,7 +43,7 @@ from bpc_calib.calibration.stored import (
 from bpc_calib.errors import WorkError
 
 __all__ = [
-    "Journal", "WorkFolder", "broadcast_work", "check_room", "check_same", "join_work_folder", "open_work_folder",
+    "WorkFolder", "broadcast_work", "check_room", "check_same", "is_same_work", "join_work_folder", "open_work_folder",
     "remove_work",
 ]  # fmt: skip
 
@@ -51,6 +52,7 @@ FOLDERS = (SAMPLES, MOMENTS, LAYERS, NEEDS, "text")
 LEAST_ITEMSIZE = 2  # bytes per number of a key, before the model's dtype is known
 SEEN_WITHIN = 10.0  # seconds for a new file to be seen on other machines
 FORMAT = 5  # of the whole folder
+OWN = re.compile(r"[0-9]+\.safetensors|\..+\.tmp")  # files in these folders
 FIT = {"method", "bits"}  # settings of layers alone; what `method` says of positions is in `position_shift`
 SHOWN = 3  # differences in a message
 
@@ -177,6 +179,15 @@ def join_work_folder(path: Path, plan: Plan, device: torch.device, ranks: Ranks)
     return WorkFolder(path, plan, device, journal, samples, summed, layers, needs, ranks)
 
 
+def is_same_work(path: Path, plan: Plan, device: torch.device) -> bool:
+    """Return whether a folder has the work of a calibration with all these settings."""
+    try:
+        journal = _read_journal(path / JOURNAL)
+    except WorkError:
+        return False
+    return journal is not None and not _changed(journal.settings, _new_journal(plan, device).settings)
+
+
 def broadcast_work(work: WorkFolder) -> None:
     """Broadcast what is finished, so that all ranks know who does what; the text is in the folder."""
     work.ranks.broadcast(
@@ -249,23 +260,40 @@ def _has_work(path: Path) -> bool:
 
 
 def _remove(path: Path, names: list[str]) -> None:
+    """Remove files, and from folders the files that a calibration writes: what else is there stays."""
     for name in names:
-        if (path / name).is_dir():
-            shutil.rmtree(path / name, ignore_errors=True)
-        else:
+        own = [path / name]
+        if own[0].is_dir():
+            own = [file for file in own[0].iterdir() if OWN.fullmatch(file.name)]
+        for file in own:
             with suppress(OSError):
-                (path / name).unlink()
+                file.unlink()
+        with suppress(OSError):
+            (path / name).rmdir()
 
 
 def _check_ours(path: Path) -> None:
+    """Raise `WorkError` unless a folder is new, has the journal of a calibration, or only what a killed one leaves."""
     try:
+        str(path.absolute()).encode()
         names = {file.name for file in path.iterdir()} if path.exists() else set()
+        empty = {name for name in names & {*FOLDERS} if (path / name).is_dir() and not any((path / name).iterdir())}
+    except UnicodeError as fault:
+        raise WorkError(f"{path!r}: its name is not UTF-8 text: give another --work-dir") from fault
     except OSError as fault:
         raise WorkError(f"{path}: is not a folder that can be read: {why(fault)}") from fault
-    ours = {LOCK, JOURNAL, ARTIFACT, *FOLDERS}
-    others = sorted(name for name in names - ours if not name.endswith(".tmp"))
-    if JOURNAL not in names and others:
+    others = sorted(name for name in names - {LOCK, *empty} if not name.endswith(".tmp"))
+    if others and (JOURNAL not in names or _is_foreign(path / JOURNAL)):
         raise WorkError(f"{path}: holds other files ({others[0]}): give a new or an empty folder as --work-dir")
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file is JSON, and no journal of a calibration, whole or damaged."""
+    try:
+        table = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return not (isinstance(table, dict) and {"settings", "sources", "weights", "sha256"} <= table.keys())
 
 
 def _new_journal(plan: Plan, device: torch.device) -> Journal:

@@ -134,7 +134,7 @@ def _residuals(artifact: ProjectionArtifact, pictures: Sequence[str]) -> str:
     for index, layer in artifact.layers.items():
         last = layer.residual[:, -1]
         new = [] if held_out is None else [f"{held_out['residual_by_layer'][str(index)]:.3f}"]
-        rows.append([index, f"{last.mean():.3f}", *new, f"{last.min():.3f}", f"{last.max():.3f}"])
+        rows.append([index, f"{layer.mean_residual:.3f}", *new, f"{last.min():.3f}", f"{last.max():.3f}"])
     head = ["layer", "mean", *([] if held_out is None else ["on new text"]), "best head", "worst head"]
     picture = f"![Residuals by bits, and by layer and KV head]({RESIDUALS})"
     if RESIDUALS not in pictures:

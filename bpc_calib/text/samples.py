@@ -88,7 +88,8 @@ def draw_corpus(
     Raises:
         CorpusError: the corpus has too little text; the message has the number of its samples.
     """
-    rng = random.Random(f"{seed}/text/{corpus.name}")
+    name = corpus.name.encode("utf-8", "replace").decode()  # of a file, which may not be UTF-8
+    rng = random.Random(f"{seed}/text/{name}")
     texts = pieces(documents(corpus, rng), sequence_length * CHARACTERS_PER_TOKEN, rng, mix=2 * samples)
     texts = spread(texts, tokenizer, sequence_length, rng)
     taken: list[Tensor] = []
