@@ -4,6 +4,7 @@ Needs vLLM (`make test-vllm`). Every test but the first runs the bundled model i
 """
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -27,8 +28,8 @@ pytest.importorskip("vllm")
 
 from serving_engine import DENSE, N_GRAMS, PAGE, SETTINGS, Engine, ids, made_artifact
 from vllm import SamplingParams
-from vllm.config import set_current_vllm_config
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -37,6 +38,7 @@ from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.description import describe, first_head
 from bpc_calib.serving import attention, layer
 from bpc_calib.serving.options import Options, read_options
+from bpc_calib.serving.packing import packing
 from bpc_calib.serving.plugin import supported
 
 
@@ -427,6 +429,8 @@ def test_what_bpc_cannot_serve_is_refused(engine, tmp_path, monkeypatch):
 
     other = tiny.artifact(tiny.config("llama"))
     assert "budget must be a share in (0, 1]" in refused(engine.config, budget=2.0)
+    assert "equal_shares must be True or False, not 'false'" in refused(engine.config, equal_shares="false")
+    assert "min_context must be an integer" in refused(engine.config, min_context=False)
     assert "min_tokens must be an integer" in refused(engine.config, min_tokens=0)
     assert "dense_layers: 9 is not a layer of demo" in refused(engine.config, dense_layers=(9,))
     assert "leave BPC no layer" in refused(engine.config, dense_layers=(0, 1, 2, 3))
@@ -438,6 +442,9 @@ def test_what_bpc_cannot_serve_is_refused(engine, tmp_path, monkeypatch):
     split.decode_context_parallel_size = 2
     parts = SimpleNamespace(model_config=engine.config.model_config, parallel_config=split)
     assert "contexts split over ranks" in refused(parts)
+    moved = copy.copy(engine.config)
+    moved.kv_transfer_config = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    assert "KV connectors, which move no codes: leave out --kv-transfer-config" in refused(moved)
     assert other.layers
     impl = next(each.impl for each in engine.attention() if each.impl.codebook)
     for name, value, message in (
@@ -458,6 +465,14 @@ def test_what_bpc_cannot_serve_is_refused(engine, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(layer, "describe", lambda config: SimpleNamespace(layer_types=kinds))
         assert "layers of linear attention" in refused(engine.config)
+
+
+@pytest.mark.parametrize("size", [16, 4096, 8192])
+def test_where_the_numbers_of_a_page_lie(size):
+    """Of pages with more tokens than 12 bits count, too."""
+    isa = _get_attn_isa(torch.float32, size, 64)
+    places = torch.cat(packing(isa, size, 64, torch.float32)).flatten()
+    assert torch.equal(places.sort().values, torch.arange(2 * size * 64))
 
 
 def test_the_artifact_of_another_model_stops_the_start(artifact, tmp_path):
