@@ -108,10 +108,15 @@ def _most(room: int, needed: int) -> int:
 def print_advice(found: dict[str, Any], model: str, file: str) -> None:
     """Print the settings, and the commands for the model as the user named it; `file` will hold its projections."""
     needed, apart = found["weights_bytes"] + found["cache_bytes"] + found["codes_bytes"], found["kv_device"]
-    here, there = ("this GPU", "main memory") if apart["name"] == "cpu" else ("memory", "disk in this folder")
-    option = f"--kv-device {apart['name']}"
-    little = f"{option} fits" if apart["fits"] else "--device-map auto spreads the weights"
-    fits = "which fits" if needed < found["free_bytes"] else f"which is too little: {little}"
+    here, there = ("this GPU", "in main memory") if apart["name"] == "cpu" else ("memory", "on disk, in this folder")
+    option, enough = f"--kv-device {apart['name']}", needed < found["free_bytes"]
+    if apart["fits"]:
+        little = f"{option} fits"
+    elif apart["name"] == "cpu" and found["weights_bytes"] >= found["free_bytes"]:
+        little = "--device-map auto spreads the weights"
+    else:
+        little = f"with {option} {apart['most_tokens']:,} tokens fit"
+    fits = "which fits" if enough else f"which is too little: {little}"
     tokens, start = found["tokens"], found["sparse_from"]
     few = f"all tokens, since choosing pays from {start:,} tokens on"
     rule = f"{budget_text(BUDGET)} but at least {MIN_TOKENS}"
@@ -121,7 +126,7 @@ def print_advice(found: dict[str, Any], model: str, file: str) -> None:
         "attends to": few if found["attended"] == tokens else share,
         "memory": "weights {}, keys and values {}, codes {}; {} are free, {}".format(*held, fits),
         "room": f"for {found['most_tokens']:,} tokens in {here}, for {apart['most_tokens']:,} with {option}",
-        **({} if needed < found["free_bytes"] else {option: _placed(apart, here, there)}),
+        **({} if enough else {option: _placed(apart, here, there)}),
         "speed": _speed(found),
         "projections": "calibrated once per model, as below; or -a online: found in each prompt, which takes longer",
     }
@@ -130,13 +135,14 @@ def print_advice(found: dict[str, Any], model: str, file: str) -> None:
     name = shlex.quote(printable(model))
     if not Path(file).exists():
         print(f"  bpc calibrate -m {name}")
-    print(f"  bpc generate -m {name} -a {shlex.quote(printable(file))} --prompt-file FILE")
+    needs = f" {option}" if apart["fits"] and not enough else ""
+    print(f"  bpc generate -m {name} -a {shlex.quote(printable(file))} --prompt-file FILE{needs}")
 
 
 def _placed(apart: dict[str, Any], here: str, there: str) -> str:
     """What lies where, in words."""
     stays, moves, free = (size_text(apart[f"{name}_bytes"]) for name in ("stays", "moves", "free"))
-    return f"weights and codes, {stays}, in {here}; keys and values, {moves}, in {there}, where {free} are free"
+    return f"weights and codes, {stays}, in {here}; keys and values, {moves}, {there}, where {free} are free"
 
 
 def _speed(found: dict[str, Any]) -> str:

@@ -17,8 +17,8 @@ import typer
 
 from bpc_cli import decoding
 from bpc_cli.command import command
-from bpc_cli.console import fail, note, quiet_libraries
-from bpc_cli.kept_cache import check_cache_file, check_config, fill_cache, keep_common, save_cache
+from bpc_cli.console import fail, note, plain, quiet_libraries
+from bpc_cli.kept_cache import check_cache_file, check_config, fill_cache, keep_common, only_chat, save_cache
 from bpc_cli.keyboard import stopping_on_interrupt, typed_messages, typing_ahead
 from bpc_cli.opening import LoadOptions, load_artifact, open_model, open_tokenizer, open_weights
 from bpc_cli.options import (
@@ -110,7 +110,7 @@ def chat(
         decoding.compile_decoder(decoder, sampling.max_new_tokens, quiet)
     decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
     conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
-    with keeping(conversation, session, kept, quiet):
+    with only_chat(session), keeping(conversation, session, kept, quiet):
         _talk(conversation, first, sampling.max_new_tokens, as_json, quiet)
 
 
@@ -149,12 +149,15 @@ class Conversation:
             save_cache(path, self.cache, self.decoder.model, self.tokens, {"messages": self.messages}, quiet)
         elif self.messages != self.opening:
             note(f"Not saved: the last message failed and took the cache with it; {path} is as before")
+        elif path.exists() and path.stat().st_size:
+            note(f"{path} still holds the earlier conversation: delete it to begin anew")
 
     def ask(self, text: str, most: int, show: bool, **more: Any) -> dict[str, Any]:
         """Answer a message with at most `most` tokens; return what `decode` measures, the bytes and the residual.
 
         The message and its answer join the conversation, also where the answer was stopped. If this fails, the
-        conversation is as before, and the next turn feeds all of it again. `more` are arguments of `model.generate`.
+        conversation is as before; with sliding windows the next turn then feeds all of it again. `more` are arguments
+        of `model.generate`.
 
         Raises:
             InputError: the model takes no token after this message.
@@ -162,21 +165,30 @@ class Conversation:
         messages = [*self.messages, message("user", text)]
         ids = template_tokens(self.decoder.tokenizer, messages, self.name)
         length = ids.shape[1]
-        room = self._room(length, most)
+        room, held = self._room(length, most), 0
         try:
             keep_common(self.cache, self.tokens, ids[0].tolist())
+            held = self.cache.get_seq_length()
             turn = decoding.decode(self.decoder, ids, self.cache, room, show, **more)
             count = len(turn["tokens"])
             read = decoding.kv_bytes(self.cache, length, count) | decoding.residual(self.cache)
             read |= decoding.agreement(self.decoder, self.cache)
         except BaseException:  # Ctrl-C too: a part of the layers may hold the tokens of a pass that did not end
-            self.cache.reset()
-            self.tokens = []
+            self._go_back(held)
             raise
         self.messages = [*messages, message("assistant", turn["text"])]
         self.tokens = ids[0].tolist() + turn["tokens"]
         at_limit = self.limit is not None and length + count >= self.limit
         return {"prompt_tokens": length, **turn, "at_limit": at_limit, **read}
+
+    def _go_back(self, held: int) -> None:
+        """Forget all but the first `held` tokens; with sliding windows, which have lost earlier ones, all."""
+        if held and not any(getattr(layer, "is_sliding", False) for layer in self.cache.layers):
+            self.cache.back(held)
+        else:
+            held = 0
+            self.cache.reset()
+        self.tokens = self.tokens[:held]
 
     def _room(self, length: int, most: int) -> int:
         """How many tokens the answer may have."""
@@ -250,7 +262,7 @@ def _answer_typed(conversation: Conversation, text: str, most: int, as_json: boo
 def _report(turn: dict[str, Any], text: str, most: int, conversation: Conversation, as_json: bool, quiet: bool) -> None:
     """Print a turn as JSON, or one line about it on stderr; say why an answer is empty or was cut."""
     if as_json:
-        print(json.dumps({"message": text, **turn}), flush=True)
+        print(json.dumps(plain({"message": text, **turn})), flush=True)
     if quiet:
         return
     if not as_json:

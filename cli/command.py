@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -39,7 +40,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         arguments = {}
         for each in parameters:
-            values = {option.name: given[option.name] for option in options[each.name]}
+            values = {option.name: _at_home(given[option.name]) for option in options[each.name]}
             arguments[each.name] = groups[each.name](**values) if each.name in groups else values[each.name]
         try:
             with _terminating():
@@ -50,9 +51,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             note("Interrupted.")
             raise typer.Exit(130) from None
-        except Terminated:
-            note("Stopped by SIGTERM.")
-            raise typer.Exit(143) from None
+        except Terminated as end:
+            note(f"Stopped by {end.signal.name}.")
+            raise typer.Exit(128 + end.signal) from None
         except BrokenPipeError:  # the reader, such as `head`, has stopped reading
             drop(sys.stdout)
             raise typer.Exit(0) from None
@@ -68,6 +69,11 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in flat}
     return run
+
+
+def _at_home(value: Any) -> Any:
+    """Replace a ~ that the shell has left in a path, as in --output=~/file."""
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _options(parameter: inspect.Parameter) -> list[inspect.Parameter]:
@@ -142,19 +148,27 @@ def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 class Terminated(BaseException):
-    """SIGTERM, as from `kill`, a container that stops, or a queue whose time is over."""
+    """SIGTERM, as from `kill`, a container that stops, or a queue whose time is over; SIGHUP, of a closed terminal."""
+
+    def __init__(self, message: str = "", number: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.signal = signal.Signals(number)
 
 
 @contextmanager
 def _terminating() -> Iterator[None]:
-    """In the block, SIGTERM raises `Terminated`, so that locks are released and temporary files removed."""
+    """In the block, such a signal raises `Terminated`, so that locks are released and temporary files removed."""
 
     def end(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
-        raise Terminated
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        raise Terminated(number=number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    numbers = [signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as of nohup
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import math
 import os
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
 
 if TYPE_CHECKING:
@@ -55,7 +56,16 @@ def print_rows(title: str, rows: dict[str, Any]) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout; JSON escapes control characters."""
-    print(json.dumps(value, indent=2))
+    print(json.dumps(plain(value), indent=2))
+
+
+def plain(value: Any) -> Any:
+    """A value with null for numbers that JSON does not have: NaN and infinity."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def note(message: str, dim: bool = False) -> None:

@@ -151,6 +151,7 @@ def decode(
     if verifying:  # transformers passes no streamer on
         verifying["custom_generate"] = functools.partial(verifying["custom_generate"], streamer=stream)
     torch.manual_seed(decoder.seed)
+    more["logits_processor"] = [*more.get("logits_processor", ()), _Finite(model)]
     try:
         made = generate(
             ids.to(model.device),
@@ -179,6 +180,22 @@ def decode(
         "decode_seconds": round(seconds, 4),
         "tokens_per_second": round((len(tokens) - 1) / seconds, 3) if seconds else None,
     }
+
+
+class _Finite:
+    """A logits processor that refuses a model whose first predictions are no numbers."""
+
+    def __init__(self, model: Any) -> None:
+        self.model: Any = model  # None: checked
+
+    def __call__(self, ids: Any, scores: Any) -> Any:
+        """Return the scores as they are."""
+        from bpc_calib.models.finite import check_finite
+
+        if self.model is not None:
+            check_finite(scores, self.model)
+            self.model = None
+        return scores
 
 
 def kv_bytes(cache: Any, prompt: int, new: int) -> dict[str, Any]:

@@ -214,14 +214,15 @@ def eval_(
             with working(f"Running {HARNESS}{task.name}{f', {task.tokens:,} tokens' if task.tokens else ''}", quiet):
                 result["rows"] += harness.run(loaded, tokenizer, projections, task, methods, comparison, **shared)
         write(result)
-    if plot is not None:
-        pictures.draw(result["rows"], plot, overwrite=force)
-    if as_json:
-        print_json(result)
-        return
-    print_evaluation(result)
-    for path in filter(None, (output, plot)):
-        print(f"Wrote {printable(path)}")
+        if plot is not None:
+            pictures.draw(result["rows"], plot, overwrite=force)
+        if as_json:
+            print_json(result)
+        else:
+            print_evaluation(result)
+            for path in filter(None, (output, plot)):
+                print(f"Wrote {printable(path)}")
+        sys.stdout.flush()  # or the finished work would go before a full disk is noticed
 
 
 def _parsed(options: ComparisonOptions, calibrated: bool) -> tuple[list[str], list[str], dict[str, Any]]:

@@ -1,7 +1,8 @@
 """The files of --prompt-cache and --session: the cache of a text, so that no later run has to read the text again."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,19 @@ def fill_cache(path: Path, cache: Any, model: Any) -> list[int]:
             fail(f"{path}: holds {len(saved.tokens)} texts at once, and the commands keep one: open it in Python")
         saved.fill(cache, model.device)
         return list(saved.tokens[0].tolist())
+
+
+@contextmanager
+def only_chat(path: Path | None) -> Iterator[None]:
+    """In the block, no other chat goes on with the conversation of this file; None: there is no file."""
+    from bpc_calib.calibration.durable import locked
+
+    if path is None:
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")
+    with locked(lock, f"{path}: another chat goes on with it: wait until that ends, or give another --session"):
+        yield
 
 
 def save_cache(path: Path, cache: Any, model: Any, tokens: list[int], about: Mapping[str, Any], quiet: bool) -> None:

@@ -1,5 +1,6 @@
 """The `bpc` entry point."""
 
+import errno
 import io
 import os
 import sys
@@ -11,6 +12,7 @@ from bpc_cli.bench import bench
 from bpc_cli.calibrate import calibrate
 from bpc_cli.chat import chat
 from bpc_cli.command import Commands
+from bpc_cli.console import drop, note
 from bpc_cli.demo import demo
 from bpc_cli.doctor import doctor
 from bpc_cli.eval import eval_
@@ -73,6 +75,12 @@ def main() -> None:
         app()
     except KeyboardInterrupt:  # before or after a command
         sys.exit(130)
+    except OSError as fault:  # of the help, which stands before a command
+        if fault.errno != errno.ENOSPC:
+            raise
+        drop(sys.stdout)
+        note(f"Error: the output cannot be written: {fault.strerror}")
+        sys.exit(1)
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # the reader of the help, or of a table, has left
             sys.exit(0)

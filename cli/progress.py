@@ -104,12 +104,14 @@ def progress_lines(
         now, stage = clock(), stages.get(name)
         at_end = done >= (total or 1)
         if stage is None or (stage.ended and not at_end):
-            # With something done, it began when the stage before it ended, and this is its first step.
-            first = done - 1 if total else 0
-            stages[name] = stage = _Stage(now, 0, -math.inf) if done == 0 else _Stage(last, first, last)
+            # Steps that are done at the first call are those of an earlier run; a single one has just been done.
+            earlier = bool(total) and done > 1
+            began = now if earlier or not done else last
+            stages[name] = stage = _Stage(began, done if earlier else 0, began if done else -math.inf)
         if at_end and not stage.ended:
-            say(_end(name, stage, total, now))
             stage.ended = True
+            if not total or total > stage.first:
+                say(_end(name, stage, total, now))
         elif not at_end and now - stage.printed >= BETWEEN:
             say(_state(name, stage, done, total, what, now))
             stage.printed = now

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bpc_cli.console import plain
+
 
 def open_result_file(path: Path | None, force: bool, keys: frozenset[str]) -> Callable[[dict[str, Any]], None]:
     """Check that the file can be written, before any work; give the function that writes a result to it.
@@ -23,7 +25,7 @@ def open_result_file(path: Path | None, force: bool, keys: frozenset[str]) -> Ca
     def write(result: dict[str, Any]) -> None:
         nonlocal written
         with replacing(path, force or written, kind) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
+            temporary.write_text(json.dumps(plain(result), indent=1) + "\n")
         written = True
 
     return write

@@ -23,6 +23,7 @@ from bpc_calib.demo import DEMO_MODEL
 from bpc_cli.chat import Conversation, _talk
 from bpc_cli.console import note
 from bpc_cli.decoding import decode, make_decoder
+from bpc_cli.kept_cache import check_cache_file
 from bpc_cli.keyboard import stopping_on_interrupt
 from bpc_cli.prompt import message, template_tokens
 
@@ -161,7 +162,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(converse):
     assert conversation.ask(MESSAGES[1], 20, show=False)["tokens"] == fresh(conversation, messages, 20)
 
 
-def test_a_second_ctrl_c_forgets_the_message(converse):
+def test_a_second_ctrl_c_forgets_the_message(converse, tmp_path):
     conversation = converse()
     conversation.ask(MESSAGES[0], 20, show=False)
     messages = conversation.messages
@@ -173,9 +174,14 @@ def test_a_second_ctrl_c_forgets_the_message(converse):
     with stopping_on_interrupt() as criterion, at_step(conversation, 4, twice), pytest.raises(KeyboardInterrupt):
         conversation.ask(MESSAGES[1], 20, show=False, stopping_criteria=[criterion])
     assert conversation.messages == messages
-    turn = conversation.ask(MESSAGES[2], 20, show=False)
+    conversation.save(tmp_path / "talk.cache", quiet=True)
+    saved = converse()
+    saved.resume(tmp_path / "talk.cache", check_cache_file(tmp_path / "talk.cache")["messages"])
+    assert saved.messages == messages
+    turn, again = (each.ask(MESSAGES[2], 20, show=False) for each in (conversation, saved))
+    assert turn["tokens"] == again["tokens"]
     assert turn["tokens"] == fresh(conversation, [*messages, message("user", MESSAGES[2])], 20)
-    assert turn["prefill_tokens"] == turn["prompt_tokens"]
+    assert turn["prefill_tokens"] < turn["prompt_tokens"]  # the cache kept the first turn
 
 
 def test_the_limit_of_the_model(converse):

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from bpc_artifacts import load, save
 from bpc_calib.extras import install
 from bpc_cli.command import command
+from bpc_cli.console import plain
 from bpc_cli.help import COMMON
 from bpc_cli.main import app
 
@@ -643,8 +644,62 @@ def test_a_terminal_without_unicode_still_gets_the_table(made, bpc_process):
     assert "tiny-llama" in ran.out
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["inspect", "--help"], ["--version"]])
+def test_help_that_cannot_be_written_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-c", "from bpc_cli.main import main; main()", *words],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
+
+
+def test_a_tilde_that_the_shell_leaves_is_the_home_folder(calibrate, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    assert calibrate("--output=~/a.safetensors").code == 0
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["a.safetensors"]
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A model that computes NaN, as one whose activations overflow."""
+    folder = tiny.save(tmp_path / "broken")
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][:] = np.nan
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_model_that_computes_no_numbers_is_refused(bpc, broken):
+    said = "computes NaN or infinity in float32: try --dtype float32 or bfloat16; if that does not help, its weights"
+    for words in (["--temperature", "0.7"], ["--exact"], ["--json"], []):
+        assert_one_error(bpc("generate", "-m", broken, "--prompt", "Hello", "-q", *words), said)
+    ran = bpc("eval", "-m", broken, "--lengths", 100, "--prompts", 1, "--tasks", "text", "--methods", "full", "-q")
+    assert said in ran.err
+
+
+def test_json_has_null_for_what_is_no_number():
+    assert plain({"a": [1.5, float("nan")], "b": (float("inf"), "x"), "c": None}) == {
+        "a": [1.5, None], "b": [None, "x"], "c": None,
+    }  # fmt: skip
+
+
+def test_cut_off_weights_say_so(bpc, tmp_path):
+    folder = tiny.save(tmp_path / "cut")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:5000])
+    assert_one_error(bpc("generate", "-m", folder, "--prompt", "Hello", "-q"), "weights that are cut off or damaged")
+
+
 @pytest.mark.parametrize(
-    ("number", "said", "status"), [(signal.SIGINT, "Interrupted.", 130), (signal.SIGTERM, "Stopped by SIGTERM.", 143)]
+    ("number", "said", "status"),
+    [
+        (signal.SIGINT, "Interrupted.", 130),
+        (signal.SIGTERM, "Stopped by SIGTERM.", 143),
+        pytest.param(signal.SIGHUP, "Stopped by SIGHUP.", 129, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_ends_the_run_and_leaves_the_finished_work(model_folder, tmp_path, number, said, status):
     (tmp_path / "text.txt").write_text(tiny.prose(70_000))

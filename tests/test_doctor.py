@@ -130,7 +130,8 @@ def test_what_fits_where(bpc, tmp_path, monkeypatch):
         assert found["kv_device"]["fits"] is fits
         assert f"for {most:,} tokens in memory, for {apart:,} with --kv-device disk:FOLDER" in said
         assert ("--kv-device disk:FOLDER fits" in said) is fits
-        assert ("which is too little: --device-map auto spreads the weights" in said) is not fits
+        assert (f"which is too little: with --kv-device disk:FOLDER {apart:,} tokens fit" in said) is not fits
+        assert ("--prompt-file FILE --kv-device disk:FOLDER" in said) is fits
         assert "weights and codes, " in said
 
 

@@ -303,6 +303,19 @@ def test_a_stopped_command_goes_on(bpc, folder, artifact, tmp_path):
     assert json.loads(whole.out) == json.loads(again.out) == json.loads(output.read_text())
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_result_that_cannot_be_printed_leaves_the_finished_work(folder, tmp_path):
+    words = ["eval", "-m", folder, "--tasks", "single", *SMALL[:-1], "full,random", "--work-dir", tmp_path / "w", "-q"]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "bpc_cli", *map(str, words), "--json"],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 1
+    assert "The finished work is in" in ran.stderr
+    assert list((tmp_path / "w").glob("*.json"))
+
+
 def test_an_evaluation_goes_on_where_its_parts_cannot_be_kept(bpc, folder, tmp_path):
     (tmp_path / "file").write_text("mine")
     words = ("eval", "-m", folder, "--tasks", "single", *SMALL[:-1], "full,random", "--work-dir")

@@ -49,8 +49,9 @@ def test_a_stage_that_says_when_it_begins_has_a_line_then(told):
 
 def test_work_of_an_earlier_run_does_not_count_as_speed(told):
     told(10, "Keys", 101, 180)
-    assert told(70, "Keys", 107, 180) == ["Keys: 107 of 180 (1 min 10 s, about 12 min 10 s left)"]  # 10 s per step
-    assert told(800, "Keys", 180, 180) == ["Keys: done, 80 of 180 in 13 min 20 s"]
+    assert told(70, "Keys", 107, 180) == ["Keys: 107 of 180 (1 min 0 s, about 12 min 10 s left)"]  # 10 s per step
+    assert told(800, "Keys", 180, 180) == ["Keys: done, 79 of 180 in 13 min 10 s"]
+    assert told(810, "Decomposing", 4, 4) == []  # nothing was left to do
 
 
 def test_a_share_is_a_percentage_with_the_current_work(told):

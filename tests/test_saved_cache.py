@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from bpc_artifacts import save
 from bpc_calib import BPCCache, CacheFileError, InputError, ModelError, enable, exact_decoding
+from bpc_calib.calibration.durable import locked
 from bpc_calib.compat import with_cache
 from bpc_calib.runtime.hashed_layer import BPCLayer
 
@@ -405,3 +406,34 @@ def test_chat_goes_on_where_it_ended(bpc, tmp_path):
     answer(bpc, folder, PROMPT, "--raw", "--prompt-cache", prompts)
     ran = bpc(*words, "--session", prompts, stdin="x\n")
     assert "holds a saved cache, but no conversation" in ran.err
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    folder = tiny.save(tmp_path / "chatty", max_position_embeddings=512)
+    test_chat.save_template(folder)
+    return ("chat", "-m", folder, *SPARSE, "--json", "--session", tmp_path / "talk.cache")
+
+
+def test_after_a_reset_the_old_conversation_stays_and_a_line_says_so(bpc, chatty, tmp_path):
+    bpc(*chatty, stdin="the old stone bridge\n")
+    before = (tmp_path / "talk.cache").read_bytes()
+    ran = bpc(*chatty, stdin="/reset\n")
+    assert "talk.cache still holds the earlier conversation: delete it to begin anew" in ran.err
+    assert (tmp_path / "talk.cache").read_bytes() == before
+
+
+def test_two_chats_do_not_share_a_session(bpc, chatty, tmp_path):
+    with locked(tmp_path / ".talk.cache.lock", "taken"):
+        ran = bpc(*chatty, stdin="the old stone bridge\n")
+    assert (ran.code, ran.out) == (1, "")
+    assert "another chat goes on with it: wait until that ends, or give another --session" in ran.err
+
+
+@pytest.mark.parametrize("size", [0, 1, 3000])
+def test_a_file_that_was_cut_off_says_so(tmp_path, size):
+    model, *_ = written(tmp_path / "a.cache")
+    whole = (tmp_path / "a.cache").read_bytes()
+    (tmp_path / "a.cache").write_bytes(whole[:size])
+    with pytest.raises(CacheFileError, match=r"a\.cache: .*(damaged|cut off)"):
+        BPCCache.open(tmp_path / "a.cache", model)

@@ -15,6 +15,7 @@ from torch import Tensor
 from bpc_calib.backends.dispatch import find
 from bpc_calib.compat import with_cache
 from bpc_calib.method.state import Rows, alike
+from bpc_calib.models.finite import check_finite
 from bpc_calib.runtime.cache import BPCCache
 from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.hashed_layer import BPCLayer
@@ -67,9 +68,13 @@ class PrefixCache(BPCCache):
 
 @torch.inference_mode()
 def prefill(model: Any, ids: Tensor) -> PrefixCache:
-    """Run `ids` `[batch, prefix]` through an enabled model in one dense step; return the filled cache."""
+    """Run `ids` `[batch, prefix]` through an enabled model in one dense step; return the filled cache.
+
+    Raises:
+        ModelError: its predictions are no numbers.
+    """
     cache = PrefixCache(model.config, budget=1.0, dense_layers=(), min_context=0)
-    model(input_ids=ids, **with_cache(cache), logits_to_keep=1)
+    check_finite(model(input_ids=ids, **with_cache(cache), logits_to_keep=1).logits, model)
     return cache
 
 

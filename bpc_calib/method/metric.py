@@ -41,8 +41,10 @@ def query_metric(moment: Tensor, power: float, dominant_power: float | None = No
     for exponent in (power, dominant_power):
         if not 0 <= exponent <= 1:
             raise InputError(f"the power of a metric must be in [0, 1], not {exponent}")
-    if moment.dim() < 2 or moment.shape[-1] != moment.shape[-2] or not moment.isfinite().all():
-        raise InputError(f"moments of queries must be finite [..., D, D], not {list(moment.shape)}")
+    if moment.dim() < 2 or moment.shape[-1] != moment.shape[-2]:
+        raise InputError(f"moments of queries must be [..., D, D], not {list(moment.shape)}")
+    if not moment.isfinite().all():
+        raise InputError("moments of queries hold NaN or infinity: the model computes them so; try another dtype")
     values, vectors = torch.linalg.eigh(moment.to(torch.float64))
     mean = values.mean(-1, keepdim=True)
     values = torch.where(mean > 0, values / mean.clamp(min=torch.finfo(torch.float64).tiny), 1.0)

@@ -209,6 +209,10 @@ def _fault(fault: Exception, what: str, model: str) -> ModelError:
             f"the processes of torchrun do not reach each other ({cause}): name their network interface in "
             "GLOO_SOCKET_IFNAME on CPUs, NCCL_SOCKET_IFNAME on GPUs"
         )
+    if type(fault).__name__ == "SafetensorError":
+        return ModelError(
+            f"{what} {model} has weights that are cut off or damaged: get them again ({first_line(fault)})"
+        )
     if _folder(model) is not None or is_gguf(model):
         return ModelError(f"{what} {model} cannot be loaded: {first_line(fault)}")
     return ModelError(explain(fault, f"{what} {model}"))

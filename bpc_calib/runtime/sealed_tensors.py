@@ -154,7 +154,9 @@ def opened(path: Path, key: str) -> Iterator[tuple[dict[str, Any], Callable[[Seq
                 return tensor
 
             yield metadata, lambda names: list(pool.map(fetch, names))
-    except (ArtifactError, SafetensorError, UnicodeError) as fault:
+    except SafetensorError as fault:
+        raise damaged(f"cut off, or no such file: {one_line(fault)}") from None
+    except (ArtifactError, UnicodeError) as fault:
         raise CacheFileError(one_line(fault)) from None
     except OSError as fault:
         raise CacheFileError(f"cannot be read: {why(fault)}") from fault
