@@ -285,7 +285,7 @@ def test_bad_models_are_one_line(calibrate, tmp_path, model_folder):
     tiny.save(broken)
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    assert_one_error(calibrate(model=broken), "cannot be loaded")
+    assert_one_error(calibrate(model=broken), "has weights that are cut off or damaged: get them again (")
     tensors = safetensors.numpy.load(weights)
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     (broken / "model.safetensors").write_bytes(safetensors.numpy.save(tensors, {"format": "pt"}))
@@ -676,7 +676,7 @@ def test_a_model_that_computes_no_numbers_is_refused(bpc, broken):
     said = "computes NaN or infinity in float32: try --dtype float32 or bfloat16; if that does not help, its weights"
     for words in (["--temperature", "0.7"], ["--exact"], ["--json"], []):
         assert_one_error(bpc("generate", "-m", broken, "--prompt", "Hello", "-q", *words), said)
-    ran = bpc("eval", "-m", broken, "--lengths", 100, "--prompts", 1, "--tasks", "text", "--methods", "full", "-q")
+    ran = bpc("eval", "-m", broken, "--lengths", 128, "--prompts", 1, "--tasks", "text", "--methods", "full", "-q")
     assert said in ran.err
 
 
@@ -684,13 +684,6 @@ def test_json_has_null_for_what_is_no_number():
     assert plain({"a": [1.5, float("nan")], "b": (float("inf"), "x"), "c": None}) == {
         "a": [1.5, None], "b": [None, "x"], "c": None,
     }  # fmt: skip
-
-
-def test_cut_off_weights_say_so(bpc, tmp_path):
-    folder = tiny.save(tmp_path / "cut")
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[:5000])
-    assert_one_error(bpc("generate", "-m", folder, "--prompt", "Hello", "-q"), "weights that are cut off or damaged")
 
 
 @pytest.mark.parametrize(
