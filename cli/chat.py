@@ -88,30 +88,31 @@ def chat(
     system, session = beginning.system, beginning.session
     first = [] if beginning.prompt_file is None else [read_text(beginning.prompt_file)]
     quiet_libraries(quiet=quiet, warnings=not quiet)
-    kept = check_cache_file(session)
-    if kept is not None and system is not None:
-        fail(f"--system: the conversation in {session} has begun; leave it out, or give another --session")
-    projections = None if artifact == ONLINE else load_artifact(artifact, model)
-    from bpc_calib import BPCCache, enable
+    with only_chat(session):
+        kept = check_cache_file(session)
+        if kept is not None and system is not None:
+            fail(f"--system: the conversation in {session} has begun; leave it out, or give another --session")
+        projections = None if artifact == ONLINE else load_artifact(artifact, model)
+        from bpc_calib import BPCCache, enable
 
-    opened = open_model(model, load)
-    name = opened.description.id
-    check_config(session, opened.description)
-    cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=kv_device, **rules)
-    tokenizer = open_tokenizer(opened)
-    if not has_template(tokenizer):
-        fail(f"{name} has no chat template, so it cannot chat: bpc generate continues a text")
-    opening = opening_messages(tokenizer, system, name)
-    ids = template_tokens(tokenizer, [*opening, message("user", "Hello")], name)
-    loaded = open_weights(opened, quiet)
-    enable(loaded)
-    decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed, verify.arguments())
-    if not no_compile:
-        decoding.compile_decoder(decoder, sampling.max_new_tokens, quiet)
-    decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
-    conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
-    with only_chat(session), keeping(conversation, session, kept, quiet):
-        _talk(conversation, first, sampling.max_new_tokens, as_json, quiet)
+        opened = open_model(model, load)
+        name = opened.description.id
+        check_config(session, opened.description)
+        cache = BPCCache(opened.config, projections, seed=sampling.seed, kv_device=kv_device, **rules)
+        tokenizer = open_tokenizer(opened)
+        if not has_template(tokenizer):
+            fail(f"{name} has no chat template, so it cannot chat: bpc generate continues a text")
+        opening = opening_messages(tokenizer, system, name)
+        ids = template_tokens(tokenizer, [*opening, message("user", "Hello")], name)
+        loaded = open_weights(opened, quiet)
+        enable(loaded)
+        decoder = decoding.make_decoder(loaded, tokenizer, how, sampling.seed, verify.arguments())
+        if not no_compile:
+            decoding.compile_decoder(decoder, sampling.max_new_tokens, quiet)
+        decoder, _ = decoding.warm_up(decoder, ids, cache, sampling.max_new_tokens, compare=False, quiet=quiet)
+        conversation = Conversation(decoder, cache, name, opened.description.context_limit, opening)
+        with keeping(conversation, session, kept, quiet):
+            _talk(conversation, first, sampling.max_new_tokens, as_json, quiet)
 
 
 @dataclass

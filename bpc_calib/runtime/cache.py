@@ -216,7 +216,7 @@ class BPCCache(Cache):  # type: ignore[misc]
                 f"the attention of the model of this cache is now {name}, not BPC's (set_attn_implementation undoes "
                 "enable): call bpc_calib.enable(model) again; the cache is as before"
             )
-        held = [self.layers[index].get_seq_length() for index in self._keeping]
+        held = [self.layers[index].get_seq_length() for index in (self._keeping[0], self._full, self._keeping[-1])]
         most, least = max(held), min(held)
         last, thread = self._last, get_ident()
         unserved = last is not None and not last.served
