@@ -273,9 +273,6 @@ PARTS: dict[str, tuple[Part, dict[str, Any]]] = {
     "calibrate": (calibrate, {"samples": 24, "sequence_length": 2048}),
     "quality": (partial(on_text, methods=FIRST), {"budgets": [0.02], "forced": 512, "texts": 4}),
     "budgets": (partial(on_text, methods=BEST), {"budgets": [0.05, 0.01, 0.005], "forced": 128, "texts": 4}),
-    "losses": (
-        partial(on_text, methods=BEST, lengths=slice(1, 2)), {"budgets": [0.02], "forced": 512, "texts": 12},
-    ),
     "others": (others, {"budgets": [0.02], "forced": 128, "texts": 4}),
     "methods": (
         methods,

@@ -11,7 +11,7 @@ from bpc_calib.method.defaults import budget_text
 __all__ = ["PARTS", "TABLES"]
 
 PARTS = (
-    "calibrate", "quality", "budgets", "losses", "others", "methods", "defaults", "shares", "nibbles",
+    "calibrate", "quality", "budgets", "others", "methods", "defaults", "shares", "nibbles",
     "answers", "tasks", "generate", "exact",
 )  # fmt: skip
 LENGTH = 8192  # tokens per prompt of the first table
