@@ -288,22 +288,15 @@ def test_progress_counts_every_step_of_each_stage(text_folder):
         assert {total for _, _, total in steps} == {3}
 
 
-def test_keys_that_overflow_are_refused(text_folder):
-    model = tiny.model()
-    with torch.no_grad():
-        model.model.layers[1].self_attn.k_proj.weight.fill_(torch.inf)
-    with pytest.raises(ModelError, match="layer 1: keys hold NaN or infinity; try another dtype"):
-        tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2)
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_queries_that_overflow_are_refused(text_folder):
+@pytest.mark.parametrize(("layer", "weight", "what"), [(1, "k_proj", "keys"), (2, "q_proj", "queries")])
+def test_keys_and_queries_that_overflow_are_refused(text_folder, layer, weight, what):
     """By the first sample, before sums of them are kept."""
     model = tiny.model()
     with torch.no_grad():
-        model.model.layers[2].self_attn.q_proj.weight.fill_(torch.inf)
-    with pytest.raises(ModelError, match="layer 2: queries hold NaN or infinity; try another dtype"):
+        getattr(model.model.layers[layer].self_attn, weight).weight.fill_(torch.inf)
+    with pytest.raises(ModelError, match=f"layer {layer}: {what} hold NaN or infinity; try another dtype"):
         tiny.calibrated(model, tiny.tokenizer(), corpora=[str(text_folder)], samples=2)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_head_with_zero_keys_has_a_zero_projection(text_folder, tmp_path):

@@ -20,7 +20,7 @@ from bpc_calib import (
     exact_decoding,
     static_generate,
     static_steps,
-)  # fmt: skip
+)
 from bpc_calib.compat import with_cache
 
 
