@@ -42,7 +42,7 @@ AVX2 = "-mavx2 -mfma -mf16c -mbmi -mbmi2 -mpopcnt -mlzcnt"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512"
 # Each file and its own flags. `base` comes before the others: of a function that several files have, such as one of the
 # standard library, the linker takes the first, which must run on every processor.
-FILES = {"main": "", "base": ""} | ({"avx2": AVX2, "avx512": AVX512} if MACHINE == "x86_64" else {})
+FILES = {"main": "", "base": ""} | ({"avx2": AVX2, "avx512": AVX512, "zen4": AVX512} if MACHINE == "x86_64" else {})
 # So that the library needs no C++ library where it runs, and shows no part of its own. Not every linker knows them.
 CLOSED = "-static-libstdc++ -static-libgcc -Wl,--exclude-libs,ALL -Wl,--gc-sections"
 # What zig compiles for: by default it would be this processor alone.

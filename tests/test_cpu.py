@@ -27,7 +27,7 @@ from bpc_calib.models.loading import load_model, load_tokenizer
 
 RULES = Rules(scaling=0.1)
 SAMPLE = 1024  # scores that a threshold is guessed from, as in native/score.h
-ISAS = ["base", "avx2", "avx512"]
+ISAS = ["base", "avx2", "avx512", "zen4"]
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def test_instructions_that_do_not_exist_are_refused():
         [sys.executable, "-c", "import bpc_calib.backends.cpu.native"],
         env=os.environ | {"BPC_ISA": "AVX512"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "InputError: the environment variable BPC_ISA must be one of avx512, avx2, base, not 'AVX512'" in done.stderr
+    assert "InputError: the environment variable BPC_ISA must be one of zen4, avx512, avx2, base, not 'AVX512'" in done.stderr
 
 
 def test_steps_in_several_threads_at_once():
@@ -406,16 +406,16 @@ import test_cpu, test_few_tokens
 from bpc_calib.backends.cpu import native
 assert native.isa() == sys.argv[2], native.isa()
 for bits in (32, 64, 128):
-    for heads, nibbles in ((1, False), (3, True), (4, False), (4, True), (6, False)):
+    for heads, nibbles in ((1, False), (2, False), (3, False), (3, True), (4, False), (4, True), (9, False)):
         rows = 4 * bits if nibbles else bits
         query, projection = test_cpu.draw(1, 2, heads, 64), test_cpu.draw(2, rows, 64, seed=1)
         encoded = test_cpu.large(2, 5_003, -(-bits // 64))
         if bits == 32:
             encoded.codes[:] &= (1 << 32) - 1
         for kept in (encoded, replace(encoded, gain=None)):
-            for group in ("relative", "max"):
-                found, expected = test_cpu.both(query, projection, kept, 99, group=group, nibbles=nibbles)
-                assert torch.equal(found, expected), (bits, heads, group, kept.gain is None)
+            for group, valid in (("relative", None), ("max", None), ("relative", test_cpu.draw(1, 5_003, seed=2) > 0)):
+                found, expected = test_cpu.both(query, projection, kept, 99, group=group, nibbles=nibbles, valid=valid)
+                assert torch.equal(found, expected), (bits, heads, group, kept.gain is None, valid is None)
     test_cpu.check_search(bits, 37)
 test_cpu.check_widening()
 for dtype in test_few_tokens.DTYPES:

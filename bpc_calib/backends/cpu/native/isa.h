@@ -8,6 +8,7 @@
 #include "nibbles.h"
 #include "hash.h"
 #include "lookup.h"
+#include "rank.h"
 #include "score.h"
 #include "take.h"
 #include "fetch.h"

@@ -57,6 +57,9 @@ extern const bpc::Kernels kernels;
 namespace avx512 {
 extern const bpc::Kernels kernels;
 }
+namespace zen4 {
+extern const bpc::Kernels kernels;
+}
 #endif
 
 namespace {
@@ -85,9 +88,11 @@ const bpc::Kernels &chosen() {
                     all(features, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) &&
                     all(more, bit_AVX2 | bit_BMI | bit_BMI2) && all(extended, bit_LZCNT) && saved(0x06);
     bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) && saved(0xE6);
-    std::string_view wanted = most && *most ? most : "avx512";
-    if (has_avx512 && wanted == "avx512") {
+    std::string_view wanted = most && *most ? most : "zen4";
+    if (has_avx512 && (wanted == "zen4" || wanted == "avx512")) {
         bf16_dots = __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+        bool is_amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+        if (is_amd && wanted == "zen4") return name = "zen4", zen4::kernels;
         return name = "avx512", avx512::kernels;
     }
     if (has_avx2 && wanted != "base") return name = "avx2", avx2::kernels;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -209,6 +210,16 @@ INLINE auto with_element(i64 element, const Work &work) {
     if (element == BFLOAT16) return work(std::integral_constant<Element, BFLOAT16>());
     if (element == FLOAT16) return work(std::integral_constant<Element, FLOAT16>());
     return work(std::integral_constant<Element, FLOAT32>());
+}
+
+// `work` of 0 to `N - 1`, each a constant.
+template <class Work, i64... I>
+INLINE void each_of(std::integer_sequence<i64, I...>, const Work &work) {
+    (work(std::integral_constant<i64, I>()), ...);
+}
+template <i64 N, class Work>
+INLINE void unrolled(const Work &work) {
+    each_of(std::make_integer_sequence<i64, N>(), work);
 }
 
 constexpr i64 size_of(Element e) { return e == FLOAT32 ? 4 : 2; }

@@ -49,7 +49,7 @@ static Room room_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
     if (!(call.stages & bpc::PROJECT)) return room;
     i64 heads = call.heads, stride = plan.stride;
     room.stride = stride;
-    room.tables = bytes.take<i16>(ceil_to(heads, HEADS) * call.bits * 4);
+    room.tables = bytes.take<i16>(ceil_to(heads, HEADS) * room_of_tables(!call.nibbles, call.bits));
     room.projected = bytes.take<float>(heads * vectors_of(call));
     room.products = bytes.take<i16>(heads * stride);
     room.best = bytes.take<i32>(plan.parts * heads * STRIPES);

@@ -87,7 +87,7 @@ static void mark_row(const bpc::Call &call, i64 row, i64 parts, Room &room) {
     double expected = (double)(wanted * count) / (double)most_of(1, length);
     alignas(64) i32 ranks[SAMPLE];
     put_whole(call, parts, room);
-    ranker_of(call, room).rank(room.sampled, SAMPLE, room.weights, count, ranks);
+    rank_keys(ranker_of(call, room), room.sampled, SAMPLE, call.gained ? room.weights : nullptr, count, ranks);
     if (valid) {
         i64 real = 0;
         for (i64 i = 0; i < count; i++) {
@@ -128,7 +128,7 @@ static i64 candidates_of(const bpc::Call &call, i64 row, i64 begin, i64 end, Roo
     for (; begin < length; begin += BLOCK) {
         i64 count = least_of(BLOCK, length - begin);
         if (only_padding(valid, begin, count)) continue;
-        ranker.rank(room.products + begin, room.stride, gains ? gains + begin : nullptr, count, ranks);
+        rank_keys(ranker, room.products + begin, room.stride, gains ? gains + begin : nullptr, count, ranks);
         if (valid)
             for (i64 i = 0; i < count; i++) ranks[i] = valid[begin + i] ? ranks[i] : NEVER;
         for (i64 i = count; i < ceil_to(count, 64); i++) ranks[i] = NEVER;

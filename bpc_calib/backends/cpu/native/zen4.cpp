@@ -1,0 +1,3 @@
+#define BPC_ISA zen4
+#define BPC_WORDS
+#include "isa.h"
