@@ -79,11 +79,16 @@ def _machine(device: str) -> dict[str, Any]:
     from bpc_calib.models.long_passes import slow_products
 
     where, facts = torch.device(device), machine()
-    name = backend(where)
+    name, instructions = backend(where), None
+    if name == "native":
+        from bpc_calib.backends.cpu import native
+
+        instructions = native.isa()
     return {
         **{key: facts[key] for key in ("cpu", "cores", "gpu", "python", "versions")},
         "device": device,
         "backend": name,
+        "instructions": instructions,
         "lacking": lacking(compiled(where), where) if name == "torch" else None,
         "gpu_unseen": facts["gpu"] is None and shutil.which("nvidia-smi") is not None,
         "slow_bfloat16": slow_products(torch.bfloat16) if where.type == "cpu" else None,
@@ -339,6 +344,9 @@ def _print_machine(found: dict[str, Any]) -> None:
         backend += f", slowly: {machine['lacking']}"
     elif (limit := found.get("model", {}).get("kernels")) is not None:
         backend += f", but plain torch where its kernels do not serve {limit}, slowly"
+    cpu = f"{machine['cpu']}, {machine['cores']} cores"
+    if machine["instructions"] is not None:
+        cpu += f", kernels for {machine['instructions']}"
     gpu = machine["gpu"] or "none that torch can use"
     if machine["gpu_unseen"]:
         gpu += f"; there is one, and this torch has no CUDA for it: {CUDA}"
@@ -349,7 +357,7 @@ def _print_machine(found: dict[str, Any]) -> None:
     reachable = {True: "answers", False: "does not answer", None: "not asked: HF_HUB_OFFLINE is set"}
     rows = {
         "backend": backend,
-        "CPU": f"{machine['cpu']}, {machine['cores']} cores",
+        "CPU": cpu,
         "GPU": gpu,
         "free": f"{free}, {size_text(machine['free_disk_bytes'])} of disk in this folder",
         **({} if slow is None else {"bfloat16": f"products take {slow:.1f} times as long as in float32: {WIDENED}"}),

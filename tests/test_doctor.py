@@ -250,6 +250,11 @@ def test_the_installation(bpc):
     assert machine["free_disk_bytes"] <= shutil.disk_usage(".").total
     assert machine["free_memory_bytes"] > 1e8
     assert machine["backend"] in ("torch", "native", "triton")
+    if machine["backend"] == "native":
+        from bpc_calib.backends.cpu import native
+
+        assert machine["instructions"] == native.isa()
+        assert f"cores, kernels for {native.isa()}" in shown
 
 
 @pytest.mark.parametrize(

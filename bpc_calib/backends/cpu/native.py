@@ -68,7 +68,7 @@ def run(call: Call) -> bool:
 
 
 def isa() -> str:
-    """The instruction set that serves on this machine: "avx512", "avx2" or "base"."""
+    """The instruction set that serves on this machine, one of `INSTRUCTIONS`."""
     return str(library().bpc_isa().decode())
 
 

@@ -134,7 +134,7 @@ EXPORT const char *bpc_fields() {
     return BPC_NUMBERS(BPC_NAME);
 }
 
-// The instruction set that serves: "avx512", "avx2" or "base".
+// The instruction set that serves.
 EXPORT const char *bpc_isa() { return name; }
 
 // Makes `parallel` use the threads of this OpenMP; without a call there is one thread.
