@@ -29,8 +29,9 @@ __all__ = [
     "copied_heads",
     "eager_attention",
     "gguf_tokenizer_is_wrong",
+    "has_amx",
+    "is_x86",
     "keep_lm_eval_from_git",
-    "lacks_amx",
     "load_program",
     "read_gguf",
     "sampling_loop",
@@ -173,13 +174,19 @@ def attention_with_sums(query: Any, keys: Any, values: Any, scaling: float) -> t
     return found
 
 
-def lacks_amx() -> bool:
-    """Whether this is an x86 processor with AVX2 or AVX-512 and without AMX; False where torch does not tell."""
+def is_x86() -> bool:
+    """Whether this is an x86 processor with AVX2 or AVX-512."""
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+def has_amx() -> bool:
+    """Whether torch multiplies by AMX; True where it does not tell and there is AVX-512."""
     import torch
 
     told = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    capability = torch.backends.cpu.get_cpu_capability()
-    return capability == "AVX2" or (capability == "AVX512" and told is not None and not told())
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and (told is None or bool(told()))
 
 
 def set_torch_threads(count: int) -> None:

@@ -6,6 +6,8 @@ import torch
 from torch.nn.functional import linear as plain_linear
 
 from bpc_calib import InputError, compat, compile_layers, enable
+from bpc_calib.backends import linear as module
+from bpc_calib.backends.cpu import native
 from bpc_calib.backends.linear import MOST, linear, slow_in_torch
 from bpc_calib.runtime import few_tokens
 from bpc_calib.runtime.few_tokens import serve_few_tokens
@@ -17,8 +19,9 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def without_amx(monkeypatch, lacks=True):
-    monkeypatch.setattr(compat, "lacks_amx", lambda: lacks)
+def on_processor(monkeypatch, slow=True):
+    """Let torch be slow, or not."""
+    monkeypatch.setattr(module, "faster_than_torch", lambda: slow)
 
 
 def check(dtype, counts, outputs, columns):
@@ -51,9 +54,15 @@ def test_tokens_that_do_not_fit_are_refused():
 
 
 def test_where_torch_is_slow(monkeypatch):
-    for slow in (False, True):
-        without_amx(monkeypatch, slow)
+    isa = native.isa()
+    for x86, amx, kernels, slow in (
+        (True, False, isa, True), (True, True, "amx", True), (True, True, "avx512", False), (False, False, isa, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(compat, "is_x86", lambda: x86)  # noqa: B023
+        monkeypatch.setattr(compat, "has_amx", lambda: amx)  # noqa: B023
+        monkeypatch.setattr(native, "isa", lambda: kernels)  # noqa: B023
         assert [slow_in_torch(draw(8, 64).to(dtype)) for dtype in DTYPES] == [slow] * 3
+    monkeypatch.setattr(compat, "is_x86", lambda: True)
     for other in (draw(8, 65), draw(64, 8).T, draw(8, 64).double(), draw(8, 64).to("meta")):
         assert not slow_in_torch(other)
     monkeypatch.setenv("BPC_BACKEND", "torch")
@@ -61,7 +70,7 @@ def test_where_torch_is_slow(monkeypatch):
 
 
 def test_weights_that_are_loaded_when_they_are_used_stay_torchs(monkeypatch):
-    without_amx(monkeypatch)
+    on_processor(monkeypatch)
     model = tiny.model()
     model.lm_head._hf_hook = object()  # as accelerate marks them
     serve_few_tokens(model)
@@ -70,7 +79,7 @@ def test_weights_that_are_loaded_when_they_are_used_stay_torchs(monkeypatch):
 
 def test_a_served_model_is_compiled_like_any_other(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    without_amx(monkeypatch)
+    on_processor(monkeypatch)
     plain, served = tiny.model(), tiny.model()
     enable(served)
     serve_few_tokens(served)
@@ -84,7 +93,7 @@ def test_a_served_model_is_compiled_like_any_other(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # with biases
 def test_a_model_computes_the_same_but_for_rounding(family, dtype, monkeypatch):
-    without_amx(monkeypatch)
+    on_processor(monkeypatch)
     plain, served = (tiny.model(family).to(dtype) for _ in range(2))
     exact = tiny.model(family).to(dtype).double()
     serve_few_tokens(served)

@@ -10,13 +10,13 @@ from transformers import DynamicCache
 from bpc_calib import BPCCache, enable
 from bpc_calib.backends.cpu import backend as kernels
 from bpc_calib.backends.dispatch import backend
-from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_AMX, in_vllm, sparse_from
-from bpc_calib.compat import lacks_amx, with_cache
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, ON_X86, in_vllm, sparse_from
+from bpc_calib.compat import is_x86, with_cache
 from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import probe
 from bpc_calib.evaluation.forcing import prefill
 from bpc_calib.models.long_passes import slow_products
-from bpc_calib.runtime.layers import GrowingLayer, costs_of
+from bpc_calib.runtime.layers import GrowingLayer, costs_of, own_is_faster
 
 CPU = torch.device("cpu")
 LLAMA = 2 * 8 * 128 * 2  # bytes of a token in a layer of Llama 3.1 8B
@@ -41,7 +41,7 @@ def test_the_length_follows_what_dense_attention_reads(threads):
     assert sparse_from(LLAMA // 4, 1, 32, CPU) == pytest.approx(350 + 4 * 561, abs=4)
     assert sparse_from(LLAMA, 8, 32, CPU) == 350 + 70  # sequences share the work that a step takes once
     assert sparse_from(LLAMA, 1, 1, CPU) == 350 + 280  # one query head keeps one thread busy
-    assert sparse_from(LLAMA, 1, 32, CPU, WITHOUT_AMX) == 750 + 244  # dense steps are faster, by BPC's kernel
+    assert sparse_from(LLAMA, 1, 32, CPU, ON_X86) == 750 + 244  # dense steps are faster, by BPC's kernel
     threads(1)
     assert sparse_from(LLAMA, 1, 32, CPU) == 350 + 280
 
@@ -93,19 +93,24 @@ def test_a_cache_attends_to_all_until_choosing_pays(switching, monkeypatch):
 
 def test_it_follows_what_attends_to_all_on_the_processor():
     assert costs_of(CPU, torch.float32) is IN_TRANSFORMERS
-    slow = backend(CPU) == "native" and (lacks_amx() or slow_products(torch.bfloat16) is not None)
-    assert costs_of(CPU, torch.bfloat16) is (WITHOUT_AMX if slow else IN_TRANSFORMERS)
+    slow = backend(CPU) == "native" and (is_x86() or slow_products(torch.bfloat16) is not None)
+    assert costs_of(CPU, torch.bfloat16) is (ON_X86 if slow else IN_TRANSFORMERS)
 
 
-def test_a_processor_with_amx_runs_torchs_attention(monkeypatch):
+def test_the_processor_decides_what_attends_to_all(threads, monkeypatch):
+    """With AMX torch attends to a short context faster than BPC's kernel, and so it does on Arm to any."""
+    threads(2)
     monkeypatch.setattr("bpc_calib.runtime.layers.slow_products", lambda dtype: None)
+    native = backend(CPU) == "native"
     for amx in (True, False):
         monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda amx=amx: amx, raising=False)
         for capability in ("AVX512", "AVX2", "DEFAULT"):  # the last is an Arm processor's
             monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda told=capability: told)
-            own = (capability == "AVX2" or (capability == "AVX512" and not amx)) and backend(CPU) == "native"
-            assert costs_of(CPU, torch.bfloat16) is (WITHOUT_AMX if own else IN_TRANSFORMERS)
+            own = native and capability != "DEFAULT"
+            assert costs_of(CPU, torch.bfloat16) is (ON_X86 if own else IN_TRANSFORMERS)
             assert costs_of(CPU, torch.float32) is IN_TRANSFORMERS
+            short = own and not (amx and capability == "AVX512")
+            assert [own_is_faster(CPU, torch.bfloat16, size) for size in (2.3e6, 2.5e6)] == [short, own]
 
 
 @torch.inference_mode()

@@ -7,21 +7,30 @@ from bpc_calib import compat
 from bpc_calib.backends import dispatch
 from bpc_calib.errors import InputError
 
-__all__ = ["MOST", "linear", "slow_in_torch"]
+__all__ = ["MOST", "faster_than_torch", "linear", "slow_in_torch"]
 
 MOST = 31  # tokens; of more, torch reads the weights fast enough, or `widen_long_passes` helps it
 UNIT = 32  # numbers: the kernel needs rows of a multiple
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def slow_in_torch(weight: Tensor) -> bool:
-    """Whether `linear` takes less time than torch for up to `MOST` tokens, and serves this weight `[outputs, columns]`.
+def faster_than_torch() -> bool:
+    """Whether `linear` takes less time than torch on this processor.
 
-    On a processor without AMX torch calls oneDNN or MKL, or computes 16-bit tokens one after the other
-    (docs/performance.md).
+    On x86 processors torch calls oneDNN or MKL, or computes 16-bit tokens one after the other (docs/performance.md).
+    Kernels made by a compiler that does not know AMX are no match for it.
     """
+    if not compat.is_x86() or dispatch.backend(torch.device("cpu")) != "native":
+        return False
+    from bpc_calib.backends.cpu.native import isa
+
+    return not compat.has_amx() or isa() == "amx"
+
+
+def slow_in_torch(weight: Tensor) -> bool:
+    """Whether `linear` serves this weight `[outputs, columns]` and is faster than torch for up to `MOST` tokens."""
     served = weight.dtype in DTYPES and weight.shape[1] % UNIT == 0 and weight.is_contiguous()
-    return served and compat.lacks_amx() and dispatch.backend(weight.device) == "native"
+    return served and weight.device.type == "cpu" and faster_than_torch()
 
 
 def linear(tokens: Tensor, weight: Tensor) -> Tensor:

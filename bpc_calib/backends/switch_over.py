@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bpc_calib.compat import lacks_amx
+from bpc_calib.compat import has_amx, is_x86
 
-__all__ = ["IN_TRANSFORMERS", "WITHOUT_AMX", "Costs", "in_vllm", "sparse_from"]
+__all__ = ["IN_TRANSFORMERS", "ON_X86", "Costs", "in_vllm", "sparse_from"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Costs:
 
 
 IN_TRANSFORMERS = Costs(step=1.15e6, tokens=350)
-WITHOUT_AMX = Costs(step=0.5e6, tokens=750)  # in 16 bits: then dense steps run BPC's kernel
+ON_X86 = Costs(step=0.5e6, tokens=750)  # in 16 bits: there dense steps run BPC's kernel, but short ones with AMX
 IN_VLLM = Costs(step=2.9e6, tokens=2000)  # with AMX, before keys were copied to rows
 # Where vLLM's dense kernel is slower. A third more than where a step pays: an answer has to pay for hashing, too.
 IN_VLLM_WITHOUT_AMX = Costs(step=1.05e6, tokens=600)
@@ -50,7 +50,7 @@ def sparse_from(
 
 def in_vllm() -> Costs:
     """Return what choosing costs where vLLM's attention on a CPU is the other choice."""
-    return IN_VLLM_WITHOUT_AMX if lacks_amx() else IN_VLLM
+    return IN_VLLM_WITHOUT_AMX if is_x86() and not has_amx() else IN_VLLM
 
 
 def _bandwidth(device: torch.device) -> float:

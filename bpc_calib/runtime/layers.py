@@ -1,6 +1,7 @@
 """Base classes of cache layers: growing buffers, and decoding steps that attend to only part of the tokens."""
 
 import copy
+import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -13,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 
 from bpc_artifacts import LayerProjection
 from bpc_calib.backends.dispatch import backend, find
-from bpc_calib.backends.switch_over import IN_TRANSFORMERS, WITHOUT_AMX, Costs, sparse_from
-from bpc_calib.compat import lacks_amx
+from bpc_calib.backends.switch_over import IN_TRANSFORMERS, ON_X86, Costs, sparse_from
+from bpc_calib.compat import has_amx, is_x86
 from bpc_calib.errors import ModelError
 from bpc_calib.method.rules import Rules
 from bpc_calib.method.selection import select
@@ -29,6 +30,8 @@ from bpc_calib.runtime.mapped import TokenFile, with_room
 
 __all__ = ["Common", "DenseLayer", "GrowingLayer", "RankingLayer", "SparseLayer"]
 
+# Bytes of the keys and values of a layer, per thread, below which torch's attention takes less time with AMX.
+SHORT = 1.2e6
 FEW = 16  # queries of a pass that the CPU takes where keys and values are with it and the model is not
 
 
@@ -48,16 +51,22 @@ class Common:
     told: dict[int, Any] = field(default_factory=dict)  # by layer: what a method's layers tell each other
 
 
-def own_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether BPC's kernel attends to all tokens faster than torch: to 16-bit numbers, on a CPU without AMX."""
+def own_is_faster(device: torch.device, dtype: torch.dtype, size: float = math.inf) -> bool:
+    """Whether BPC's kernel attends to all tokens faster than torch: to 16-bit numbers, on an x86 processor.
+
+    Args:
+        device, dtype: of keys and values.
+        size: bytes of a layer's keys and values.
+    """
     if device.type != "cpu" or backend(device) != "native":
         return False
-    return slow_products(dtype) is not None or (dtype in (torch.bfloat16, torch.float16) and lacks_amx())
+    long = size >= SHORT * torch.get_num_threads() or not has_amx()
+    return slow_products(dtype) is not None or (dtype in (torch.bfloat16, torch.float16) and is_x86() and long)
 
 
 def costs_of(device: torch.device, dtype: torch.dtype) -> Costs:
     """Return what choosing costs beside the dense steps of keys on this device and of this dtype."""
-    return WITHOUT_AMX if own_is_faster(device, dtype) else IN_TRANSFORMERS
+    return ON_X86 if own_is_faster(device, dtype) else IN_TRANSFORMERS
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -194,7 +203,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Of keys that are apart, the model's own would need a copy on its device.
         """
         new = call.query.shape[2]
-        faster = new <= FEW if self.apart else new == 1 and own_is_faster(self.keys.device, self.keys.dtype)
+        if self.apart:
+            faster = new <= FEW
+        else:
+            faster = new == 1 and own_is_faster(self.keys.device, self.keys.dtype, 2 * self.keys.nbytes)
         return self.attend_to_all(call) if faster else None
 
     def count(self, length: int) -> int:

@@ -19,7 +19,7 @@ __all__ = [
 HASH, PROJECT, SCORE, SELECT, ATTEND = 1, 2, 4, 8, 16  # stages of a call
 ELEMENTS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 MOST_THREADS = 256
-INSTRUCTIONS = ("zen4", "avx512", "avx2", "base")  # what BPC_ISA may name
+INSTRUCTIONS = ("amx", "zen4", "avx512", "avx2", "base")  # what BPC_ISA may name
 
 
 @functools.cache

@@ -15,6 +15,7 @@
 #include "attend.h"
 #include "step.h"
 #include "fit.h"
+#include "amx.h"
 #include "linear.h"
 
 namespace BPC_ISA {

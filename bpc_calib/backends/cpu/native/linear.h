@@ -119,13 +119,26 @@ static void arrange(const char *tokens, i64 count, i64 columns, bool dots, char 
 }
 
 // `out [count, outputs] = tokens [count, columns] * matrix [outputs, columns]^T`, in float32; `columns` is a multiple of
-// 32. `dots`: the processor has AVX512-BF16.
+// 32. `extras`: what the processor has for bfloat16.
 static void linear(i64 threads, i64 element, const char *tokens, i64 count, const char *matrix, i64 outputs,
-                   i64 columns, bool dots, float *out, bpc::Memory memory) {
+                   i64 columns, bpc::Extras extras, float *out, bpc::Memory memory) {
+    char *arranged = memory(4 * count * columns);
+#if defined(BPC_AMX)
+    if (extras.amx && element == BFLOAT16) {
+        i64 row = 2 * columns, rows = ceil_to(most_of(1, PART / row), 2 * EDGE);
+        for (i64 token = 0; token < count; token += EDGE)
+            arrange_pairs(tokens + token * row, least_of(EDGE, count - token), columns, arranged + token * row);
+        return bpc::parallel(threads, (outputs + rows - 1) / rows, [&](i64 item) {
+            i64 first = item * rows, last = least_of(first + rows, outputs);
+            for (i64 token = 0; token < count; token += EDGE)
+                rows_by_amx(matrix, columns, first, last, arranged + token * row, least_of(EDGE, count - token),
+                            out + token * outputs, outputs);
+        });
+    }
+#endif
     with_element(element, [&](auto e) {
         constexpr Element E = e;
-        char *arranged = memory(4 * count * columns);
-        auto by_dots = [&](i64 token) { return dots && E == BFLOAT16 && count - token > 2; };
+        auto by_dots = [&](i64 token) { return extras.bf16_dots && E == BFLOAT16 && count - token > 2; };
         for (i64 token = 0; token < count; token += TOKENS_AT_ONCE)
             arrange<E>(tokens + token * columns * size_of(E), least_of(TOKENS_AT_ONCE, count - token), columns,
                        by_dots(token), arranged + 4 * token * columns);

@@ -8,6 +8,7 @@
 #include "threads.h"
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #endif
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -65,7 +66,7 @@ extern const bpc::Kernels kernels;
 namespace {
 
 const char *name = "base";
-bool bf16_dots = false;  // whether the processor has AVX512-BF16
+bpc::Extras extras = {};
 
 #if defined(__x86_64__)
 bool all(unsigned found, unsigned wanted) { return (found & wanted) == wanted; }
@@ -75,6 +76,16 @@ bool saved(unsigned registers) {
     unsigned low, high;
     asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return all(low, registers);
+}
+
+// Whether Linux lets this process use the tiles of AMX, which it must ask for.
+bool tiles_granted() {
+#if defined(__linux__)
+    constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return saved(0x60000) && syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
+#else
+    return false;
+#endif
 }
 #endif
 
@@ -88,12 +99,15 @@ const bpc::Kernels &chosen() {
                     all(features, bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) &&
                     all(more, bit_AVX2 | bit_BMI | bit_BMI2) && all(extended, bit_LZCNT) && saved(0x06);
     bool has_avx512 = has_avx2 && all(more, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) && saved(0xE6);
-    std::string_view wanted = most && *most ? most : "zen4";
-    if (has_avx512 && (wanted == "zen4" || wanted == "avx512")) {
-        bf16_dots = __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
+    std::string_view wanted = most && *most ? most : "all";
+    auto may = [&](const char *each) { return wanted == "all" || wanted == each; };
+    if (has_avx512 && wanted != "avx2" && wanted != "base") {
+        constexpr unsigned BF16_DOTS = 1 << 5, AMX = 1 << 22 | 1 << 24;  // of bfloat16, and of tiles
+        extras.bf16_dots = __get_cpuid_count(7, 1, &a, &b, &c, &d) && all(a, BF16_DOTS);
+        extras.amx = may("amx") && __get_cpuid_count(7, 0, &a, &b, &c, &d) && all(d, AMX) && tiles_granted();
         bool is_amd = __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
-        if (is_amd && wanted == "zen4") return name = "zen4", zen4::kernels;
-        return name = "avx512", avx512::kernels;
+        if (is_amd && may("zen4")) return name = "zen4", zen4::kernels;
+        return name = extras.amx ? "amx" : "avx512", avx512::kernels;
     }
     if (has_avx2 && wanted != "base") return name = "avx2", avx2::kernels;
 #endif
@@ -168,7 +182,7 @@ EXPORT void bpc_search(int64_t threads, const float *products, const float *norm
 EXPORT void bpc_linear(int64_t threads, int64_t element, const char *tokens, int64_t count, const char *matrix,
                        int64_t outputs, int64_t columns, float *out) {
     std::lock_guard<std::mutex> lock(one_at_a_time);
-    kernels.linear(threads, element, tokens, count, matrix, outputs, columns, bf16_dots, out, memory);
+    kernels.linear(threads, element, tokens, count, matrix, outputs, columns, extras, out, memory);
 }
 
 // Fitting: each call is one head's, and several threads call at once.

@@ -6,6 +6,11 @@ namespace bpc {
 
 using Memory = char *(*)(int64_t bytes);
 
+// What a processor may have for bfloat16 beside its instruction set.
+struct Extras {
+    bool bf16_dots, amx;
+};
+
 struct Kernels {
     // The stages of a call in turn; whether an index was beyond the tokens there are.
     bool (*step)(const Call &, Memory);
@@ -25,7 +30,7 @@ struct Kernels {
                      const double *matrix, const double *gram, int64_t bits, double *squares, double *cross);
     // Linear layers of a few tokens, see linear.h.
     void (*linear)(int64_t threads, int64_t element, const char *tokens, int64_t count, const char *matrix,
-                   int64_t outputs, int64_t columns, bool dots, float *out, Memory memory);
+                   int64_t outputs, int64_t columns, Extras extras, float *out, Memory memory);
 };
 
 }  // namespace bpc
