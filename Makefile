@@ -101,8 +101,10 @@ bench: .venv/ready
 	$(BENCH) --crossover -o $(RESULTS)/bench_cpu_crossover.json
 	$(BENCH) --parts layer --lengths 2048,8192,32768,131072,524288 --repeats 7 -o $(RESULTS)/bench_cpu_layer.json
 	for shape in llama-3.2-1b qwen3-4b llama-3.1-8b; do for batch in 1 8; do \
-	  $(BENCH) --parts decode --shape $$shape --batch-sizes $$batch --repeats 5 \
-	    -o $(RESULTS)/bench_cpu_$${shape}_$$batch.json || exit 1; \
+	  $(BENCH) --parts decode --shape $$shape --batch-sizes $$batch --repeats 5 --lengths 2048,8192,32768 \
+	    -o $(RESULTS)/bench_cpu_$${shape}_$$batch.json && \
+	  $(BENCH) --parts decode --shape $$shape --batch-sizes $$batch --repeats 5 --lengths 131072 \
+	    -o $(RESULTS)/bench_cpu_$${shape}_$${batch}_128k.json || exit 1; \
 	done; done
 	.venv/bin/python benchmarks/tables.py
 

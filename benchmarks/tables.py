@@ -9,6 +9,7 @@ table: a test compares the two.
 import json
 import re
 import statistics
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,8 @@ def whole_models(results: Results) -> Lines:
         "model", "sequences", "tokens of each", "transformers, tokens/s", "full attention at its best", "BPC",
         "limit by bytes", "BPC over transformers", "over full at its best", "limit of that",
     )  # fmt: skip
-    for shape in SHAPES:
-        for batch in BATCHES:
-            for row in results[f"bench_cpu_{shape}_{batch}"]["decode"]["rows"]:
-                yield SHAPES[shape], batch, row["tokens"], *_speeds(row), *_speedups(row)
+    for shape, row in _whole(results, BATCHES):
+        yield shape, row["batch"], row["tokens"], *_speeds(row), *_speedups(row)
 
 
 def whole_models_short(results: Results) -> Lines:
@@ -56,9 +55,15 @@ def whole_models_short(results: Results) -> Lines:
         "model", "tokens", "transformers", "full attention at its best", "BPC", "limit by bytes",
         "BPC over transformers",
     )  # fmt: skip
-    for shape in SHAPES:
-        for row in results[f"bench_cpu_{shape}_1"]["decode"]["rows"]:
-            yield SHAPES[shape], row["tokens"], *_speeds(row), _speedups(row)[0]
+    for shape, row in _whole(results, (1,)):
+        yield shape, row["tokens"], *_speeds(row), _speedups(row)[0]
+
+
+def _whole(results: Results, batches: tuple[int, ...], suffix: str = "") -> Iterator[tuple[str, Row]]:
+    """The rows by shape and number of sequences; 131,072 tokens ran apart, with fewer layers."""
+    for shape, batch, run in product(SHAPES, batches, ("", "_128k")):
+        for row in results.get(f"bench_cpu_{shape}_{batch}{run}{suffix}", {"decode": {"rows": []}})["decode"]["rows"]:
+            yield SHAPES[shape], row
 
 
 def _speeds(row: Row) -> list[str]:
@@ -77,10 +82,8 @@ def whole_models_avx512(results: Results) -> Lines:
         "model", "sequences", "tokens of each", "transformers, tokens/s", "full attention at its best", "BPC",
         "limit by bytes", "BPC over transformers", "over full at its best", "limit of that",
     )  # fmt: skip
-    for shape, run in product(SHAPES, ("1", "8", "8_128k")):
-        for row in results.get(f"bench_cpu_{shape}_{run}_avx512", {"decode": {"rows": []}})["decode"]["rows"]:
-            batch = row["batch"]
-            yield SHAPES[shape], batch, row["tokens"], *_speeds(row), *_speedups(row)
+    for shape, row in _whole(results, BATCHES, "_avx512"):
+        yield shape, row["batch"], row["tokens"], *_speeds(row), *_speedups(row)
 
 
 def few_tokens(results: Results) -> Lines:
