@@ -46,6 +46,14 @@ def test_tokens_may_lie_anywhere():
     torch.testing.assert_close(linear(tokens.T, weight), plain_linear(tokens.T, weight))
 
 
+def test_torchs_products_stay_the_same():
+    """The kernel leaves no shape of AMX's tiles behind that torch takes for its own."""
+    weight, tokens = draw(96, 256).bfloat16(), draw(40, 256, seed=1).bfloat16()
+    before = plain_linear(tokens, weight)
+    linear(tokens[:20], weight)
+    assert torch.equal(plain_linear(tokens, weight), before)
+
+
 def test_tokens_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="do not fit weights"):
         linear(draw(2, 64), draw(4, 32))
