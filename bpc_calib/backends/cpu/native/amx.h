@@ -2,8 +2,7 @@
 // tokens take no longer than the matrix takes to be read.
 namespace BPC_ISA {
 
-#if BPC_BYTES == 64 && (defined(__clang__) || __GNUC__ > 10)
-#define BPC_AMX
+#if defined(BPC_AMX) && BPC_BYTES == 64
 constexpr i64 EDGE = 16;  // rows of a tile
 
 struct alignas(64) Shapes {
@@ -45,7 +44,7 @@ __attribute__((target("amx-tile"))) static void shape_tiles(i64 rows, i64 count)
 
 // The products of at most 16 tokens with the rows from `first` to `last`.
 __attribute__((target("amx-tile"))) static void rows_by_amx(const char *matrix, i64 columns, i64 first, i64 last,
-                                                              const char *tokens, i64 count, float *out, i64 outputs) {
+                                                            const char *tokens, i64 count, float *out, i64 outputs) {
     float sums[2 * EDGE * EDGE];
     shape_tiles(EDGE, count);
     for (i64 n = first, rows; n < last; n += rows) {

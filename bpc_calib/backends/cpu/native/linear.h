@@ -123,7 +123,7 @@ static void arrange(const char *tokens, i64 count, i64 columns, bool dots, char 
 static void linear(i64 threads, i64 element, const char *tokens, i64 count, const char *matrix, i64 outputs,
                    i64 columns, bpc::Extras extras, float *out, bpc::Memory memory) {
     char *arranged = memory(4 * count * columns);
-#if defined(BPC_AMX)
+#if defined(BPC_AMX) && BPC_BYTES == 64
     if (extras.amx && element == BFLOAT16) {
         i64 row = 2 * columns, rows = ceil_to(most_of(1, PART / row), 2 * EDGE);
         for (i64 token = 0; token < count; token += EDGE)

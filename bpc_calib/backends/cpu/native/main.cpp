@@ -78,9 +78,9 @@ bool saved(unsigned registers) {
     return all(low, registers);
 }
 
-// Whether Linux lets this process use the tiles of AMX, which it must ask for.
+// Whether the kernels have loops for AMX, and Linux lets this process use its tiles, which it must ask for.
 bool tiles_granted() {
-#if defined(__linux__)
+#if defined(BPC_AMX)
     constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return saved(0x60000) && syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
 #else

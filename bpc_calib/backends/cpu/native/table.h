@@ -2,6 +2,10 @@
 #pragma once
 #include "call.h"
 
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ > 10)
+#define BPC_AMX  // the compiler knows it, and programs may ask for it
+#endif
+
 namespace bpc {
 
 using Memory = char *(*)(int64_t bytes);
