@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bpc_calib import compat
-from bpc_calib.backends import linear
+from bpc_calib.backends import dispatch, linear
 from bpc_calib.backends.linear import MOST, slow_in_torch
 from bpc_calib.compat import compile_program, load_program
 from bpc_calib.errors import BPCError, ModelError, first_line
@@ -171,7 +171,8 @@ def _digest(layer: nn.Module, config: Any, inputs: Inputs, arguments: dict[str, 
         torch.__version__,
         transformers.__version__,
         _processor(),
-        linear.faster_than_torch(),  # which also loads the kernel that the code calls
+        dispatch.backend(hidden.device),  # which also loads the kernel that the code calls
+        linear.faster_than_torch(),
         [hashlib.sha256(Path(each).read_bytes()).hexdigest() for each in SOURCES],
         f"{kind.__module__}.{kind.__qualname__}",
         config.to_json_string(use_diff=False),
