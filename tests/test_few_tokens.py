@@ -19,9 +19,8 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def on_processor(monkeypatch, slow=True):
-    """Let torch be slow, or not."""
-    monkeypatch.setattr(module, "faster_than_torch", lambda: slow)
+def torch_is_slow(monkeypatch):
+    monkeypatch.setattr(module, "faster_than_torch", lambda: True)
 
 
 def check(dtype, counts, outputs, columns):
@@ -78,7 +77,7 @@ def test_where_torch_is_slow(monkeypatch):
 
 
 def test_weights_that_are_loaded_when_they_are_used_stay_torchs(monkeypatch):
-    on_processor(monkeypatch)
+    torch_is_slow(monkeypatch)
     model = tiny.model()
     model.lm_head._hf_hook = object()  # as accelerate marks them
     serve_few_tokens(model)
@@ -87,7 +86,7 @@ def test_weights_that_are_loaded_when_they_are_used_stay_torchs(monkeypatch):
 
 def test_a_served_model_is_compiled_like_any_other(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    on_processor(monkeypatch)
+    torch_is_slow(monkeypatch)
     plain, served = tiny.model(), tiny.model()
     enable(served)
     serve_few_tokens(served)
@@ -101,7 +100,7 @@ def test_a_served_model_is_compiled_like_any_other(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # with biases
 def test_a_model_computes_the_same_but_for_rounding(family, dtype, monkeypatch):
-    on_processor(monkeypatch)
+    torch_is_slow(monkeypatch)
     plain, served = (tiny.model(family).to(dtype) for _ in range(2))
     exact = tiny.model(family).to(dtype).double()
     serve_few_tokens(served)
