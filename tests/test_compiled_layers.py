@@ -5,10 +5,12 @@ import re
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from processes import started
 from torch._inductor.config import aot_inductor
 from transformers import DynamicCache
 
@@ -223,6 +225,25 @@ def test_compiled_code_multiplies_without_python(tmp_path, monkeypatch):
     assert b"aoti_torch_cpu_few_tokens" in file.read_bytes()
     decoded(plain, caches[0], steps=1)
     torch.testing.assert_close(found, decoded(plain, caches[0], steps=1, prompt=1), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_are_compiled_where_no_kernel_is_loaded(tmp_path):
+    program = """
+import tiny, torch
+from bpc_calib import compile_layers, enable
+model = tiny.model()
+enable(model)
+ids = torch.arange(5).unsqueeze(0)
+with torch.no_grad():
+    plain = model(ids).logits
+    compile_layers(model, several=True)
+    torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-4)
+print(all("forward" in vars(layer) for layer in model.get_decoder().layers))
+"""
+    environment = {"BPC_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parent), "XDG_CACHE_HOME": str(tmp_path)}
+    ran = started(program, folder=tmp_path, environment=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "True\n"
 
 
 def test_the_code_is_compiled_once_and_has_no_weights(tmp_path, monkeypatch):

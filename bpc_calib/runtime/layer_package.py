@@ -73,7 +73,8 @@ def packaged(
         with tempfile.TemporaryDirectory(dir=folder) as unfinished, _quiet():
             program = torch.export.export(_Called(layer, arguments), inputs, dynamic_shapes=_free(inputs), strict=False)
             made = Path(unfinished) / file.name
-            compile_program(program, made, IN_COMPILED_CODE)
+            # Without the kernel's library, code that names its function could not be loaded.
+            compile_program(program, made, IN_COMPILED_CODE if linear.faster_than_torch() else {})
             os.replace(made, file)
     except BPCError:
         raise
