@@ -502,3 +502,16 @@ def check_widening():
         query = torch.zeros_like(values)
         found = attend(query, query, values, torch.zeros(1, 256, 1, dtype=torch.int64))
         assert torch.equal(found, values)
+    check_rounding()
+
+
+def check_rounding():
+    """Attention to two tokens with the same key is their mean, rounded as torch does."""
+    for dtype in (torch.bfloat16, torch.float16):
+        numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+        numbers = numbers.where(numbers.isfinite(), 1)
+        for apart in (1, 2, 3, 0x4FF):
+            values = torch.stack([numbers, numbers.roll(apart)], 1).view(1, 256, 256, 2).transpose(2, 3).contiguous()
+            query, both = torch.zeros_like(values), torch.tensor([0, 1]).expand(1, 256, 2)
+            found = attend(query[:, :, :1], query, values, both)
+            assert torch.equal(found, (values.float().sum(2, keepdim=True) / 2).to(dtype))

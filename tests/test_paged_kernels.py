@@ -78,6 +78,23 @@ def test_a_step_over_pages_is_a_step_over_rows(step, gain):
     assert torch.equal(out, expected[0])
 
 
+@pytest.mark.emulated
+def test_a_step_hashes_the_newest_keys_first():
+    """As `append` does before a step."""
+    size, dim, dtype = 16, 64, torch.bfloat16
+    rows = rows_of((70, 33), (20, 7), size)
+    codebook = make_codebook(draw(KV_HEADS, 64, dim, seed=1) / 16, dtype)
+    cache = draw(rows.block_table.numel(), KV_HEADS, size, 2 * dim, seed=4, dtype=dtype)
+    once, twice = (random_pages(cache, 1, behind=64) for _ in range(2))
+    query, key = draw(2, KV_HEADS, 4, dim, seed=3, dtype=dtype), draw(2, KV_HEADS, 1, dim, seed=2, dtype=dtype)
+    slots = [int(rows.block_table[0, 4]) * size + 5, int(rows.block_table[1, 2]) * size]
+    backend.append(twice, codebook, key.transpose(0, 2), None, torch.tensor(slots, device=DEVICE))
+    wanted = backend.sparse_decode(query, codebook, twice, rows, Rules())
+    assert all(map(torch.equal, backend.sparse_decode(query, codebook, once, rows, Rules(), key=key), wanted))
+    assert torch.equal(once.codes, twice.codes)
+    assert torch.equal(once.gain, twice.gain)
+
+
 @pytest.mark.emulated(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_and_values_of_8_bits(dtype):

@@ -202,6 +202,36 @@ def test_a_step_over_packed_values_is_a_step_over_rows(lengths, k, heads, rules,
         torch.testing.assert_close(found[0], exact, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
+@pytest.mark.parametrize(*DTYPES)
+def test_a_step_hashes_the_newest_keys_first(dtype, backend, copied):
+    """Those that a server has just written to the ends of its sequences, as `append` does before a step."""
+    lengths = (70, 33, 64, 1)
+    rows = rows_of(torch.randperm(12, generator=generator()).view(4, 3).tolist(), lengths, torch.tensor([9, 5, 64, 1]))
+    cache = torch.randn(12, HEADS, SIZE, 2 * DIM, generator=generator(1)).to(dtype)
+    once, twice = (pages(1, 12, cache=each, copied=copied) for each in (cache, cache.clone()))
+    codebook = make_codebook(
+        torch.randn(HEADS, 64, DIM, generator=generator(2)),
+        dtype,
+        metric=torch.eye(DIM).expand(HEADS, DIM, DIM) * 1.5,
+        mean=torch.randn(HEADS, DIM, generator=generator(3)),
+    )
+    query = torch.randn(4, HEADS, 2, DIM, generator=generator(4)).to(dtype)
+    key = torch.randn(4, HEADS, 1, DIM, generator=generator(5)).to(dtype)
+    slots = torch.tensor([
+        int(table[(length - 1) // SIZE]) * SIZE + (length - 1) % SIZE
+        for table, length in zip(rows.block_table, lengths, strict=True)
+    ])  # fmt: skip
+    backend.append(twice, codebook, key.transpose(0, 2), None, slots)
+    wanted = backend.sparse_decode(query, codebook, twice, rows, Rules())
+    found = backend.sparse_decode(query, codebook, once, rows, Rules(), key=key)
+    assert all(map(torch.equal, found, wanted))
+    for name in ("keys", "codes", "gain"):
+        assert torch.equal(getattr(once, name), getattr(twice, name))
+    assert int((once.codes != pages(1, 12).codes).sum()) == 4 * HEADS
+
+
 @pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
 def test_what_does_not_fit_is_refused(backend):
     where = torch.zeros(SIZE, DIM, dtype=torch.int64)
@@ -223,6 +253,8 @@ def test_what_does_not_fit_is_refused(backend):
         ({"rows": replace(rows, longest=97)}, "3 pages of 32 tokens do not fit 1 of 97 tokens"),
         ({"rows": replace(rows, valid=torch.ones(2, 2, dtype=torch.bool))}, "pages take no padding"),
         ({"fresh": 1}, "pages take no padding, no fresh tokens"),
+        ({"key": query.bfloat16()}, r"the newest keys must be torch.float32 \[2, 3, 1, 20\] of pages, not"),
+        ({"key": query[:1]}, r"the newest keys must be .* not torch.float32 \[1, 3, 1, 20\]"),
         ({"state": replace(state, worst=state.gain.int())}, "pages take no padding, no fresh tokens and no safeguard"),
         ({"state": replace(state, values_at=where[:, 1:])}, "values at .* do not fit pages of 32"),
         ({"state": replace(state, gain=state.gain[:, :, 1:])}, "gain .* do not fit query"),

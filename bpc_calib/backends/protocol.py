@@ -50,7 +50,15 @@ class Backend(Protocol):
         """`bpc_calib.method.step.append`."""
 
     def sparse_decode(
-        self, query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+        self,
+        query: Tensor,
+        codebook: Codebook,
+        state: State,
+        rows: Rows,
+        rules: Rules,
+        *,
+        fresh: int = 0,
+        key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`bpc_calib.method.step.sparse_decode`."""
 

@@ -23,7 +23,7 @@ from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within,
 
 __all__ = [
     "append", "attend", "best", "check", "check_append", "check_listed", "check_rows", "check_state", "choose",
-    "dense_decode", "newest", "rank", "sparse_decode",
+    "dense_decode", "newest", "newest_slots", "rank", "sparse_decode",
 ]  # fmt: skip
 
 
@@ -48,7 +48,14 @@ def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor |
 
 
 def sparse_decode(
-    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+    query: Tensor,
+    codebook: Codebook,
+    state: State,
+    rows: Rows,
+    rules: Rules,
+    *,
+    fresh: int = 0,
+    key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the `k` tokens of each KV head that rank best by their codes.
 
@@ -59,6 +66,7 @@ def sparse_decode(
         rows: the sequences.
         rules: how to rank, and which tokens to always attend to.
         fresh: the newest so many tokens have keys and values, and no codes yet: they are hashed first. Not of pages.
+        key: of pages, `[B, H_KV, 1, D]`: the newest key of each sequence, which `append` would hash first.
 
     Returns:
         Attention `[B, H_KV, G, D]` in the dtype of the query, and the tokens, int64 `[B, H_KV, width]`, ascending, with
@@ -67,9 +75,12 @@ def sparse_decode(
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
+    if fresh or key is not None:
+        check(query, codebook, state, rows, fresh, key)
     if fresh:
-        check(query, codebook, state, rows, fresh)
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
+    if key is not None:
+        append(state, codebook, key.transpose(0, 2), None, newest_slots(state, rows))
     chosen = choose(query, codebook, state, rows, rules)
     return attend(query, state, rows, chosen, rules.scaling), chosen
 
@@ -120,6 +131,14 @@ def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None 
 def newest(state: State, rows: Rows, count: int) -> Tensor:
     """Return the newest keys of sequences that have as many slots in use, `[B, H_KV, count, D]`."""
     return state.keys[:, :, rows.longest - count : rows.longest]
+
+
+def newest_slots(state: State, rows: Rows) -> Tensor:
+    """Return the slots in pages of the newest tokens, int64 `[B]`; -1 of a sequence without tokens."""
+    assert rows.block_table is not None
+    last = rows.lengths.long() - 1
+    page = rows.block_table.gather(1, (last.clamp(min=0) // state.room).unsqueeze(1)).squeeze(1)
+    return torch.where(last < 0, -1, page * state.room + last % state.room)
 
 
 def best(query: QuantizedQuery, state: State, rows: Rows, rules: Rules, head_dim: int) -> Tensor:
@@ -179,14 +198,16 @@ def check_listed(query: Tensor, indices: Tensor) -> None:
         raise InputError(f"indices must be {wanted}, not {indices.dtype} {list(indices.shape)}")
 
 
-def check(query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fresh: int = 0) -> None:
+def check(
+    query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fresh: int = 0, key: Tensor | None = None
+) -> None:
     """Raise `InputError` unless a step accepts the arguments. Reads no tensor values, not to wait for a device.
 
     Args:
-        query, codebook, state, rows, fresh: as in `sparse_decode`; without a codebook as in `dense_decode`.
+        query, codebook, state, rows, fresh, key: as in `sparse_decode`; without a codebook as in `dense_decode`.
     """
     check_state(query, codebook, state, paged=rows.block_table is not None)
-    check_rows(query, state, rows, fresh)
+    check_rows(query, state, rows, fresh, key)
 
 
 def check_state(query: Tensor, codebook: Codebook | None, state: State, *, paged: bool) -> None:
@@ -218,9 +239,9 @@ def check_state(query: Tensor, codebook: Codebook | None, state: State, *, paged
         _check_codes(query, codebook, state)
 
 
-def check_rows(query: Tensor, state: State, rows: Rows, fresh: int = 0) -> None:
+def check_rows(query: Tensor, state: State, rows: Rows, fresh: int = 0, key: Tensor | None = None) -> None:
     """The rest of `check`, for queries and a state that fit each other."""
-    (batch, kv_heads, _, _), table = query.shape, rows.block_table
+    (batch, kv_heads, _, dim), table = query.shape, rows.block_table
     if rows.lengths.shape != (batch,) or rows.lengths.dtype.is_floating_point:
         raise InputError(f"lengths must be integers [{batch}], not {rows.lengths.dtype} {list(rows.lengths.shape)}")
     if rows.k.dtype.is_floating_point or rows.k.shape not in ((batch, 1), (batch, kv_heads)):
@@ -239,6 +260,9 @@ def check_rows(query: Tensor, state: State, rows: Rows, fresh: int = 0) -> None:
         raise InputError(f"valid must be bool [{batch}, {rows.longest}], not {valid.dtype} {list(valid.shape)}")
     if table is not None and (valid is not None or fresh):
         raise InputError("pages take no padding, no fresh tokens and no safeguard")
+    if key is not None and (table is None or key.dtype != query.dtype or key.shape != (batch, kv_heads, 1, dim)):
+        wanted = f"{query.dtype} {[batch, kv_heads, 1, dim]} of pages"
+        raise InputError(f"the newest keys must be {wanted}, not {key.dtype} {list(key.shape)}")
 
 
 def _check_codes(query: Tensor, codebook: Codebook, state: State) -> None:

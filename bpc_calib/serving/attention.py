@@ -69,13 +69,12 @@ class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
             self.over = kv_cache, state, keys_at
         return self.over[1]
 
-    def hash_missing(self, split: Split, key: Tensor, kv_cache: Tensor, state: State) -> None:
-        """As `Layer.hash_missing`: first of the cached tokens, then of the newest."""
+    def unhashed(self, split: Split, key: Tensor, kv_cache: Tensor, state: State) -> Tensor:
+        """As `Layer.unhashed`: all newest keys."""
         assert self.over is not None
         for slots in () if split.older is None else split.older.split(HASHED_AT_ONCE):
             self.backend.append(state, self.codebook, unpacked_keys(kv_cache, self.over[2], slots), None, slots)
-        assert split.newest is not None
-        self.backend.append(state, self.codebook, key[split.tokens].transpose(0, 1).unsqueeze(0), None, split.newest)
+        return key[split.tokens].unsqueeze(2)
 
 
 class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
@@ -151,7 +150,7 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         newest = common.slot_mapping[tokens].long()
         whole.bpc = Split(
             rows, slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else tokens,
-            newest=newest, older=self.without_codes(rows, newest),
+            older=self.without_codes(rows, newest),
         )  # fmt: skip
         if self.shares is None or self.shares[0] != options:
             self.shares = options, shares_on(self.vllm_config, options, lengths.device)

@@ -137,8 +137,7 @@ class Split:
     width: int = 0  # no such `k` is above it
     others: Any = None  # vLLM's metadata of the other requests; None: there are none
     other_tokens: slice | Tensor | None = None  # their rows of the queries
-    newest: Tensor | None = None  # int64 [requests], slots of the newest tokens, without codes; None: they have some
-    older: Tensor | None = None  # int64, slots of cached tokens to hash before those; None: there are none
+    older: Tensor | None = None  # int64, slots of cached tokens without codes, but for the newest; None: there are none
 
 
 def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Tensor | None:
@@ -286,18 +285,22 @@ class Layer:
         rows, state = split.rows, self.state(layer, kv_cache)
         if split.k is not None:
             rows = Rows(rows.lengths, split.k[self.nth], rows.longest, split.width, block_table=rows.block_table)
-        self.hash_missing(split, key, kv_cache, state)
-        found, _ = self.attend(grouped, state, rows)
+        newest = self.unhashed(split, key, kv_cache, state)
+        found, _ = self.attend(grouped, state, rows, newest)
         output[split.tokens] = found.view(-1, *output.shape[1:])
         return output
 
-    def hash_missing(self, split: Split, key: Tensor, kv_cache: Tensor, state: State) -> None:
-        """Hash what a step reads and no update of the cache hashed; arguments as of `forward`."""
+    def unhashed(self, split: Split, key: Tensor, kv_cache: Tensor, state: State) -> Tensor | None:
+        """Return the newest keys, `[R, H_KV, 1, D]`, if the step is to hash them; the older ones are hashed here.
 
-    def attend(self, query: Tensor, state: State, rows: Rows) -> tuple[Tensor, Tensor]:
+        Arguments as of `forward`.
+        """
+        return None
+
+    def attend(self, query: Tensor, state: State, rows: Rows, newest: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend to the best tokens of each row, `[R, H_KV, G, D]`. Also return these tokens."""
         assert self.codebook is not None
-        return self.backend.sparse_decode(query, self.codebook, state, rows, self.rules)
+        return self.backend.sparse_decode(query, self.codebook, state, rows, self.rules, key=newest)
 
     def reserve(self, device: torch.device) -> None:
         """Take as much memory as a step does, and give it back: vLLM counts the most that a pass took on a GPU."""

@@ -82,32 +82,44 @@ def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor |
 
 
 def sparse_decode(
-    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+    query: Tensor,
+    codebook: Codebook,
+    state: State,
+    rows: Rows,
+    rules: Rules,
+    *,
+    fresh: int = 0,
+    key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`, in one call."""
     record = _known(query, codebook, state, rules)
     if record is None:
         check_state(query, codebook, state, paged=rows.block_table is not None)
         record = _records[state] = _recorded(query, codebook, state, rules)
-    check_rows(query, state, rows, fresh)
+    check_rows(query, state, rows, fresh, key)
     if fresh > FEW:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
         fresh = 0
     call = Call.from_buffer_copy(record.fields)
     query, *kept = _ask(call, query, rows, state)
     indices = torch.empty(*query.shape[:2], rows.width, dtype=torch.int64)
-    out = torch.empty(query.shape, dtype=torch.float32)
+    out = torch.empty(query.shape, dtype=query.dtype)
     call.stages = RANKS | ATTEND
     if fresh:
         call.stages |= HASH
         call.fresh_tokens, call.first = fresh, rows.longest - fresh
         call.fresh = state.keys.data_ptr() + call.first * call.keys_n * state.keys.element_size()
         call.fresh_b, call.fresh_h, call.fresh_n = call.keys_b, call.keys_h, call.keys_n
+    elif key is not None:
+        call.stages |= HASH
+        key = tight(key)
+        call.fresh_tokens, call.fresh = call.batch, key.data_ptr()
+        call.fresh_n, call.fresh_h, *_ = key.stride()
     call.indices, call.out = indices.data_ptr(), out.data_ptr()
     if indices.numel() and query.numel():
         run(call)
     del kept
-    return out.to(query.dtype), indices
+    return out, indices
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
@@ -155,14 +167,14 @@ def _attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, sca
     call = Call(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling)
     _place_keys(call, state)
     query, *kept = _ask(call, query, rows, state)
-    out = torch.zeros(query.shape, dtype=torch.float32)
+    out = torch.zeros(query.shape, dtype=query.dtype)
     call.stages, call.width = ATTEND, rows.longest if indices is None else indices.shape[-1]
     call.indices, call.out = address(indices), out.data_ptr()
     if call.width and query.numel() and run(call):
         assert indices is not None
         raise IndexError(f"a token is beyond the {rows.longest} there are: {int(indices.max())}")
     del kept
-    return out.to(query.dtype)
+    return out
 
 
 def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> None:
@@ -186,7 +198,6 @@ def hash_into(codebook: Codebook, keys: Tensor, state: State, at: Tensor) -> Non
         _place_codes(call, state)
         _place_keys(call, state)
     call.stages, call.slots, call.page = HASH, at.data_ptr(), state.room if paged else 0
-    call.copied = state.copied
     _fresh(call, keys)
     run(call)
     del kept
@@ -285,21 +296,28 @@ def _recorded(query: Tensor, codebook: Codebook, state: State, rules: Rules) -> 
 
 
 def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Any, ...]:
-    """Fill in the query and the sequences of a step; return the query and others as the kernel reads them."""
-    query, lengths = tight(query), rows.lengths.to(torch.int64).contiguous()
-    ks = rows.k.to(torch.int64).expand(query.shape[:2])
+    """Fill in the query and the sequences of a step; return the query and others as the kernel reads them.
+
+    Tensors are asked what they are before they are converted: a layer's weights have taken the place of torch's code in
+    the caches, and a conversion that changes nothing takes 20 us then.
+    """
+    query, lengths, ks = tight(query), rows.lengths, rows.k
+    if lengths.dtype != torch.int64 or not lengths.is_contiguous():
+        lengths = lengths.to(torch.int64).contiguous()
+    if ks.dtype != torch.int64:
+        ks = ks.to(torch.int64)
     call.element = ELEMENTS[query.dtype]
     call.batch, call.kv_heads, call.heads, call.dim = query.shape
     _put(call, "query", query, "bhg")
     call.tokens, call.width = rows.longest, rows.width
     call.lengths = lengths.data_ptr()
-    call.ks, call.ks_b, call.ks_h = ks.data_ptr(), ks.stride(0), ks.stride(1)
+    call.ks, call.ks_b, call.ks_h = ks.data_ptr(), ks.stride(0), ks.stride(1) if ks.shape[1] > 1 else 0
     valid, table = rows.valid, rows.block_table
     if valid is not None:
         valid = tight(valid)
         call.valid, call.valid_b = valid.data_ptr(), valid.stride(0)
     if table is not None:
-        table = table.contiguous()
+        table = table if table.is_contiguous() else table.contiguous()
         call.table, call.pages, call.page = table.data_ptr(), table.shape[1], state.room
     return query, lengths, ks, valid, table
 
@@ -313,7 +331,7 @@ def _fresh(call: Call, keys: Tensor) -> None:
 def _place_keys(call: Call, state: State) -> None:
     _put(call, "keys", state.keys, "bhn")
     _put(call, "values", state.values, "bhn" if state.values_at is None else "bh")
-    call.mapped, call.values_at = state.mapped, address(state.values_at)
+    call.mapped, call.copied, call.values_at = state.mapped, state.copied, address(state.values_at)
 
 
 def _place_codes(call: Call, state: State) -> None:

@@ -62,12 +62,21 @@ def append(state: State, codebook: Codebook | None, key: Tensor, value: Tensor |
 
 
 def sparse_decode(
-    query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules, *, fresh: int = 0
+    query: Tensor,
+    codebook: Codebook,
+    state: State,
+    rows: Rows,
+    rules: Rules,
+    *,
+    fresh: int = 0,
+    key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`."""
-    step.check(query, codebook, state, rows, fresh)
+    step.check(query, codebook, state, rows, fresh, key)
     if fresh:
         write_newest(encode_with(codebook, step.newest(state, rows, fresh)), rows, state)
+    if key is not None:
+        append(state, codebook, key.transpose(0, 2), None, step.newest_slots(state, rows))
     if rows.block_table is not None and (state.values_at is not None or state.room % pipeline.SMALLEST):
         return step.sparse_decode(query, codebook, state, rows, rules)
     assert state.codes is not None

@@ -138,11 +138,6 @@ INLINE void add_values(const Part &part, i64 begin, i64 count, i64 dim, const fl
     }
 }
 
-INLINE Where where_of(const bpc::Call &call, i64 b, i64 token) {
-    if (!call.page) return {b, token};
-    return {((const i32 *)call.table)[b * call.pages + token / call.page], token % call.page};
-}
-
 // Gather a value whose numbers lie apart.
 template <Element E>
 INLINE void unpack(const char *page, const i64 *at, i64 dim, char *value) {
@@ -210,20 +205,23 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
     return beyond;
 }
 
-// float32 `[heads, dim]` of a row from its parts; 0 where nothing was attended.
-static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, float *out) {
-    for (i64 g = 0; g < heads; g++, out += dim) {
+// The result `[heads, dim]` of a row from its parts; 0 where nothing was attended.
+template <Element E>
+static void put_together(const Part *some, i64 parts, i64 heads, i64 dim, char *out) {
+    float sums[256];
+    for (i64 g = 0; g < heads; g++, out += size_of(E) * dim) {
         float largest = -INFINITY, total = 0;
         for (i64 i = 0; i < parts; i++) largest = some[i].most[g] > largest ? some[i].most[g] : largest;
-        for (i64 d = 0; d < dim; d++) out[d] = 0;
+        for (i64 d = 0; d < dim; d++) sums[d] = 0;
         for (i64 i = 0; i < parts; i++) {
             if (some[i].total[g] == 0) continue;
             float down = __builtin_expf(some[i].most[g] - largest);
             total += down * some[i].total[g];
-            for (i64 d = 0; d < dim; d++) out[d] += down * some[i].sums[g * dim + d];
+            for (i64 d = 0; d < dim; d++) sums[d] += down * some[i].sums[g * dim + d];
         }
         if (total != 0)
-            for (i64 d = 0; d < dim; d++) out[d] /= total;
+            for (i64 d = 0; d < dim; d++) sums[d] /= total;
+        for (i64 d = 0; d < dim; d++) narrow<E>(sums[d], out + size_of(E) * d);
     }
 }
 

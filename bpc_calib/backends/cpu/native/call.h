@@ -33,7 +33,9 @@
     /* sequences may share those of a KV head. */ \
     F(codebooks) \
     F(fresh) F(fresh_b) F(fresh_h) F(fresh_n) F(fresh_tokens)  /* keys without codes */ \
-    F(slots) F(first)               /* int64 [fresh_tokens], where their codes go; else from slot `first` on */ \
+    /* Where their codes go: int64 [fresh_tokens]; without, from slot `first` on, or with a block table to the slot of */ \
+    /* the newest token of each sequence. */ \
+    F(slots) F(first) \
     F(copied)                       /* whether they are written among the keys, too */ \
     F(matrix) F(matrix_r) F(matrix_element) F(gram) F(gram_r) F(squares) F(metric) F(metric_r) F(mean) F(mean_r) \
     /* Pages: tokens of a sequence lie in pages of `page` tokens, named by int32 `table [B, pages]`. */ \
@@ -42,7 +44,7 @@
     /* Results. */ \
     F(entries) F(scale)             /* int16 [rows, heads, bits / 4, 16], float32 [rows], or 0 */ \
     F(indices)                      /* int64 [rows, width], ascending, -1 behind; 0 to attend: to every token */ \
-    F(out)                          /* float32 [rows, heads, dim] */
+    F(out)                          /* [rows, heads, dim], of `element` */
 // clang-format on
 
 namespace bpc {

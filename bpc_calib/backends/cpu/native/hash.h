@@ -12,13 +12,9 @@ INLINE float dot(const float *a, const float *b, i64 dim) {
     return total;
 }
 
-// Where a token lies: its sequence or page, and its place there.
-struct Where {
-    i64 b, n;
-};
-
 // Where what is kept of the fresh key `token` of a row goes; a place below 0: nowhere.
 static Where slot_of(const bpc::Call &call, i64 row, i64 token) {
+    if (call.table && !call.slots) return where_of(call, token, length_of(call, token) - 1);
     i64 slot = call.slots ? ((const i64 *)call.slots)[token] : call.first + token;
     if (call.page && slot >= 0) return {slot / call.page, slot % call.page};
     return {row / call.kv_heads, slot};

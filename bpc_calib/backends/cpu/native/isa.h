@@ -6,6 +6,7 @@
 #include "dots.h"
 #include "encode.h"
 #include "nibbles.h"
+#include "where.h"
 #include "hash.h"
 #include "lookup.h"
 #include "rank.h"

@@ -182,11 +182,6 @@ static Ranker ranker_of(const bpc::Call &call, const Room &room) {
     return ranker;
 }
 
-// Tokens in use of a sequence.
-INLINE i64 length_of(const bpc::Call &call, i64 b) {
-    return least_of(call.tokens, ((const i64 *)call.lengths)[b]);
-}
-
 INLINE i64 sample_step(i64 length) { return most_of(16, (length + SAMPLE - 1) / SAMPLE); }
 
 INLINE const u8 *valid_of(const bpc::Call &call, i64 b) { return call.valid ? (const u8 *)call.valid + b * call.valid_b : nullptr; }

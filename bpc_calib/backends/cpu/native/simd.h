@@ -180,6 +180,26 @@ INLINE float number(const void *at) {
     return bits >> 15 ? -positive : positive;
 }
 
+// The nearest number of an element; between two, the even one.
+template <Element E>
+INLINE void narrow(float x, void *at) {
+    if constexpr (E == FLOAT32) return store(at, x);
+    u32 bits, positive;
+    std::memcpy(&bits, &x, 4);
+    positive = bits & 0x7FFFFFFF;
+    if constexpr (E == BFLOAT16) {
+        u32 rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        return store(at, (u16)(positive > 0x7F800000 ? 0x7FC0 : rounded));
+    }
+    u32 normal = (positive - (112u << 23) + 0xFFF + (positive >> 13 & 1)) >> 13;
+    u32 tiny;  // below 2^-14: in units of 2^-24, which are those of a fraction beside 0.5
+    float beside = as_float(positive) + 0.5f;
+    std::memcpy(&tiny, &beside, 4);
+    u32 found = positive > 0x7F800000 ? 0x7E00 : positive >= 0x47800000 ? 0x7C00
+              : positive < 0x38800000 ? tiny - 0x3F000000 : normal;
+    store(at, (u16)(bits >> 16 & 0x8000 | found));
+}
+
 // The next `LANES` numbers as float32.
 template <Element E>
 INLINE floats numbers(const void *at) {

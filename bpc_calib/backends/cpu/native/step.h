@@ -121,7 +121,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
         return part_from(bytes, call, plan);
     };
     auto list_of = [&](i64 row) { return call.indices ? (i64 *)call.indices + row * call.width : nullptr; };
-    float *out = (float *)call.out;
+    auto out_of = [&](i64 row) { return (char *)call.out + size_of(E) * row * call.heads * call.dim; };
     if (plan.parts == 1 && plan.shares == 1) {
         bool beyond[256] = {};
         i64 taken = 0, order[FEW_ROWS];
@@ -143,7 +143,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
                 }
                 if (attends) {
                     beyond[slot] |= attend_part<E>(call, row, list, 0, count, part);
-                    put_together(&part, 1, call.heads, call.dim, out + row * call.heads * call.dim);
+                    put_together<E>(&part, 1, call.heads, call.dim, out_of(row));
                 }
             }
         });
@@ -187,8 +187,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
                 beyond = true;
         });
         bpc::parallel(plan.threads, plan.rows, [&](i64 row) {
-            float *to = out + row * call.heads * call.dim;
-            put_together(some + row * plan.shares, plan.shares, call.heads, call.dim, to);
+            put_together<E>(some + row * plan.shares, plan.shares, call.heads, call.dim, out_of(row));
         });
     }
     delete[] rooms;
