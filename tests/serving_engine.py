@@ -100,8 +100,8 @@ class Engine:
 
     @contextlib.contextmanager
     def checked(self, monkeypatch):
-        """Compare what every sparse row chooses with `BPCLayer`; count the rows and the steps."""
-        counted = SimpleNamespace(rows=0, steps=0, together=0)
+        """Compare what every sparse row chooses with `BPCLayer`; count rows, newest keys that steps hash, and steps."""
+        counted = SimpleNamespace(rows=0, newest=0, steps=0, together=0)
         layers = self.config.compilation_config.static_forward_context
         kind = type(next(layer.impl for layer in self.attention() if getattr(layer.impl, "codebook", None)))
         attend, config = kind.attend, AutoConfig.from_pretrained(self.model)
@@ -130,6 +130,7 @@ class Engine:
                 assert (chosen[row, :, k:] == -1).all()
                 torch.testing.assert_close(out[row : row + 1], own, rtol=1e-4, atol=1e-4)
             counted.rows += len(rows.k)
+            counted.newest += 0 if newest is None else len(newest)
             counted.steps += 1
             counted.together = max(counted.together, len(rows.k))
             return out, chosen
