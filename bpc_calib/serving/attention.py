@@ -137,37 +137,40 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         self.forget(common.slot_mapping)  # without options, too: they can come back
         if options is None or not self.chooses:
             return whole
-        requests, starts = common.num_reqs, common.query_start_loc_cpu
-        lengths, table = common.seq_lens[:requests], common.block_table_tensor[:requests]
-        rules = self.rules(options, requests)
+        requests, starts, shares = common.num_reqs, common.query_start_loc_cpu, self.shares_of(options)
+        lengths, rules = common.seq_lens.numpy()[:requests].astype(np.int64), self.rules(options, requests)
         counts = np.array([rules.count(length) for length in lengths.tolist()])
         if not (choose := choosing(common, counts)).any():
             return whole
-        chosen, k = torch.from_numpy(choose), torch.from_numpy(counts)
-        tokens, most = starts[:requests][chosen].long(), int(lengths[chosen].max())
-        table, ks = table[:, : -(-most // self.block_size)][chosen].contiguous(), k[chosen]
-        rows = Rows(lengths[chosen].long(), ks.unsqueeze(1), most, int(ks.max()), block_table=table)
-        newest = common.slot_mapping[tokens].long()
-        whole.bpc = Split(
-            rows, slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else tokens,
-            older=self.without_codes(rows, newest),
+        tokens, own, ks = starts.numpy()[:requests][choose].astype(np.int64), lengths[choose], counts[choose]
+        most = int(own.max())
+        table = common.block_table_tensor.numpy()[:requests, : -(-most // self.block_size)][choose]
+        k, sequences, width = torch.from_numpy(ks), torch.from_numpy(own), int(ks.max())
+        rows = Rows(sequences, k.unsqueeze(1), most, width, block_table=torch.from_numpy(table))
+        by_layer = None if shares is None else spread(k, sequences, shares)
+        split = Split(
+            rows, slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else torch.from_numpy(tokens),
+            k=by_layer, width=width if by_layer is None else int(by_layer.max()),
+            older=self.without_codes(table, own, common.slot_mapping.numpy()[tokens]),
         )  # fmt: skip
-        if self.shares is None or self.shares[0] != options:
-            self.shares = options, shares_on(self.vllm_config, options, lengths.device)
-        if self.shares[1] is not None:
-            by_layer = spread(ks, lengths[chosen].long(), self.shares[1])
-            whole.bpc = dataclasses.replace(whole.bpc, k=by_layer, width=int(by_layer.max()))
-        if not chosen.all():
-            left, sizes = (~chosen).nonzero().squeeze(-1), starts.diff()[:requests]
-            others, sizes = (~chosen).repeat_interleave(sizes).nonzero().squeeze(-1), sizes[left]
+        if not choose.all():
+            left, sizes = torch.from_numpy(~choose).nonzero().squeeze(-1), starts.diff()[:requests]
+            others, sizes = torch.from_numpy(~choose).repeat_interleave(sizes).nonzero().squeeze(-1), sizes[left]
             begin = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).to(starts.dtype)
             rest = some(
                 common, left, others, (begin, begin), num_reqs=len(left), num_actual_tokens=len(others),
-                max_query_len=int(sizes.max()), max_seq_len=int(lengths[left].max()),
+                max_query_len=int(sizes.max()), max_seq_len=int(lengths[~choose].max()),
             )  # fmt: skip
             built = super().build(common_prefix_len, rest, fast_build)
-            whole.bpc = dataclasses.replace(whole.bpc, others=built, other_tokens=others)
+            split = dataclasses.replace(split, others=built, other_tokens=others)
+        whole.bpc = split
         return whole
+
+    def shares_of(self, options: Options) -> Tensor | None:
+        """Return `shares_on` the CPU, found anew where the options are others."""
+        if self.shares is None or self.shares[0] != options:
+            self.shares = options, shares_on(self.vllm_config, options, torch.device("cpu"))
+        return self.shares[1]
 
     def forget(self, slots: Tensor) -> None:
         """Forget the codes of slots that get other tokens, integers `[tokens]`; negative ones are padding."""
@@ -176,20 +179,26 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         self.coded.reshape(-1)[changed] = False
         self.whole[changed // self.block_size] = False
 
-    def without_codes(self, rows: Rows, newest: Tensor) -> Tensor | None:
-        """Return the slots of the sequences whose tokens have no codes yet, without the `newest`; None: there are none.
+    def without_codes(
+        self, table: NDArray[np.int32], lengths: NDArray[np.int64], newest: NDArray[np.int64]
+    ) -> Tensor | None:
+        """Return the slots of sequences whose tokens have no codes yet, without the newest; None: there are none.
 
         From now on they count as hashed, for this step hashes them in every layer.
+
+        Args:
+            table: `[sequences, pages]`.
+            lengths: `[sequences]`.
+            newest: `[sequences]`, the slots of the newest tokens.
         """
-        assert rows.block_table is not None
-        table, lengths, size = rows.block_table.numpy(), rows.lengths.numpy()[:, None], self.block_size
+        lengths, size = lengths[:, None], self.block_size
         used = np.arange(table.shape[1]) * size < lengths
         if (most := int(table[used].max())) >= len(self.coded):
             more = 2 * (most + 1) - len(self.coded)
             self.coded = np.concatenate([self.coded, np.zeros((more, size), dtype=bool)])
             self.whole = np.concatenate([self.whole, np.zeros(more, dtype=bool)])
         coded = self.coded.reshape(-1)
-        coded[newest.numpy()] = True
+        coded[newest] = True
         sequences, places = (used & ~self.whole[np.where(used, table, 0)]).nonzero()
         pages, offsets = table[sequences, places], np.arange(size)
         written = places[:, None] * size + offsets < lengths[sequences]
