@@ -108,8 +108,8 @@ class Engine:
         fresh = BPCCache(config, bpc_artifacts.load(self.artifact), **SETTINGS, dense_layers=()).layers
         names = {id(layer.impl): extract_layer_index(name) for name, layer in layers.items() if hasattr(layer, "impl")}
 
-        def compared(attention, query, state, rows, newest):
-            out, chosen = attend(attention, query, state, rows, newest)
+        def compared(attention, query, state, rows, newest, out):
+            out, chosen = attend(attention, query, state, rows, newest, out)
             for row, length in enumerate(rows.lengths.tolist()):
                 every = torch.arange(length).expand(1, query.shape[1], -1)
                 keys, values = read_tokens(state, replace(rows, block_table=rows.block_table[row : row + 1]), every)

@@ -86,11 +86,13 @@ def test_a_step_hashes_the_newest_keys_first():
     codebook = make_codebook(draw(KV_HEADS, 64, dim, seed=1) / 16, dtype)
     cache = draw(rows.block_table.numel(), KV_HEADS, size, 2 * dim, seed=4, dtype=dtype)
     once, twice = (random_pages(cache, 1, behind=64) for _ in range(2))
-    query, key = draw(2, KV_HEADS, 4, dim, seed=3, dtype=dtype), draw(2, KV_HEADS, 1, dim, seed=2, dtype=dtype)
+    query, key = draw(2, KV_HEADS, 4, dim, seed=3, dtype=dtype), draw(2, KV_HEADS, dim, seed=2, dtype=dtype)
     slots = [int(rows.block_table[0, 4]) * size + 5, int(rows.block_table[1, 2]) * size]
-    backend.append(twice, codebook, key.transpose(0, 2), None, torch.tensor(slots, device=DEVICE))
+    backend.append(twice, codebook, key.transpose(0, 1).unsqueeze(0), None, torch.tensor(slots, device=DEVICE))
     wanted = backend.sparse_decode(query, codebook, twice, rows, Rules())
-    assert all(map(torch.equal, backend.sparse_decode(query, codebook, once, rows, Rules(), key=key), wanted))
+    out = query * torch.nan, wanted[1] - 5
+    assert backend.sparse_decode(query, codebook, once, rows, Rules(), key=key, out=out) is out
+    assert all(map(torch.equal, out, wanted))
     assert torch.equal(once.codes, twice.codes)
     assert torch.equal(once.gain, twice.gain)
 

@@ -218,18 +218,24 @@ def test_a_step_hashes_the_newest_keys_first(dtype, backend, copied):
         mean=torch.randn(HEADS, DIM, generator=generator(3)),
     )
     query = torch.randn(4, HEADS, 2, DIM, generator=generator(4)).to(dtype)
-    key = torch.randn(4, HEADS, 1, DIM, generator=generator(5)).to(dtype)
+    key = torch.randn(4, HEADS, DIM, generator=generator(5)).to(dtype)
     slots = torch.tensor([
         int(table[(length - 1) // SIZE]) * SIZE + (length - 1) % SIZE
         for table, length in zip(rows.block_table, lengths, strict=True)
     ])  # fmt: skip
-    backend.append(twice, codebook, key.transpose(0, 2), None, slots)
+    backend.append(twice, codebook, key.transpose(0, 1).unsqueeze(0), None, slots)
     wanted = backend.sparse_decode(query, codebook, twice, rows, Rules())
-    found = backend.sparse_decode(query, codebook, once, rows, Rules(), key=key)
+    out = query * torch.nan, wanted[1] - 5
+    found = backend.sparse_decode(query, codebook, once, rows, Rules(), key=key, out=out)
+    assert found is out
     assert all(map(torch.equal, found, wanted))
     for name in ("keys", "codes", "gain"):
         assert torch.equal(getattr(once, name), getattr(twice, name))
     assert int((once.codes != pages(1, 12).codes).sum()) == 4 * HEADS
+    none, empty = replace(rows, k=rows.k * 0, width=0), pages(1, 12, cache=cache.clone(), copied=copied)
+    nothing, _ = backend.sparse_decode(query, codebook, empty, none, Rules(), key=key)
+    assert not nothing.any()
+    assert torch.equal(empty.codes, twice.codes)
 
 
 @pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
@@ -240,6 +246,7 @@ def test_what_does_not_fit_is_refused(backend):
     rows = rows_of([[0, 0, 0]] * 2, [1, 2])
     given = {"query": query, "codebook": codebook, "state": state, "rows": rows}
     assert backend.sparse_decode(**given, rules=Rules())[1].shape == (2, HEADS, 1)
+    listed = torch.zeros(2, HEADS, 1, dtype=torch.int64)
     table, narrow = rows.block_table, make_codebook(torch.ones(HEADS, 64, 4), torch.float32)
     for wrong, said in (
         ({"query": query.bfloat16()}, "keys torch.float32 .* do not fit query torch.bfloat16"),
@@ -253,8 +260,10 @@ def test_what_does_not_fit_is_refused(backend):
         ({"rows": replace(rows, longest=97)}, "3 pages of 32 tokens do not fit 1 of 97 tokens"),
         ({"rows": replace(rows, valid=torch.ones(2, 2, dtype=torch.bool))}, "pages take no padding"),
         ({"fresh": 1}, "pages take no padding, no fresh tokens"),
-        ({"key": query.bfloat16()}, r"the newest keys must be torch.float32 \[2, 3, 1, 20\] of pages, not"),
-        ({"key": query[:1]}, r"the newest keys must be .* not torch.float32 \[1, 3, 1, 20\]"),
+        ({"key": query[:, :, 0].bfloat16()}, r"the newest keys must be torch.float32 \[2, 3, 20\] of pages, not"),
+        ({"key": query}, r"the newest keys must be .* not torch.float32 \[2, 3, 1, 20\]"),
+        ({"out": (query.double(), listed)}, r"attention needs contiguous torch.float32 \[2, 3, 1, 20\] in `out`"),
+        ({"out": (query, listed[..., :0])}, r"tokens need contiguous torch.int64 \[2, 3, 1\] in `out`"),
         ({"state": replace(state, worst=state.gain.int())}, "pages take no padding, no fresh tokens and no safeguard"),
         ({"state": replace(state, values_at=where[:, 1:])}, "values at .* do not fit pages of 32"),
         ({"state": replace(state, gain=state.gain[:, :, 1:])}, "gain .* do not fit query"),

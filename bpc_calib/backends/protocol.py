@@ -59,6 +59,7 @@ class Backend(Protocol):
         *,
         fresh: int = 0,
         key: Tensor | None = None,
+        out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`bpc_calib.method.step.sparse_decode`."""
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bpc_artifacts import ProjectionArtifact
@@ -16,6 +18,9 @@ from bpc_calib.method.scoring import GROUPS, check_group
 from bpc_calib.method.shares import LEAST, LEVELS, LONG_FROM, Shares, counts, most, rounded, share_out
 
 __all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of", "spread"]
+
+
+Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 
 class Ranking(TypedDict, total=False):
@@ -94,21 +99,21 @@ def shares_of(artifact: ProjectionArtifact | None, layers: Iterable[int]) -> dic
     return share_out(chosen.by_layer("need"), chosen.by_layer("need_short") or None)
 
 
-def spread(mean: Tensor, length: Tensor, shares: Tensor) -> Tensor:
+def spread(mean: Numbers, length: Numbers, shares: Numbers) -> Numbers:
     """Return the `counts` of several sequences on their device, without waiting for it: int64 `[layers, B, H_KV]`.
 
-    Args:
+    Args: tensors, or arrays of NumPy, whose calls take less time.
         mean: int64 `[B]`.
         length: int64 `[B]`, below 2^31.
         shares: int64 `[layers, 2 LEVELS, H_KV]`.
     """
-    ratio = (length * length) // (mean * mean).clamp(min=1)
-    powers = 1 << torch.arange(LEVELS, device=mean.device)
-    row = (ratio.unsqueeze(-1) >= powers).sum(-1) - 1 + LEVELS * (length < LONG_FROM)
-    mean, length = mean.unsqueeze(-1), length.unsqueeze(-1)
-    least = mean.clamp(max=LEAST)
+    levels = torch.arange(LEVELS, device=mean.device) if isinstance(mean, Tensor) else np.arange(LEVELS)
+    ratio = (length * length) // (mean * mean).clip(min=1)
+    row = (ratio[:, None] >= 1 << levels).sum(-1) - 1 + LEVELS * (length < LONG_FROM)
+    mean, length = mean[:, None], length[:, None]
+    least = mean.clip(max=LEAST)
     count = least + rounded((mean - least) * shares[:, row])
-    return torch.where(mean >= length, length, torch.minimum(count, length))
+    return count.clip(min=(mean >= length) * length, max=length)
 
 
 def ranking_defaults(artifact: ProjectionArtifact | None) -> dict[str, Any]:

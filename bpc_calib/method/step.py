@@ -23,7 +23,7 @@ from bpc_calib.method.state import Rows, State, read_codes, read_tokens, within,
 
 __all__ = [
     "append", "attend", "best", "check", "check_append", "check_listed", "check_rows", "check_state", "choose",
-    "dense_decode", "newest", "newest_slots", "rank", "sparse_decode",
+    "dense_decode", "given", "newest", "newest_slots", "rank", "sparse_decode",
 ]  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def sparse_decode(
     *,
     fresh: int = 0,
     key: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the `k` tokens of each KV head that rank best by their codes.
 
@@ -66,7 +67,8 @@ def sparse_decode(
         rows: the sequences.
         rules: how to rank, and which tokens to always attend to.
         fresh: the newest so many tokens have keys and values, and no codes yet: they are hashed first. Not of pages.
-        key: of pages, `[B, H_KV, 1, D]`: the newest key of each sequence, which `append` would hash first.
+        key: of pages, `[B, H_KV, D]`: the newest key of each sequence, which `append` would hash first.
+        out: where to write what is returned, contiguous; None: it is made anew.
 
     Returns:
         Attention `[B, H_KV, G, D]` in the dtype of the query, and the tokens, int64 `[B, H_KV, width]`, ascending, with
@@ -75,14 +77,21 @@ def sparse_decode(
     Raises:
         InputError: the shapes or dtypes do not fit.
     """
-    if fresh or key is not None:
-        check(query, codebook, state, rows, fresh, key)
+    if fresh or key is not None or out is not None:
+        check(query, codebook, state, rows, fresh, key, out)
     if fresh:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
     if key is not None:
-        append(state, codebook, key.transpose(0, 2), None, newest_slots(state, rows))
+        append(state, codebook, key.transpose(0, 1).unsqueeze(0), None, newest_slots(state, rows))
     chosen = choose(query, codebook, state, rows, rules)
-    return attend(query, state, rows, chosen, rules.scaling), chosen
+    return given(out, (attend(query, state, rows, chosen, rules.scaling), chosen))
+
+
+def given(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what a step made, where its caller wants it."""
+    for to, each in zip(out or (), made, strict=False):
+        to.copy_(each)
+    return out or made
 
 
 def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
@@ -199,15 +208,21 @@ def check_listed(query: Tensor, indices: Tensor) -> None:
 
 
 def check(
-    query: Tensor, codebook: Codebook | None, state: State, rows: Rows, fresh: int = 0, key: Tensor | None = None
+    query: Tensor,
+    codebook: Codebook | None,
+    state: State,
+    rows: Rows,
+    fresh: int = 0,
+    key: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Raise `InputError` unless a step accepts the arguments. Reads no tensor values, not to wait for a device.
 
     Args:
-        query, codebook, state, rows, fresh, key: as in `sparse_decode`; without a codebook as in `dense_decode`.
+        query, codebook, state, rows, fresh, key, out: as in `sparse_decode`; without a codebook as in `dense_decode`.
     """
     check_state(query, codebook, state, paged=rows.block_table is not None)
-    check_rows(query, state, rows, fresh, key)
+    check_rows(query, state, rows, fresh, key, out)
 
 
 def check_state(query: Tensor, codebook: Codebook | None, state: State, *, paged: bool) -> None:
@@ -239,7 +254,14 @@ def check_state(query: Tensor, codebook: Codebook | None, state: State, *, paged
         _check_codes(query, codebook, state)
 
 
-def check_rows(query: Tensor, state: State, rows: Rows, fresh: int = 0, key: Tensor | None = None) -> None:
+def check_rows(
+    query: Tensor,
+    state: State,
+    rows: Rows,
+    fresh: int = 0,
+    key: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """The rest of `check`, for queries and a state that fit each other."""
     (batch, kv_heads, _, dim), table = query.shape, rows.block_table
     if rows.lengths.shape != (batch,) or rows.lengths.dtype.is_floating_point:
@@ -260,9 +282,16 @@ def check_rows(query: Tensor, state: State, rows: Rows, fresh: int = 0, key: Ten
         raise InputError(f"valid must be bool [{batch}, {rows.longest}], not {valid.dtype} {list(valid.shape)}")
     if table is not None and (valid is not None or fresh):
         raise InputError("pages take no padding, no fresh tokens and no safeguard")
-    if key is not None and (table is None or key.dtype != query.dtype or key.shape != (batch, kv_heads, 1, dim)):
-        wanted = f"{query.dtype} {[batch, kv_heads, 1, dim]} of pages"
+    if key is not None and (table is None or key.dtype != query.dtype or key.shape != (batch, kv_heads, dim)):
+        wanted = f"{query.dtype} {[batch, kv_heads, dim]} of pages"
         raise InputError(f"the newest keys must be {wanted}, not {key.dtype} {list(key.shape)}")
+    if out is None:
+        return
+    attention, tokens = out
+    if attention.shape != query.shape or attention.dtype != query.dtype or not attention.is_contiguous():
+        raise InputError(f"attention needs contiguous {query.dtype} {list(query.shape)} in `out`")
+    if tokens.shape != (batch, kv_heads, rows.width) or tokens.dtype != torch.int64 or not tokens.is_contiguous():
+        raise InputError(f"tokens need contiguous torch.int64 {[batch, kv_heads, rows.width]} in `out`")
 
 
 def _check_codes(query: Tensor, codebook: Codebook, state: State) -> None:

@@ -74,7 +74,7 @@ class CPUAttention(Layer, CPUAttentionBackendImpl):  # type: ignore[misc]
         assert self.over is not None
         for slots in () if split.older is None else split.older.split(HASHED_AT_ONCE):
             self.backend.append(state, self.codebook, unpacked_keys(kv_cache, self.over[2], slots), None, slots)
-        return key[split.tokens].unsqueeze(2)
+        return key if len(key) == len(split.rows.k) else key[split.tokens]
 
 
 class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
@@ -113,7 +113,7 @@ class GPUAttention(Layer, FlashAttentionImpl):  # type: ignore[misc]
 class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Finds BPC's rows of a step, once for all layers that share block tables, and their tokens without codes."""
 
-    shares: tuple[Options, Tensor | None] | None = None  # of these options (`shares_on`)
+    shares: tuple[Options, NDArray[np.int64] | None] | None = None  # of these options (`shares_on`)
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -123,9 +123,7 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         self.chooses = choosing_layers(vllm_config, layer_names) > 0  # not for a model that drafts
         if options is not None and self.chooses:
             announce(vllm_config, self.rules(options, 1))
-        # In NumPy, whose calls take less time than torch's.
-        self.coded = np.zeros((0, self.block_size), dtype=bool)  # [pages, block_size]: whether the token has codes
-        self.whole = np.zeros(0, dtype=bool)  # [pages]: whether all tokens of the page have
+        self.coded = np.zeros(0, dtype=np.int64)  # [pages]: so many tokens at the beginning of each have codes
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -134,7 +132,7 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common = common_attn_metadata
         whole = super().build(common_prefix_len, common, fast_build)
         options = read_options(self.vllm_config)
-        self.forget(common.slot_mapping)  # without options, too: they can come back
+        self.forget(common.slot_mapping.numpy())  # without options, too: they can come back
         if options is None or not self.chooses:
             return whole
         requests, starts, shares = common.num_reqs, common.query_start_loc_cpu, self.shares_of(options)
@@ -145,13 +143,15 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         tokens, own, ks = starts.numpy()[:requests][choose].astype(np.int64), lengths[choose], counts[choose]
         most = int(own.max())
         table = common.block_table_tensor.numpy()[:requests, : -(-most // self.block_size)][choose]
-        k, sequences, width = torch.from_numpy(ks), torch.from_numpy(own), int(ks.max())
-        rows = Rows(sequences, k.unsqueeze(1), most, width, block_table=torch.from_numpy(table))
-        by_layer = None if shares is None else spread(k, sequences, shares)
+        width, given = int(ks.max()), torch.from_numpy(table)
+        rows = Rows(torch.from_numpy(own), torch.from_numpy(ks).unsqueeze(1), most, width, block_table=given)
+        by_layer = None if shares is None else spread(ks, own, shares)
+        width = width if by_layer is None else int(by_layer.max())
         split = Split(
             rows, slice(0, len(tokens)) if int(tokens[-1]) == len(tokens) - 1 else torch.from_numpy(tokens),
-            k=by_layer, width=width if by_layer is None else int(by_layer.max()),
-            older=self.without_codes(table, own, common.slot_mapping.numpy()[tokens]),
+            k=None if by_layer is None else torch.from_numpy(by_layer), width=width,
+            lists=torch.empty(len(own), self.kv_cache_spec.num_kv_heads, width, dtype=torch.int64),
+            older=self.without_codes(table, own),
         )  # fmt: skip
         if not choose.all():
             left, sizes = torch.from_numpy(~choose).nonzero().squeeze(-1), starts.diff()[:requests]
@@ -166,47 +166,43 @@ class CPUBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         whole.bpc = split
         return whole
 
-    def shares_of(self, options: Options) -> Tensor | None:
+    def shares_of(self, options: Options) -> NDArray[np.int64] | None:
         """Return `shares_on` the CPU, found anew where the options are others."""
         if self.shares is None or self.shares[0] != options:
-            self.shares = options, shares_on(self.vllm_config, options, torch.device("cpu"))
+            found = shares_on(self.vllm_config, options, torch.device("cpu"))
+            self.shares = options, None if found is None else found.numpy()
         return self.shares[1]
 
-    def forget(self, slots: Tensor) -> None:
-        """Forget the codes of slots that get other tokens, integers `[tokens]`; negative ones are padding."""
-        changed = slots.numpy()
-        changed = changed[(changed >= 0) & (changed < self.coded.size)]
-        self.coded.reshape(-1)[changed] = False
-        self.whole[changed // self.block_size] = False
+    def forget(self, slots: NDArray[np.int64]) -> None:
+        """Forget the codes from slots on that get other tokens, `[tokens]`; negative ones are padding."""
+        changed = slots[(slots >= 0) & (slots < len(self.coded) * self.block_size)]
+        np.minimum.at(self.coded, changed // self.block_size, changed % self.block_size)
 
-    def without_codes(
-        self, table: NDArray[np.int32], lengths: NDArray[np.int64], newest: NDArray[np.int64]
-    ) -> Tensor | None:
+    def without_codes(self, table: NDArray[np.int32], lengths: NDArray[np.int64]) -> Tensor | None:
         """Return the slots of sequences whose tokens have no codes yet, without the newest; None: there are none.
 
-        From now on they count as hashed, for this step hashes them in every layer.
+        From now on all count as hashed, for this step hashes them in every layer.
 
         Args:
             table: `[sequences, pages]`.
             lengths: `[sequences]`.
-            newest: `[sequences]`, the slots of the newest tokens.
         """
-        lengths, size = lengths[:, None], self.block_size
-        used = np.arange(table.shape[1]) * size < lengths
-        if (most := int(table[used].max())) >= len(self.coded):
-            more = 2 * (most + 1) - len(self.coded)
-            self.coded = np.concatenate([self.coded, np.zeros((more, size), dtype=bool)])
-            self.whole = np.concatenate([self.whole, np.zeros(more, dtype=bool)])
-        coded = self.coded.reshape(-1)
-        coded[newest] = True
-        sequences, places = (used & ~self.whole[np.where(used, table, 0)]).nonzero()
-        pages, offsets = table[sequences, places], np.arange(size)
-        written = places[:, None] * size + offsets < lengths[sequences]
-        slots = (pages[:, None].astype(np.int64) * size + offsets)[written]
-        missing = np.unique(slots[~coded[slots]])  # sequences may share pages
-        coded[missing] = True
-        self.whole[pages] = self.coded[pages].all(1)
-        return torch.from_numpy(missing) if len(missing) else None
+        size = self.block_size
+        used = (lengths[:, None] - size * np.arange(table.shape[1])).clip(0, size)  # tokens of each page
+        pages = np.where(used, table, 0)
+        if (most := int(pages.max())) >= len(self.coded):
+            self.coded = np.concatenate([self.coded, np.zeros(2 * (most + 1) - len(self.coded), dtype=np.int64)])
+        every, last = np.arange(len(lengths)), (lengths - 1) // size
+        older = used.copy()
+        older[every, last] -= 1
+        begin, missing = self.coded[pages], None
+        if (begin < older).any():
+            at, places = (begin < older).nonzero()
+            runs = zip(pages[at, places] * size, begin[at, places], older[at, places], strict=True)
+            slots = np.concatenate([np.arange(page + first, page + end) for page, first, end in runs])
+            missing = torch.from_numpy(np.unique(slots))  # sequences may share pages
+        np.maximum.at(self.coded, pages, used)
+        return missing
 
     def rules(self, options: Options, requests: int) -> Rules:
         """Return the rules of a step with so many requests."""

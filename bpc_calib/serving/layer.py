@@ -135,9 +135,16 @@ class Split:
     tokens: slice | Tensor  # rows of the queries; int64 where other requests lie between them
     k: Tensor | None = None  # int64 [layers, requests, H_KV], in place of that of the rows in layers with shares
     width: int = 0  # no such `k` is above it
+    lists: Tensor | None = None  # int64 [requests, H_KV, width], where each layer in turn lists the tokens it chose
     others: Any = None  # vLLM's metadata of the other requests; None: there are none
     other_tokens: slice | Tensor | None = None  # their rows of the queries
     older: Tensor | None = None  # int64, slots of cached tokens without codes, but for the newest; None: there are none
+
+    @functools.cached_property
+    def by_layer(self) -> list[Rows]:
+        """The rows of each layer with shares, else those of all; the first layer makes them, with its code cached."""
+        rows, ks = self.rows, () if self.k is None else self.k.unbind()
+        return [Rows(rows.lengths, k, rows.longest, self.width, block_table=rows.block_table) for k in ks] or [rows]
 
 
 def shares_on(config: VllmConfig, options: Options, device: torch.device) -> Tensor | None:
@@ -279,28 +286,31 @@ class Layer:
             stock(layer, query[split.other_tokens], key, value, kv_cache, split.others, own)
             if isinstance(split.other_tokens, Tensor):  # else `own` is a view
                 output[split.other_tokens] = own
-        grouped = query[split.tokens].unflatten(1, (self.num_kv_heads, -1))
+        rows, state = split.by_layer[self.nth], self.state(layer, kv_cache)
+        alone = len(rows.k) == len(query)  # each call of torch between two layers' weights takes 5 to 20 us
+        grouped = (query if alone else query[split.tokens]).view(len(rows.k), self.num_kv_heads, -1, self.head_size)
         if grouped.dtype != codebook.projection.dtype:  # of an FP8 cache vLLM quantises the queries, too
             grouped = (grouped.float() * layer._q_scale).to(codebook.projection.dtype)
-        rows, state = split.rows, self.state(layer, kv_cache)
-        if split.k is not None:
-            rows = Rows(rows.lengths, split.k[self.nth], rows.longest, split.width, block_table=rows.block_table)
         newest = self.unhashed(split, key, kv_cache, state)
-        found, _ = self.attend(grouped, state, rows, newest)
-        output[split.tokens] = found.view(-1, *output.shape[1:])
+        out = None if split.lists is None or not alone else (output.view(grouped.shape), split.lists)
+        found, _ = self.attend(grouped, state, rows, newest, out)
+        if out is None:
+            output[split.tokens] = found.view(-1, *output.shape[1:])
         return output
 
     def unhashed(self, split: Split, key: Tensor, kv_cache: Tensor, state: State) -> Tensor | None:
-        """Return the newest keys, `[R, H_KV, 1, D]`, if the step is to hash them; the older ones are hashed here.
+        """Return the newest keys, `[R, H_KV, D]`, if the step is to hash them; the older ones are hashed here.
 
         Arguments as of `forward`.
         """
         return None
 
-    def attend(self, query: Tensor, state: State, rows: Rows, newest: Tensor | None) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, query: Tensor, state: State, rows: Rows, newest: Tensor | None, out: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
         """Attend to the best tokens of each row, `[R, H_KV, G, D]`. Also return these tokens."""
         assert self.codebook is not None
-        return self.backend.sparse_decode(query, self.codebook, state, rows, self.rules, key=newest)
+        return self.backend.sparse_decode(query, self.codebook, state, rows, self.rules, key=newest, out=out)
 
     def reserve(self, device: torch.device) -> None:
         """Take as much memory as a step does, and give it back: vLLM counts the most that a pass took on a GPU."""

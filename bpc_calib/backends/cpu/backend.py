@@ -90,20 +90,22 @@ def sparse_decode(
     *,
     fresh: int = 0,
     key: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`, in one call."""
     record = _known(query, codebook, state, rules)
     if record is None:
         check_state(query, codebook, state, paged=rows.block_table is not None)
         record = _records[state] = _recorded(query, codebook, state, rules)
-    check_rows(query, state, rows, fresh, key)
+    check_rows(query, state, rows, fresh, key, out)
     if fresh > FEW:
         write_newest(encode_with(codebook, newest(state, rows, fresh)), rows, state)
         fresh = 0
     call = Call.from_buffer_copy(record.fields)
     query, *kept = _ask(call, query, rows, state)
-    indices = torch.empty(*query.shape[:2], rows.width, dtype=torch.int64)
-    out = torch.empty(query.shape, dtype=query.dtype)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype), torch.empty(*query.shape[:2], rows.width, dtype=torch.int64)
+    attention, indices = out
     call.stages = RANKS | ATTEND
     if fresh:
         call.stages |= HASH
@@ -115,11 +117,14 @@ def sparse_decode(
         key = tight(key)
         call.fresh_tokens, call.fresh = call.batch, key.data_ptr()
         call.fresh_n, call.fresh_h, *_ = key.stride()
-    call.indices, call.out = indices.data_ptr(), out.data_ptr()
-    if indices.numel() and query.numel():
+    call.indices, call.out = indices.data_ptr(), attention.data_ptr()
+    if not rows.width:
+        attention.zero_()
+        call.stages &= HASH
+    if call.stages and query.numel():
         run(call)
     del kept
-    return out, indices
+    return out
 
 
 def dense_decode(query: Tensor, state: State, rows: Rows, scaling: float | None = None, *, new: int = 1) -> Tensor:
@@ -308,10 +313,11 @@ def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Any, ...]
         ks = ks.to(torch.int64)
     call.element = ELEMENTS[query.dtype]
     call.batch, call.kv_heads, call.heads, call.dim = query.shape
-    _put(call, "query", query, "bhg")
-    call.tokens, call.width = rows.longest, rows.width
-    call.lengths = lengths.data_ptr()
-    call.ks, call.ks_b, call.ks_h = ks.data_ptr(), ks.stride(0), ks.stride(1) if ks.shape[1] > 1 else 0
+    call.query, (call.query_b, call.query_h, call.query_g, _) = query.data_ptr(), query.stride()
+    call.tokens, call.width, call.lengths = rows.longest, rows.width, lengths.data_ptr()
+    call.ks, (call.ks_b, call.ks_h) = ks.data_ptr(), ks.stride()
+    if ks.shape[1] == 1:  # of all heads
+        call.ks_h = 0
     valid, table = rows.valid, rows.block_table
     if valid is not None:
         valid = tight(valid)

@@ -70,22 +70,24 @@ def sparse_decode(
     *,
     fresh: int = 0,
     key: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`bpc_calib.method.step.sparse_decode`."""
-    step.check(query, codebook, state, rows, fresh, key)
+    step.check(query, codebook, state, rows, fresh, key, out)
     if fresh:
         write_newest(encode_with(codebook, step.newest(state, rows, fresh)), rows, state)
     if key is not None:
-        append(state, codebook, key.transpose(0, 2), None, step.newest_slots(state, rows))
+        append(state, codebook, key.transpose(0, 1).unsqueeze(0), None, step.newest_slots(state, rows))
     if rows.block_table is not None and (state.values_at is not None or state.room % pipeline.SMALLEST):
-        return step.sparse_decode(query, codebook, state, rows, rules)
+        return step.sparse_decode(query, codebook, state, rows, rules, out=out)
     assert state.codes is not None
-    return ops.sparse_decode(
+    made = ops.sparse_decode(
         query, codebook.projection, codebook.nibbles, state.keys, state.values, state.codes,
         state.gain if rules.gain else None, state.worst, *(state.scales or (None, None)), rows.lengths, rows.k,
         rows.longest, rows.width, rows.valid, rows.block_table, rules.scale(query.shape[-1]), rules.group, rules.recent,
         rules.sink, rules.safeguard,
     )  # fmt: skip
+    return step.given(out, made)
 
 
 def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
