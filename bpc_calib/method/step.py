@@ -68,7 +68,8 @@ def sparse_decode(
         rules: how to rank, and which tokens to always attend to.
         fresh: the newest so many tokens have keys and values, and no codes yet: they are hashed first. Not of pages.
         key: of pages, `[B, H_KV, D]`: the newest key of each sequence, which `append` would hash first.
-        out: where to write what is returned, contiguous; None: it is made anew.
+        out: where to write what is returned, contiguous; None: it is made anew. Attention may have another shape there,
+            such as `[B, H_KV * G, D]`.
 
     Returns:
         Attention `[B, H_KV, G, D]` in the dtype of the query, and the tokens, int64 `[B, H_KV, width]`, ascending, with
@@ -89,9 +90,11 @@ def sparse_decode(
 
 def given(out: tuple[Tensor, Tensor] | None, made: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return what a step made, where its caller wants it."""
-    for to, each in zip(out or (), made, strict=False):
-        to.copy_(each)
-    return out or made
+    if out is None:
+        return made
+    for to, each in zip(out, made, strict=True):
+        to.view(each.shape).copy_(each)
+    return out
 
 
 def choose(query: Tensor, codebook: Codebook, state: State, rows: Rows, rules: Rules) -> Tensor:
@@ -288,7 +291,7 @@ def check_rows(
     if out is None:
         return
     attention, tokens = out
-    if attention.shape != query.shape or attention.dtype != query.dtype or not attention.is_contiguous():
+    if attention.numel() != query.numel() or attention.dtype != query.dtype or not attention.is_contiguous():
         raise InputError(f"attention needs contiguous {query.dtype} {list(query.shape)} in `out`")
     if tokens.shape != (batch, kv_heads, rows.width) or tokens.dtype != torch.int64 or not tokens.is_contiguous():
         raise InputError(f"tokens need contiguous torch.int64 {[batch, kv_heads, rows.width]} in `out`")

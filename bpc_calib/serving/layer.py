@@ -292,7 +292,7 @@ class Layer:
         if grouped.dtype != codebook.projection.dtype:  # of an FP8 cache vLLM quantises the queries, too
             grouped = (grouped.float() * layer._q_scale).to(codebook.projection.dtype)
         newest = self.unhashed(split, key, kv_cache, state)
-        out = None if split.lists is None or not alone else (output.view(grouped.shape), split.lists)
+        out = None if split.lists is None or not alone else (output, split.lists)
         found, _ = self.attend(grouped, state, rows, newest, out)
         if out is None:
             output[split.tokens] = found.view(-1, *output.shape[1:])

@@ -33,9 +33,9 @@ static Place place_of(const bpc::Call &call, i64 h, Where at, i64 *nowhere) {
 // The rows of the projection.
 INLINE i64 vectors_of(const bpc::Call &call) { return call.nibbles ? 4 * call.bits : call.bits; }
 
-// Hash the fresh keys of a row.
+// Hash the fresh keys from `begin` to `end` of a row.
 template <Element E>
-static void hash_row(const bpc::Call &call, i64 row) {
+static void hash_row(const bpc::Call &call, i64 row, i64 begin, i64 end) {
     i64 dim = call.dim, size = vectors_of(call), b = row / call.kv_heads, h = row % call.kv_heads;
     i64 own = row % call.codebooks;  // sequences may share them
     const char *matrix = (const char *)call.matrix + own * call.matrix_r * (call.matrix_element == FLOAT32 ? 4 : 2);
@@ -47,7 +47,7 @@ static void hash_row(const bpc::Call &call, i64 row) {
     if (!call.nibbles) prefetch_row(gram, 4 * size * size);
     alignas(64) float key[256], products[MOST_VECTORS];
     i64 nowhere[2];
-    for (i64 token = 0; token < call.fresh_tokens; token++) {
+    for (i64 token = begin; token < end; token++) {
         const char *given = (const char *)call.fresh + size_of(E) * (b * call.fresh_b + h * call.fresh_h + token * call.fresh_n);
         Where at = slot_of(call, row, token);
         if (call.copied && at.n >= 0) {

@@ -107,7 +107,25 @@ static void longest_first(const bpc::Call &call, i64 rows, i64 *order) {
     }
 }
 
-// All stages after the hashing; whether an index is beyond the tokens there are.
+// Keys in pages are those of all sequences, [1, H_KV, tokens, D].
+template <Element E>
+static void hash_all(const bpc::Call &call) {
+    i64 rows = call.page ? call.kv_heads : call.batch * call.kv_heads;
+    i64 threads = rows * call.fresh_tokens > 4 ? call.threads : 1;
+    bpc::parallel(threads, rows, [&](i64 row) { hash_row<E>(call, row, 0, call.fresh_tokens); });
+}
+
+// The fresh keys of a row that is about to be ranked: in pages the newest one of its sequence.
+template <Element E>
+static void hash_own(const bpc::Call &call, i64 row) {
+    i64 b = row / call.kv_heads;
+    if (call.page)
+        hash_row<E>(call, row % call.kv_heads, b, b + 1);
+    else
+        hash_row<E>(call, row, 0, call.fresh_tokens);
+}
+
+// All stages; whether an index is beyond the tokens there are.
 template <Element E>
 static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *memory, i64 bytes_room, i64 bytes_part) {
     bool chooses = call.stages & bpc::PROJECT, scores = call.stages & bpc::SCORE, selects = call.stages & bpc::SELECT;
@@ -133,6 +151,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
             for (i64 nth; (nth = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < plan.rows;) {
                 i64 row = ordered ? order[nth] : nth;
                 i64 *list = list_of(row), count = call.width;
+                if (call.stages & bpc::HASH) hash_own<E>(call, row);
                 if (chooses) prepare_row<E>(call, row, room);
                 if (scores && call.page) copy_codes(call, row, room);
                 if (scores) score_part(call, row, 0, plan.size, room, room.best);
@@ -151,6 +170,7 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
             if (each) return true;
         return false;
     }
+    if (call.stages & bpc::HASH) hash_all<E>(call);
     // What a stage leaves to the next one stays in these.
     auto *rooms = new Room[plan.rows];
     auto *some = new Part[plan.rows * plan.shares];
@@ -197,13 +217,10 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
 
 template <Element E>
 static bool step_of(const bpc::Call &call, char *(*memory)(i64)) {
-    if (call.stages & bpc::HASH) {
-        // Keys in pages are those of all sequences, [1, H_KV, tokens, D].
-        i64 rows = call.page ? call.kv_heads : call.batch * call.kv_heads;
-        i64 threads = rows * call.fresh_tokens > 4 ? call.threads : 1;
-        bpc::parallel(threads, rows, [&](i64 row) { hash_row<E>(call, row); });
+    if (call.stages == bpc::HASH) {
+        hash_all<E>(call);
+        return false;
     }
-    if (call.stages == bpc::HASH) return false;
     Plan plan = plan_of(call);
     Bytes room{nullptr}, part{nullptr};
     room_from(room, call, plan);
