@@ -202,6 +202,33 @@ def test_a_step_over_packed_values_is_a_step_over_rows(lengths, k, heads, rules,
         torch.testing.assert_close(found[0], exact, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_share_a_long_sequence_in_pages(threads, size, monkeypatch):
+    """The parts of a sequence begin within pages, too."""
+    monkeypatch.setitem(globals(), "SIZE", size)
+    length = 20_000 + size // 2
+    rows = rows_of([torch.randperm(length // size + 1, generator=generator()).tolist()], [length], 900)
+    state = pages(1, rows.block_table.numel())
+    for each in (state.keys, state.values):
+        each.normal_(generator=generator(1))
+    state.codes.random_(-(1 << 62), 1 << 62, generator=generator(3))
+    state.gain.random_(0, 256, generator=generator(4))
+    query = torch.randn(1, HEADS, 2, DIM, generator=generator(5))
+    codebook = make_codebook(torch.randn(HEADS, 64, DIM, generator=generator(6)), torch.float32)
+    every = torch.arange(length).expand(1, HEADS, -1)
+    copies = State(*read_tokens(state, rows, every), *read_codes(state, rows))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    wanted = native.sparse_decode(query, codebook, copies, replace(rows, block_table=None), Rules())
+    found = native.sparse_decode(query, codebook, state, rows, Rules())
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, found, wanted))
+    assert torch.equal(
+        found[1], plain.sparse_decode(query, codebook, copies, replace(rows, block_table=None), Rules())[1]
+    )
+
+
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
 @pytest.mark.parametrize(*DTYPES)

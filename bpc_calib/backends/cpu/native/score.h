@@ -10,6 +10,7 @@ constexpr float LN2 = 0.6931471805599453f, LARGEST_OCTAVE = 1 << 17;
 constexpr i64 BLOCK = 1024;        // keys whose products are in the nearest cache
 constexpr i64 SAMPLE = 1024;       // keys of each row that are ranked first
 constexpr i64 PAD = 64;            // tokens of room behind each row of products
+constexpr i64 PAGES_AHEAD = 8;     // how many pages ahead codes are prefetched
 constexpr i64 AHEAD = 4096;        // bytes of codes between what is read and what is prefetched
 
 // The memory of one row at a time.
@@ -198,12 +199,36 @@ INLINE const u8 *gain_of(const bpc::Call &call, i64 b, i64 h, const Room &room) 
     return call.page ? room.gain : (const u8 *)call.gain + b * call.gain_b + h * call.gain_h;
 }
 
+// Codes and gains of the tokens from `begin` to `end` of a row, page after page.
+static void copy_codes(const bpc::Call &call, i64 row, i64 begin, i64 end, Room &room) {
+    i64 b = row / call.kv_heads, h = row % call.kv_heads, words = call.words, size = call.page;
+    const i32 *table = (const i32 *)call.table + b * call.pages;
+    const i64 *codes = (const i64 *)call.codes + h * call.codes_h;
+    const u8 *gain = (const u8 *)call.gain + h * call.gain_h;
+    end = least_of(end, length_of(call, b));
+    i64 pages = (end + size - 1) / size;
+    auto ask = [&](i64 i) {
+        if (i >= pages) return;
+        prefetch_row(codes + table[i] * call.codes_b, 8 * size * words);
+        if (call.gained) prefetch_row(gain + table[i] * call.gain_b, size);
+    };
+    for (i64 i = 0; i < PAGES_AHEAD; i++) ask(begin / size + i);
+    while (begin < end) {
+        i64 i = begin / size, place = begin % size, count = least_of(size - place, end - begin);
+        ask(i + PAGES_AHEAD);
+        std::memcpy(room.codes + begin * words, codes + table[i] * call.codes_b + place * words, 8 * count * words);
+        if (call.gained) std::memcpy(room.gain + begin, gain + table[i] * call.gain_b + place, count);
+        begin += count;
+    }
+}
+
 // The products of the tokens from `begin` to `end` of a row, and the best score of each stripe among them.
 static void score_part(const bpc::Call &call, i64 row, i64 begin, i64 end, Room &room, i32 *best) {
     i64 b = row / call.kv_heads, h = row % call.kv_heads, heads = call.heads, stride = room.stride;
     i64 length = length_of(call, b), step = sample_step(length);
     const i64 *codes = codes_of(call, b, h, room);
     const u8 *gains = gain_of(call, b, h, room), *valid = valid_of(call, b);
+    if (call.page) copy_codes(call, row, begin, end, room);
     for (i64 i = 0; i < heads * STRIPES; i++) best[i] = LEAST;
     for (; begin < least_of(length, end); begin += BLOCK) {
         i64 count = least_of(BLOCK, least_of(length, end) - begin);

@@ -4,8 +4,9 @@
 // keep all threads busy, a row is cut into parts, and all wait for each other between the stages.
 namespace BPC_ISA {
 
-constexpr i64 LEAST_KEYS = 4096;      // keys that are worth a thread
+constexpr i64 LEAST_KEYS = 8192;      // keys that are worth a thread
 constexpr i64 LEAST_ATTENDED = 64;    // attended tokens that are
+constexpr i64 LEAST_CHOSEN = 1 << 14; // numbers of chosen keys that are, where else no stage would wait for another
 constexpr i64 FEW_ROWS = 64;          // of more, threads take one after the other and end at about the same time
 
 struct Plan {
@@ -22,12 +23,13 @@ static Plan plan_of(const bpc::Call &call) {
     plan.threads = call.threads;
     plan.stride = ceil_to(call.tokens, PAD) + PAD;
     auto parts_of = [&](i64 length, i64 least) {
-        if (plan.rows >= 2 * plan.threads || call.page || plan.threads == 1) return (i64)1;
+        if (plan.rows >= 2 * plan.threads || plan.threads == 1) return (i64)1;
         return most_of(1, least_of((2 * plan.threads + plan.rows - 1) / plan.rows, length / least));
     };
     plan.parts = chooses ? parts_of(call.tokens, LEAST_KEYS) : 1;
     plan.size = plan.parts == 1 ? plan.stride : ceil_to((call.tokens + plan.parts - 1) / plan.parts, PAD);
-    plan.shares = parts_of(call.width, LEAST_ATTENDED);
+    bool apart = !chooses || plan.parts > 1;
+    plan.shares = parts_of(call.width, apart ? LEAST_ATTENDED : most_of(LEAST_ATTENDED, LEAST_CHOSEN / call.dim));
     plan.each = (call.width + plan.shares - 1) / plan.shares;
     plan.slots = plan.parts == 1 && plan.shares == 1 ? least_of(plan.rows, plan.threads) : plan.rows;
     return plan;
@@ -80,22 +82,6 @@ static Part part_from(Bytes &bytes, const bpc::Call &call, const Plan &plan) {
     part.values = bytes.take<const char *>(plan.each);
     if (call.values_at) part.unpacked = bytes.take<char>(plan.each * dim * (call.element == FLOAT32 ? 4 : 2));
     return part;
-}
-
-// Codes and gains of a row, page after page.
-static void copy_codes(const bpc::Call &call, i64 row, Room &room) {
-    i64 b = row / call.kv_heads, h = row % call.kv_heads, words = call.words, size = call.page;
-    const i32 *table = (const i32 *)call.table + b * call.pages;
-    i64 length = length_of(call, b), pages = (length + size - 1) / size;
-    const i64 *codes = (const i64 *)call.codes + h * call.codes_h;
-    const u8 *gain = (const u8 *)call.gain + h * call.gain_h;
-    for (i64 i = 0; i < pages; i++) {
-        i64 page = table[i], soon = table[least_of(i + 1, pages - 1)], count = least_of(size, length - i * size);
-        prefetch_row(codes + soon * call.codes_b, 8 * size * words);
-        if (call.gained) prefetch_row(gain + soon * call.gain_b, size);
-        std::memcpy(room.codes + i * size * words, codes + page * call.codes_b, 8 * count * words);
-        if (call.gained) std::memcpy(room.gain + i * size, gain + page * call.gain_b, count);
-    }
 }
 
 // Few rows, those that attend to most tokens first: then all threads end at about the same time.
@@ -153,7 +139,6 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
                 i64 *list = list_of(row), count = call.width;
                 if (call.stages & bpc::HASH) hash_own<E>(call, row);
                 if (chooses) prepare_row<E>(call, row, room);
-                if (scores && call.page) copy_codes(call, row, room);
                 if (scores) score_part(call, row, 0, plan.size, room, room.best);
                 if (selects) {
                     mark_row(call, row, 1, room);
