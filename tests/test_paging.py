@@ -202,6 +202,25 @@ def test_a_step_over_packed_values_is_a_step_over_rows(lengths, k, heads, rules,
         torch.testing.assert_close(found[0], exact, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("dim", [16, 48])
+@pytest.mark.parametrize(*DTYPES)
+def test_a_step_over_pairs_of_values_is_a_step_over_rows(dtype, dim, monkeypatch):
+    """In vLLM's packing for AMX runs of 16 numbers of one value lie between those of the next, or of the one before."""
+    monkeypatch.setitem(globals(), "DIM", dim)
+    place, number = torch.arange(SIZE).unsqueeze(1), torch.arange(dim)
+    at = SIZE * dim + number // 16 * SIZE * 16 + place // 2 * 32 + number % 16 * 2 + place % 2
+    rows = rows_of([[4, 0, 7], [2, 8, 5]], [70, 33], torch.tensor([40, 33]))
+    cache = torch.randn(PAGES, HEADS, 2 * SIZE * dim, generator=generator()).to(dtype)
+    state = pages(cache=cache, values_at=at)
+    query = torch.randn(2, HEADS, 3, dim, generator=generator(5)).to(dtype)
+    codebook = make_codebook(torch.randn(HEADS, 64, dim, generator=generator(6)), dtype)
+    every = torch.arange(rows.longest).where(within(rows), -1).unsqueeze(1).expand(-1, HEADS, -1)
+    copies = State(*read_tokens(state, rows, every), *read_codes(state, rows))
+    wanted = native.sparse_decode(query, codebook, copies, replace(rows, block_table=None), Rules())
+    assert all(map(torch.equal, native.sparse_decode(query, codebook, state, rows, Rules()), wanted))
+    assert torch.equal(native.attend(query, state, rows, wanted[1]), wanted[0])
+
+
 @pytest.mark.parametrize("size", [32, 48])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_share_a_long_sequence_in_pages(threads, size, monkeypatch):

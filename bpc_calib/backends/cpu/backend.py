@@ -42,6 +42,7 @@ GROUPS = {"relative": 0, "max": 1}
 FEW = 4  # tokens hashed in one kernel: for more, torch's products are faster
 FEW_OF_PAGES = 8
 BLOCK = 2048  # tokens of a prompt hashed at once
+RUN = 16  # numbers of a value that lie 2 apart in a page for AMX: `PACKED` of native/attend.h
 RANKS = PROJECT | SCORE | SELECT
 
 
@@ -170,7 +171,7 @@ def attend(query: Tensor, state: State, rows: Rows, indices: Tensor, scaling: fl
 def _attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, scaling: float | None) -> Tensor:
     """`attend`; without a list to every token."""
     call = Call(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling)
-    _place_keys(call, state)
+    at = _place_keys(call, state)
     query, *kept = _ask(call, query, rows, state)
     out = torch.zeros(query.shape, dtype=query.dtype)
     call.stages, call.width = ATTEND, rows.longest if indices is None else indices.shape[-1]
@@ -178,7 +179,7 @@ def _attend(query: Tensor, state: State, rows: Rows, indices: Tensor | None, sca
     if call.width and query.numel() and run(call):
         assert indices is not None
         raise IndexError(f"a token is beyond the {rows.longest} there are: {int(indices.max())}")
-    del kept
+    del kept, at
     return out
 
 
@@ -291,13 +292,13 @@ def _recorded(query: Tensor, codebook: Codebook, state: State, rules: Rules) -> 
     _put(call, "projection", projection, "bhn" if projection.dim() == 4 else "hn")
     kept = _hash(call, codebook, projection.dtype)
     _place_codes(call, state)
-    _place_keys(call, state)
+    at = _place_keys(call, state)
     call.gained, call.group, call.recent, call.sink = (
         state.gain is not None and rules.gain, GROUPS[rules.group], rules.recent, rules.sink,
     )  # fmt: skip
     call.numerator, call.denominator, call.scaling = numerator, denominator, rules.scale(projection.shape[-1])
     call.worst, call.worst_count = address(worst), 0 if worst is None else worst.shape[-1]
-    return _Record(codebook, rules, query.shape, query.dtype, call, (projection, worst, *kept))
+    return _Record(codebook, rules, query.shape, query.dtype, call, (projection, worst, at, *kept))
 
 
 def _ask(call: Call, query: Tensor, rows: Rows, state: State) -> tuple[Any, ...]:
@@ -334,10 +335,18 @@ def _fresh(call: Call, keys: Tensor) -> None:
     _put(call, "fresh", keys, "bhn")
 
 
-def _place_keys(call: Call, state: State) -> None:
+def _place_keys(call: Call, state: State) -> Tensor | None:
+    """Fill in keys and values; return the tensor that tells the kernel where numbers lie in pages."""
+    at = state.values_at
     _put(call, "keys", state.keys, "bhn")
-    _put(call, "values", state.values, "bhn" if state.values_at is None else "bh")
-    call.mapped, call.copied, call.values_at = state.mapped, state.copied, address(state.values_at)
+    _put(call, "values", state.values, "bhn" if at is None else "bh")
+    call.mapped, call.copied, call.run = state.mapped, state.copied, 1
+    if at is not None and state.values.element_size() == 2 and at.shape[1] % RUN == 0:
+        runs = at.unflatten(1, (-1, RUN))
+        if (runs.diff() == 2).all():
+            at, call.run = runs[..., 0].contiguous(), RUN
+    call.values_at = address(at)
+    return at
 
 
 def _place_codes(call: Call, state: State) -> None:

@@ -3,8 +3,8 @@ namespace BPC_ISA {
 
 constexpr i64 CHUNK = 16;        // tokens whose weights are computed at once; nothing is prefetched meanwhile
 constexpr i64 ROWS_AHEAD = 16;   // how many tokens ahead keys and values are prefetched
-constexpr i64 SOON = 3;          // how many tokens ahead packed numbers are prefetched
-constexpr i64 PACKED = 16;       // numbers of a value that lie side by side, in vLLM's packing for AMX
+constexpr i64 SOON = 8;          // how many tokens ahead packed numbers are prefetched
+constexpr i64 PACKED = 16;       // numbers of a value in a cache line beside those of another, in vLLM's packing for AMX
 
 // Attention of a part of a list, to be put together: `[fours]` heads, whole fours.
 struct Part {
@@ -138,10 +138,18 @@ INLINE void add_values(const Part &part, i64 begin, i64 count, i64 dim, const fl
     }
 }
 
-// Gather a value whose numbers lie apart.
+// Gather a value whose numbers lie apart, in runs of 1 or PACKED.
 template <Element E>
-INLINE void unpack(const char *page, const i64 *at, i64 dim, char *value) {
+INLINE void unpack(const char *page, const i64 *at, i64 dim, i64 run, char *value) {
     using Stored = typename std::conditional<E == FLOAT32, u32, u16>::type;
+    if (E != FLOAT32 && run == PACKED) {
+        for (i64 d = 0; d < dim; d += LANES) {
+            i64 from = at[d / PACKED] + 2 * (d % PACKED);
+            words pairs = load<words>((const Stored *)page + (from & -2));
+            store(value + 2 * d, __builtin_convertvector(pairs >> (u32)(from % 2 * 16), halves));
+        }
+        return;
+    }
     for (i64 d = 0; d < dim; d++) ((Stored *)value)[d] = ((const Stored *)page)[at[d]];
 }
 
@@ -171,10 +179,10 @@ static bool attend_part(const bpc::Call &call, i64 row, const i64 *indices, i64 
             if (i64 next = i + SOON < end ? (indices ? indices[i + SOON] : i + SOON) : -1; next >= 0) {
                 Where soon = where_of(call, b, next);
                 const char *then = values + size * (soon.b * call.values_b + h * call.values_h);
-                for (i64 d = 0; d < dim; d += PACKED) prefetch(then + size * places[soon.n * dim + d]);
+                for (i64 d = 0; d < dim; d += PACKED) prefetch(then + size * places[(soon.n * dim + d) / call.run]);
             }
             char *value = part.unpacked + size * dim * found;
-            unpack<E>(page, places + at.n * dim, dim, value);
+            unpack<E>(page, places + at.n * dim / call.run, dim, call.run, value);
             part.values[found] = value;
         } else {
             part.values[found] = page + size * at.n * call.values_n;

@@ -40,7 +40,9 @@
     F(matrix) F(matrix_r) F(matrix_element) F(gram) F(gram_r) F(squares) F(metric) F(metric_r) F(mean) F(mean_r) \
     /* Pages: tokens of a sequence lie in pages of `page` tokens, named by int32 `table [B, pages]`. */ \
     F(table) F(pages) F(page) \
-    F(values_at)                    /* int64 [page, dim], where the numbers of a value lie in a page; else in a row */ \
+    /* int64 [page, dim / run], where each run of the numbers of a value begins in a page, of numbers 2 apart; without, */ \
+    /* values lie in rows. */ \
+    F(values_at) F(run) \
     /* Results. */ \
     F(entries) F(scale)             /* int16 [rows, heads, bits / 4, 16], float32 [rows], or 0 */ \
     F(indices)                      /* int64 [rows, width], ascending, -1 behind; 0 to attend: to every token */ \
