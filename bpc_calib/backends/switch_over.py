@@ -19,7 +19,7 @@ class Costs:
 
 IN_TRANSFORMERS = Costs(step=1.15e6, tokens=350)
 ON_X86 = Costs(step=0.5e6, tokens=750)  # in 16 bits: there dense steps run BPC's kernel, but short ones with AMX
-IN_VLLM = Costs(step=2.9e6, tokens=2000)  # with AMX
+IN_VLLM = Costs(step=1.25e6, tokens=1300)  # with AMX
 # Where vLLM's dense kernel is slower. A third more than where a step pays: an answer has to pay for hashing, too.
 IN_VLLM_WITHOUT_AMX = Costs(step=1.05e6, tokens=600)
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
