@@ -249,22 +249,26 @@ def test_threads_share_a_long_sequence_in_pages(threads, size, monkeypatch):
 
 
 @pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("times", [1, 10])
 @pytest.mark.parametrize("backend", [plain, native], ids=["torch", "native"])
 @pytest.mark.parametrize(*DTYPES)
-def test_a_step_hashes_the_newest_keys_first(dtype, backend, copied):
-    """Those that a server has just written to the ends of its sequences, as `append` does before a step."""
-    lengths = (70, 33, 64, 1)
-    rows = rows_of(torch.randperm(12, generator=generator()).view(4, 3).tolist(), lengths, torch.tensor([9, 5, 64, 1]))
-    cache = torch.randn(12, HEADS, SIZE, 2 * DIM, generator=generator(1)).to(dtype)
-    once, twice = (pages(1, 12, cache=each, copied=copied) for each in (cache, cache.clone()))
+def test_a_step_hashes_the_newest_keys_first(dtype, backend, times, copied):
+    """Those that a server has just written to the ends of its sequences, as `append` does before a step.
+
+    Of many sequences the kernels hash the keys of a head together, of few in the order of the sequences.
+    """
+    lengths, ks, count = (70, 33, 64, 1) * times, torch.tensor([9, 5, 64, 1]).repeat(times), 12 * times
+    rows = rows_of(torch.randperm(count, generator=generator()).view(-1, 3).tolist(), lengths, ks)
+    cache = torch.randn(count, HEADS, SIZE, 2 * DIM, generator=generator(1)).to(dtype)
+    once, twice = (pages(1, count, cache=each, copied=copied) for each in (cache, cache.clone()))
     codebook = make_codebook(
         torch.randn(HEADS, 64, DIM, generator=generator(2)),
         dtype,
         metric=torch.eye(DIM).expand(HEADS, DIM, DIM) * 1.5,
         mean=torch.randn(HEADS, DIM, generator=generator(3)),
     )
-    query = torch.randn(4, HEADS, 2, DIM, generator=generator(4)).to(dtype)
-    key = torch.randn(4, HEADS, DIM, generator=generator(5)).to(dtype)
+    query = torch.randn(4 * times, HEADS, 2, DIM, generator=generator(4)).to(dtype)
+    key = torch.randn(4 * times, HEADS, DIM, generator=generator(5)).to(dtype)
     slots = torch.tensor([
         int(table[(length - 1) // SIZE]) * SIZE + (length - 1) % SIZE
         for table, length in zip(rows.block_table, lengths, strict=True)
@@ -277,8 +281,8 @@ def test_a_step_hashes_the_newest_keys_first(dtype, backend, copied):
     assert all(torch.equal(*pair) for pair in zip((found[0].view(query.shape), found[1]), wanted, strict=True))
     for name in ("keys", "codes", "gain"):
         assert torch.equal(getattr(once, name), getattr(twice, name))
-    assert int((once.codes != pages(1, 12).codes).sum()) == 4 * HEADS
-    none, empty = replace(rows, k=rows.k * 0, width=0), pages(1, 12, cache=cache.clone(), copied=copied)
+    assert int((once.codes != pages(1, count).codes).sum()) == 4 * HEADS * times
+    none, empty = replace(rows, k=rows.k * 0, width=0), pages(1, count, cache=cache.clone(), copied=copied)
     nothing, _ = backend.sparse_decode(query, codebook, empty, none, Rules(), key=key)
     assert not nothing.any()
     assert torch.equal(empty.codes, twice.codes)

@@ -7,6 +7,7 @@ namespace BPC_ISA {
 constexpr i64 LEAST_KEYS = 8192;      // keys that are worth a thread
 constexpr i64 LEAST_ATTENDED = 64;    // attended tokens that are
 constexpr i64 LEAST_CHOSEN = 1 << 14; // numbers of chosen keys that are, where else no stage would wait for another
+constexpr i64 AGAIN = 1 << 21;        // bytes of matrices that rows may read again, each to hash its own key
 constexpr i64 FEW_ROWS = 64;          // of more, threads take one after the other and end at about the same time
 
 struct Plan {
@@ -131,13 +132,17 @@ static bool choose_and_attend(const bpc::Call &call, const Plan &plan, char *mem
         i64 taken = 0, order[FEW_ROWS];
         bool ordered = chooses && plan.rows <= FEW_ROWS;
         if (ordered) longest_first(call, plan.rows, order);
+        // In pages a head's keys may be hashed together instead, which reads its matrices once.
+        i64 again = call.page ? 4 * (plan.rows - call.kv_heads) * (call.matrix_r + call.gram_r + call.metric_r) : 0;
+        bool hashes = call.stages & bpc::HASH, hashes_own = hashes && again <= AGAIN;
+        if (hashes && !hashes_own) hash_all<E>(call);
         bpc::parallel(plan.threads, plan.slots, [&](i64 slot) {
             Room room = room_of(slot);
             Part part = part_of(slot);
             for (i64 nth; (nth = __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) < plan.rows;) {
                 i64 row = ordered ? order[nth] : nth;
                 i64 *list = list_of(row), count = call.width;
-                if (call.stages & bpc::HASH) hash_own<E>(call, row);
+                if (hashes_own) hash_own<E>(call, row);
                 if (chooses) prepare_row<E>(call, row, room);
                 if (scores) score_part(call, row, 0, plan.size, room, room.best);
                 if (selects) {
