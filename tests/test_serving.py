@@ -28,6 +28,7 @@ pytest.importorskip("vllm")
 
 from serving_engine import DENSE, N_GRAMS, PAGE, SETTINGS, Engine, ids, made_artifact
 from vllm import SamplingParams
+from vllm import _custom_ops as ops
 from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -38,7 +39,7 @@ from bpc_calib.demo import DEMO_MODEL
 from bpc_calib.models.description import describe, first_head
 from bpc_calib.serving import attention, layer
 from bpc_calib.serving.options import Options, read_options
-from bpc_calib.serving.packing import packing
+from bpc_calib.serving.packing import packing, unpacked_keys
 from bpc_calib.serving.plugin import supported
 
 
@@ -473,6 +474,16 @@ def test_where_the_numbers_of_a_page_lie(size):
     isa = _get_attn_isa(torch.float32, size, 64)
     places = torch.cat(packing(isa, size, 64, torch.float32)).flatten()
     assert torch.equal(places.sort().values, torch.arange(2 * size * 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_keys_are_read_as_vllm_wrote_them(dtype):
+    """In any order, some pages in part; with AMX pairs of numbers lie together."""
+    isa, slots = _get_attn_isa(dtype, PAGE, 64), torch.tensor([3, 3 * PAGE + 60, 5, PAGE, 2 * PAGE - 1, 4, 0, 3 * PAGE])
+    cache, (key, value) = torch.zeros(4, 3, PAGE, 128, dtype=dtype), torch.randn(2, len(slots), 3, 64).to(dtype)
+    ops.cpu_attn_reshape_and_cache(key, value, *cache.view(4, 3, 2 * PAGE, 64).chunk(2, 2), slots, isa)
+    found = unpacked_keys(cache, packing(isa, PAGE, 64, dtype)[0], slots)
+    assert torch.equal(found[0].transpose(0, 1), key)
 
 
 def test_the_artifact_of_another_model_stops_the_start(artifact, tmp_path):
