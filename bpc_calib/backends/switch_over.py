@@ -19,8 +19,9 @@ class Costs:
 
 IN_TRANSFORMERS = Costs(step=1.15e6, tokens=350)
 ON_X86 = Costs(step=0.5e6, tokens=750)  # in 16 bits: there dense steps run BPC's kernel, but short ones with AMX
-IN_VLLM = Costs(step=1.25e6, tokens=1300)  # with AMX
-# Where vLLM's dense kernel is slower. A third more than where a step pays: an answer has to pay for hashing, too.
+# An answer of 64 tokens has to pay for hashing, too: with AMX from twice the length at which a step pays, and where
+# vLLM's dense kernel is slower, from a third more.
+IN_VLLM = Costs(step=1.25e6, tokens=2600)
 IN_VLLM_WITHOUT_AMX = Costs(step=1.05e6, tokens=600)
 SECONDS = 27e-6  # that choosing takes longer than dense attention in the shortest context, on an H200
 BANDWIDTH = 1e12  # bytes per second of a GPU that does not tell
