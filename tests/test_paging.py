@@ -312,6 +312,7 @@ def test_what_does_not_fit_is_refused(backend):
         ({"fresh": 1}, "pages take no padding, no fresh tokens"),
         ({"key": query[:, :, 0].bfloat16()}, r"the newest keys must be torch.float32 \[2, 3, 20\] of pages, not"),
         ({"key": query}, r"the newest keys must be .* not torch.float32 \[2, 3, 1, 20\]"),
+        ({"key": query[:1, :, 0]}, r"the newest keys must be .* not torch.float32 \[1, 3, 20\]"),
         ({"out": (query[:1], listed)}, r"attention needs contiguous torch.float32 \[2, 3, 1, 20\] in `out`"),
         ({"out": (query, listed[..., :0])}, r"tokens need contiguous torch.int64 \[2, 3, 1\] in `out`"),
         ({"state": replace(state, worst=state.gain.int())}, "pages take no padding, no fresh tokens and no safeguard"),

@@ -19,7 +19,6 @@ from bpc_calib.method.shares import LEAST, LEVELS, LONG_FROM, Shares, counts, mo
 
 __all__ = ["Ranking", "Rules", "default_dense_layers", "ranking_defaults", "shares_of", "spread"]
 
-
 Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 
@@ -102,7 +101,9 @@ def shares_of(artifact: ProjectionArtifact | None, layers: Iterable[int]) -> dic
 def spread(mean: Numbers, length: Numbers, shares: Numbers) -> Numbers:
     """Return the `counts` of several sequences on their device, without waiting for it: int64 `[layers, B, H_KV]`.
 
-    Args: tensors, or arrays of NumPy, whose calls take less time.
+    All are tensors, or all are NumPy arrays, whose calls take less time on a CPU.
+
+    Args:
         mean: int64 `[B]`.
         length: int64 `[B]`, below 2^31.
         shares: int64 `[layers, 2 LEVELS, H_KV]`.
