@@ -40,7 +40,8 @@ def test_a_served_model(bpc, tmp_path, monkeypatch, family, kinds):
     found = json.loads(ran.out)["model"]
     assert found["served"] is True
     assert found["layers"] == kinds
-    assert found["checked"] == ("config" if family == "qwen3_moe" else "layers")  # experts are chosen by values
+    # Experts are chosen by values: torch 2.15 runs them without memory, 2.13 cannot.
+    assert found["checked"] == "layers" or (family, found["checked"]) == ("qwen3_moe", "config")
     assert found["calibration"]["weights_bytes"] == sum(4 * each.numel() for each in tiny.model(family).parameters())
     assert [row["beyond_the_model"] for row in found["reads"]] == [False, True]
     # The same counts as those of a cache that holds the tokens.
