@@ -36,12 +36,12 @@ def advise(opened: OpenedModel, weights: Any, tokens: int | None) -> dict[str, A
     from bpc_calib.bench.timing import bandwidth
     from bpc_calib.method.budget import attended
     from bpc_calib.runtime.bytes_forecast import forecast_bytes
-    from bpc_calib.runtime.layers import costs_of
+    from bpc_calib.runtime.layers import costs_of, own_from
 
     model, device = opened.description, torch.device(opened.device)
     tokens = tokens or min(TOKENS, model.context_limit or TOKENS)
-    token, costs = 2 * model.kv_heads * model.head_dim * weights.dtype.itemsize, costs_of(device, weights.dtype)
-    start = sparse_from(token, 1, model.query_heads, device, costs)
+    token = 2 * model.kv_heads * model.head_dim * weights.dtype.itemsize
+    start = sparse_from(token, 1, model.query_heads, device, costs_of(own_from(device, weights.dtype)))
     read = forecast_bytes(opened.config, tokens, weights.dtype, dense_layers=(), min_context=start)
     always, many = (
         forecast_bytes(opened.config, each, weights.dtype, dense_layers=(), min_context=0)

@@ -19,6 +19,7 @@ import bpc_calib
 from bpc_artifacts import ArtifactError
 from bpc_calib import BPCCache, InputError, ModelError, disable, enable
 from bpc_calib.compat import with_cache
+from bpc_calib.models.description import ModelDescription
 from bpc_calib.runtime import enabling
 from bpc_calib.runtime.call import AttentionCall
 from bpc_calib.runtime.growing import append
@@ -365,6 +366,22 @@ def test_a_cache_is_refused_after_disable():
     disable(model)
     with pytest.raises(ModelError, match=r"is now sdpa, .* call bpc_calib\.enable\(model\)"):  # in the first step
         model(ids(1), **with_cache(cache))
+
+
+def test_a_model_is_compared_once(monkeypatch):
+    """Not in every layer: that took a tenth of a short prompt's time."""
+    asked, original = [], ModelDescription.fits
+
+    def fits(self, config):
+        asked.append(config)
+        return original(self, config)
+
+    monkeypatch.setattr(ModelDescription, "fits", fits)
+    model = enabled()
+    cache = BPCCache(model.config, dense_layers=())
+    for _ in range(2):
+        model(ids(40), **with_cache(cache))
+    assert asked == [model.config]
 
 
 def test_a_cache_of_another_model_is_refused():

@@ -16,7 +16,7 @@ from bpc_calib.evaluation.comparison import make_cache
 from bpc_calib.evaluation.fidelity import probe
 from bpc_calib.evaluation.forcing import prefill
 from bpc_calib.models.long_passes import slow_products
-from bpc_calib.runtime.layers import GrowingLayer, costs_of, own_is_faster
+from bpc_calib.runtime.layers import GrowingLayer, costs_of, own_from
 
 CPU = torch.device("cpu")
 LLAMA = 2 * 8 * 128 * 2  # bytes of a token in a layer of Llama 3.1 8B
@@ -92,9 +92,9 @@ def test_a_cache_attends_to_all_until_choosing_pays(switching, monkeypatch):
 
 
 def test_it_follows_what_attends_to_all_on_the_processor():
-    assert costs_of(CPU, torch.float32) is IN_TRANSFORMERS
+    assert costs_of(own_from(CPU, torch.float32)) is IN_TRANSFORMERS
     slow = backend(CPU) == "native" and (is_x86() or slow_products(torch.bfloat16) is not None)
-    assert costs_of(CPU, torch.bfloat16) is (ON_X86 if slow else IN_TRANSFORMERS)
+    assert costs_of(own_from(CPU, torch.bfloat16)) is (ON_X86 if slow else IN_TRANSFORMERS)
 
 
 def test_the_processor_decides_what_attends_to_all(threads, monkeypatch):
@@ -107,10 +107,10 @@ def test_the_processor_decides_what_attends_to_all(threads, monkeypatch):
         for capability in ("AVX512", "AVX2", "DEFAULT"):  # the last is an Arm processor's
             monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda told=capability: told)
             own = native and capability != "DEFAULT"
-            assert costs_of(CPU, torch.bfloat16) is (ON_X86 if own else IN_TRANSFORMERS)
-            assert costs_of(CPU, torch.float32) is IN_TRANSFORMERS
+            assert costs_of(own_from(CPU, torch.bfloat16)) is (ON_X86 if own else IN_TRANSFORMERS)
+            assert costs_of(own_from(CPU, torch.float32)) is IN_TRANSFORMERS
             short = own and not (amx and capability == "AVX512")
-            assert [own_is_faster(CPU, torch.bfloat16, size) for size in (2.3e6, 2.5e6)] == [short, own]
+            assert [size >= own_from(CPU, torch.bfloat16) for size in (2.3e6, 2.5e6)] == [short, own]
 
 
 @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Find the length from which a layer's sparse step is faster than a dense one on this machine."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from bpc_calib.bench.settings import SHORTEST
 from bpc_calib.bench.timing import timed
 from bpc_calib.errors import BPCError
 from bpc_calib.method.budget import attended
-from bpc_calib.runtime.layers import own_is_faster
+from bpc_calib.runtime.layers import own_from
 
 __all__ = ["compared", "find_crossover"]
 
@@ -82,7 +83,7 @@ def compared(
     inputs = make(shape, replace(sets, codes=min(sets.codes, sets.steps)), device)
     forms, notes = right_forms(inputs, device)
     # Below `min_context` a model on a CPU runs torch's attention, unless this package's is faster.
-    owned = device.type == "cuda" or own_is_faster(device, shape.dtype)
+    owned = device.type == "cuda" or own_from(device, shape.dtype) < math.inf
     rivals = [name for name in forms if name.startswith("dense/") and (owned or OURS not in name)]
     counts = {"step": sets.steps} | dict.fromkeys(rivals, sets.dense)
     rows = inputs.rows(k)

@@ -72,14 +72,8 @@ class ModelDescription:
 
     def fits(self, text_config: Any) -> bool:
         """Return True if a text model's config has the same model type, layers, heads and RoPE."""
-        other = _describe(text_config, self.id, self.revision)
-        return self == replace(
-            other,
-            config_sha256=self.config_sha256,
-            vocab_size=self.vocab_size,
-            context_limit=self.context_limit,
-            ranks=self.ranks,
-        )
+        other = _describe(text_config, self.id, self.revision, self.config_sha256)
+        return self == replace(other, vocab_size=self.vocab_size, context_limit=self.context_limit, ranks=self.ranks)
 
     def metadata(self) -> dict[str, Any]:
         """Return the `model` table of the artifact."""
@@ -105,14 +99,20 @@ def describe(config: "PreTrainedConfig", *, revision: str | None = None) -> Mode
     try:
         text = config.get_text_config(decoder=True)
         _refuse_unserved(config, text, name)
-        return replace(_describe(text, name, revision), ranks=tensor_ranks(config))
+        return replace(_describe(text, name, revision, _digest(text)), ranks=tensor_ranks(config))
     except ModelError:
         raise
     except Exception as fault:  # a config may hold anything: a list instead of a number, a string instead of a number
         raise ModelError(f"{name} ({config.model_type}) is not supported: {first_line(fault)}") from fault
 
 
-def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
+def _digest(text: Any) -> str:
+    """The SHA-256 of what a config says of its model; it takes a millisecond, so no layer of a cache asks for it."""
+    canonical = json.dumps(_stable(text.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _describe(text: Any, name: str, revision: str | None, config_sha256: str) -> ModelDescription:
     layers, query_heads = text.num_hidden_layers, text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or query_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // query_heads
@@ -138,11 +138,10 @@ def _describe(text: Any, name: str, revision: str | None) -> ModelDescription:
         raise ModelError(f"{name}: its config has {layers} layers, {len(types)} layer types and {limit} positions")
     if "full_attention" not in types:
         raise ModelError(f"{name}: no layer attends to the whole context ({types[0]}), so BPC has nothing to do")
-    canonical = json.dumps(_stable(text.to_diff_dict()), sort_keys=True, separators=(",", ":"), default=str)
     return ModelDescription(
         id=name,
         revision=revision,
-        config_sha256=hashlib.sha256(canonical.encode()).hexdigest(),
+        config_sha256=config_sha256,
         model_type=text.model_type,
         num_layers=layers,
         kv_heads=kv_heads,

@@ -3,7 +3,7 @@
 transformers calls the registered function in every layer. The function finds the cache layer through an attribute of
 the keys that the layer's `update` returns, so models, caches and threads share no state. Every call that is not sparse
 goes to the model's own attention with its own masks, except one-token steps on a CPU: those of dense layers
-(`DenseLayer`), and of all where BPC's kernel is faster (`own_is_faster`).
+(`DenseLayer`), and of all where BPC's kernel is faster (`own_from`).
 """
 
 import functools

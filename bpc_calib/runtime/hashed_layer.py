@@ -49,9 +49,9 @@ class BPCLayer(SparseLayer):
         Raises:
             ModelError: the artifact's projections do not fit these.
         """
-        shares = self.rules.shares
-        if not self.is_initialized and shares is not None:
-            heads = self.heads(len(shares[0]), key_states.shape[1])
+        shares, held = self.rules.shares, key_states.shape[1]
+        if not self.is_initialized and shares is not None and len(shares[0]) != held:
+            heads = self.heads(len(shares[0]), held)
             self.rules = replace(self.rules, shares=tuple(each[heads] for each in shares))
         return super().update(key_states, value_states, *args, **kwargs)
 

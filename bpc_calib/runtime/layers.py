@@ -49,24 +49,34 @@ class Common:
     full: bool = False  # whether passes attend to everything now, and leave no trace but their tokens
     seen: Seen = field(default_factory=Seen)
     told: dict[int, Any] = field(default_factory=dict)  # by layer: what a method's layers tell each other
+    fitting: weakref.ref[Any] | None = None  # the config of the model that was found to be this one
+
+    def fits(self, config: Any) -> bool:
+        """Whether a text model's config is this model's; the layers of a model share one, so it is compared once."""
+        if self.fitting is None or self.fitting() is not config:
+            if not self.model.fits(config):
+                return False
+            self.fitting = weakref.ref(config)
+        return True
 
 
-def own_is_faster(device: torch.device, dtype: torch.dtype, size: float = math.inf) -> bool:
-    """Whether BPC's kernel attends to all tokens faster than torch: to 16-bit numbers, on an x86 processor.
+def own_from(device: torch.device, dtype: torch.dtype) -> float:
+    """Return from how many bytes of a layer's keys and values on BPC's kernel attends to all of them faster than torch.
 
-    Args:
-        device, dtype: of keys and values.
-        size: bytes of a layer's keys and values.
+    On an x86 processor it does for 16-bit numbers; infinity: nowhere.
     """
     if device.type != "cpu" or backend(device) != "native":
-        return False
-    long = size >= SHORT * torch.get_num_threads() or not has_amx()
-    return slow_products(dtype) is not None or (dtype in (torch.bfloat16, torch.float16) and is_x86() and long)
+        return math.inf
+    if slow_products(dtype) is not None:
+        return 0
+    if dtype not in (torch.bfloat16, torch.float16) or not is_x86():
+        return math.inf
+    return SHORT * torch.get_num_threads() if has_amx() else 0
 
 
-def costs_of(device: torch.device, dtype: torch.dtype) -> Costs:
-    """Return what choosing costs beside the dense steps of keys on this device and of this dtype."""
-    return ON_X86 if own_is_faster(device, dtype) else IN_TRANSFORMERS
+def costs_of(own: float) -> Costs:
+    """Return what choosing costs beside dense steps; `own` is what `own_from` says of those."""
+    return ON_X86 if own < math.inf else IN_TRANSFORMERS
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
@@ -79,6 +89,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.rules, self.common = rules, common
         self.buffers: dict[str, Tensor] = {}  # [batch, kv_heads, room, ...]
         self.file: TokenFile | None = None  # of the keys and values; None: they are in memory
+        self.own_from = math.inf  # bytes of keys and values from which BPC's kernel attends to all of them
         self._state: State | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -87,9 +98,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Raises:
             InputError: the disk is full.
         """
-        value_states = value_states.to(key_states.dtype)  # autocast may leave them in another one
+        if value_states.dtype != key_states.dtype:  # autocast may leave them so
+            value_states = value_states.to(key_states.dtype)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+            self.own_from = own_from(key_states.device, key_states.dtype)
             if self.common.switches:
                 self.rules = replace(self.rules, min_context=self.switch_over(key_states))
         length, new = self.get_seq_length(), (key_states, value_states)
@@ -140,8 +153,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         """Return from how many tokens choosing pays, for keys `[batch, kv_heads, new, head_dim]`."""
         (batch, heads, _, dim), model = keys.shape, self.common.model
         token = 2 * heads * dim * keys.element_size()
-        costs = costs_of(keys.device, keys.dtype)
-        return sparse_from(token, batch, model.query_heads // model.ranks, keys.device, costs)
+        return sparse_from(token, batch, model.query_heads // model.ranks, keys.device, costs_of(self.own_from))
 
     def append(self, name: str, length: int, new: Tensor) -> None:
         """Write `[batch, kv_heads, new, ...]` after the first `length` tokens of the named buffer."""
@@ -154,7 +166,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def show(self, length: int) -> None:
         """Set `keys` and `values`, which transformers reads, to the first `length` tokens of the buffers."""
-        self.keys, self.values = self.buffers["keys"][:, :, :length], self.buffers["values"][:, :, :length]
+        self.keys, self.values = self.buffers["keys"].narrow(2, 0, length), self.buffers["values"].narrow(2, 0, length)
 
     def state(self) -> State:
         """Return what is cached; the same object as long as no buffer was replaced."""
@@ -203,10 +215,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         Of keys that are apart, the model's own would need a copy on its device.
         """
         new = call.query.shape[2]
-        if self.apart:
-            faster = new <= FEW
-        else:
-            faster = new == 1 and own_is_faster(self.keys.device, self.keys.dtype, 2 * self.keys.nbytes)
+        faster = new <= FEW if self.apart else new == 1 and 2 * self.keys.nbytes >= self.own_from
         return self.attend_to_all(call) if faster else None
 
     def count(self, length: int) -> int:
@@ -361,7 +370,7 @@ class SparseLayer(GrowingLayer):
         """
         owner = None if self.module is None else self.module()
         if owner is not module:
-            if self.module is not None or not self.common.model.fits(module.config):
+            if self.module is not None or not self.common.fits(module.config):
                 raise ModelError(
                     f"layer {self.index}: this BPCCache belongs to another model; create one from this model's config"
                 )
@@ -386,7 +395,7 @@ class SparseLayer(GrowingLayer):
         """Use another layer's keys and values."""
         self.is_initialized, self.guarded, self.device = True, other.guarded, other.device
         self.scale(other.rules.scaling)
-        self.keys, self.values = other.keys, other.values
+        self.keys, self.values, self.own_from = other.keys, other.values, other.own_from
 
     def step_bytes(self, length: int, token: int) -> int:
         """Return the bytes that a step reads per sequence; `token` is the size of one token's keys and values."""
@@ -428,8 +437,8 @@ class DenseLayer(GrowingLayer):
     """A layer whose steps attend to everything.
 
     The model's own attention computes them, with two exceptions. Where one-token steps run on a CPU, and other layers
-    choose or `own_is_faster`, BPC's kernel does: torch's SDPA can take several times as long there, and then these few
-    layers take a large part of a step. It also computes passes that attend to everything in all layers
+    choose or it is faster (`own_from`), BPC's kernel does: torch's SDPA can take several times as long there, and then
+    these few layers take a large part of a step. It also computes passes that attend to everything in all layers
     (`attend_to_all`).
     """
 
